@@ -1,0 +1,11 @@
+"""What travels: one file a codec, and the contract in base.py."""
+from jaxcgx.codecs.absmax import AbsMax
+from jaxcgx.codecs.base import Codec, decode, encode, roundtrip
+from jaxcgx.codecs.bytegrad import ByteGrad
+from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs.float8 import Float8
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.sign import Sign
+
+__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sign", "decode", "encode", "roundtrip"]

@@ -1,0 +1,171 @@
+"""What a codec is, and encoding and decoding one array."""
+import dataclasses
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.native import ops
+from jaxcgx.native.layout import DTYPES, Layout
+
+
+class Codec:
+    """How a vector becomes bytes and back. Subclass it as a frozen dataclass: codecs are static under jit.
+
+    A codec sees buckets of float32 and never needs to know about messages, ranks or dtypes. To write one:
+
+    - ``bucket_size``: elements that share metadata (a field or an attribute), and ``meta``, how many float32 of
+      metadata a bucket has. Without metadata leave both: the codec then sees stretches of any length.
+    - ``code_bytes(n, dtype)``: bytes of the codes of n elements of one bucket, for a leaf of that dtype.
+    - ``encode_buckets(x, noise)``: ``x`` is float32[buckets, n], every element valid; the result is
+      (float32[buckets, meta], uint8[buckets, code_bytes(n)]).
+    - ``decode_buckets(meta, codes, n)``: the way back, float32[buckets, n]. Any bytes must give defined values.
+    - ``stochastic = True`` if it draws noise: ``noise`` is then int32[buckets, n], uniform in [0, 65536), else None.
+
+    A bucket with a NaN or an infinity should decode to NaN, and a constant bucket exactly.
+    """
+
+    bucket_size = None
+    meta = 0
+    stochastic = False
+    skip_incomplete = False  # the elements after the last whole bucket of a leaf travel as they are
+    raw = False  # all elements travel as they are
+    native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
+
+    def code_bytes(self, n: int, dtype) -> int:
+        raise NotImplementedError(f"{type(self).__name__}.code_bytes")
+
+    def encode_buckets(self, x, noise):
+        raise NotImplementedError(f"{type(self).__name__}.encode_buckets")
+
+    def decode_buckets(self, meta, codes, n: int):
+        raise NotImplementedError(f"{type(self).__name__}.decode_buckets")
+
+    def split_buckets(self, meta, codes, n: int):
+        """(base, value) with base + value the decoded bucket: sums over ranks add the bases first."""
+        return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
+
+    def wire_bytes(self, shape, dtype) -> int:
+        """Bytes on the wire of an array of that shape and dtype."""
+        dtype = check_dtype(f"{type(self).__name__}.wire_bytes", "dtype", dtype)
+        return layout_of(self, shape, dtype).chunk_bytes
+
+
+def native_codec(kind: int, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):
+    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h."""
+    return dict(kind=np.int32(kind), bits=np.int32(bits), bucket_size=np.int64(bucket_size), stochastic=np.int32(stochastic),
+                skip_incomplete=np.int32(skip_incomplete), compatible=np.int32(compatible))
+
+
+def check_integer(codec: Codec, field: str, low: int, high: int | None = None):
+    """The field as an int between low and high, or an error that says so."""
+    value = getattr(codec, field)
+    name = type(codec).__name__
+    expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}") from None
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}")
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name}: argument '{field}': expected {expected}, got {number}")
+    object.__setattr__(codec, field, number)
+
+
+def check_choice(codec: Codec, field: str, choices):
+    value = getattr(codec, field)
+    if value not in choices:
+        raise ValueError(f"{type(codec).__name__}: argument '{field}': expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_flag(codec: Codec, field: str):
+    value = getattr(codec, field)
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{type(codec).__name__}: argument '{field}': expected True or False, got {value!r}")
+    object.__setattr__(codec, field, bool(value))
+
+
+def check_codec(name: str, codec) -> Codec:
+    if not isinstance(codec, Codec):
+        raise TypeError(f"{name}: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
+    return codec
+
+
+def check_dtype(name: str, argument: str, dtype):
+    dtype = jnp.dtype(dtype)
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: argument '{argument}': expected float32, bfloat16 or float16, got {dtype}")
+    return dtype
+
+
+def check_key(name: str, codec: Codec, key):
+    """The key's words where the codec draws noise; an error where there is no key."""
+    if not codec.stochastic:
+        return None
+    if key is None:
+        raise ValueError(f"{name}: argument 'key': {codec} rounds stochastically and needs a random key, got None; "
+                         "pass key=jax.random.key(...), another one every step")
+    return ops.key_words(name, key)
+
+
+def check_array(name: str, x):
+    """x as a floating-point JAX array."""
+    if isinstance(x, (bool, int, float, complex)) or not hasattr(x, "dtype"):
+        x = jnp.asarray(x)
+    check_dtype(name, "x", x.dtype)
+    return jnp.asarray(x)
+
+
+@functools.lru_cache
+def layout_of(codec: Codec, shape, dtype) -> Layout:
+    return Layout(codec, (shape,), (dtype,))
+
+
+def encode(x, codec: Codec, key=None):
+    """The bytes of `x`: uint8[codec.wire_bytes(x.shape, x.dtype)].
+
+    x: an array of any shape, float32, bfloat16 or float16. key: a random key, for codecs that round stochastically.
+    """
+    check_codec("encode", codec)
+    x = check_array("encode", x)
+    return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
+
+
+def decode(payload, codec: Codec, shape, dtype):
+    """The array of that shape and dtype that `payload` holds. Any bytes of the right number decode to something."""
+    check_codec("decode", codec)
+    dtype = check_dtype("decode", "dtype", dtype)
+    try:
+        shape = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise TypeError(f"decode: argument 'shape': expected a tuple of integers, got {shape!r}") from None
+    layout = layout_of(codec, shape, dtype)
+    got = getattr(payload, "dtype", type(payload).__name__), getattr(payload, "shape", None)
+    if got != (jnp.uint8, (layout.chunk_bytes,)):
+        raise ValueError(f"decode: argument 'payload': expected uint8[{layout.chunk_bytes}], which is what {codec} makes of "
+                         f"{dtype}{list(shape)}, got {got[0]}{list(got[1]) if got[1] is not None else ''}")
+    return ops.decode(layout, jnp.asarray(payload).reshape(1, layout.chunk_bytes))[0]
+
+
+def roundtrip(x, codec: Codec, key=None):
+    """decode(encode(x)): what the other end will see. Its gradient is the identity (straight-through)."""
+    check_codec("roundtrip", codec)
+    x = check_array("roundtrip", x)
+    return _roundtrip(codec, x, check_key("roundtrip", codec, key))
+
+
+# Quantization is a staircase: its derivative is zero almost everywhere and tells an optimizer nothing. What is
+# wanted is the derivative of what it stands for, x -> x, so the tangent passes as it is. The key has no tangent.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _roundtrip(codec, x, key):
+    layout = layout_of(codec, x.shape, x.dtype)
+    return ops.decode(layout, ops.encode(layout, [x], key))[0]
+
+
+@_roundtrip.defjvp
+def _roundtrip_jvp(codec, primals, tangents):
+    return _roundtrip(codec, *primals), tangents[0]

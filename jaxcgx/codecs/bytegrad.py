@@ -1,0 +1,46 @@
+"""ByteGrad: 8 bits on whole multiples of the unit, 0 exact (Bagua's quantizer)."""
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxcgx.codecs.base import check_flag, native_codec
+from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
+from jaxcgx.native import ieee
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteGrad(GridCodec):
+    """Bagua's ByteGrad: 256 levels at whole multiples of (max - min) / 255, one minimum and maximum for each leaf in
+    each chunk of a message (one chunk a rank). 0 decodes to exactly 0.
+
+    compatible: adds Bagua's absolute 1e-7 to the range, which flattens small gradients.
+    """
+
+    compatible: bool = False
+
+    meta = 2
+    code_bits = 8
+
+    def __post_init__(self):
+        check_flag(self, "compatible")
+
+    @property
+    def native(self):
+        return native_codec(2, compatible=self.compatible)
+
+    def grid(self, lo, hi, x):
+        scale = scale_of(ieee.largest(lo, hi))
+        top = scaled(hi, scale)
+        range_ = top - scaled(lo, scale)
+        if self.compatible:
+            range_ = range_ + jnp.float32(1e-7) * scale
+        unit = jnp.where(range_ > 0, unit_of(range_, 255, scale), 0)
+        grid = make_grid(lo, hi, unit, 255, scale)
+        grid.origin = ieee.round_even(top * grid.inv) - 255
+        grid.base = ieee.positive_zero(jnp.where(unit > 0, unscaled(grid.origin * unit, scale), lo))
+        grid.finite &= jnp.isfinite(grid.base)
+        return grid
+
+    def quantize(self, x, grid, noise):
+        return jnp.clip(ieee.round_even(x * grid.inv) - grid.origin, 0, 255).astype(jnp.int32)
+

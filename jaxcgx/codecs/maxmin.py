@@ -1,0 +1,52 @@
+"""MaxMin: levels from the bucket's minimum to its maximum (CGX's quantizer)."""
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxcgx.codecs.base import check_choice, check_flag, check_integer, native_codec
+from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
+from jaxcgx.native import ieee
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxMin(GridCodec):
+    """2^bits levels from each bucket's minimum to its maximum.
+
+    bits: 1 to 8. bucket_size: elements that share a minimum and a maximum. rounding: "nearest", or "stochastic", which
+    is unbiased and needs a key. skip_incomplete: the elements after the last whole bucket travel as they are.
+    """
+
+    bits: int = 4
+    bucket_size: int = 512
+    rounding: str = "nearest"
+    skip_incomplete: bool = False
+
+    meta = 2
+
+    def __post_init__(self):
+        check_integer(self, "bits", 1, 8)
+        check_integer(self, "bucket_size", 1)
+        check_choice(self, "rounding", ("nearest", "stochastic"))
+        check_flag(self, "skip_incomplete")
+
+    @property
+    def stochastic(self):
+        return self.rounding == "stochastic"
+
+    @property
+    def native(self):
+        return native_codec(1, self.bits, self.bucket_size, self.stochastic, self.skip_incomplete)
+
+    def grid(self, lo, hi, x):
+        scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1
+        origin = scaled(lo, scale)
+        range_ = scaled(hi, scale) - origin
+        grid = make_grid(lo, hi, jnp.where(range_ > 0, unit_of(range_, steps, scale), 0), steps, scale)
+        grid.base, grid.origin = ieee.positive_zero(lo), origin
+        return grid
+
+    def quantize(self, x, grid, noise):
+        if noise is None:
+            return ieee.round_int((x - grid.origin) * grid.inv)
+        fixed = ieee.round_int((x - grid.origin) * (grid.inv * 65536))
+        return jnp.minimum(ieee.shr(fixed + noise, 16), 2**self.bits - 1)

@@ -1,0 +1,69 @@
+"""Sign: one bit and the mean magnitude of the bucket."""
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.codecs.absmax import symmetric_grid
+from jaxcgx.codecs.base import check_integer, native_codec
+from jaxcgx.codecs.grid import GridCodec, scale_of, scaled, unit_of
+from jaxcgx.native import ieee
+from jaxcgx.native.packing import BLOCK, LANES, ROWS
+
+_GROUP = 256  # blocks that are summed in order before groups are
+
+
+@dataclasses.dataclass(frozen=True)
+class Sign(GridCodec):
+    """The sign of each element, times the bucket's mean magnitude. bucket_size: elements that share the mean."""
+
+    bucket_size: int = 512
+
+    code_bits = 1
+
+    def __post_init__(self):
+        check_integer(self, "bucket_size", 1)
+
+    @property
+    def native(self):
+        return native_codec(6, bucket_size=self.bucket_size)
+
+    def grid(self, lo, hi, x):
+        scale = scale_of(ieee.largest(lo, hi))
+        total = sum_of_magnitudes(scaled(x, scale))
+        return symmetric_grid(lo, hi, 1, unit_of(total, x.shape[-1], scale))
+
+    def quantize(self, x, grid, noise):
+        return ieee.shr(ieee.bits(x), 31) ^ 1
+
+    def value(self, codes):
+        return (2 * codes - 1).astype(jnp.float32)
+
+
+def _add_in_order(x):
+    """The sum over axis 1, first to last."""
+    return lax.fori_loop(1, x.shape[1], lambda i, total: total + x[:, i], x[:, 0])
+
+
+def sum_of_magnitudes(x):
+    """float32[buckets, 1], in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks."""
+    buckets, n = x.shape
+    x = jnp.abs(x)
+    whole, rest = divmod(n, BLOCK)
+    blocks = x[:, : whole * BLOCK].reshape(buckets, whole, ROWS, LANES)
+    if rest:
+        lanes = -(-rest // ROWS)
+        last = jnp.pad(x[:, whole * BLOCK :], [(0, 0), (0, lanes * ROWS - rest)]).reshape(buckets, 1, ROWS, lanes)
+        blocks = jnp.concatenate([blocks, jnp.pad(last, [(0, 0)] * 3 + [(0, LANES - lanes)])], 1)
+    lanes = blocks[:, :, 0]
+    for row in range(1, ROWS):
+        lanes = lanes + blocks[:, :, row]
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    sums = lanes[..., 0]
+    groups = -(-sums.shape[1] // _GROUP)
+    if groups == 1:
+        return _add_in_order(sums)[:, None]
+    sums = jnp.pad(sums, [(0, 0), (0, groups * _GROUP - sums.shape[1])]).reshape(buckets * groups, _GROUP)
+    return _add_in_order(_add_in_order(sums).reshape(buckets, groups))[:, None]

@@ -1,0 +1,210 @@
+"""The native operations as JAX primitives: encode, decode and reduce, of messages of many leaves in one call.
+
+Each in the same order: function, lowering, abstract evaluation, batching, differentiation, registration.
+
+A primitive's operands carry the axes of `batch` in front of their own, one message for each index: vmap adds an axis
+to them, and one call does them all.
+"""
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx import _compat
+from jaxcgx._compat import ad, batching, mlir
+from jaxcgx.native import reference, registration
+from jaxcgx.native.rng import key_words  # noqa: F401  (the door to what is below)
+
+_native = registration.load()
+
+
+def _bind(primitive, operands, **params):
+    return primitive.bind(*_compat.match_varying(*operands), **params)
+
+
+def _lower_to_handler(target, attributes):
+    """A lowering rule to an FFI call where the codec has a kernel, to jnp where it has none."""
+
+    def rule(ctx, *operands, layout, batch, **params):
+        if layout.codec.native is None:
+            return _lower_to_reference(target)(ctx, *operands, layout=layout, batch=batch, **params)
+        extra, aliases = attributes(layout, ctx.avals_in, **params)
+        call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
+        return call(ctx, *operands, **layout.attributes, batch=np.int64(math.prod(batch)), **extra)
+
+    return rule
+
+
+_REFERENCES = {}
+
+
+def _lower_to_reference(target):
+    def batched(*operands, batch, **params):
+        one = functools.partial(_REFERENCES[target], **params)
+        for _ in batch:
+            one = jax.vmap(one)
+        return one(*operands)
+
+    return mlir.lower_fun(batched, multiple_results=True)
+
+
+def _no_kernel(target):
+    def rule(ctx, *operands, layout, **params):
+        if layout.codec.native is None:
+            return _lower_to_reference(target)(ctx, *operands, layout=layout, **params)
+        raise NotImplementedError(
+            f"jaxcgx: this build has no {target} kernel for the platform of the computation, only for CPUs; "
+            "set JAXCGX_REFERENCE=1 to run plain jnp there")
+
+    return rule
+
+
+def _batch(primitive, operands, dims, batch, **params):
+    """Every operand with the new axis in front; one that is not mapped is repeated."""
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    moved = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    results = primitive.bind(*moved, batch=(size, *batch), **params)
+    return results, [0] * len(results)
+
+
+def _zero_tangents(results):
+    return [ad.Zero.from_primal_value(r) for r in results]
+
+
+def _register(primitive, target, function, attributes, abstract, jvp):
+    primitive.multiple_results = True
+    _REFERENCES[target] = function
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor")))
+    primitive.def_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
+    ad.primitive_jvps[primitive] = jvp
+    lower_reference = _lower_to_reference(target)
+    if _native is None:
+        mlir.register_lowering(primitive, lower_reference)
+        return
+    mlir.register_lowering(primitive, _no_kernel(target))
+    mlir.register_lowering(primitive, _lower_to_handler(target, attributes), platform="cpu")
+
+
+# encode: leaves to a payload, and with feedback residuals to new residuals
+
+encode_p = _compat.Primitive("jaxcgx_encode")
+
+
+def encode(layout, leaves, key=None, residuals=None):
+    """uint8[layout.chunks, layout.chunk_bytes]: the leaves as one message.
+
+    key: uint32[2], for stochastic codecs. residuals: float32 of the leaves' shapes, added to the leaves before they
+    are encoded; the result is then (payload, new residuals), what encoding lost. Where what was lost is not finite
+    (an overflow, a NaN) the residual stays as it was. A residual that is donated is overwritten in place.
+    """
+    operands = [*leaves, *(residuals or []), *([key] if layout.codec.stochastic else [])]
+    payload, *new = _bind(encode_p, operands, layout=layout, batch=(), feedback=residuals is not None)
+    return payload if residuals is None else (payload, new)
+
+
+def _encode_reference(*operands, layout, feedback):
+    n = len(layout.shapes)
+    key = operands[-1] if layout.codec.stochastic else None
+    payload, new = reference.encode(layout, operands[:n], key, operands[n : 2 * n] if feedback else None)
+    return [payload, *new]
+
+
+def _encode_attributes(layout, avals, feedback):
+    n = len(layout.shapes)
+    return dict(feedback=feedback), {n + i: 1 + i for i in range(n)} if feedback else {}
+
+
+def _encode_abstract(*avals, layout, batch, feedback):
+    result = functools.partial(_compat.result_aval, avals)
+    payload = result((*batch, layout.chunks, layout.chunk_bytes), jnp.uint8)
+    return [payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback)]
+
+
+# Integers have no tangent, and a residual is what rounding lost: straight-through counts it as constant.
+def _encode_jvp(primals, tangents, **params):
+    results = encode_p.bind(*primals, **params)
+    return results, _zero_tangents(results)
+
+
+_register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abstract, _encode_jvp)
+
+
+# decode: a payload to leaves
+
+decode_p = _compat.Primitive("jaxcgx_decode")
+
+
+def decode(layout, payload):
+    """The leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
+    return _bind(decode_p, [payload], layout=layout, batch=())
+
+
+def _decode_reference(payload, *, layout):
+    return reference.decode(layout, payload)
+
+
+def _decode_attributes(layout, avals):
+    return {}, {}
+
+
+def _decode_abstract(payload, *, layout, batch):
+    return [_compat.result_aval([payload], (*batch, *s), d) for s, d in zip(layout.shapes, layout.dtypes)]
+
+
+def _decode_jvp(primals, tangents, **params):
+    results = decode_p.bind(*primals, **params)
+    return results, _zero_tangents(results)
+
+
+_register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _decode_jvp)
+
+
+# reduce: payloads of one chunk to their sum, as leaves or as a payload again
+
+reduce_p = _compat.Primitive("jaxcgx_reduce")
+
+
+def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=False, key=None):
+    """The sum of payloads uint8[ranks, layout.chunk_bytes], in fp32 in rank order, divided by `divisor`.
+
+    chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
+    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.chunk_bytes], for
+    which stochastic codecs need a key, uint32[2]. chunk and rank may be traced.
+    """
+    where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
+    operands = [payloads, where, *(own or []), *([key] if encoded and layout.codec.stochastic else [])]
+    results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded)
+    return results[0] if encoded else results
+
+
+def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded):
+    n = len(layout.shapes) if own else 0
+    key = rest[n] if encoded and layout.codec.stochastic else None
+    return reference.reduce(layout, payloads, where, rest[:n] if own else None, divisor, encoded, key)
+
+
+def _reduce_attributes(layout, avals, own, divisor, encoded):
+    return dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor)), {}
+
+
+def _reduce_abstract(*avals, layout, batch, own, divisor, encoded):
+    result = functools.partial(_compat.result_aval, avals)
+    if encoded:
+        return [result((*batch, layout.chunk_bytes), jnp.uint8)]
+    return [result((*batch, *s), jnp.float32) for s in layout.shapes]
+
+
+# sum = (own + what the payloads decode to) / divisor: linear in own; the payloads are integers.
+def _reduce_jvp(primals, tangents, **params):
+    results = reduce_p.bind(*primals, **params)
+    if params["encoded"] or not params["own"]:
+        return results, _zero_tangents(results)
+    own = tangents[2 : 2 + len(params["layout"].shapes)]
+    return results, [ad.Zero.from_primal_value(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
+                     for r, t in zip(results, own)]
+
+
+_register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp)

@@ -1,0 +1,197 @@
+"""The native operations in plain jnp: the oracle that kernels are tested against, the fallback that
+JAXCGX_REFERENCE=1 chooses, and the way of codecs that have no kernel.
+
+This file knows messages; the arithmetic of a bucket is the codec's (codecs/*.py).
+"""
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.native import ieee
+from jaxcgx.native.packing import from_bytes, to_bytes
+from jaxcgx.native.rng import noise
+
+
+def widen(x):
+    """float32 of a leaf, denormals kept."""
+    if x.dtype == jnp.bfloat16:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def narrow(x, dtype):
+    """float32 rounded to a leaf's dtype, denormals kept."""
+    if dtype == jnp.float32:
+        return x
+    return lax.bitcast_convert_type(to_bits16(x, dtype).astype(jnp.uint16), dtype)
+
+
+def to_bits16(x, dtype, noise=None):
+    """xla_ffi/codec/cast.h: the bits of x as bfloat16 or float16; nearest even, or stochastic with 16 random bits."""
+    raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
+    drop = 16 if dtype == jnp.bfloat16 else 13
+    if noise is None:
+        code = (magnitude + (1 << (drop - 1)) - 1 + ((magnitude >> drop) & 1)) >> drop
+    else:
+        code = ieee.shr(magnitude + (noise >> (16 - drop)), drop)
+    if dtype == jnp.float16:
+        code = jnp.minimum(code - (112 << 10), 0x7C00)
+        small = ieee.as_float(jnp.minimum(magnitude, 0x38800000))
+        if noise is None:
+            denormal = ieee.round_int(small * 2.0**24)
+        else:
+            denormal = (ieee.round_int(small * 2.0**40) + noise) >> 16
+        code = jnp.where(magnitude < 0x38800000, denormal, code)
+    nan = 0x7FC0 if dtype == jnp.bfloat16 else 0x7E00
+    return jnp.where(magnitude > 0x7F800000, nan, code | (ieee.shr(raw, 16) & 0x8000))
+
+
+def _flat(layout, leaves):
+    return [x.reshape(-1) for x in leaves]
+
+
+def _encode_chunk(layout, pieces, fetch, key):
+    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements), and what each
+    stretch of it decodes to: [(leaf, first element, numbers, decoded)]."""
+    codec = layout.codec
+    metas, bodies, kept = [], [], []
+
+    def keep(p, first, count, x, decoded):
+        kept.append((p.leaf, p.start + first, x.reshape(-1), decoded.reshape(-1)))
+
+    def plain(p, first, count):
+        x = fetch(p, first, count)
+        travels = narrow(x, layout.dtypes[p.leaf]) if x.dtype == jnp.float32 else x
+        keep(p, first, count, widen(x), widen(travels))
+        return to_bytes(travels)
+
+    at = 0
+    for p in pieces:
+        body = []
+        for first, number, size in p.buckets():
+            if codec.raw:
+                body.append(plain(p, first, size))
+                continue
+            x = widen(fetch(p, first, number * size)).reshape(number, size)
+            drawn = None
+            if codec.stochastic:
+                drawn = noise(key, layout.ids[p.leaf], p.start + first, number * size).reshape(number, size)
+            meta, codes = codec.encode_buckets(x, drawn)
+            keep(p, first, number * size, x, codec.decode_buckets(meta, codes, size))
+            metas.append(to_bytes(meta).reshape(-1))
+            body.append(codes.reshape(-1))
+        bodies.append((p.codes, body))
+        if p.raw:
+            bodies.append((p.tail, [plain(p, p.coded, p.raw)]))
+    parts, at = [*metas], sum(m.size for m in metas)
+    for position, body in [*bodies, (layout.chunk_bytes, [])]:
+        parts += [jnp.zeros(position - at, jnp.uint8), *body]
+        at = position + sum(b.size for b in body)
+    return jnp.concatenate(parts), kept
+
+
+def encode(layout, leaves, key=None, residuals=None):
+    """uint8[chunks, chunk_bytes], and the new residuals."""
+    flat = _flat(layout, leaves)
+    lost = [] if residuals is None else _flat(layout, residuals)
+
+    def fetch(p, first, count):
+        part = lambda x: x[p.start + first :][:count]  # noqa: E731
+        x = part(flat[p.leaf])
+        return ieee.add(widen(x), part(lost[p.leaf])) if lost else x
+
+    chunks = []
+    for pieces in layout.pieces:
+        chunk, kept = _encode_chunk(layout, pieces, fetch, key)
+        chunks.append(chunk)
+        if lost:
+            for leaf, first, x, decoded in kept:
+                new = ieee.subtract(x, decoded)
+                old = lost[leaf][first : first + x.size]
+                finite = ieee.magnitude_bits(new) < 0x7F800000
+                lost[leaf] = lost[leaf].at[first : first + x.size].set(jnp.where(finite, new, old))
+    return jnp.stack(chunks), [r.reshape(s) for r, s in zip(lost, layout.shapes)]
+
+
+def _read(layout, chunk, p):
+    """The stretches of a piece: (first element, count, meta or None, codes, elements of a bucket or None)."""
+    codec, dtype = layout.codec, layout.dtypes[p.leaf]
+    meta_at, code_at = p.meta, p.codes
+    for first, number, size in p.buckets():
+        width = codec.code_bytes(size, dtype)
+        codes = chunk[code_at : code_at + number * width]
+        code_at += number * width
+        if codec.raw:
+            yield first, size, None, codes, None
+            continue
+        meta = from_bytes(chunk[meta_at : meta_at + number * 4 * codec.meta], jnp.float32).reshape(number, codec.meta)
+        meta_at += number * 4 * codec.meta
+        yield first, number * size, meta, codes.reshape(number, width), size
+    if p.raw:
+        yield p.coded, p.raw, None, chunk[p.tail : p.tail + p.raw * dtype.itemsize], None
+
+
+def decode(layout, payload):
+    """The leaves."""
+    flat = [jnp.zeros(n, d) for n, d in zip(layout.sizes, layout.dtypes)]
+    for c, pieces in enumerate(layout.pieces):
+        for p in pieces:
+            dtype = layout.dtypes[p.leaf]
+            for first, count, meta, codes, size in _read(layout, payload[c], p):
+                if meta is None:
+                    x = from_bytes(codes, dtype)
+                else:
+                    x = narrow(layout.codec.decode_buckets(meta, codes, size).reshape(-1), dtype)
+                flat[p.leaf] = flat[p.leaf].at[p.start + first : p.start + first + count].set(x)
+    return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
+
+
+def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None):
+    """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again."""
+    ranks = payloads.shape[0]
+    own = own and _flat(layout, own)
+
+    def reduce_chunk(c):
+        pieces = layout.pieces[c]
+        sums = {}
+        for p in pieces:
+            read = [list(_read(layout, payloads[r], p)) for r in range(ranks)]
+            for stretch in zip(*read):
+                first, count, meta, _, size = stretch[0]
+                mine = None if own is None else widen(own[p.leaf][p.start + first :][:count])
+                is_own = lambda r: where[1] == r  # noqa: E731
+                total = None
+                if meta is None:
+                    terms = [widen(from_bytes(s[3], layout.dtypes[p.leaf])) for s in stretch]
+                else:
+                    split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
+                    terms = [value.reshape(-1) for _, value in split]
+                if meta is not None and layout.codec.meta:
+                    bases = [base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)]
+                    total = bases[0]
+                    for base in bases[1:]:
+                        total = ieee.add(total, base)
+                    total = jnp.broadcast_to(total, (count // size, size)).reshape(-1)
+                for r, term in enumerate(terms):
+                    if own is not None:
+                        term = jnp.where(is_own(r), mine, term)
+                    total = term if total is None else ieee.add(total, term)
+                if meta is not None and layout.codec.meta:
+                    total = ieee.positive_zero(total)  # see decode_buckets in codecs/grid.py
+                if divisor != 1.0:
+                    total = ieee.divide(total, divisor)
+                sums[p.leaf, first] = total
+        return sums
+
+    if encoded:
+
+        def chunk(c):
+            sums = reduce_chunk(c)
+            return _encode_chunk(layout, layout.pieces[c], lambda p, first, count: sums[p.leaf, first], key)[0]
+
+        if layout.chunks == 1:
+            return [chunk(0)]
+        return [lax.switch(where[0], [lambda c=c: chunk(c) for c in range(layout.chunks)])]
+    leaves = [jnp.zeros(n, jnp.float32) for n in layout.sizes]
+    for (leaf, first), x in reduce_chunk(0).items():
+        leaves[leaf] = leaves[leaf].at[first : first + x.size].set(x)
+    return [x.reshape(s) for x, s in zip(leaves, layout.shapes)]

@@ -1,0 +1,50 @@
+"""The random bits of stochastic rounding: xla_ffi/codec/rng.h in jnp."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK, LANES = 128, 16
+
+
+def key_words(name: str, key):
+    """uint32[2] from a JAX random key, typed or raw."""
+    if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
+        if getattr(key, "dtype", None) != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
+            raise TypeError(f"{name}: argument 'key': expected a random key (jax.random.key or PRNGKey), got {key!r}")
+        return key[:2]
+    if key.ndim:
+        raise ValueError(f"{name}: argument 'key': expected one key, got an array of keys of shape {key.shape}")
+    return jax.random.key_data(key)[:2]
+
+
+def _multiply_wide(a, b: int):
+    """(high, low) words of a * b, in 16-bit halves: jnp has no 64-bit integers unless asked for."""
+    a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
+    low = a_low * b_low
+    middle = a_high * b_low + (low >> 16)
+    cross = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (cross >> 16), (cross << 16) | (low & 0xFFFF)
+
+
+def philox(counter, key):
+    """Philox4x32-10: four words for a counter of four words (uint32 arrays) and a key of two."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply_wide(c0, 0xD2511F53)
+        high1, low1 = _multiply_wide(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(0x9E3779B9), k1 + jnp.uint32(0xBB67AE85)
+    return c0, c1, c2, c3
+
+
+def noise(words, leaf: int, start: int, count: int):
+    """int32[count] in [0, 65536): the bits of elements start .. start + count of a leaf."""
+    first, last = start // BLOCK, -(-(start + count) // BLOCK)
+    index = np.arange(first * LANES, last * LANES, dtype=np.uint64)
+    low, high = jnp.uint32(index & 0xFFFFFFFF), jnp.uint32(index >> np.uint64(32))
+    zero = jnp.zeros_like(low)
+    drawn = philox((low, high, zero + jnp.uint32(leaf), zero), (words[0], words[1]))
+    rows = jnp.stack([half for word in drawn for half in (word & 0xFFFF, word >> 16)])  # [8, blocks * 16]
+    flat = rows.reshape(8, last - first, LANES).transpose(1, 0, 2).reshape(-1).astype(jnp.int32)
+    return flat[start - first * BLOCK :][:count]

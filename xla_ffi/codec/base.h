@@ -1,0 +1,94 @@
+// Words that every codec header shares: what runs on host and device, the dtypes of a leaf, and the scalar
+// version of the operations in which codecs are written.
+//
+// A codec's arithmetic is a template over a number type. On a GPU thread that type is `float`; on a CPU it is
+// a vector of 16 (cpu/simd.h), which brings the same operations under the same names. So the formula is
+// written once, and CPU and GPU agree byte for byte.
+//
+// The rules that keep every implementation in agreement, jnp's included:
+//  - IEEE arithmetic, round to nearest even, denormals kept;
+//  - a product is never added to something unless it is exact, so that fused and separate multiply-add agree;
+//  - no reassociation: the order of every sum is part of the specification.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define CGX_HD __host__ __device__ __forceinline__
+#else
+// always_inline: these functions are compiled once per instruction set, and an out-of-line copy made for
+// AVX-512 must never be the one that the linker keeps for everybody.
+#define CGX_HD inline __attribute__((always_inline))
+#endif
+
+namespace jaxcgx {
+
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
+
+// Which codec, and how it is set. The values of Kind cross the FFI boundary: jaxcgx/codecs names them too.
+enum class Kind : int32_t { kRaw = 0, kMaxMin = 1, kByteGrad = 2, kAbsMax = 3, kFloat8 = 4, kCast = 5, kSign = 6 };
+
+struct Codec {
+  Kind kind;
+  int32_t bits;         // width of a code; Float8: 4 = e4m3, 5 = e5m2 (exponent bits); Cast: the DType
+  int64_t bucket_size;  // elements that share their metadata; 0: the whole piece of a leaf in a chunk
+  bool stochastic;
+  bool skip_incomplete;
+  bool compatible;
+};
+
+constexpr int64_t kUnit = 512;         // where chunks of a codec without buckets may begin: a multiple of this
+constexpr float kMaxFloat = 3.402823466e38f;
+constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN that is ever written to the wire
+
+CGX_HD uint32_t bits_of(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+CGX_HD float float_of(uint32_t u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
+CGX_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+CGX_HD int64_t align16(int64_t n) { return (n + 15) & ~int64_t{15}; }
+
+// The scalar number type. cpu/simd.h has the same names for vectors.
+struct Scalar {
+  using F = float;
+  using I = int32_t;
+  CGX_HD static float splat(float x) { return x; }
+  CGX_HD static int32_t splat(int32_t x) { return x; }
+};
+CGX_HD int32_t bits(float x) { return static_cast<int32_t>(bits_of(x)); }
+CGX_HD float as_float(int32_t i) { return float_of(static_cast<uint32_t>(i)); }
+CGX_HD float to_float(int32_t i) { return static_cast<float>(i); }
+CGX_HD int32_t shl(int32_t i, int n) { return static_cast<int32_t>(static_cast<uint32_t>(i) << n); }
+CGX_HD int32_t shr(int32_t i, int n) { return static_cast<int32_t>(static_cast<uint32_t>(i) >> n); }
+CGX_HD float abs(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
+CGX_HD float min(float a, float b) { return a < b ? a : b; }
+CGX_HD float max(float a, float b) { return a > b ? a : b; }
+CGX_HD int32_t min(int32_t a, int32_t b) { return a < b ? a : b; }
+CGX_HD bool less(float a, float b) { return a < b; }
+CGX_HD bool less(int32_t a, int32_t b) { return a < b; }
+CGX_HD float select(bool c, float a, float b) { return c ? a : b; }
+CGX_HD int32_t select(bool c, int32_t a, int32_t b) { return c ? a : b; }
+// Nearest integer, ties to even. Adding and taking away 2^23 leaves no fraction; larger numbers have none.
+CGX_HD float round(float x) {
+  const float magic = float_of((bits_of(x) & 0x80000000u) | 0x4b000000u);
+  return abs(x) < 8388608.0f ? (x + magic) - magic : x;
+}
+CGX_HD int32_t round_int(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float2int_rn(x);
+#else
+  return static_cast<int32_t>(round(x));
+#endif
+}
+CGX_HD bool is_finite(float x) { return (bits_of(x) & 0x7f800000u) != 0x7f800000u; }
+
+}  // namespace jaxcgx

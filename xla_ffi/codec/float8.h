@@ -1,0 +1,52 @@
+// Float8: e4m3 or e5m2 (OCP's encodings, no infinities written) times a scale per bucket that puts the largest
+// magnitude at the format's maximum. Metadata of a bucket: the scale (one float).
+#pragma once
+
+#include "codec/grid.h"
+
+namespace jaxcgx {
+
+// kExponent = 4: e4m3, maximum 448 = code 0x7e. kExponent = 5: e5m2, maximum 57344 = code 0x7b.
+template <int kExponent>
+struct Float8 {
+  static constexpr int kMeta = 1;
+  static constexpr int kMantissa = 7 - kExponent;
+  static constexpr int kBias = (1 << (kExponent - 1)) - 1;
+  static constexpr int kDrop = 23 - kMantissa;
+  static constexpr int kLargestCode = kExponent == 4 ? 0x7e : 0x7b;
+  static constexpr float kLargest = kExponent == 4 ? 448.0f : 57344.0f;
+  // 2^(kMantissa + kBias - 1) counts in steps of the smallest denormal; below kNormal numbers are such counts.
+  static constexpr float kCount = static_cast<float>(1 << (kMantissa + kBias - 1));
+  static constexpr int kNormal = (128 - kBias) << 23;
+
+  CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec&) {
+    const float largest = largest_of(s), scale = scale_of(largest), scaled = largest * scale;
+    // A constant bucket is 1 or -1 times the constant: exact.
+    const float steps = s.lo == s.hi ? 1.0f : kLargest;
+    return make_grid(s, s.lo == s.hi ? scaled : unit_of(scaled, steps, scale), steps, scale);
+  }
+
+  template <class V, int kBits>
+  CGX_HD static typename V::I quantize(typename V::F x, const Grid& g) {
+    using I = typename V::I;
+    const auto y = x * V::splat(g.inv);
+    const I magnitude = bits(y) & V::splat(0x7fffffff);
+    const I even = shr(magnitude, kDrop) & V::splat(1);
+    const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1) + even, kDrop) - V::splat((127 - kBias) << kMantissa);
+    const I denormal = round_int(as_float(magnitude) * V::splat(kCount));
+    const I code = min(select(less(magnitude, V::splat(kNormal)), denormal, normal), V::splat(kLargestCode));
+    return code | (shr(bits(y), 24) & V::splat(0x80));
+  }
+
+  // The number a code stands for, before the scale. Codes that are never written follow the same formula.
+  template <class V, int kBits>
+  CGX_HD static typename V::F value(typename V::I code) {
+    const typename V::I magnitude = code & V::splat(0x7f);
+    const auto normal = as_float(shl(magnitude, kDrop) + V::splat((127 - kBias) << 23));
+    const auto denormal = to_float(magnitude) * V::splat(1.0f / kCount);
+    const auto y = select(less(magnitude, V::splat(1 << kMantissa)), denormal, normal);
+    return as_float(bits(y) | shl(code & V::splat(0x80), 24));
+  }
+};
+
+}  // namespace jaxcgx

@@ -1,0 +1,56 @@
+// The grid of a bucket: `unit`, the distance of two levels, and `base`, the value of level 0.
+// Every codec with buckets decodes as base + unit * value(code).
+//
+// `unit` carries 16 significant bits, rounded up. Then unit * level is exact for levels of 8 bits, whether or
+// not it is fused with the addition that follows, and the largest value of a bucket never needs a level past
+// the last. The price is 2^-16 of a unit.
+#pragma once
+
+#include "codec/base.h"
+
+namespace jaxcgx {
+
+// What one pass over a bucket finds. A NaN or an infinity anywhere makes lo or hi not finite.
+struct Stats {
+  float lo, hi;
+};
+
+struct Grid {
+  float unit, base;  // what decoding needs
+  float inv;         // 1 / unit, in the scaled domain (0 where unit is 0)
+  float origin;      // what encoding subtracts, in the scaled domain; ByteGrad: the level of code 0
+  float scale;       // the power of two that x is multiplied by before it is quantized; 1 but for extremes
+  bool finite;       // false: the bucket decodes to NaN
+};
+
+// Buckets of very small or very large numbers are quantized after an exact multiplication by a power of two,
+// so that neither unit nor 1 / unit leaves the normal range.
+CGX_HD float scale_of(float largest) {
+  if (largest >= 0x1p100f) return 0x1p-40f;
+  return largest < 0x1p-60f && largest > 0.0f ? 0x1p80f : 1.0f;
+}
+
+CGX_HD float unit_of(float range, float steps, float scale) {
+  const float unit = float_of((bits_of(range / steps) + 0xffu) & ~0xffu);
+  if (scale <= 1.0f || unit >= 0x1p-53f) return unit;
+  // Where the real unit is denormal it must be a multiple of 2^-149, which is 2^-69 in the scaled domain.
+  const float quanta = unit * 0x1p69f, whole = round(quanta);
+  return (whole < quanta ? whole + 1.0f : whole) * 0x1p-69f;
+}
+
+CGX_HD float largest_of(const Stats& s) { return max(abs(s.lo), abs(s.hi)); }
+
+// A grid from its unit in the scaled domain; base and origin are still to be set. `steps` is the largest value
+// of a code: unit * steps must not overflow, or decoding would.
+CGX_HD Grid make_grid(const Stats& s, float unit, float steps, float scale) {
+  Grid g;
+  g.scale = scale;
+  g.inv = unit > 0.0f ? 1.0f / unit : 0.0f;
+  g.unit = unit * (1.0f / scale);
+  g.base = 0.0f;
+  g.origin = 0.0f;
+  g.finite = is_finite(s.lo) && is_finite(s.hi) && is_finite(g.unit * steps);
+  return g;
+}
+
+}  // namespace jaxcgx

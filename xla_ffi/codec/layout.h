@@ -1,0 +1,142 @@
+// Where everything of a message lies. Host only; jaxcgx/native/layout.py computes the same for shapes.
+//
+// A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Leaves are cut
+// only between units: a bucket, or 512 elements where the codec has no buckets. The cut for chunk c is the first
+// unit boundary at or past c / chunks of the message's bytes. What of a leaf falls into a chunk is a piece.
+//
+// A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes begin, and
+// each piece of them, on 16 bytes. With skip_incomplete the raw tail of a leaf follows its codes, on 16 bytes too.
+// What lies between and behind is zero.
+#pragma once
+
+#include <vector>
+
+#include "codec/base.h"
+#include "codec/pack.h"
+
+namespace jaxcgx {
+
+CGX_HD int meta_floats(Kind k) {
+  switch (k) {
+    case Kind::kMaxMin:
+    case Kind::kByteGrad: return 2;
+    case Kind::kAbsMax:
+    case Kind::kFloat8:
+    case Kind::kSign: return 1;
+    case Kind::kRaw:
+    case Kind::kCast: break;
+  }
+  return 0;
+}
+CGX_HD bool has_buckets(Kind k) { return meta_floats(k) > 0; }
+
+// The width of a code that is packed; Raw and Cast have none.
+CGX_HD int code_bits(const Codec& c) {
+  if (c.kind == Kind::kMaxMin || c.kind == Kind::kAbsMax) return c.bits;
+  return c.kind == Kind::kSign ? 1 : 8;
+}
+CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
+  if (c.kind == Kind::kRaw) return n * size_of(leaf);
+  return c.kind == Kind::kCast ? n * 2 : packed_bytes(n, code_bits(c));
+}
+
+struct Leaf {
+  int64_t size;  // elements
+  DType dtype;
+};
+
+struct Piece {
+  int32_t leaf;
+  int32_t chunk;
+  int64_t start;   // first element in the leaf
+  int64_t coded;   // elements that the codec sees
+  int64_t raw;     // elements of the raw tail behind them
+  int64_t bucket;  // elements of a bucket (the last may be short); 0 without buckets
+  int64_t meta;    // bytes from the chunk's beginning: metadata,
+  int64_t codes;   // codes,
+  int64_t tail;    // and raw tail
+};
+
+struct Layout {
+  Codec codec;
+  std::vector<Leaf> leaves;
+  std::vector<Piece> pieces;       // by chunk, then by leaf
+  std::vector<int64_t> first;      // of chunk c: pieces first[c] .. first[c + 1]
+  std::vector<int64_t> meta_end;   // of chunk c: where its metadata ends
+  int64_t chunk_bytes = 0;
+
+  int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
+
+  Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks) : codec(codec), leaves(std::move(leaves_in)) {
+    const int64_t meta_bytes = 4 * meta_floats(codec.kind);
+    const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
+    // One bucket for the whole of a piece: its metadata does not count when bytes are balanced.
+    const bool whole = has_buckets(codec.kind) && codec.bucket_size == 0;
+    struct Units {
+      int64_t count, full, weight, bytes, before;
+    };
+    std::vector<Units> units;
+    int64_t total = 0;
+    for (const Leaf& leaf : leaves) {
+      Units u;
+      u.full = leaf.size / unit;
+      u.weight = (whole ? 0 : meta_bytes) + code_bytes(codec, leaf.dtype, unit);
+      const int64_t rest = leaf.size % unit;
+      u.count = u.full + (rest > 0);
+      const int64_t last = rest == 0 ? 0
+                           : codec.skip_incomplete ? rest * size_of(leaf.dtype)
+                                                   : (whole ? 0 : meta_bytes) + code_bytes(codec, leaf.dtype, rest);
+      u.before = total;
+      u.bytes = u.full * u.weight + last;
+      total += u.bytes;
+      units.push_back(u);
+    }
+    // Units of leaf i in chunks before c.
+    const auto cut = [&](size_t i, int64_t c) -> int64_t {
+      const Units& u = units[i];
+      // ceil(c * total / chunks), without overflow for any message that fits memory
+      const int64_t target = c * (total / chunks) + div_up(c * (total % chunks), chunks);
+      if (target <= u.before) return 0;
+      const int64_t wanted = div_up(target - u.before, u.weight);
+      return wanted <= u.full ? wanted : u.count;
+    };
+    first.push_back(0);
+    for (int64_t c = 0; c < chunks; ++c) {
+      const size_t begin = pieces.size();
+      int64_t at = 0;
+      for (size_t i = 0; i < leaves.size(); ++i) {
+        const int64_t from = cut(i, c), to = c + 1 == chunks ? units[i].count : cut(i, c + 1);
+        if (from >= to) continue;
+        const Leaf& leaf = leaves[i];
+        Piece p;
+        p.leaf = static_cast<int32_t>(i);
+        p.chunk = static_cast<int32_t>(c);
+        p.start = from * unit;
+        const int64_t end = to * unit < leaf.size ? to * unit : leaf.size;
+        p.raw = codec.skip_incomplete && end % unit ? end % unit : 0;
+        p.coded = end - p.start - p.raw;
+        p.bucket = whole ? p.coded : codec.bucket_size;
+        p.meta = at;
+        if (p.bucket > 0) at += div_up(p.coded, p.bucket) * meta_bytes;
+        p.codes = p.tail = 0;
+        pieces.push_back(p);
+      }
+      meta_end.push_back(at);
+      at = align16(at);
+      for (size_t k = begin; k < pieces.size(); ++k) {
+        Piece& p = pieces[k];
+        const DType dtype = leaves[static_cast<size_t>(p.leaf)].dtype;
+        p.codes = at;
+        if (p.bucket > 0) at += p.coded / p.bucket * code_bytes(codec, dtype, p.bucket) + code_bytes(codec, dtype, p.coded % p.bucket);
+        else at += code_bytes(codec, dtype, p.coded);
+        at = align16(at);
+        p.tail = at;
+        at = align16(at + p.raw * size_of(dtype));
+      }
+      first.push_back(static_cast<int64_t>(pieces.size()));
+      if (at > chunk_bytes) chunk_bytes = at;
+    }
+  }
+};
+
+}  // namespace jaxcgx

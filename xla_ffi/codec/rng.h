@@ -1,0 +1,42 @@
+// Random bits for stochastic rounding: Philox4x32-10 (Salmon et al., SC'11), counter-based, so that the bits of
+// an element depend on the key, the leaf and the element's index in it, and on nothing else.
+//
+// Element e belongs to block e / 128, row (e % 128) / 16, lane e % 16. The four words of counter
+// (16 * block + lane as 64 bits, leaf, 0) serve the eight rows of that lane: row r takes the low (r even) or
+// high (r odd) half of word r / 2. So one call gives eight elements 16 bits each, and 16 lanes sit side by side.
+#pragma once
+
+#include "codec/base.h"
+
+namespace jaxcgx {
+
+CGX_HD void mul_wide(int32_t a, uint32_t b, int32_t* high, int32_t* low) {
+  const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(a)) * b;
+  *high = static_cast<int32_t>(product >> 32);
+  *low = static_cast<int32_t>(product);
+}
+
+template <class V>
+CGX_HD void philox(typename V::I word[4], uint32_t key0, uint32_t key1) {
+  using I = typename V::I;
+  for (int round = 0; round < 10; ++round) {
+    I high0, low0, high1, low1;
+    mul_wide(word[0], 0xD2511F53u, &high0, &low0);
+    mul_wide(word[2], 0xCD9E8D57u, &high1, &low1);
+    const I word1 = word[1], word3 = word[3];
+    word[0] = high1 ^ word1 ^ V::splat(static_cast<int32_t>(key0));
+    word[1] = low1;
+    word[2] = high0 ^ word3 ^ V::splat(static_cast<int32_t>(key1));
+    word[3] = low0;
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+// The 16 bits of row `row`, from the words of its lane.
+template <class V>
+CGX_HD typename V::I noise_of(const typename V::I word[4], int row) {
+  return (row & 1) ? shr(word[row >> 1], 16) : word[row >> 1] & V::splat(0xffff);
+}
+
+}  // namespace jaxcgx

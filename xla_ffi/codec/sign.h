@@ -1,0 +1,33 @@
+// Sign: one bit, the sign, and the mean magnitude of the bucket. Metadata of a bucket: the mean (one float).
+//
+// The sum of magnitudes has a fixed order, so that every vector width agrees: in a block the rows of a lane are
+// added in order, then lanes j and j + 8, j + 4, j + 2, j + 1; blocks are added in order, in groups of 256
+// (kSumGroup elements), then the groups.
+#pragma once
+
+#include "codec/grid.h"
+
+namespace jaxcgx {
+
+struct Sign {
+  static constexpr int kMeta = 1;
+  static constexpr int64_t kSumGroup = 32768;
+
+  CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec&) {
+    const float largest = largest_of(s), scale = scale_of(largest);
+    const float mean = s.lo == s.hi ? largest * scale : unit_of(sum, static_cast<float>(n), scale);
+    return make_grid(s, mean, 1.0f, scale);
+  }
+
+  template <class V, int kBits>
+  CGX_HD static typename V::I quantize(typename V::F x, const Grid&) {
+    return shr(bits(x), 31) ^ V::splat(1);
+  }
+
+  template <class V, int kBits>
+  CGX_HD static typename V::F value(typename V::I code) {
+    return to_float(code + code - V::splat(1));
+  }
+};
+
+}  // namespace jaxcgx

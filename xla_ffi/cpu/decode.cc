@@ -1,0 +1,44 @@
+#include "cpu/spans.h"
+
+namespace jaxcgx::cpu {
+namespace {
+
+// From this size on decoded leaves are written around the caches: they would not stay there anyway.
+constexpr int64_t kStreamBytes = int64_t{8} << 20;
+
+}  // namespace
+
+void decode(const Decode& a, const Pool& pool) {
+  const Layout& l = a.layout;
+  const Kernels& k = kernels();
+  const DecodeFn decode_codes = k.decoder(l.codec);
+  int64_t bytes = 0;
+  for (const Leaf& leaf : l.leaves) bytes += a.batch * leaf.size * size_of(leaf.dtype);
+  const bool stream = bytes >= kStreamBytes;
+
+  const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
+  spans.each(pool, [&](const Span& s) {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    const DType dtype = l.leaves[i].dtype;
+    const uint8_t* chunk = a.payload + (s.row * l.chunks() + s.piece->chunk) * l.chunk_bytes;
+    const int meta_count = meta_floats(l.codec.kind);
+    each_bucket(s, dtype == DType::kF32 ? kSpan : kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
+      void* leaf = at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + at);
+      alignas(64) float buffer[kTile];
+      float* out = dtype == DType::kF32 ? static_cast<float*>(leaf) : buffer;
+      if (s.bucket > 0) {
+        float meta[2] = {0.0f, 0.0f};
+        std::memcpy(meta, chunk + meta_at(l, *s.piece, index), sizeof(float) * static_cast<size_t>(meta_count));
+        decode_codes(chunk + codes_at(l, *s.piece, index, offset), n, meta[0], meta[1], out, false, stream);
+      } else if (const uint8_t* plain = chunk + plain_at(l, s, at - s.piece->start); s.raw) {
+        std::memcpy(leaf, plain, static_cast<size_t>(n * size_of(dtype)));
+        return;
+      } else {
+        k.load(plain_dtype(l, s), plain, n, out);
+      }
+      if (dtype != DType::kF32) k.store(dtype, buffer, n, leaf);
+    });
+  });
+}
+
+}  // namespace jaxcgx::cpu

@@ -1,0 +1,50 @@
+#include "cpu/encode.h"
+
+namespace jaxcgx::cpu {
+
+void encode(const Encode& a, const Pool& pool) {
+  const Layout& l = a.layout;
+  const Kernels& k = kernels();
+  const bool feedback = a.residuals != nullptr;
+  const Target target{l, a.payload, l.chunks() * l.chunk_bytes, false, a.leaf_ids, a.keys};
+
+  const auto place = [&](const Span& s, int64_t at) {  // in the leaf's buffer, which holds the whole batch
+    return s.row * l.leaves[static_cast<size_t>(s.piece->leaf)].size + at;
+  };
+  const auto fetch = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    const DType dtype = l.leaves[i].dtype;
+    const void* leaf = at_element(a.leaves[i], dtype, place(s, at));
+    const float* x = static_cast<const float*>(leaf);
+    if (dtype != DType::kF32) {
+      k.load(dtype, leaf, n, buffer);
+      x = buffer;
+    }
+    if (!feedback) return x;
+    k.add(x, a.residuals[i] + place(s, at), n, buffer);
+    return buffer;
+  };
+  // What can't be represented (an overflow, a NaN) is not a rounding error: the old residual stays.
+  const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));
+  };
+
+  const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
+  for (int64_t row = 0; row < a.batch; ++row) {
+    for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
+  }
+  // A raw leaf without feedback is copied as it is, NaNs and all.
+  if (l.codec.kind == Kind::kRaw && !feedback) {
+    spans.each(pool, [&](const Span& s) {
+      const auto i = static_cast<size_t>(s.piece->leaf);
+      const DType dtype = l.leaves[i].dtype;
+      std::memcpy(target.chunk(s) + plain_at(l, s, s.begin), at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
+                  static_cast<size_t>(s.count * size_of(dtype)));
+    });
+    return;
+  }
+  Encoder(target, fetch, keep, feedback).run(spans, pool);
+}
+
+}  // namespace jaxcgx::cpu

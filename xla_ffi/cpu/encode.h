@@ -1,0 +1,223 @@
+// Encoding from whatever gives fp32 numbers: leaves (encode.cc) or the sum of payloads (reduce.cc).
+#pragma once
+
+#include "codec/absmax.h"
+#include "codec/bytegrad.h"
+#include "codec/float8.h"
+#include "codec/maxmin.h"
+#include "cpu/spans.h"
+
+namespace jaxcgx::cpu {
+
+inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
+  switch (c.kind) {
+    case Kind::kMaxMin: return MaxMin::grid(s, sum, n, c);
+    case Kind::kByteGrad: return ByteGrad::grid(s, sum, n, c);
+    case Kind::kAbsMax: return AbsMax::grid(s, sum, n, c);
+    case Kind::kFloat8: return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
+    case Kind::kSign: return Sign::grid(s, sum, n, c);
+    case Kind::kRaw:
+    case Kind::kCast: break;
+  }
+  return Grid{};
+}
+
+// What encoding needs beside the numbers.
+struct Target {
+  const Layout& layout;
+  uint8_t* payload;         // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
+  int64_t row_bytes;
+  bool one_chunk;
+  const int64_t* leaf_ids;
+  const uint32_t* keys;
+
+  uint8_t* chunk(const Span& s) const {
+    return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
+  }
+  const uint32_t* key(int64_t row) const { return keys + 2 * row; }
+};
+
+// The bytes of a chunk that no bucket writes.
+inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
+  int64_t at = l.meta_end[static_cast<size_t>(c)];
+  const auto clear_to = [&](int64_t end) {
+    if (end > at) std::memset(chunk + at, 0, static_cast<size_t>(end - at));  // an empty message may have no memory
+  };
+  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
+    const Piece& p = l.pieces[static_cast<size_t>(k)];
+    const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
+    clear_to(p.codes);
+    at = p.codes + (p.bucket > 0 ? p.coded / p.bucket * code_bytes(l.codec, dtype, p.bucket) + code_bytes(l.codec, dtype, p.coded % p.bucket)
+                                 : code_bytes(l.codec, dtype, p.coded));
+    clear_to(p.tail);
+    at = p.tail + p.raw * size_of(dtype);
+  }
+  clear_to(l.chunk_bytes);
+}
+
+// `fetch(span, element, n, buffer)` gives n numbers of the leaf from `element` on, in `buffer` or where they are.
+// `keep(span, element, n, numbers, decoded)` is told what was encoded and what it will decode to, where wanted.
+template <class Fetch, class Keep>
+class Encoder {
+ public:
+  Encoder(const Target& target, const Fetch& fetch, const Keep& keep, bool keeps)
+      : t_(target), codec_(target.layout.codec), fetch_(fetch), keep_(keep), keeps_(keeps), k_(kernels()),
+        encode_(k_.encoder(codec_)), decode_(k_.decoder(codec_)) {}
+
+  void run(const Spans& spans, const Pool& pool) const {
+    // Statistics of the parts of big buckets, then of the buckets.
+    std::vector<Stats> stats(spans.spans.size());
+    std::vector<Grid> grids(spans.big.size());
+    if (!spans.big.empty()) {
+      std::vector<float> sums(spans.spans.size());
+      const auto each_part = [&](auto f) {
+        spans.each(pool, [&](const Span& s) {
+          if (s.part_of >= 0) f(s, static_cast<size_t>(&s - spans.spans.data()));
+        });
+      };
+      const auto each_big = [&](auto f) {
+        IeeeMode mode;
+        for (size_t b = 0; b < spans.big.size(); ++b) {
+          Stats all = empty();
+          float sum = 0.0f;
+          int64_t n = 0;
+          for (auto i = static_cast<size_t>(spans.big[b].first); i < static_cast<size_t>(spans.big[b].last); ++i) {
+            all.lo = min(all.lo, stats[i].lo);
+            all.hi = max(all.hi, stats[i].hi);
+            sum = sum + sums[i];
+            n += spans.spans[i].count;
+          }
+          f(b, all, sum, n);
+        }
+      };
+      each_part([&](const Span& s, size_t i) { stats[i] = stats_of(s, s.piece->start + s.begin, s.count); });
+      if (codec_.kind == Kind::kSign) {
+        std::vector<float> scales(spans.big.size());
+        each_big([&](size_t b, const Stats& all, float, int64_t) { scales[b] = scale_of(largest_of(all)); });
+        each_part([&](const Span& s, size_t i) {
+          sums[i] = sum_of(s, s.piece->start + s.begin, s.count, scales[static_cast<size_t>(s.part_of)]);
+        });
+      }
+      each_big([&](size_t b, const Stats& all, float sum, int64_t n) { grids[b] = grid_of(all, sum, n, codec_); });
+    }
+    spans.each(pool, [&](const Span& s) {
+      if (s.bucket == 0) {
+        plain(s);
+      } else if (s.part_of >= 0) {
+        const Grid& g = grids[static_cast<size_t>(s.part_of)];
+        each_bucket(s, kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
+          if (offset == 0) put_meta(s, index, g);
+          float buffer[kTile];
+          put_codes(s, index, offset, at, n, g, fetch_(s, at, n, buffer));
+        });
+      } else {
+        each_bucket(s, kSpan, [&](int64_t index, int64_t, int64_t at, int64_t n) { bucket(s, index, at, n); });
+      }
+    });
+  }
+
+ private:
+  static Stats empty() { return {__builtin_inff(), -__builtin_inff()}; }
+
+  Stats stats_of(const Span& s, int64_t at, int64_t n) const {
+    Stats stats = empty();
+    float buffer[kTile];
+    for (int64_t i = 0; i < n; i += kTile) {
+      const int64_t m = std::min(kTile, n - i);
+      k_.stats(fetch_(s, at + i, m, buffer), m, &stats);
+    }
+    return stats;
+  }
+
+  float sum_of(const Span& s, int64_t at, int64_t n, float scale) const {
+    float buffer[kTile], scaled[kTile], sum = 0.0f;
+    for (int64_t i = 0; i < n; i += kTile) {
+      const int64_t m = std::min(kTile, n - i);
+      k_.scale(fetch_(s, at + i, m, buffer), m, scale, scaled);
+      sum = k_.sum(scaled, m, sum);
+    }
+    return sum;
+  }
+
+  // A bucket that fits a span; if it fits a tile, its numbers are fetched once.
+  void bucket(const Span& s, int64_t index, int64_t at, int64_t n) const {
+    alignas(64) float buffer[kTile];
+    const float* x = nullptr;
+    Stats stats = empty();
+    if (n <= kTile) {
+      x = fetch_(s, at, n, buffer);
+      k_.stats(x, n, &stats);
+    } else {
+      stats = stats_of(s, at, n);
+    }
+    const float sum = codec_.kind == Kind::kSign ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
+    const Grid g = grid_of(stats, sum, n, codec_);
+    put_meta(s, index, g);
+    for (int64_t i = 0; i < n; i += kTile) {
+      const int64_t m = std::min(kTile, n - i);
+      put_codes(s, index, i, at + i, m, g, n <= kTile ? x : fetch_(s, at + i, m, buffer));
+    }
+  }
+
+  void put_meta(const Span& s, int64_t index, const Grid& g) const {
+    const float meta[2] = {g.finite ? g.unit : float_of(kNaNBits), g.finite ? g.base : float_of(kNaNBits)};
+    std::memcpy(t_.chunk(s) + meta_at(t_.layout, *s.piece, index), meta, sizeof(float) * static_cast<size_t>(meta_floats(codec_.kind)));
+  }
+
+  void put_codes(const Span& s, int64_t index, int64_t offset, int64_t at, int64_t n, const Grid& g, const float* x) const {
+    uint8_t* codes = t_.chunk(s) + codes_at(t_.layout, *s.piece, index, offset);
+    alignas(64) float other[kTile];
+    if (g.finite) {
+      const float* scaled = x;
+      if (g.scale != 1.0f) {
+        k_.scale(x, n, g.scale, other);
+        scaled = other;
+      }
+      alignas(64) uint16_t noise[kTile + 2 * kBlock];
+      encode_(scaled, n, g, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, codes);
+    } else {
+      std::memset(codes, 0, static_cast<size_t>(packed_bytes(n, code_bits(codec_))));
+    }
+    if (keeps_) {
+      const float nan = float_of(kNaNBits);
+      decode_(codes, n, g.finite ? g.unit : nan, g.finite ? g.base : nan, other, false, false);
+      keep_(s, at, n, x, other);
+    }
+  }
+
+  // The noise of n elements from `at` on; drawn by whole blocks, so that where it begins does not matter.
+  const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
+    const int64_t first = at / kBlock * kBlock;
+    k_.noise(t_.key(s.row), static_cast<uint32_t>(t_.leaf_ids[s.piece->leaf]), first, div_up(at + n - first, kBlock), noise);
+    return noise + (at - first);
+  }
+
+  // Raw and Cast: an element at a time, no buckets.
+  void plain(const Span& s) const {
+    const DType dtype = plain_dtype(t_.layout, s);
+    const CastFn cast = s.raw ? nullptr : k_.caster(codec_);
+    each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
+      alignas(64) float buffer[kTile], decoded[kTile];
+      alignas(64) uint16_t noise[kTile + 2 * kBlock];
+      const float* x = fetch_(s, at, n, buffer);
+      uint8_t* out = t_.chunk(s) + plain_at(t_.layout, s, at - s.piece->start);
+      if (s.raw) k_.store(dtype, x, n, out);
+      else cast(x, n, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, out);
+      if (keeps_) {
+        k_.load(dtype, out, n, decoded);
+        keep_(s, at, n, x, decoded);
+      }
+    });
+  }
+
+  const Target t_;
+  const Codec codec_;
+  const Fetch& fetch_;
+  const Keep& keep_;
+  const bool keeps_;
+  const Kernels& k_;
+  const EncodeFn encode_;
+  const DecodeFn decode_;
+};
+
+}  // namespace jaxcgx::cpu

@@ -1,0 +1,45 @@
+// What is compiled once per instruction set: loops over a stretch of memory that fits the first cache. The
+// drivers (encode.cc, decode.cc, reduce.cc) cut messages into such stretches and call these through a table.
+#pragma once
+
+#include "codec/grid.h"
+
+namespace jaxcgx::cpu {
+
+// Adds base + unit * value(code) for n codes of one bucket: to out (accumulate) or over it, where `base` is then
+// the whole of what was there before. `stream`: out will not be read soon, write around the caches.
+using DecodeFn = void (*)(const uint8_t* codes, int64_t n, float unit, float base, float* out, bool accumulate, bool stream);
+using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
+using CastFn = void (*)(const float* x, int64_t n, const uint16_t* noise, void* out);
+
+struct Kernels {
+  const char* name;
+  // out[i] = x[i] as float32; x[i] rounded to nearest
+  void (*load)(DType dtype, const void* x, int64_t n, float* out);
+  void (*store)(DType dtype, const float* x, int64_t n, void* out);
+  void (*add)(const float* x, const float* y, int64_t n, float* out);
+  // out[i] = x[i] - y[i], or old[i] where that is not finite; out may be old
+  void (*residual)(const float* x, const float* y, const float* old, int64_t n, float* out);
+  void (*scale)(const float* x, int64_t n, float factor, float* out);
+  void (*divide)(const float* x, int64_t n, float divisor, float* out);
+  // Widens `stats` by n values; starts from Stats{inf, -inf}.
+  void (*stats)(const float* x, int64_t n, Stats* stats);
+  // Continues a sum of magnitudes, in the order of codec/sign.h; n is whole blocks but for the last call.
+  float (*sum)(const float* x, int64_t n, float so_far);
+  // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
+  void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
+  EncodeFn (*encoder)(const Codec& codec);
+  DecodeFn (*decoder)(const Codec& codec);
+  CastFn (*caster)(const Codec& codec);
+};
+
+const Kernels& kernels();               // the best that this processor has, or what select_kernels chose
+bool select_kernels(const char* name);  // "avx512", "avx2", "portable"; false where the processor lacks it
+
+namespace portable { extern const Kernels kKernels; }
+#if defined(JAXCGX_X86)
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
+#endif
+
+}  // namespace jaxcgx::cpu

@@ -1,0 +1,294 @@
+// The kernels of cpu/kernels.h for one instruction set. Included by kernels_<isa>.cc, which defines JAXCGX_ISA.
+#pragma once
+
+#include "codec/absmax.h"
+#include "codec/bytegrad.h"
+#include "codec/cast.h"
+#include "codec/float8.h"
+#include "codec/maxmin.h"
+#include "codec/pack.h"
+#include "codec/rng.h"
+#include "codec/sign.h"
+#include "cpu/kernels.h"
+#include "cpu/simd.h"
+
+#define CGX_STRING(x) #x
+#define CGX_NAME(x) CGX_STRING(x)
+
+namespace jaxcgx::cpu::JAXCGX_ISA {
+namespace {
+
+// Calls full(i) for every whole vector of 16 and rest(i, count) for what remains.
+template <class Full, class Rest>
+CGX_HD void each_vector(int64_t n, Full full, Rest rest) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) full(i);
+  if (i < n) rest(i, static_cast<int>(n - i));
+}
+
+template <DType kFrom>
+void load_halves_as_float(const void* x, int64_t n, float* out) {
+  const uint16_t* p = static_cast<const uint16_t*>(x);
+  each_vector(
+      n, [&](int64_t i) { store(out + i, Cast<kFrom>::template from_bits<Vector>(load_halves(p + i))); },
+      [&](int64_t i, int k) { store(out + i, Cast<kFrom>::template from_bits<Vector>(load_halves(p + i, k)), k); });
+}
+
+void load_leaf(DType dtype, const void* x, int64_t n, float* out) {
+  switch (dtype) {
+    case DType::kF32: memcpy(out, x, static_cast<size_t>(n) * 4); break;
+    case DType::kBF16: load_halves_as_float<DType::kBF16>(x, n, out); break;
+    case DType::kF16: load_halves_as_float<DType::kF16>(x, n, out); break;
+  }
+}
+
+template <DType kTo, bool kStochastic>
+void cast(const float* x, int64_t n, const uint16_t* noise, void* out) {
+  uint16_t* p = static_cast<uint16_t*>(out);
+  const auto bits_at = [&](int64_t i, F v, int k) {
+    I random = splat_i(0);
+    if constexpr (kStochastic) random = load_halves(noise + i, k);
+    return Cast<kTo>::template to_bits<Vector, kStochastic>(v, random);
+  };
+  each_vector(
+      n, [&](int64_t i) { store_halves(p + i, bits_at(i, load(x + i), 16)); },
+      [&](int64_t i, int k) { store_halves(p + i, bits_at(i, load(x + i, k), k), k); });
+}
+
+void store_leaf(DType dtype, const float* x, int64_t n, void* out) {
+  switch (dtype) {
+    case DType::kF32: memcpy(out, x, static_cast<size_t>(n) * 4); break;
+    case DType::kBF16: cast<DType::kBF16, false>(x, n, nullptr, out); break;
+    case DType::kF16: cast<DType::kF16, false>(x, n, nullptr, out); break;
+  }
+}
+
+template <class Op>
+CGX_HD void map2(const float* x, const float* y, int64_t n, float* out, Op op) {
+  each_vector(
+      n, [&](int64_t i) { store(out + i, op(load(x + i), load(y + i))); },
+      [&](int64_t i, int k) { store(out + i, op(load(x + i, k), load(y + i, k)), k); });
+}
+void add(const float* x, const float* y, int64_t n, float* out) {
+  map2(x, y, n, out, [](F a, F b) { return a + b; });
+}
+void residual(const float* x, const float* y, const float* old, int64_t n, float* out) {
+  const auto op = [](F a, F b, F was) {
+    const F lost = a - b;
+    return select(less(bits(lost) & splat_i(0x7fffffff), splat_i(0x7f800000)), lost, was);
+  };
+  each_vector(
+      n, [&](int64_t i) { store(out + i, op(load(x + i), load(y + i), load(old + i))); },
+      [&](int64_t i, int k) { store(out + i, op(load(x + i, k), load(y + i, k), load(old + i, k)), k); });
+}
+void scale(const float* x, int64_t n, float factor, float* out) {
+  map2(x, x, n, out, [=](F a, F) { return a * splat_f(factor); });
+}
+void divide(const float* x, int64_t n, float divisor, float* out) {
+  map2(x, x, n, out, [=](F a, F) { return a / splat_f(divisor); });
+}
+
+void stats(const float* x, int64_t n, Stats* s) {
+  F lo0 = splat_f(s->lo), lo1 = lo0, hi0 = splat_f(s->hi), hi1 = hi0;
+  M nan = none();
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const F a = load(x + i), b = load(x + i + 16);
+    lo0 = min(lo0, a), hi0 = max(hi0, a);
+    lo1 = min(lo1, b), hi1 = max(hi1, b);
+    nan = nan | unordered(a, b);
+  }
+  for (; i < n; i += 16) {
+    const int k = n - i < 16 ? static_cast<int>(n - i) : 16;
+    const F a = load(x + i, k), first = splat_f(x[i]);
+    const F filled = k == 16 ? a : select(less(iota(), splat_i(k)), a, first);
+    lo0 = min(lo0, filled), hi0 = max(hi0, filled);
+    nan = nan | unordered(filled, filled);
+  }
+  // A NaN is sticky: min and max with a NaN in `so far` would drop it, so it is kept as an infinite range.
+  s->lo = any(nan) ? -__builtin_inff() : lowest(min(lo0, lo1));
+  s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
+}
+
+// How many lanes a block of n elements has, and how many elements row r of it.
+CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
+CGX_HD int in_row(int64_t n, int lanes, int row) {
+  const int64_t left = n - static_cast<int64_t>(row) * lanes;
+  return left < 0 ? 0 : left < lanes ? static_cast<int>(left) : lanes;
+}
+
+float sum(const float* x, int64_t n, float so_far) {
+  const I magnitude = splat_i(0x7fffffff);
+  for (int64_t at = 0; at < n; at += kBlock) {
+    const int lanes = lanes_of(n - at);
+    F total = splat_f(0.0f);
+    for (int row = 0; row < kRows; ++row) {
+      // A short block of 121 elements or more has all 16 lanes too, but not all rows.
+      const F v = n - at >= kBlock ? load(x + at + row * kLanes) : load(x + at + row * lanes, in_row(n - at, lanes, row));
+      total = total + as_float(bits(v) & magnitude);
+    }
+    float lane[kLanes];
+    store(lane, total);
+    for (int half = kLanes / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; ++j) lane[j] = lane[j] + lane[j + half];
+    so_far = so_far + lane[0];
+  }
+  return so_far;
+}
+
+void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
+  for (int64_t b = 0; b < blocks; ++b, out += kBlock) {
+    const uint64_t counter = static_cast<uint64_t>(first / kBlock + b) * kLanes;
+    I word[4] = {splat_i(static_cast<int32_t>(counter)) + iota(), splat_i(static_cast<int32_t>(counter >> 32)),
+                 splat_i(static_cast<int32_t>(leaf)), splat_i(0)};
+    philox<Vector>(word, key[0], key[1]);
+    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(word, row));
+  }
+}
+
+template <class C, int kBits, bool kStochastic>
+CGX_HD I quantize(F x, const Grid& g, I random) {
+  if constexpr (kStochastic) return C::template quantize<Vector, kBits>(x, g, random);
+  else return C::template quantize<Vector, kBits>(x, g);
+}
+
+// The words of a block to and from memory. `count` is nothing for a whole block, else its number of lanes.
+template <int kBits, class... Count>
+CGX_HD void put_block(uint8_t* out, const Words<Vector, kBits>& w, int lanes, Count... count) {
+  if constexpr (kBits & 12) store_words(out, w.a, count...), out += 4 * lanes;
+  if constexpr (kBits & 8) store_words(out, w.b, count...);
+  if constexpr (kBits & 2) store_halves(out, w.c, count...), out += 2 * lanes;
+  if constexpr (kBits & 1) store_bytes(out, w.d, count...);
+}
+template <int kBits, class... Count>
+CGX_HD Words<Vector, kBits> get_block(const uint8_t* p, int lanes, Count... count) {
+  Words<Vector, kBits> w;
+  w.clear();
+  if constexpr (kBits & 12) w.a = load_words(p, count...), p += 4 * lanes;
+  if constexpr (kBits & 8) w.b = load_words(p, count...);
+  if constexpr (kBits & 2) w.c = load_halves(p, count...), p += 2 * lanes;
+  if constexpr (kBits & 1) w.d = load_bytes(p, count...);
+  return w;
+}
+
+template <class C, int kBits, bool kStochastic>
+void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
+  const Grid g = grid;  // a copy that stores through `codes` cannot change
+  for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
+    Words<Vector, kBits> words;
+    words.clear();
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      I random = splat_i(0);
+      if constexpr (kStochastic) random = load_halves(noise + row * kLanes);
+      words.put(row, quantize<C, kBits, kStochastic>(load(x + row * kLanes), g, random));
+    }
+    put_block<kBits>(codes, words, kLanes);
+    if constexpr (kStochastic) noise += kBlock;
+  }
+  if (n == 0) return;
+  const int lanes = lanes_of(n);
+  Words<Vector, kBits> words;
+  words.clear();
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    const int k = in_row(n, lanes, row);
+    I random = splat_i(0);
+    if constexpr (kStochastic) random = load_halves(noise + row * lanes, k);
+    const I code = quantize<C, kBits, kStochastic>(load(x + row * lanes, k), g, random);
+    words.put(row, select(less(iota(), splat_i(k)), code, splat_i(0)));
+  }
+  put_block<kBits>(codes, words, lanes, lanes);
+}
+
+template <class C, int kBits, bool kFused>
+CGX_HD F plus(F so_far, F unit, I code) {
+  const F value = C::template value<Vector, kBits>(code);
+  return kFused ? multiply_add(unit, value, so_far) : so_far + unit * value;
+}
+
+// kFused: unit * value is always exact, so that one rounding is as good as two.
+template <class C, int kBits, bool kFused>
+void decode(const uint8_t* codes, int64_t n, float unit, float base, float* out, bool accumulate, bool stream_out) {
+  const F u = splat_f(unit), b = splat_f(base);
+  if (accumulate) {
+    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
+      const auto words = get_block<kBits>(codes, kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row)
+        store(out + row * kLanes, plus<C, kBits, kFused>(load(out + row * kLanes), u, words.get(row)));
+    }
+  } else if (stream_out && (reinterpret_cast<uintptr_t>(out) & 63) == 0) {
+    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
+      const auto words = get_block<kBits>(codes, kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) stream(out + row * kLanes, plus<C, kBits, kFused>(b, u, words.get(row)));
+    }
+  } else {
+    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
+      const auto words = get_block<kBits>(codes, kLanes);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) store(out + row * kLanes, plus<C, kBits, kFused>(b, u, words.get(row)));
+    }
+  }
+  if (n == 0) return;
+  const int lanes = lanes_of(n);
+  const auto words = get_block<kBits>(codes, lanes, lanes);
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+    float* p = out + row * lanes;
+    const int k = in_row(n, lanes, row);
+    store(p, plus<C, kBits, kFused>(accumulate ? load(p, k) : b, u, words.get(row)), k);
+  }
+}
+
+template <class C, bool kStochastic>
+EncodeFn encoder_of_width(int bits) {
+  static constexpr EncodeFn kTable[] = {
+      encode<C, 1, kStochastic>, encode<C, 2, kStochastic>, encode<C, 3, kStochastic>, encode<C, 4, kStochastic>,
+      encode<C, 5, kStochastic>, encode<C, 6, kStochastic>, encode<C, 7, kStochastic>, encode<C, 8, kStochastic>};
+  return kTable[bits - 1];
+}
+template <class C>
+DecodeFn decoder_of_width(int bits) {
+  static constexpr DecodeFn kTable[] = {decode<C, 1, true>, decode<C, 2, true>, decode<C, 3, true>, decode<C, 4, true>,
+                                        decode<C, 5, true>, decode<C, 6, true>, decode<C, 7, true>, decode<C, 8, true>};
+  return kTable[bits - 1];
+}
+
+// The dispatch table: a row a codec.
+EncodeFn encoder(const Codec& c) {
+  switch (c.kind) {
+    case Kind::kMaxMin: return c.stochastic ? encoder_of_width<MaxMin, true>(c.bits) : encoder_of_width<MaxMin, false>(c.bits);
+    case Kind::kByteGrad: return encode<ByteGrad, 8, false>;
+    case Kind::kAbsMax: return encoder_of_width<AbsMax, false>(c.bits);
+    case Kind::kFloat8: return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
+    case Kind::kSign: return encode<Sign, 1, false>;
+    case Kind::kRaw:
+    case Kind::kCast: break;
+  }
+  return nullptr;
+}
+DecodeFn decoder(const Codec& c) {
+  switch (c.kind) {
+    case Kind::kMaxMin: return decoder_of_width<MaxMin>(c.bits);
+    case Kind::kByteGrad: return decode<ByteGrad, 8, true>;
+    case Kind::kAbsMax: return decoder_of_width<AbsMax>(c.bits);
+    case Kind::kFloat8: return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
+    case Kind::kSign: return decode<Sign, 1, true>;
+    case Kind::kRaw:
+    case Kind::kCast: break;
+  }
+  return nullptr;
+}
+CastFn caster(const Codec& c) {
+  if (static_cast<DType>(c.bits) == DType::kBF16) return c.stochastic ? cast<DType::kBF16, true> : cast<DType::kBF16, false>;
+  return c.stochastic ? cast<DType::kF16, true> : cast<DType::kF16, false>;
+}
+
+}  // namespace
+
+const Kernels kKernels = {CGX_NAME(JAXCGX_ISA), load_leaf, store_leaf, add,   residual, scale,  divide,
+                          stats,                sum,       noise,      encoder, decoder,  caster};
+
+}  // namespace jaxcgx::cpu::JAXCGX_ISA

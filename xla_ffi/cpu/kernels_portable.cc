@@ -1,0 +1,2 @@
+#define JAXCGX_ISA portable
+#include "cpu/kernels_impl.h"

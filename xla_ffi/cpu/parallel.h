@@ -1,0 +1,74 @@
+// Work in tasks over a pool, and the floating-point mode that the wire is specified in.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+#include "cpu/cpu.h"
+
+#if defined(__SSE__)
+#include <xmmintrin.h>
+#endif
+
+namespace jaxcgx::cpu {
+
+// XLA's threads flush denormals. The wire is plain IEEE: round to nearest, denormals kept.
+class IeeeMode {
+ public:
+#if defined(__SSE__)
+  IeeeMode() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~IeeeMode() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  IeeeMode() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~IeeeMode() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#else
+  IeeeMode() {}
+#endif
+  IeeeMode(const IeeeMode&) = delete;
+  IeeeMode& operator=(const IeeeMode&) = delete;
+};
+
+// Runs task(0) .. task(count - 1) and returns when all are done. The caller works too, and never waits for a task
+// that nobody has begun: a pool whose threads are all busy, or all waiting here, still makes progress.
+inline void parallel_for(const Pool& pool, int64_t count, const std::function<void(int64_t)>& task) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable finished;
+  };
+  const auto work = [count](Shared& shared, const std::function<void(int64_t)>* task) {
+    // `task` is looked at only while some index is left, and then the caller is still waiting.
+    for (int64_t i; (i = shared.next.fetch_add(1)) < count;) {
+      {
+        IeeeMode mode;
+        (*task)(i);
+      }
+      if (shared.done.fetch_add(1) + 1 == count) {
+        std::lock_guard<std::mutex> lock(shared.mutex);
+        shared.finished.notify_all();
+      }
+    }
+  };
+  auto shared = std::make_shared<Shared>();
+  const int64_t helpers = (pool.threads < count ? pool.threads : count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) {
+    pool.schedule([shared, work, task = &task] { work(*shared, task); });
+  }
+  work(*shared, &task);
+  std::unique_lock<std::mutex> lock(shared->mutex);
+  shared->finished.wait(lock, [&] { return shared->done.load() == count; });
+}
+
+}  // namespace jaxcgx::cpu

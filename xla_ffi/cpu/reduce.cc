@@ -1,0 +1,80 @@
+#include "cpu/encode.h"
+
+namespace jaxcgx::cpu {
+
+void reduce(const Reduce& a, const Pool& pool) {
+  const Layout& l = a.layout;
+  const Kernels& k = kernels();
+  const DecodeFn decode_codes = k.decoder(l.codec);
+  const int meta_count = meta_floats(l.codec.kind);
+
+  // base of every rank's bucket first, then unit * value of one rank after another: the order is part of the wire.
+  const auto sum = [&](const Span& s, int64_t at, int64_t n, float* out) -> const float* {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    const uint8_t* payloads = a.payloads + s.row * a.ranks * l.chunk_bytes;
+    const int64_t own = a.own != nullptr ? a.where[2 * s.row + 1] : -1;
+    const auto add_own = [&](bool first) {
+      const DType dtype = l.leaves[i].dtype;
+      const void* x = at_element(a.own[i], dtype, s.row * l.leaves[i].size + at);
+      alignas(64) float buffer[kTile];
+      float* to = first ? out : buffer;
+      k.load(dtype, x, n, to);
+      if (!first) k.add(out, buffer, n, out);
+    };
+    if (s.bucket > 0) {
+      const int64_t rel = at - s.piece->start, index = rel / s.bucket, offset = rel % s.bucket;
+      const int64_t meta_offset = meta_at(l, *s.piece, index), codes_offset = codes_at(l, *s.piece, index, offset);
+      const auto meta = [&](int64_t rank, int which) {
+        float value;
+        std::memcpy(&value, payloads + rank * l.chunk_bytes + meta_offset + 4 * which, 4);
+        return value;
+      };
+      float base = 0.0f;
+      if (meta_count == 2) {
+        for (int64_t r = 0; r < a.ranks; ++r) {
+          if (r != own) base = base + meta(r, 1);
+        }
+      }
+      bool begun = false;
+      for (int64_t r = 0; r < a.ranks; ++r) {
+        if (r == own) {
+          if (!begun) std::fill_n(out, n, base);
+          add_own(false);
+        } else {
+          decode_codes(payloads + r * l.chunk_bytes + codes_offset, n, meta(r, 0), base, out, begun, false);
+        }
+        begun = true;
+      }
+    } else {
+      const int64_t offset = plain_at(l, s, at - s.piece->start);
+      const DType dtype = plain_dtype(l, s);
+      for (int64_t r = 0; r < a.ranks; ++r) {
+        if (r == own) {
+          add_own(r == 0);
+        } else {
+          alignas(64) float buffer[kTile];
+          k.load(dtype, payloads + r * l.chunk_bytes + offset, n, r == 0 ? out : buffer);
+          if (r > 0) k.add(out, buffer, n, out);
+        }
+      }
+    }
+    if (a.divisor != 1.0f) k.divide(out, n, a.divisor, out);
+    return out;
+  };
+
+  const Spans spans(l, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1);
+  if (a.payload != nullptr) {
+    for (int64_t row = 0; row < a.batch; ++row) clear_gaps(l, a.where[2 * row], a.payload + row * l.chunk_bytes);
+    const auto keep = [](const Span&, int64_t, int64_t, const float*, const float*) {};
+    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, false).run(spans, pool);
+    return;
+  }
+  spans.each(pool, [&](const Span& s) {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
+      sum(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at);
+    });
+  });
+}
+
+}  // namespace jaxcgx::cpu

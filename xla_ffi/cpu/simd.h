@@ -1,0 +1,300 @@
+// Sixteen numbers at a time, for the instruction set that this file is compiled for: AVX-512, AVX2, or arrays
+// that any compiler turns into what it has (SSE2, NEON). The operations are those of codec/base.h.
+//
+// Included once per instruction set, inside a namespace of its own (JAXCGX_ISA), never by other files.
+#pragma once
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "codec/base.h"
+#include "codec/rng.h"
+
+namespace jaxcgx::cpu::JAXCGX_ISA {
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+
+struct F { __m512 v; };
+struct I { __m512i v; };
+struct M { __mmask16 v; };
+
+CGX_HD F splat_f(float x) { return {_mm512_set1_ps(x)}; }
+CGX_HD I splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
+CGX_HD __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+CGX_HD F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+CGX_HD F load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+CGX_HD void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
+CGX_HD void store(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x.v); }
+CGX_HD void stream(float* p, F x) { _mm512_stream_ps(p, x.v); }
+CGX_HD I load_words(const void* p, int n) { return {_mm512_maskz_loadu_epi32(first(n), p)}; }
+CGX_HD I load_halves(const void* p, int n) { return {_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p))}; }
+CGX_HD I load_bytes(const void* p, int n) { return {_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(first(n), p))}; }
+CGX_HD void store_words(void* p, I x, int n) { _mm512_mask_storeu_epi32(p, first(n), x.v); }
+CGX_HD void store_halves(void* p, I x, int n) { _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(x.v)); }
+CGX_HD void store_bytes(void* p, I x, int n) { _mm_mask_storeu_epi8(p, first(n), _mm512_cvtepi32_epi8(x.v)); }
+CGX_HD I load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
+CGX_HD I load_halves(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))}; }
+CGX_HD I load_bytes(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))}; }
+CGX_HD void store_words(void* p, I x) { _mm512_storeu_si512(p, x.v); }
+CGX_HD void store_halves(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v)); }
+CGX_HD void store_bytes(void* p, I x) { _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x.v)); }
+
+CGX_HD F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+CGX_HD F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+CGX_HD F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+CGX_HD F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+CGX_HD F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+CGX_HD F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+CGX_HD F multiply_add(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+CGX_HD F round(F x) { return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+CGX_HD I round_int(F x) { return {_mm512_cvtps_epi32(x.v)}; }
+CGX_HD F to_float(I x) { return {_mm512_cvtepi32_ps(x.v)}; }
+CGX_HD I bits(F x) { return {_mm512_castps_si512(x.v)}; }
+CGX_HD F as_float(I x) { return {_mm512_castsi512_ps(x.v)}; }
+CGX_HD I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
+CGX_HD I operator-(I a, I b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+CGX_HD I operator&(I a, I b) { return {_mm512_and_si512(a.v, b.v)}; }
+CGX_HD I operator|(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
+CGX_HD I operator^(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
+CGX_HD I shl(I a, int n) { return {_mm512_slli_epi32(a.v, static_cast<unsigned>(n))}; }
+CGX_HD I shr(I a, int n) { return {_mm512_srli_epi32(a.v, static_cast<unsigned>(n))}; }
+CGX_HD I min(I a, I b) { return {_mm512_min_epi32(a.v, b.v)}; }
+CGX_HD M less(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
+CGX_HD M unordered(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q)}; }
+CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
+CGX_HD bool any(M m) { return m.v != 0; }
+CGX_HD M none() { return {0}; }
+CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
+CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
+CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
+CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
+CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
+  const __m512i m = _mm512_set1_epi64(b);
+  const __m512i even = _mm512_mul_epu32(a.v, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), m);
+  low->v = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  high->v = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+}
+CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+
+#elif defined(__AVX2__)
+
+struct F { __m256 a, b; };
+struct I { __m256i a, b; };
+struct M { __m256i a, b; };
+
+CGX_HD F splat_f(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+CGX_HD I splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+CGX_HD F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+CGX_HD void store(float* p, F x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+CGX_HD void stream(float* p, F x) { _mm256_stream_ps(p, x.a); _mm256_stream_ps(p + 8, x.b); }
+CGX_HD I load_words(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+CGX_HD I load_halves(const void* p) {
+  const __m128i* q = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), _mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1))};
+}
+CGX_HD I load_bytes(const void* p) {
+  const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+CGX_HD void store_words(void* p, I x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
+CGX_HD __m256i halves(I x) {  // codes of 16 bits or fewer
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low)), 0xd8);
+}
+CGX_HD void store_halves(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), halves(x)); }
+CGX_HD void store_bytes(void* p, I x) {
+  const __m256i h = _mm256_and_si256(halves(x), _mm256_set1_epi16(0xff));
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
+}
+
+CGX_HD F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+CGX_HD F operator-(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+CGX_HD F operator*(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+CGX_HD F operator/(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+CGX_HD F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+CGX_HD F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+CGX_HD F multiply_add(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+CGX_HD F round(F x) {
+  constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kMode), _mm256_round_ps(x.b, kMode)};
+}
+CGX_HD I round_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+CGX_HD F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+CGX_HD I bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+CGX_HD F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+CGX_HD I operator+(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+CGX_HD I operator-(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+CGX_HD I operator&(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+CGX_HD I operator|(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+CGX_HD I operator^(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+CGX_HD I shl(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+CGX_HD I shr(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
+CGX_HD I min(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+CGX_HD M less(I x, I y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
+CGX_HD M unordered(F x, F y) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))};
+}
+CGX_HD M operator|(M x, M y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+CGX_HD bool any(M m) { return !_mm256_testz_si256(_mm256_or_si256(m.a, m.b), _mm256_set1_epi32(-1)); }
+CGX_HD M none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+CGX_HD F select(M m, F x, F y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
+}
+CGX_HD I select(M m, I x, I y) { return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)}; }
+CGX_HD void mul_wide(__m256i a, __m256i m, __m256i* high, __m256i* low) {
+  const __m256i even = _mm256_mul_epu32(a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
+  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+}
+CGX_HD void mul_wide(I x, uint32_t b, I* high, I* low) {
+  const __m256i m = _mm256_set1_epi64x(b);
+  mul_wide(x.a, m, &high->a, &low->a);
+  mul_wide(x.b, m, &high->b, &low->b);
+}
+CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+
+#else
+
+// Four vectors of four, in the vector extension of gcc and clang: SSE2 and NEON have such registers.
+using F4 = float __attribute__((vector_size(16)));
+using I4 = int32_t __attribute__((vector_size(16)));
+using U4 = uint32_t __attribute__((vector_size(16)));
+struct F { F4 v[4]; };
+struct I { I4 v[4]; };
+using M = I;
+
+#define CGX_EACH(R, expression)          \
+  R r;                                   \
+  for (int i = 0; i < 4; ++i) {          \
+    r.v[i] = expression;                 \
+  }                                      \
+  return r
+
+CGX_HD F splat_f(float x) { CGX_EACH(F, (F4{x, x, x, x})); }
+CGX_HD I splat_i(int32_t x) { CGX_EACH(I, (I4{x, x, x, x})); }
+CGX_HD F load(const float* p) { F r; memcpy(&r, p, 64); return r; }
+CGX_HD void store(float* p, F x) { memcpy(p, &x, 64); }
+CGX_HD void stream(float* p, F x) { store(p, x); }
+CGX_HD I load_words(const void* p) { I r; memcpy(&r, p, 64); return r; }
+CGX_HD void store_words(void* p, I x) { memcpy(p, &x, 64); }
+template <class Small>
+CGX_HD I widen(const void* p) {
+  Small s[16];
+  int32_t wide[16];
+  memcpy(s, p, sizeof s);
+  for (int i = 0; i < 16; ++i) wide[i] = s[i];
+  return load_words(wide);
+}
+template <class Small>
+CGX_HD void narrow(void* p, I x) {
+  Small s[16];
+  int32_t wide[16];
+  store_words(wide, x);
+  for (int i = 0; i < 16; ++i) s[i] = static_cast<Small>(wide[i]);
+  memcpy(p, s, sizeof s);
+}
+CGX_HD I load_halves(const void* p) { return widen<uint16_t>(p); }
+CGX_HD I load_bytes(const void* p) { return widen<uint8_t>(p); }
+CGX_HD void store_halves(void* p, I x) { narrow<uint16_t>(p, x); }
+CGX_HD void store_bytes(void* p, I x) { narrow<uint8_t>(p, x); }
+CGX_HD F operator+(F a, F b) { CGX_EACH(F, a.v[i] + b.v[i]); }
+CGX_HD F operator-(F a, F b) { CGX_EACH(F, a.v[i] - b.v[i]); }
+CGX_HD F operator*(F a, F b) { CGX_EACH(F, a.v[i] * b.v[i]); }
+CGX_HD F operator/(F a, F b) { CGX_EACH(F, a.v[i] / b.v[i]); }
+CGX_HD F multiply_add(F a, F b, F c) { return a * b + c; }
+CGX_HD I bits(F x) { CGX_EACH(I, (I4)x.v[i]); }
+CGX_HD F as_float(I x) { CGX_EACH(F, (F4)x.v[i]); }
+// Wrapping, as in the vector units.
+CGX_HD I operator+(I a, I b) { CGX_EACH(I, (I4)((U4)a.v[i] + (U4)b.v[i])); }
+CGX_HD I operator-(I a, I b) { CGX_EACH(I, (I4)((U4)a.v[i] - (U4)b.v[i])); }
+CGX_HD I operator&(I a, I b) { CGX_EACH(I, a.v[i] & b.v[i]); }
+CGX_HD I operator|(I a, I b) { CGX_EACH(I, a.v[i] | b.v[i]); }
+CGX_HD I operator^(I a, I b) { CGX_EACH(I, a.v[i] ^ b.v[i]); }
+CGX_HD I shl(I a, int n) { CGX_EACH(I, (I4)((U4)a.v[i] << n)); }
+CGX_HD I shr(I a, int n) { CGX_EACH(I, (I4)((U4)a.v[i] >> n)); }
+CGX_HD M less(I a, I b) { CGX_EACH(M, a.v[i] < b.v[i]); }
+CGX_HD M less(F a, F b) { CGX_EACH(M, a.v[i] < b.v[i]); }
+CGX_HD M unordered(F a, F b) { CGX_EACH(M, (a.v[i] != a.v[i]) | (b.v[i] != b.v[i])); }
+CGX_HD M none() { return splat_i(0); }
+CGX_HD bool any(M m) {
+  const I4 r = m.v[0] | m.v[1] | m.v[2] | m.v[3];
+  return (r[0] | r[1] | r[2] | r[3]) != 0;
+}
+CGX_HD I select(M m, I a, I b) { CGX_EACH(I, (m.v[i] & a.v[i]) | (~m.v[i] & b.v[i])); }
+CGX_HD F select(M m, F a, F b) { return as_float(select(m, bits(a), bits(b))); }
+CGX_HD F min(F a, F b) { return select(less(a, b), a, b); }
+CGX_HD F max(F a, F b) { return select(less(b, a), a, b); }
+CGX_HD I min(I a, I b) { return select(less(a, b), a, b); }
+CGX_HD F to_float(I x) { CGX_EACH(F, __builtin_convertvector(x.v[i], F4)); }
+CGX_HD F round(F x) {  // see codec/base.h
+  const F magnitude = as_float(bits(x) & splat_i(0x7fffffff));
+  const F magic = as_float((bits(x) & splat_i(INT32_MIN)) | splat_i(0x4b000000));
+  return select(less(magnitude, splat_f(8388608.0f)), (x + magic) - magic, x);
+}
+CGX_HD I round_int(F x) {
+  const F whole = round(x);
+  CGX_EACH(I, __builtin_convertvector(whole.v[i], I4));
+}
+CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
+  for (int i = 0; i < 4; ++i) {
+    for (int j = 0; j < 4; ++j) {
+      int32_t h, l;
+      jaxcgx::mul_wide(a.v[i][j], b, &h, &l);
+      high->v[i][j] = h;
+      low->v[i][j] = l;
+    }
+  }
+}
+CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}}; }
+#undef CGX_EACH
+
+#endif
+
+#if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
+// Without mask registers the few lanes of a short block go through a buffer.
+template <int kSize>
+CGX_HD void copy_in(uint8_t (&buffer)[16 * kSize], const void* p, int n) {
+  memset(buffer, 0, sizeof buffer);
+  memcpy(buffer, p, static_cast<size_t>(n) * kSize);
+}
+CGX_HD F load(const float* p, int n) { alignas(64) uint8_t b[64]; copy_in<4>(b, p, n); return load(reinterpret_cast<const float*>(b)); }
+CGX_HD I load_words(const void* p, int n) { uint8_t b[64]; copy_in<4>(b, p, n); return load_words(b); }
+CGX_HD I load_halves(const void* p, int n) { uint8_t b[32]; copy_in<2>(b, p, n); return load_halves(b); }
+CGX_HD I load_bytes(const void* p, int n) { uint8_t b[16]; copy_in<1>(b, p, n); return load_bytes(b); }
+CGX_HD void store(float* p, F x, int n) { float b[16]; store(b, x); memcpy(p, b, static_cast<size_t>(n) * 4); }
+CGX_HD void store_words(void* p, I x, int n) { uint8_t b[64]; store_words(b, x); memcpy(p, b, static_cast<size_t>(n) * 4); }
+CGX_HD void store_halves(void* p, I x, int n) { uint8_t b[32]; store_halves(b, x); memcpy(p, b, static_cast<size_t>(n) * 2); }
+CGX_HD void store_bytes(void* p, I x, int n) { uint8_t b[16]; store_bytes(b, x); memcpy(p, b, static_cast<size_t>(n)); }
+CGX_HD float lowest(F x) {
+  float b[16];
+  store(b, x);
+  float r = b[0];
+  for (int i = 1; i < 16; ++i) r = jaxcgx::min(b[i], r);
+  return r;
+}
+CGX_HD float highest(F x) {
+  float b[16];
+  store(b, x);
+  float r = b[0];
+  for (int i = 1; i < 16; ++i) r = jaxcgx::max(b[i], r);
+  return r;
+}
+#endif
+
+// The number type of codec/*.h.
+struct Vector {
+  using F = cpu::JAXCGX_ISA::F;
+  using I = cpu::JAXCGX_ISA::I;
+  CGX_HD static F splat(float x) { return splat_f(x); }
+  CGX_HD static I splat(int32_t x) { return splat_i(x); }
+};
+
+}  // namespace jaxcgx::cpu::JAXCGX_ISA

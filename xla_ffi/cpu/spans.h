@@ -1,0 +1,112 @@
+// A message as spans: stretches of a piece that one thread handles at a time.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "codec/sign.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace jaxcgx::cpu {
+
+constexpr int64_t kSpan = Sign::kSumGroup;  // elements of a span, at most
+constexpr int64_t kTile = 2048;             // elements that are handled while they sit in the first cache
+constexpr int64_t kTask = 32768;            // elements that are worth a task
+
+struct Span {
+  const Piece* piece;
+  int64_t row;           // of the batch
+  int64_t begin, count;  // elements, from the piece's first: whole buckets, or a part of one
+  int64_t bucket;        // elements of a bucket; 0: none (Raw, Cast, a raw tail)
+  bool raw;              // the raw tail of a leaf, or a Raw codec
+  int64_t part_of;       // which big bucket this is a part of; -1: none
+};
+
+// Buckets larger than a span are shared among threads: their statistics first, then their codes.
+struct BigBucket {
+  int64_t first, last;  // its spans
+};
+
+struct Spans {
+  std::vector<Span> spans;
+  std::vector<BigBucket> big;
+  std::vector<int64_t> tasks;  // of task t: spans tasks[t] .. tasks[t + 1]
+
+  Spans(const Layout& layout, int64_t batch, const std::function<int64_t(int64_t)>& first_chunk, int64_t chunks) {
+    for (int64_t row = 0; row < batch; ++row) {
+      const int64_t c = first_chunk(row);
+      for (int64_t k = layout.first[static_cast<size_t>(c)]; k < layout.first[static_cast<size_t>(c + chunks)]; ++k) {
+        add(layout, layout.pieces[static_cast<size_t>(k)], row);
+      }
+    }
+    int64_t elements = kTask;
+    for (size_t i = 0; i < spans.size(); ++i) {
+      if (elements >= kTask) tasks.push_back(static_cast<int64_t>(i)), elements = 0;
+      elements += spans[i].count;
+    }
+    tasks.push_back(static_cast<int64_t>(spans.size()));
+  }
+
+  void each(const Pool& pool, const std::function<void(const Span&)>& f) const {
+    parallel_for(pool, static_cast<int64_t>(tasks.size()) - 1, [&](int64_t t) {
+      for (int64_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i) f(spans[static_cast<size_t>(i)]);
+    });
+  }
+
+ private:
+  void add(const Layout& layout, const Piece& p, int64_t row) {
+    const bool raw = layout.codec.kind == Kind::kRaw;
+    if (p.bucket > kSpan) {
+      for (int64_t b = 0; b < p.coded; b += p.bucket) {
+        const int64_t n = std::min(p.bucket, p.coded - b), first = static_cast<int64_t>(spans.size());
+        const int64_t id = n > kSpan ? static_cast<int64_t>(big.size()) : -1;
+        for (int64_t at = 0; at < n; at += kSpan) spans.push_back({&p, row, b + at, std::min(kSpan, n - at), p.bucket, raw, id});
+        if (id >= 0) big.push_back({first, static_cast<int64_t>(spans.size())});
+      }
+    } else {
+      const int64_t step = p.bucket > 0 ? kSpan / p.bucket * p.bucket : kSpan;
+      for (int64_t at = 0; at < p.coded; at += step) spans.push_back({&p, row, at, std::min(step, p.coded - at), p.bucket, raw, -1});
+    }
+    if (p.raw > 0) spans.push_back({&p, row, p.coded, p.raw, 0, true, -1});
+  }
+};
+
+// Calls f(bucket's index in the piece, offset in the bucket, element in the leaf, count) for every stretch of a
+// span that lies in one bucket and is at most `most` long. Offsets are multiples of `most`.
+template <class Fn>
+void each_bucket(const Span& s, int64_t most, Fn f) {
+  const int64_t bucket = s.bucket > 0 ? s.bucket : s.count + s.begin;
+  for (int64_t at = s.begin; at < s.begin + s.count;) {
+    const int64_t index = at / bucket, offset = at % bucket;
+    const int64_t n = std::min({most, bucket - offset, s.begin + s.count - at});
+    f(index, offset, s.piece->start + at, n);
+    at += n;
+  }
+}
+
+// Where the codes, the raw elements and the metadata of a span lie in its chunk.
+inline int64_t codes_at(const Layout& l, const Piece& p, int64_t bucket_index, int64_t offset) {
+  return p.codes + bucket_index * packed_bytes(p.bucket, code_bits(l.codec)) + offset / kRows * code_bits(l.codec);
+}
+inline int64_t meta_at(const Layout& l, const Piece& p, int64_t bucket_index) {
+  return p.meta + bucket_index * 4 * meta_floats(l.codec.kind);
+}
+// Elements without buckets: `at` counts from the piece's first.
+inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
+  const DType dtype = l.leaves[static_cast<size_t>(s.piece->leaf)].dtype;
+  if (s.raw) return at < s.piece->coded ? s.piece->codes + at * size_of(dtype) : s.piece->tail + (at - s.piece->coded) * size_of(dtype);
+  return s.piece->codes + at * 2;
+}
+// The dtype in which such elements travel.
+inline DType plain_dtype(const Layout& l, const Span& s) {
+  return s.raw ? l.leaves[static_cast<size_t>(s.piece->leaf)].dtype : static_cast<DType>(l.codec.bits);
+}
+
+template <class T>
+T* at_element(T* base, DType dtype, int64_t element) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<Byte*>(base) + element * size_of(dtype);
+}
+
+}  // namespace jaxcgx::cpu
