@@ -14,7 +14,7 @@ void decode(const Decode& a, const Pool& pool) {
   const DecodeFn decode_codes = k.decoder(l.codec);
   int64_t bytes = 0;
   for (const Leaf& leaf : l.leaves) bytes += a.batch * leaf.size * size_of(leaf.dtype);
-  const bool stream = bytes >= kStreamBytes;
+  const Write write = bytes >= kStreamBytes ? Write::kAround : Write::kOver;
 
   const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
   spans.each(pool, [&](const Span& s) {
@@ -29,7 +29,9 @@ void decode(const Decode& a, const Pool& pool) {
       if (s.bucket > 0) {
         float meta[2] = {0.0f, 0.0f};
         std::memcpy(meta, chunk + meta_at(l, *s.piece, index), sizeof(float) * static_cast<size_t>(meta_count));
-        decode_codes(chunk + codes_at(l, *s.piece, index, offset), n, meta[0], meta[1], out, false, stream);
+        Terms terms;
+        terms.add(chunk + codes_at(l, *s.piece, index, offset), meta[0]);
+        decode_codes(terms, n, meta[1], out, write);
       } else if (const uint8_t* plain = chunk + plain_at(l, s, at - s.piece->start); s.raw) {
         std::memcpy(leaf, plain, static_cast<size_t>(n * size_of(dtype)));
         return;

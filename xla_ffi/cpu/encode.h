@@ -180,7 +180,9 @@ class Encoder {
     }
     if (keeps_) {
       const float nan = float_of(kNaNBits);
-      decode_(codes, n, g.finite ? g.unit : nan, g.finite ? g.base : nan, other, false, false);
+      Terms decoded;
+      decoded.add(codes, g.finite ? g.unit : nan);
+      decode_(decoded, n, g.finite ? g.base : nan, other, Write::kOver);
       keep_(s, at, n, x, other);
     }
   }

@@ -6,9 +6,23 @@
 
 namespace jaxcgx::cpu {
 
-// Adds base + unit * value(code) for n codes of one bucket: to out (accumulate) or over it, where `base` is then
-// the whole of what was there before. `stream`: out will not be read soon, write around the caches.
-using DecodeFn = void (*)(const uint8_t* codes, int64_t n, float unit, float base, float* out, bool accumulate, bool stream);
+// Codes of one bucket from each of some ranks.
+struct Terms {
+  static constexpr int64_t kMost = 16;
+  const uint8_t* codes[kMost];
+  float unit[kMost];
+  int64_t ranks = 0;
+
+  void add(const uint8_t* c, float u) {
+    codes[ranks] = c;
+    unit[ranks++] = u;
+  }
+};
+
+// out = so far + unit * value(code) of one rank after another; `so far` is `base` or, for kOnto, what out holds.
+// kAround: out will not be read soon, write around the caches.
+enum class Write { kOver, kOnto, kAround };
+using DecodeFn = void (*)(const Terms& terms, int64_t n, float base, float* out, Write write);
 using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
 using CastFn = void (*)(const float* x, int64_t n, const uint16_t* noise, void* out);
 

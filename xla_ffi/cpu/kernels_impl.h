@@ -139,10 +139,11 @@ float sum(const float* x, int64_t n, float so_far) {
 void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kBlock) {
     const uint64_t counter = static_cast<uint64_t>(first / kBlock + b) * kLanes;
-    I word[4] = {splat_i(static_cast<int32_t>(counter)) + iota(), splat_i(static_cast<int32_t>(counter >> 32)),
-                 splat_i(static_cast<int32_t>(leaf)), splat_i(0)};
-    philox<Vector>(word, key[0], key[1]);
-    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(word, row));
+    PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(counter)) + iota()), philox_word(splat_i(static_cast<int32_t>(counter >> 32))),
+                          philox_word(splat_i(static_cast<int32_t>(leaf))), philox_word(splat_i(0))};
+    philox<PhiloxNumber>(word, key[0], key[1]);
+    const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]), lanes_in_order(word[3])};
+    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row));
   }
 }
 
@@ -209,37 +210,39 @@ CGX_HD F plus(F so_far, F unit, I code) {
 
 // kFused: unit * value is always exact, so that one rounding is as good as two.
 template <class C, int kBits, bool kFused>
-void decode(const uint8_t* codes, int64_t n, float unit, float base, float* out, bool accumulate, bool stream_out) {
-  const F u = splat_f(unit), b = splat_f(base);
-  if (accumulate) {
-    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
-      const auto words = get_block<kBits>(codes, kLanes);
+void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
+  if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
+  int64_t at = 0;  // of the codes
+  for (; n >= kBlock; n -= kBlock, out += kBlock, at += kLanes * kBits) {
+    F sum[kRows];
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row)
-        store(out + row * kLanes, plus<C, kBits, kFused>(load(out + row * kLanes), u, words.get(row)));
+    for (int row = 0; row < kRows; ++row) sum[row] = write == Write::kOnto ? load(out + row * kLanes) : splat_f(base);
+    for (int64_t r = 0; r < t.ranks; ++r) {
+      const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
+      const F unit = splat_f(t.unit[r]);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
     }
-  } else if (stream_out && (reinterpret_cast<uintptr_t>(out) & 63) == 0) {
-    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
-      const auto words = get_block<kBits>(codes, kLanes);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) stream(out + row * kLanes, plus<C, kBits, kFused>(b, u, words.get(row)));
-    }
-  } else {
-    for (; n >= kBlock; n -= kBlock, out += kBlock, codes += kLanes * kBits) {
-      const auto words = get_block<kBits>(codes, kLanes);
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) store(out + row * kLanes, plus<C, kBits, kFused>(b, u, words.get(row)));
+    for (int row = 0; row < kRows; ++row) {
+      if (write == Write::kAround) stream(out + row * kLanes, sum[row]);
+      else store(out + row * kLanes, sum[row]);
     }
   }
   if (n == 0) return;
   const int lanes = lanes_of(n);
-  const auto words = get_block<kBits>(codes, lanes, lanes);
+  F sum[kRows];
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) {
-    float* p = out + row * lanes;
-    const int k = in_row(n, lanes, row);
-    store(p, plus<C, kBits, kFused>(accumulate ? load(p, k) : b, u, words.get(row)), k);
+  for (int row = 0; row < kRows; ++row)
+    sum[row] = write == Write::kOnto ? load(out + row * lanes, in_row(n, lanes, row)) : splat_f(base);
+  for (int64_t r = 0; r < t.ranks; ++r) {
+    const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
+    const F unit = splat_f(t.unit[r]);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
   }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
 }
 
 template <class C, bool kStochastic>

@@ -35,15 +35,17 @@ void reduce(const Reduce& a, const Pool& pool) {
           if (r != own) base = base + meta(r, 1);
         }
       }
-      bool begun = false;
+      Write write = Write::kOver;
+      Terms terms;
+      const auto flush = [&] {
+        decode_codes(terms, n, base, out, write);
+        terms.ranks = 0;
+        write = Write::kOnto;
+      };
       for (int64_t r = 0; r < a.ranks; ++r) {
-        if (r == own) {
-          if (!begun) std::fill_n(out, n, base);
-          add_own(false);
-        } else {
-          decode_codes(payloads + r * l.chunk_bytes + codes_offset, n, meta(r, 0), base, out, begun, false);
-        }
-        begun = true;
+        if (r != own) terms.add(payloads + r * l.chunk_bytes + codes_offset, meta(r, 0));
+        if (r == own || terms.ranks == Terms::kMost || r + 1 == a.ranks) flush();
+        if (r == own) add_own(false);
       }
     } else {
       const int64_t offset = plain_at(l, s, at - s.piece->start);

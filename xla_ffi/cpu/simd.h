@@ -69,11 +69,18 @@ CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
-CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
+// Philox multiplies 32 by 32 bits, and the units do that for every other lane: its words stay as two vectors of
+// 64-bit lanes, whose upper halves mean nothing.
+struct PhiloxWord { __m512i even, odd; };
+CGX_HD PhiloxWord philox_word(I x) { return {x.v, _mm512_srli_epi64(x.v, 32)}; }
+CGX_HD I lanes_in_order(PhiloxWord w) { return {_mm512_mask_blend_epi32(0xaaaa, w.even, _mm512_slli_epi64(w.odd, 32))}; }
+CGX_HD PhiloxWord operator^(PhiloxWord a, PhiloxWord b) { return {_mm512_xor_si512(a.even, b.even), _mm512_xor_si512(a.odd, b.odd)}; }
+CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low) {
   const __m512i m = _mm512_set1_epi64(b);
-  const __m512i even = _mm512_mul_epu32(a.v, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), m);
-  low->v = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-  high->v = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+  low->even = _mm512_mul_epu32(a.even, m);
+  low->odd = _mm512_mul_epu32(a.odd, m);
+  high->even = _mm512_srli_epi64(low->even, 32);
+  high->odd = _mm512_srli_epi64(low->odd, 32);
 }
 CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 
@@ -149,15 +156,21 @@ CGX_HD F select(M m, F x, F y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
 }
 CGX_HD I select(M m, I x, I y) { return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)}; }
-CGX_HD void mul_wide(__m256i a, __m256i m, __m256i* high, __m256i* low) {
-  const __m256i even = _mm256_mul_epu32(a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
-  *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-  *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+struct PhiloxWord { __m256i part[4]; };  // of a's lanes the even and the odd ones, then b's: see AVX-512
+CGX_HD PhiloxWord philox_word(I x) { return {{x.a, _mm256_srli_epi64(x.a, 32), x.b, _mm256_srli_epi64(x.b, 32)}}; }
+CGX_HD I lanes_in_order(PhiloxWord w) {
+  return {_mm256_blend_epi32(w.part[0], _mm256_slli_epi64(w.part[1], 32), 0xaa),
+          _mm256_blend_epi32(w.part[2], _mm256_slli_epi64(w.part[3], 32), 0xaa)};
 }
-CGX_HD void mul_wide(I x, uint32_t b, I* high, I* low) {
-  const __m256i m = _mm256_set1_epi64x(b);
-  mul_wide(x.a, m, &high->a, &low->a);
-  mul_wide(x.b, m, &high->b, &low->b);
+CGX_HD PhiloxWord operator^(PhiloxWord x, PhiloxWord y) {
+  return {{_mm256_xor_si256(x.part[0], y.part[0]), _mm256_xor_si256(x.part[1], y.part[1]), _mm256_xor_si256(x.part[2], y.part[2]),
+           _mm256_xor_si256(x.part[3], y.part[3])}};
+}
+CGX_HD void mul_wide(PhiloxWord x, uint32_t b, PhiloxWord* high, PhiloxWord* low) {
+  for (int i = 0; i < 4; ++i) {
+    low->part[i] = _mm256_mul_epu32(x.part[i], _mm256_set1_epi64x(b));
+    high->part[i] = _mm256_srli_epi64(low->part[i], 32);
+  }
 }
 CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
 
@@ -244,6 +257,7 @@ CGX_HD I round_int(F x) {
   CGX_EACH(I, __builtin_convertvector(whole.v[i], I4));
 }
 CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
+  *high = *low = splat_i(0);
   for (int i = 0; i < 4; ++i) {
     for (int j = 0; j < 4; ++j) {
       int32_t h, l;
@@ -253,6 +267,9 @@ CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
     }
   }
 }
+using PhiloxWord = I;
+CGX_HD I philox_word(I x) { return x; }
+CGX_HD I lanes_in_order(I x) { return x; }
 CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{12, 13, 14, 15}}}; }
 #undef CGX_EACH
 
@@ -295,6 +312,12 @@ struct Vector {
   using I = cpu::JAXCGX_ISA::I;
   CGX_HD static F splat(float x) { return splat_f(x); }
   CGX_HD static I splat(int32_t x) { return splat_i(x); }
+};
+
+// The number type of codec/rng.h.
+struct PhiloxNumber {
+  using I = PhiloxWord;
+  CGX_HD static I splat(int32_t x) { return philox_word(splat_i(x)); }
 };
 
 }  // namespace jaxcgx::cpu::JAXCGX_ISA
