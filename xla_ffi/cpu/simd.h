@@ -257,15 +257,11 @@ CGX_HD I round_int(F x) {
   CGX_EACH(I, __builtin_convertvector(whole.v[i], I4));
 }
 CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
-  *high = *low = splat_i(0);
-  for (int i = 0; i < 4; ++i) {
-    for (int j = 0; j < 4; ++j) {
-      int32_t h, l;
-      jaxcgx::mul_wide(a.v[i][j], b, &h, &l);
-      high->v[i][j] = h;
-      low->v[i][j] = l;
-    }
-  }
+  int32_t x[16], h[16], l[16];
+  store_words(x, a);
+  for (int i = 0; i < 16; ++i) jaxcgx::mul_wide(x[i], b, &h[i], &l[i]);
+  *high = load_words(h);
+  *low = load_words(l);
 }
 using PhiloxWord = I;
 CGX_HD I philox_word(I x) { return x; }
