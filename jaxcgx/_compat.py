@@ -30,3 +30,8 @@ def result_aval(operands, shape, dtype):
     mesh = like.sharding.mesh
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape)))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=replicated)
+
+
+def zero_tangent(primal):
+    """The symbolic zero that is the tangent of `primal`."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())

@@ -1,7 +1,5 @@
 """What a codec is, and encoding and decoding one array."""
-import dataclasses
 import functools
-import math
 import operator
 
 import jax
@@ -50,8 +48,8 @@ class Codec:
 
     def wire_bytes(self, shape, dtype) -> int:
         """Bytes on the wire of an array of that shape and dtype."""
-        dtype = check_dtype(f"{type(self).__name__}.wire_bytes", "dtype", dtype)
-        return layout_of(self, shape, dtype).chunk_bytes
+        name = f"{type(self).__name__}.wire_bytes"
+        return layout_of(self, check_shape(name, shape), check_dtype(name, "dtype", dtype)).chunk_bytes
 
 
 def native_codec(kind: int, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):
@@ -102,6 +100,16 @@ def check_dtype(name: str, argument: str, dtype):
     return dtype
 
 
+def check_shape(name: str, shape):
+    try:
+        sizes = tuple(operator.index(n) for n in shape)
+    except TypeError:
+        raise TypeError(f"{name}: argument 'shape': expected a tuple of integers, got {shape!r}") from None
+    if any(n < 0 for n in sizes):
+        raise ValueError(f"{name}: argument 'shape': expected sizes of at least 0, got {sizes}")
+    return sizes
+
+
 def check_key(name: str, codec: Codec, key):
     """The key's words where the codec draws noise; an error where there is no key."""
     if not codec.stochastic:
@@ -139,10 +147,7 @@ def decode(payload, codec: Codec, shape, dtype):
     """The array of that shape and dtype that `payload` holds. Any bytes of the right number decode to something."""
     check_codec("decode", codec)
     dtype = check_dtype("decode", "dtype", dtype)
-    try:
-        shape = tuple(operator.index(n) for n in shape)
-    except TypeError:
-        raise TypeError(f"decode: argument 'shape': expected a tuple of integers, got {shape!r}") from None
+    shape = check_shape("decode", shape)
     layout = layout_of(codec, shape, dtype)
     got = getattr(payload, "dtype", type(payload).__name__), getattr(payload, "shape", None)
     if got != (jnp.uint8, (layout.chunk_bytes,)):

@@ -70,7 +70,8 @@ def multiply(unit, value):
 
 def divide(a, b):
     """a / b for a Python number b: the quotient, not a product with the reciprocal."""
-    return a / jnp.where(a == a, jnp.float32(b), 1)
+    b = jnp.where(a == a, jnp.float32(b), 1)
+    return jnp.where(jnp.abs(a) < TINY, down(up(a) / b), a / b)
 
 
 def extremes(x):

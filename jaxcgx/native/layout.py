@@ -51,13 +51,14 @@ class Layout:
     ids: tuple = None
 
     def __post_init__(self):
+        object.__setattr__(self, "dtypes", tuple(jnp.dtype(d) for d in self.dtypes))
         if self.ids is None:
             object.__setattr__(self, "ids", tuple(range(len(self.shapes))))
 
     @classmethod
     def of(cls, codec, leaves, chunks=1, ids=None):
         leaves = list(leaves)
-        return cls(codec, tuple(tuple(x.shape) for x in leaves), tuple(jnp.dtype(x.dtype) for x in leaves), chunks,
+        return cls(codec, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), chunks,
                    None if ids is None else tuple(ids))
 
     @functools.cached_property

@@ -69,10 +69,6 @@ def _batch(primitive, operands, dims, batch, **params):
     return results, [0] * len(results)
 
 
-def _zero_tangents(results):
-    return [ad.Zero.from_primal_value(r) for r in results]
-
-
 def _register(primitive, target, function, attributes, abstract, jvp):
     primitive.multiple_results = True
     _REFERENCES[target] = function
@@ -126,7 +122,7 @@ def _encode_abstract(*avals, layout, batch, feedback):
 # Integers have no tangent, and a residual is what rounding lost: straight-through counts it as constant.
 def _encode_jvp(primals, tangents, **params):
     results = encode_p.bind(*primals, **params)
-    return results, _zero_tangents(results)
+    return results, [_compat.zero_tangent(r) for r in results]
 
 
 _register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abstract, _encode_jvp)
@@ -156,7 +152,7 @@ def _decode_abstract(payload, *, layout, batch):
 
 def _decode_jvp(primals, tangents, **params):
     results = decode_p.bind(*primals, **params)
-    return results, _zero_tangents(results)
+    return results, [_compat.zero_tangent(r) for r in results]
 
 
 _register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _decode_jvp)
@@ -201,9 +197,9 @@ def _reduce_abstract(*avals, layout, batch, own, divisor, encoded):
 def _reduce_jvp(primals, tangents, **params):
     results = reduce_p.bind(*primals, **params)
     if params["encoded"] or not params["own"]:
-        return results, _zero_tangents(results)
+        return results, [_compat.zero_tangent(r) for r in results]
     own = tangents[2 : 2 + len(params["layout"].shapes)]
-    return results, [ad.Zero.from_primal_value(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
+    return results, [_compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
                      for r, t in zip(results, own)]
 
 

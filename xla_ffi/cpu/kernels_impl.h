@@ -84,8 +84,13 @@ void residual(const float* x, const float* y, const float* old, int64_t n, float
 void scale(const float* x, int64_t n, float factor, float* out) {
   map2(x, x, n, out, [=](F a, F) { return a * splat_f(factor); });
 }
+// Small numbers are divided after an exact multiplication, like everything on the wire that may be denormal.
 void divide(const float* x, int64_t n, float divisor, float* out) {
-  map2(x, x, n, out, [=](F a, F) { return a / splat_f(divisor); });
+  map2(x, x, n, out, [=](F a, F) {
+    const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(0x1p-60f)));
+    const F up = select(tiny, splat_f(0x1p80f), splat_f(1.0f)), down = select(tiny, splat_f(0x1p-80f), splat_f(1.0f));
+    return a * up / splat_f(divisor) * down;
+  });
 }
 
 void stats(const float* x, int64_t n, Stats* s) {

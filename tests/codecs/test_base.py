@@ -1,0 +1,220 @@
+"""What holds for every codec, and one array in and out."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from helpers import CODECS, GRIDS, assert_same_bytes, each_codec, normal
+
+KEY = jax.random.key(7)
+
+
+def roundtrip(x, codec):
+    return np.asarray(cgx.roundtrip(jnp.asarray(x, jnp.float32), codec, KEY if codec.stochastic else None))
+
+
+def buckets(x, codec):
+    """The numbers of each bucket of a flat array."""
+    size = codec.bucket_size or len(x)
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", **each_codec())
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("shape", ((), (0,), (1,), (17,), (3, 5, 7), (1025,)))
+def test_shapes_dtypes_and_bytes(codec, dtype, shape):
+    x, key = normal(shape, dtype=dtype), KEY if codec.stochastic else None
+    payload = cgx.encode(x, codec, key)
+    assert payload.dtype == jnp.uint8 and payload.shape == (codec.wire_bytes(shape, dtype),)
+    y = cgx.decode(payload, codec, shape, dtype)
+    assert y.shape == shape and y.dtype == dtype
+    assert_same_bytes(y, cgx.roundtrip(x, codec, key))
+
+
+def test_wire_bytes():
+    """Written out: metadata, then codes, each on 16 bytes."""
+    n = 1_000_000
+    assert cgx.MaxMin(4).wire_bytes((n,), "float32") == 1954 * 8 + (1953 * 256 + 32)
+    assert cgx.MaxMin(4, 1024).wire_bytes((n,), "bfloat16") == 977 * 8 + 8 + 976 * 512 + 288
+    assert cgx.MaxMin(1, 33).wire_bytes((66,), "float32") == 16 + 16
+    assert cgx.ByteGrad().wire_bytes((n,), "float32") == 16 + n
+    assert cgx.AbsMax(8, 256).wire_bytes((512,), "float32") == 16 + 512
+    assert cgx.Sign(512).wire_bytes((n,), "float32") == 1954 * 4 + 8 + n // 8 + 8
+    assert cgx.Cast("float16").wire_bytes((7,), "float32") == 16
+    assert cgx.Raw().wire_bytes((7,), "float32") == 32 and cgx.Raw().wire_bytes((7,), "bfloat16") == 16
+    assert cgx.MaxMin(4, 64, skip_incomplete=True).wire_bytes((67,), "float32") == 16 + 32 + 16
+
+
+def bound(codec, x):
+    """The largest error that a bucket's numbers x may have."""
+    lo, hi = float(x.min()), float(x.max())
+    top = max(abs(lo), abs(hi))
+    match codec:
+        case cgx.MaxMin():
+            unit = (hi - lo) / (2**codec.bits - 1)
+        case cgx.ByteGrad():
+            unit = (hi - lo + (1e-7 if codec.compatible else 0)) / 255
+        case cgx.AbsMax():
+            unit = top / codec.top
+        case cgx.Float8():  # half a step of the largest binade
+            unit = top / (14 if codec.format == "e4m3" else 7)
+        case cgx.Sign():
+            return 2 * top
+        case cgx.Cast():
+            unit = top * 2.0 ** (-8 if codec.dtype == "bfloat16" else -11) * 2
+    # unit is rounded up by at most 2^-15, and a level is up to 255 of it; the rest is fp32 rounding.
+    return unit * (1.0 if codec.stochastic else 0.5) * 1.01 + 2.0**-22 * top
+
+
+@pytest.mark.parametrize("codec", **each_codec([c for c in CODECS if not c.raw and not c.skip_incomplete]))
+@pytest.mark.parametrize("scale", (1e-38, 1e-20, 1e-3, 1.0, 1e30))
+@pytest.mark.parametrize("offset", (0.0, 3.0))
+def test_error_bound(codec, scale, offset):
+    if isinstance(codec, cgx.Cast) and codec.dtype == "float16" and scale != 1:
+        scale = 2.0
+    x = (np.random.RandomState(0).standard_normal(2000) + offset).astype(np.float32) * np.float32(scale)
+    y = roundtrip(x, codec)
+    for a, b in zip(buckets(x, codec), buckets(y, codec)):
+        error = np.abs(a.astype(np.float64) - b.astype(np.float64)).max()
+        assert error <= bound(codec, a) + 2e-45, (error, bound(codec, a))
+
+
+@pytest.mark.parametrize("codec", **each_codec([c for c in GRIDS if c != cgx.ByteGrad(compatible=True)]))
+@pytest.mark.parametrize("constant", (0.0, 1.0, -3.14159, 1e-45, -1e-40, 1.17e-38, 1e38, -3.4e38))
+def test_a_constant_bucket_is_exact(codec, constant):
+    x = np.full(700, constant, np.float32)
+    np.testing.assert_array_equal(roundtrip(x, codec), x)
+
+
+@pytest.mark.parametrize("codec", [*map(cgx.AbsMax, (2, 4, 8)), cgx.ByteGrad(), cgx.Float8(), cgx.Float8("e5m2"), cgx.Cast(), cgx.Raw()], ids=repr)
+def test_zero_is_exact(codec):
+    x = np.array(normal(1000, 1) * 1e-3)
+    x[::7] = 0
+    assert (roundtrip(x, codec)[::7] == 0).all()
+
+
+@pytest.mark.parametrize("codec", **each_codec([c for c in GRIDS if not c.skip_incomplete]))
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
+    x = np.array(normal(2000))
+    x[777] = value
+    y = roundtrip(x, codec)
+    size = codec.bucket_size or 2000
+    first = 777 // size * size
+    assert np.isnan(y[first : first + size]).all()
+    assert np.isfinite(np.delete(y, slice(first, first + size))).all()
+    # the other buckets are as if nothing had happened
+    clean = np.array(normal(2000))
+    np.testing.assert_array_equal(np.delete(y, slice(first, first + size)), np.delete(roundtrip(clean, codec), slice(first, first + size)))
+
+
+@pytest.mark.parametrize("codec", **each_codec([cgx.MaxMin(4), cgx.MaxMin(1), cgx.ByteGrad()]))
+def test_a_range_that_float32_cannot_hold_becomes_nan(codec):
+    assert np.isnan(roundtrip([3e38, -3e38, 0.0], codec)).all()
+    assert np.isfinite(roundtrip([1e38, -1e38, 0.0], codec)).all()
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS))
+def test_any_bytes_decode(codec):
+    rng = np.random.RandomState(0)
+    for n in (1, 130, 1000):
+        for seed in range(3):
+            raw = jnp.asarray(rng.randint(0, 256, codec.wire_bytes((n,), "float32")).astype(np.uint8))
+            first = cgx.decode(raw, codec, (n,), "float32")
+            assert_same_bytes(first, cgx.decode(raw, codec, (n,), "float32"))
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.stochastic and c.bucket_size != 33] + [cgx.MaxMin(2, 64, "stochastic")], ids=repr)
+def test_stochastic_rounding_is_unbiased(codec):
+    x = jnp.asarray(normal(256)) if not isinstance(codec, cgx.Cast) else normal(256, scale=1.0)
+    draws = 4000
+    mean = jax.jit(lambda keys: jax.vmap(lambda k: cgx.roundtrip(x, codec, k))(keys).mean(0))(jax.random.split(jax.random.key(1), draws))
+    step = bound(codec, np.asarray(x))
+    # a rounded number's standard deviation is at most half a step; 256 means are within 5 of theirs
+    np.testing.assert_allclose(mean, x, atol=5 * 0.5 * step / np.sqrt(draws) + 1e-6, rtol=0)
+
+
+def test_nearest_rounding_ties_to_even():
+    x = np.array([0.0, 0.5, 1.5, 2.5, 15.0], np.float32)  # levels of 4 bits on [0, 15]
+    np.testing.assert_array_equal(roundtrip(x, cgx.MaxMin(4)), [0, 0, 2, 2, 15])
+
+
+def test_numbers_on_the_grid_are_exact():
+    for bits in range(1, 9):
+        x = np.arange(2**bits, dtype=np.float32) * 0.25 - 3
+        np.testing.assert_array_equal(roundtrip(x, cgx.MaxMin(bits, 256)), x)
+
+
+def test_bytegrad_is_baguas_grid():
+    """Bagua's formula, in double precision: the same codes but where its epsilon or a unit of 16 bits decide a tie."""
+    for scale in (1.0, 1e-5):
+        x = np.array(normal(4096, 5, scale=scale), np.float64)
+        step = 255 / (x.max() - x.min() + 1e-7)
+        upper = np.rint(x.max() * step)
+        expected = (np.minimum(np.rint(x * step), upper)) / step
+        got = roundtrip(x, cgx.ByteGrad(compatible=True))
+        unit = 1 / step
+        assert np.abs(got - expected).max() <= 1.01 * unit
+        assert (np.abs(got - expected) < 0.01 * unit).mean() > 0.98
+    tiny = normal(512, 6, scale=1e-10)
+    relative = lambda c: float(jnp.linalg.norm(cgx.roundtrip(tiny, c) - tiny) / jnp.linalg.norm(tiny))  # noqa: E731
+    assert relative(cgx.ByteGrad()) < 0.02 < 0.5 < relative(cgx.ByteGrad(compatible=True))
+
+
+def test_float8_is_the_standard_format():
+    import ml_dtypes
+
+    for name, dtype, top in (("e4m3", ml_dtypes.float8_e4m3fn, 448.0), ("e5m2", ml_dtypes.float8_e5m2, 57344.0)):
+        numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+        numbers = numbers[np.isfinite(numbers)]
+        x = np.concatenate([numbers, [top, -top]])  # the largest fixes the scale at 1
+        np.testing.assert_array_equal(roundtrip(x, cgx.Float8(name, 512)), x)
+        x = np.clip(np.array(normal(500)) * top / 5, -top, top)
+        x[0] = top
+        np.testing.assert_array_equal(roundtrip(x, cgx.Float8(name, 512)), x.astype(dtype).astype(np.float32))
+
+
+def test_cast_is_astype():
+    x = np.concatenate([np.array(normal(3000)), np.array(normal(500, 1, scale=1e-6)), [0, -0.0, 65519, 65520, 1e30, -1e30, np.inf, np.nan]])
+    for dtype in (jnp.bfloat16, jnp.float16):
+        with np.errstate(over="ignore"):
+            expected = x.astype(np.float32).astype(dtype).astype(np.float32)
+        np.testing.assert_array_equal(roundtrip(x, cgx.Cast(dtype)), expected)
+
+
+def test_skip_incomplete_leaves_the_tail_as_it_is():
+    codec = cgx.MaxMin(2, 64, skip_incomplete=True)
+    for dtype in ("float32", "bfloat16", "float16"):
+        x = normal(100, dtype=dtype)
+        y = cgx.roundtrip(x, codec)
+        assert_same_bytes(y[64:], x[64:])
+        assert (np.asarray(y[:64], np.float32) != np.asarray(x[:64], np.float32)).any()
+    assert_same_bytes(cgx.roundtrip(normal(63), codec), normal(63))
+
+
+def test_feedback_returns_what_was_lost():
+    from jaxcgx.native import ops
+    from jaxcgx.native.layout import Layout
+
+    for codec in CODECS:
+        x, lost = normal(1000), normal(1000, 1, scale=0.1)
+        layout = Layout.of(codec, [x])
+        key = jnp.array([1, 2], jnp.uint32) if codec.stochastic else None
+        payload, (new,) = ops.encode(layout, [x], key, [lost])
+        np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x + lost, rtol=1e-6, atol=1e-6)
+
+
+def test_feedback_keeps_the_residual_of_an_overflow():
+    from jaxcgx.native import ops
+    from jaxcgx.native.layout import Layout
+
+    codec = cgx.MaxMin(4, 64)
+    layout = Layout(codec, ((128,),), (jnp.float32,))
+    x, lost = normal(128).at[3].set(jnp.inf), normal(128, 1)
+    payload, (new,) = ops.encode(layout, [x], residuals=[lost])
+    assert_same_bytes(new[:64], lost[:64])
+    assert jnp.isnan(ops.decode(layout, payload)[0][:64]).all() and (new[64:] != lost[64:]).any()
+    payload, (new,) = ops.encode(Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,)), [jnp.array([1e6, 1.0])], residuals=[jnp.array([0.5, 0.0])])
+    assert new[0] == 0.5

@@ -1,0 +1,102 @@
+"""A codec written by a user in jnp goes where a built-in one goes."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import KEY, assert_same_bytes, custom_calls, normal
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(cgx.Codec):
+    """Sixteen levels of magnitude, a byte each, rounded with noise; one scale a bucket."""
+
+    bucket_size: int = 10
+    meta = 1
+    stochastic = True
+
+    def code_bytes(self, n, dtype):
+        return n
+
+    def encode_buckets(self, x, noise):
+        scale = jnp.abs(x).max(-1, keepdims=True) / 7
+        level = jnp.floor(x / jnp.where(scale == 0, 1, scale) + 8 + noise / 65536)
+        return scale, level.astype(jnp.uint8)
+
+    def decode_buckets(self, meta, codes, n):
+        return meta * (codes.astype(jnp.float32) - 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncate(cgx.Codec):
+    """The upper half of each float32: no buckets, no metadata."""
+
+    def code_bytes(self, n, dtype):
+        return 2 * n
+
+    def encode_buckets(self, x, noise):
+        halves = lax.bitcast_convert_type(x, jnp.uint16)[..., 1]
+        return jnp.zeros((len(x), 0), jnp.float32), lax.bitcast_convert_type(halves, jnp.uint8).reshape(len(x), -1)
+
+    def decode_buckets(self, meta, codes, n):
+        halves = lax.bitcast_convert_type(codes.reshape(-1, n, 2), jnp.uint16)
+        return lax.bitcast_convert_type(halves.astype(jnp.uint32) << 16, jnp.float32)
+
+
+@pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
+def test_a_users_codec(codec):
+    key = jax.random.key(0) if codec.stochastic else None
+    x = normal((5, 47))
+    payload = cgx.encode(x, codec, key)
+    assert payload.shape == (codec.wire_bytes(x.shape, x.dtype),)
+    y = cgx.decode(payload, codec, x.shape, x.dtype)
+    assert float(jnp.abs(x - y).max()) < 1
+    assert_same_bytes(y, cgx.roundtrip(x, codec, key))
+    assert_same_bytes(y, jax.jit(lambda x: cgx.roundtrip(x, codec, key))(x))
+    assert custom_calls(lambda x: cgx.roundtrip(x, codec, key), x) == dict(encode=0, decode=0, reduce=0)
+    np.testing.assert_array_equal(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum())(x), np.ones_like(x))
+    assert_same_bytes(jax.vmap(lambda x: cgx.encode(x, codec, key))(x)[2], cgx.encode(x[2], codec, key))
+    assert cgx.roundtrip(x.astype(jnp.bfloat16), codec, key).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
+def test_a_users_codec_in_messages(codec):
+    leaves = [normal((4, 30)), normal(13, 1, dtype=jnp.float16)]
+    layout = Layout.of(codec, leaves, chunks=2)
+    lost = [normal((4, 30), 2), normal(13, 3)]
+    key = KEY if codec.stochastic else None
+    payload, new = ops.encode(layout, leaves, key, lost)
+    for x, r, y, n in zip(leaves, lost, ops.decode(Layout(codec, layout.shapes, ("float32",) * 2, 2), payload), new):
+        np.testing.assert_allclose(y + n, x.astype(jnp.float32) + r, rtol=1e-5, atol=1e-5)
+    again = ops.reduce(layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=2, divisor=3, encoded=True, key=key)
+    assert again.shape == (layout.chunk_bytes,)
+
+
+def test_a_users_codec_in_shard_map():
+    codec = Halves()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    layout = Layout(codec, ((30,),), (jnp.float32,))
+
+    def body(x):
+        payloads = lax.all_gather(ops.encode(layout, [x[0]], KEY)[0], "data")
+        return ops.reduce(layout, payloads)[0][None]
+
+    x = normal((4, 30))
+    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    expected = sum(ops.decode(layout, ops.encode(layout, [r], KEY))[0] for r in x)
+    np.testing.assert_allclose(total[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_codec_without_its_methods_says_so():
+    class Nothing(cgx.Codec):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Nothing.code_bytes"):
+        cgx.encode(jnp.zeros(3), Nothing())

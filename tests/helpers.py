@@ -1,0 +1,81 @@
+"""What several test files use."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+from jaxcgx.native import ops, reference
+
+KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
+
+# Every codec, every width once, both roundings, short and odd buckets.
+CODECS = [
+    *(cgx.MaxMin(bits, size) for bits, size in zip(range(1, 9), (512, 64, 33, 128, 1, 7, 1000, 256))),
+    cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(8, 33, "stochastic"), cgx.MaxMin(1, 128, "stochastic"),
+    cgx.MaxMin(4, 64, skip_incomplete=True), cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
+    cgx.ByteGrad(), cgx.ByteGrad(compatible=True),
+    *(cgx.AbsMax(bits, size) for bits, size in zip(range(2, 9), (256, 33, 128, 7, 512, 100, 256))),
+    cgx.Float8(), cgx.Float8("e5m2", 33),
+    cgx.Cast("bfloat16"), cgx.Cast("float16"), cgx.Cast("bfloat16", "stochastic"), cgx.Cast("float16", "stochastic"),
+    cgx.Sign(), cgx.Sign(33), cgx.Raw(),
+]  # fmt: skip
+GRIDS = [c for c in CODECS if c.meta]  # with buckets
+
+each_codec = lambda codecs=CODECS: dict(argvalues=codecs, ids=repr)  # noqa: E731
+
+
+def as_bits(x):
+    x = np.asarray(x)
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def assert_same_bytes(a, b):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    np.testing.assert_array_equal(as_bits(a), as_bits(b))
+
+
+def assert_same_values(a, b):
+    """The same bits, but for the payload of NaNs, which a processor may choose."""
+    assert a.shape == b.shape and a.dtype == b.dtype
+    nan = np.isnan(np.asarray(a, np.float32))
+    np.testing.assert_array_equal(nan, np.isnan(np.asarray(b, np.float32)))
+    np.testing.assert_array_equal(as_bits(a)[~nan], as_bits(b)[~nan])
+
+
+# The reference compiles slowly, so each layout's program is kept.
+@functools.lru_cache(maxsize=None)
+def reference_encode(layout, feedback=False):
+    if feedback:
+        return jax.jit(lambda leaves, residuals, key: reference.encode(layout, leaves, key, residuals))
+    return jax.jit(lambda leaves, key: reference.encode(layout, leaves, key)[0])
+
+
+@functools.lru_cache(maxsize=None)
+def reference_decode(layout):
+    return jax.jit(lambda payload: reference.decode(layout, payload))
+
+
+@functools.lru_cache(maxsize=None)
+def reference_reduce(layout, divisor, encoded, with_own):
+    def run(payloads, where, own, key):
+        return reference.reduce(layout, payloads, where, own if with_own else None, divisor, encoded, key)
+
+    return jax.jit(run)
+
+
+def native_key(codec):
+    return KEY if codec.stochastic else None
+
+
+def custom_calls(fn, *args):
+    """How often each jaxcgx call stands in the compiled program."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    return {name: text.count(f'custom_call_target="jaxcgx_{name}"') for name in ("encode", "decode", "reduce")}
+
+
+def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
+    return jnp.asarray(np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)).astype(dtype)
+
+

@@ -1,0 +1,203 @@
+"""Kernel and reference agree byte for byte: encode, decode, reduce, feedback; for every kernel this processor runs."""
+import hypothesis
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import jaxcgx as cgx
+from helpers import (CODECS, GRIDS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal,
+                     reference_decode, reference_encode, reference_reduce)
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+SIZES = (0, 1, 2, 7, 8, 17, 127, 128, 129, 300, 511, 513, 1500)
+
+# Programs of the reference compile slowly: a few layouts, many values.
+LAYOUTS = [
+    Layout(codec, shapes, dtypes[: len(shapes)], chunks, ids)
+    for codec, (shapes, dtypes, chunks, ids) in zip(CODECS, [
+        (((300,),), DTYPES, 1, None),
+        (((7, 9), (), (200,)), DTYPES, 2, (5, 0, 1)),
+        (((513,), (0,)), (jnp.bfloat16, jnp.float32), 3, None),
+    ] * len(CODECS))
+]  # fmt: skip
+
+
+def values(layout, seed, exponent, special):
+    """Leaves of numbers around 2^exponent, with some special ones strewn in."""
+    rng = np.random.RandomState(seed)
+    leaves = []
+    for shape, dtype in zip(layout.shapes, layout.dtypes):
+        with np.errstate(over="ignore", under="ignore"):
+            x = np.ldexp(rng.standard_normal(shape), exponent).astype(np.float32)
+        if special != "none" and x.size:
+            at = rng.randint(0, x.size, 1 + x.size // 50)
+            choice = dict(nan=np.nan, inf=-np.inf, zeros=0.0, negative_zero=-0.0, denormal=1e-41, huge=3e38, constant=None)[special]
+            x = x.copy().reshape(-1)
+            if choice is None:
+                x[:] = x[0]
+            else:
+                x[at] = choice
+            x = x.reshape(shape)
+        leaves.append(jnp.asarray(x).astype(dtype))
+    return leaves
+
+
+spaces = dict(
+    seed=st.integers(0, 2**31 - 1),
+    exponent=st.integers(-150, 127) | st.integers(-12, 3),
+    special=st.sampled_from(("none", "nan", "inf", "zeros", "negative_zero", "denormal", "huge", "constant")),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
+@hypothesis.given(**spaces)
+def test_encode_and_decode(layout, seed, exponent, special):
+    leaves = values(layout, seed, exponent, special)
+    key = native_key(layout.codec)
+    payload = ops.encode(layout, leaves, key)
+    assert_same_bytes(payload, reference_encode(layout)(leaves, key))
+    for a, b in zip(ops.decode(layout, payload), reference_decode(layout)(payload)):
+        assert_same_values(a, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=lambda l: f"{l.codec}-{l.chunks}")
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
+@hypothesis.given(**spaces, lost=st.integers(-150, 20))
+def test_encode_with_feedback(layout, seed, exponent, special, lost):
+    leaves = values(layout, seed, exponent, special)
+    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
+    key = native_key(layout.codec)
+    payload, new = ops.encode(layout, leaves, key, residuals)
+    expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
+    assert_same_bytes(payload, expected)
+    for a, b in zip(new, expected_new):
+        assert_same_values(a, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1::6], ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("with_own", (False, True))
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
+@hypothesis.given(**spaces, rank=st.integers(0, 2))
+def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
+    key = native_key(layout.codec)
+    ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(3)]
+    payloads = jnp.stack([ops.encode(layout, leaves, key) for leaves in ranks])
+    run = reference_reduce(layout, 3.0, True, with_own)
+    for chunk in range(layout.chunks):
+        own = ranks[rank] if with_own else None
+        got = ops.reduce(layout, payloads[:, chunk], chunk=chunk, own=own, rank=rank, divisor=3, encoded=True, key=key)
+        where = jnp.array([chunk, rank], jnp.int32)
+        assert_same_bytes(got, run(payloads[:, chunk], where, ranks[rank], key)[0])
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS[::2]))
+@pytest.mark.parametrize("with_own", (False, True))
+def test_reduce_to_leaves(codec, with_own):
+    layout = Layout(codec, ((40, 5), (9,)), (jnp.dtype("float32"), jnp.dtype("float16")))
+    ranks = [values(layout, seed, 0, "none") for seed in range(5)]
+    key = native_key(codec)
+    payloads = jnp.stack([ops.encode(layout, leaves, key)[0] for leaves in ranks])
+    got = ops.reduce(layout, payloads, own=ranks[2] if with_own else None, rank=2, divisor=5)
+    expected = reference_reduce(layout, 5.0, False, with_own)(payloads, jnp.array([0, 2], jnp.int32), ranks[2], key)
+    exact = [jnp.stack([r[i].astype(jnp.float32) for r in ranks]).mean(0) for i in range(2)]
+    for a, b, c in zip(got, expected, exact):
+        assert_same_values(a, b)
+        if isinstance(codec, cgx.Raw):
+            np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
+
+
+@st.composite
+def layouts(draw):
+    codec = draw(st.sampled_from(CODECS))
+    shapes = tuple((n,) for n in draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3)))
+    dtypes = tuple(jnp.dtype(draw(st.sampled_from(DTYPES))) for _ in shapes)
+    return Layout(codec, shapes, dtypes, draw(st.sampled_from((1, 2, 5))), tuple(draw(st.integers(0, 2**31 - 1)) for _ in shapes))
+
+
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@hypothesis.given(layout=layouts(), key=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), **spaces)
+def test_any_layout(layout, key, seed, exponent, special):
+    leaves = values(layout, seed, exponent, special)
+    key = jnp.array(key, jnp.uint32) if layout.codec.stochastic else None
+    payload = ops.encode(layout, leaves, key)
+    assert payload.shape == (layout.chunks, layout.chunk_bytes)
+    assert_same_bytes(payload, reference_encode.__wrapped__(layout)(leaves, key))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", **each_codec(CODECS[::5]))
+def test_short_form(codec):
+    layout = Layout(codec, ((300,),), (jnp.dtype("float32"),))
+    leaves = [normal(300)]
+    key = native_key(codec)
+    payload = ops.encode(layout, leaves, key)
+    assert_same_bytes(payload, reference_encode(layout)(leaves, key))
+    assert_same_values(ops.decode(layout, payload)[0], reference_decode(layout)(payload)[0])
+
+
+@pytest.mark.parametrize("kernels", ("portable", "avx2", "avx512"))
+def test_every_kernel_gives_the_same_bytes(kernels):
+    best = ops._native.build_info()["kernels"]
+    leaves = [normal((100, 53)), normal(77, dtype=jnp.bfloat16), normal(1001, dtype=jnp.float16)]
+    residuals = [normal(x.shape, seed=3, scale=0.1) for x in leaves]
+
+    def everything():
+        out = []
+        for codec in CODECS:
+            layout = Layout.of(codec, leaves, chunks=3)
+            payload, new = ops.encode(layout, leaves, native_key(codec), residuals)
+            summed = ops.reduce(layout, payload, chunk=1, encoded=True, key=native_key(codec))
+            out += [payload, *new, summed, *ops.decode(layout, payload)]
+        return [np.asarray(x) for x in out]
+
+    expected = everything()
+    try:
+        ops._native.select_kernels(kernels)
+    except ValueError:
+        pytest.skip(f"this processor does not run {kernels} kernels")
+    try:
+        assert ops._native.build_info()["kernels"] == kernels
+        for a, b in zip(everything(), expected):
+            assert_same_bytes(a, b)
+    finally:
+        ops._native.select_kernels(best)
+
+
+@pytest.mark.parametrize("codec", **each_codec(GRIDS[::4]))
+def test_large_leaves_are_the_same_in_parallel(codec):
+    """Spans, tasks and buckets larger than a span, against one small piece at a time."""
+    n = 300_001
+    layout, leaves = Layout(codec, ((n,),), (jnp.dtype("float32"),)), [normal(n)]
+    payload = ops.encode(layout, leaves, native_key(codec))
+    assert_same_bytes(payload, reference_encode(layout)(leaves, native_key(codec)))
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000)], ids=repr)
+def test_buckets_larger_than_a_task(codec):
+    leaves = [normal(250_000)]
+    layout = Layout.of(codec, leaves, chunks=2)
+    key = native_key(codec)
+    residuals = [normal(250_000, seed=1)]
+    payload, new = ops.encode(layout, leaves, key, residuals)
+    expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
+    assert_same_bytes(payload, expected)
+    assert_same_values(new[0], expected_new[0])
+    assert_same_values(ops.decode(layout, payload)[0], reference_decode(layout)(payload)[0])
+
+
+def test_key_leaf_and_element_make_the_noise_and_nothing_else():
+    codec = cgx.MaxMin(2, 128, "stochastic")
+    x, y = normal(1024), normal(640, seed=1)
+    alone = ops.decode(Layout.of(codec, [y], ids=[1]), ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY))[0]
+    for chunks in (1, 2, 3, 7):
+        layout = Layout.of(codec, [x, y], chunks=chunks)
+        together = ops.decode(layout, ops.encode(layout, [x, y], KEY))[1]
+        assert_same_bytes(alone, together)
+    other_leaf = Layout.of(codec, [y], ids=[2])
+    assert (np.asarray(ops.decode(other_leaf, ops.encode(other_leaf, [y], KEY))[0]) != np.asarray(alone)).any()
+    other_key = ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY + 1)
+    assert (np.asarray(other_key) != np.asarray(ops.encode(Layout.of(codec, [y], ids=[1]), [y], KEY))).any()

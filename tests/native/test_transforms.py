@@ -1,0 +1,308 @@
+"""The operations under every transformation that a training step may use."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import CODECS, KEY, assert_same_bytes, custom_calls, each_codec, native_key, normal
+from jaxcgx._compat import varying_axes
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+SOME = [cgx.MaxMin(4, 64), cgx.MaxMin(8, 33, "stochastic"), cgx.ByteGrad(), cgx.Cast("bfloat16", "stochastic"), cgx.Raw()]
+
+
+def random_key(codec, seed=0):
+    return jax.random.key(seed) if codec.stochastic else None
+
+
+def mesh(n=4, axis_type=AxisType.Auto):
+    return jax.make_mesh((n,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:n])
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_jit_is_eager(codec):
+    x, key = normal((31, 7)), random_key(codec)
+    encode = lambda x: cgx.encode(x, codec, key)  # noqa: E731
+    assert_same_bytes(encode(x), jax.jit(encode)(x))
+    assert_same_bytes(cgx.roundtrip(x, codec, key), jax.jit(lambda x: cgx.roundtrip(x, codec, key))(x))
+
+
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_vmap_is_one_call_and_the_same_as_a_loop(codec):
+    x = normal((5, 40))
+    keys = jax.random.split(jax.random.key(1), 5)
+    if codec.stochastic:
+        f, args = lambda x, k: cgx.roundtrip(x, codec, k), (x, keys)
+    else:
+        f, args = lambda x: cgx.roundtrip(x, codec), (x,)
+    assert custom_calls(jax.vmap(f), *args) == dict(encode=1, decode=1, reduce=0)
+    looped = jnp.stack([f(*(a[i] for a in args)) for i in range(5)])
+    assert_same_bytes(jax.vmap(f)(*args), looped)
+    assert_same_bytes(jax.vmap(f, in_axes=(1, 0)[: len(args)], out_axes=1)(x.T, *args[1:]), looped.T)
+
+
+def test_vmap_with_one_key_repeats_the_noise():
+    codec = cgx.MaxMin(2, 16, "stochastic")
+    x = jnp.broadcast_to(normal(64), (3, 64))
+    out = jax.vmap(lambda x: cgx.encode(x, codec, jax.random.key(0)))(x)
+    assert (out == out[0]).all()
+
+
+def test_nested_vmap_is_one_call():
+    codec = cgx.MaxMin(4, 64)
+    x = normal((2, 3, 50))
+    f = jax.vmap(jax.vmap(lambda x: cgx.encode(x, codec)))
+    assert custom_calls(f, x)["encode"] == 1
+    assert_same_bytes(f(x), jnp.stack([jnp.stack([cgx.encode(r, codec) for r in m]) for m in x]))
+
+
+def test_vmap_of_feedback_and_reduce():
+    codec = cgx.MaxMin(3, 32, "stochastic")
+    layout = Layout(codec, ((40,), (9,)), (jnp.float32, jnp.bfloat16), chunks=2)
+    a, b = normal((4, 40)), normal((4, 9), dtype=jnp.bfloat16)
+    lost = [normal((4, 40), 1), normal((9,), 2)]  # the second is not mapped
+    keys = jnp.stack([KEY + i for i in range(4)])
+
+    def step(a, b, r, key):
+        payload, new = ops.encode(layout, [a, b], key, [r, lost[1]])
+        mine = ops.reduce(layout, jnp.stack([payload[1], payload[1]]), chunk=1, own=[a, b], rank=1, divisor=2, encoded=True, key=key)
+        return payload, new, mine
+
+    got = jax.vmap(step)(a, b, lost[0], keys)
+    one = [step(a[i], b[i], lost[0][i], keys[i]) for i in range(4)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *one)
+    jax.tree.map(assert_same_bytes, got, expected)
+
+
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_roundtrip_is_straight_through(codec):
+    x, key, w = normal(100), random_key(codec), normal(100, 1)
+    loss = lambda x: (cgx.roundtrip(x, codec, key) * w).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(loss)(x), w)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(x), w)
+    value, tangent = jax.jvp(lambda x: cgx.roundtrip(x, codec, key), (x,), (w,))
+    assert_same_bytes(value, cgx.roundtrip(x, codec, key))
+    np.testing.assert_array_equal(tangent, w)
+    np.testing.assert_array_equal(jax.vmap(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum()))(normal((3, 8))), np.ones((3, 8)))
+    np.testing.assert_array_equal(jax.hessian(lambda x: (cgx.roundtrip(x, codec, key) ** 2).sum())(x[:3]), 2 * np.eye(3))
+
+
+def test_bytes_have_no_tangent():
+    codec = cgx.MaxMin(4, 64)
+    x = normal(100)
+    assert (jax.grad(lambda x: cgx.decode(cgx.encode(x, codec), codec, x.shape, x.dtype).sum())(x) == 0).all()
+    layout = Layout.of(codec, [x])
+    payload, tangent = jax.jvp(lambda x: ops.encode(layout, [x]), (x,), (x,))
+    assert payload.dtype == jnp.uint8 and tangent.dtype == jax.dtypes.float0
+    lost = jax.grad(lambda r: ops.encode(layout, [x], residuals=[r])[1][0].sum())(jnp.zeros(100))
+    assert (lost == 0).all()
+
+
+def test_reduce_is_linear_in_what_is_raw():
+    layout = Layout(cgx.MaxMin(4, 64), ((30,),), (jnp.float32,))
+    payloads = jnp.stack([ops.encode(layout, [normal(30, s)])[0] for s in range(3)])
+    f = lambda own: ops.reduce(layout, payloads, own=[own], rank=1, divisor=3)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.jacobian(f)(normal(30)), np.eye(30) / 3, rtol=1e-6)
+    with_none = jax.grad(lambda x: ops.reduce(layout, payloads + x.astype(jnp.uint8))[0].sum())(jnp.zeros(()))
+    assert with_none == 0
+
+
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_scan_and_remat(codec):
+    x = normal((6, 50))
+    keys = jax.random.split(jax.random.key(3), 6)
+
+    def body(carry, xs):
+        x, key = xs
+        y = cgx.roundtrip(carry + x, codec, key if codec.stochastic else None)
+        return y, y
+
+    last, ys = lax.scan(body, jnp.zeros(50), (x, keys))
+    carry = jnp.zeros(50)
+    for i in range(6):
+        carry, y = body(carry, (x[i], keys[i]))
+        assert_same_bytes(ys[i], y)
+    loss = lambda f: lambda x: lax.scan(f, jnp.zeros(50), (x, keys))[0].sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(loss(jax.checkpoint(body)))(x), np.ones((6, 50)))
+    np.testing.assert_array_equal(jax.grad(loss(body))(x), np.ones((6, 50)))
+
+
+def test_donated_residual_is_overwritten_in_place():
+    codec = cgx.MaxMin(4, 64)
+    layout = Layout(codec, ((1000,),), (jnp.float32,))
+
+    def step(x, residual):
+        payload, (residual,) = ops.encode(layout, [x], residuals=[residual])
+        return payload, residual
+
+    x, residual = normal(1000), normal(1000, 1)
+    expected = step(x, residual)
+    compiled = jax.jit(step, donate_argnums=1).lower(x, residual).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == residual.nbytes
+    assert "copy(" not in compiled.as_text()
+    residual = jnp.array(residual)
+    address = residual.unsafe_buffer_pointer()
+    payload, new = jax.jit(step, donate_argnums=1)(x, residual)
+    assert new.unsafe_buffer_pointer() == address and residual.is_deleted()
+    assert_same_bytes(payload, expected[0])
+    assert_same_bytes(new, expected[1])
+
+
+def test_not_donated_residual_is_left_alone():
+    layout = Layout(cgx.MaxMin(4, 64), ((100,),), (jnp.float32,))
+    x, residual = normal(100), normal(100, 1)
+    before = np.array(residual)
+    ops.encode(layout, [x], residuals=[residual])
+    np.testing.assert_array_equal(residual, before)
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS[::6]))
+def test_many_leaves_are_one_call_without_copies(codec):
+    leaves = [normal((1 + i % 7, 11), i) for i in range(50)]
+    layout = Layout.of(codec, leaves, chunks=2)
+    key = native_key(codec)
+
+    def step(leaves):
+        return ops.decode(layout, ops.encode(layout, leaves, key))
+
+    assert custom_calls(step, leaves) == dict(encode=1, decode=1, reduce=0)
+    text = jax.jit(step).lower(leaves).compile().as_text()
+    assert "concatenate" not in text and "copy(" not in text
+    for a, b in zip(step(leaves), leaves):
+        if not codec.stochastic and codec.bucket_size:  # else the leaf's place in the message matters
+            assert_same_bytes(a, cgx.roundtrip(b, codec))
+
+
+def test_no_temporary_larger_than_the_wire():
+    layout = Layout(cgx.MaxMin(4), ((1 << 20,),), (jnp.float32,))
+    x = normal(1 << 20)
+    temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    assert temporary(lambda x: ops.encode(layout, [x]), x) == 0
+    assert temporary(lambda x: ops.encode(layout, [x], residuals=[x]), x) <= layout.chunk_bytes
+    payload = ops.encode(layout, [x])
+    assert temporary(lambda p: ops.decode(layout, p), payload) <= layout.chunk_bytes
+    payloads = jnp.tile(payload, (4, 1))
+    assert temporary(lambda p: ops.reduce(layout, p, encoded=True), payloads) <= layout.chunk_bytes
+
+
+# shard_map: each device encodes its own shard, and the types know that the bytes differ
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_shard_map(codec, check_vma):
+    x = normal((4, 60))
+
+    def body(x):
+        payload = cgx.encode(x[0], codec, random_key(codec))
+        if check_vma:
+            assert varying_axes(payload) == {"data"}
+        y = cgx.decode(payload, codec, (60,), jnp.float32)
+        return payload[None], y[None]
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
+    payload, y = run(x)
+    for i in range(4):
+        assert_same_bytes(payload[i], cgx.encode(x[i], codec, random_key(codec)))
+        assert_same_bytes(y[i], cgx.roundtrip(x[i], codec, random_key(codec)))
+
+
+@pytest.mark.parametrize("op", ("encode", "decode", "feedback", "reduce"))
+def test_varying_results_may_not_leave_as_replicated(op):
+    codec = cgx.MaxMin(4, 64)
+    layout = Layout(codec, ((60,),), (jnp.float32,))
+
+    def body(x):
+        x = x.reshape(60)
+        payload = ops.encode(layout, [x])
+        if op == "encode":
+            return payload
+        if op == "decode":
+            return ops.decode(layout, payload)[0]
+        if op == "feedback":
+            return ops.encode(layout, [x], residuals=[jnp.zeros(60)])[1][0]
+        return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=[x], rank=1)[0]
+
+    with pytest.raises(ValueError, match="out_specs"):
+        jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P()))(normal(240))
+
+
+def test_invariant_inputs_stay_invariant():
+    codec = cgx.MaxMin(4, 64)
+    f = jax.shard_map(lambda x: cgx.roundtrip(x, codec), mesh=mesh(), in_specs=P(), out_specs=P())
+    assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_an_exchange_in_shard_map(codec, check_vma):
+    """all_gather of payloads and a reduce with the own part raw: what a collective is made of."""
+    x = normal((4, 60))
+    layout = Layout(codec, ((60,),), (jnp.float32,))
+
+    def body(x):
+        rank = lax.axis_index("data")
+        key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), rank)) if codec.stochastic else None
+        payloads = lax.all_gather(ops.encode(layout, [x[0]], key)[0], "data")
+        return ops.reduce(layout, payloads, own=[x[0]], rank=rank, divisor=4)[0][None]
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
+    sent = [x[i] if codec.raw else cgx.roundtrip(x[i], codec, jax.random.fold_in(jax.random.key(0), i) if codec.stochastic else None)
+            for i in range(4)]
+    for i, mean in enumerate(run(x)):
+        expected = sum(np.asarray(x[j] if j == i else sent[j], np.float64) for j in range(4)) / 4
+        np.testing.assert_allclose(mean, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_grad_inside_shard_map():
+    codec = cgx.MaxMin(4, 64)
+
+    def body(w, x):
+        return jax.grad(lambda w: (cgx.roundtrip(w * x, codec)).sum())(w)
+
+    x = normal((4, 60))
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P()))
+    np.testing.assert_allclose(run(jnp.ones(60), x.reshape(240)), x.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+def test_sharded_operands_under_jit(axis_type):
+    codec = cgx.MaxMin(4, 64)
+    m = mesh(4, axis_type)
+    x = normal((8, 60))
+    sharded = jax.device_put(x, NamedSharding(m, P("data")))
+    f = jax.jit(lambda x: cgx.roundtrip(x, codec))
+    with jax.set_mesh(m):
+        assert_same_bytes(np.asarray(f(sharded)), np.asarray(cgx.roundtrip(x, codec)))
+
+
+def test_vmap_with_an_axis_name():
+    codec = cgx.MaxMin(8, 64)
+    x = normal((4, 60))
+    f = jax.vmap(lambda x: lax.psum(cgx.roundtrip(x, codec), "i"), axis_name="i")
+    expected = sum(np.asarray(cgx.roundtrip(r, codec)) for r in x)
+    np.testing.assert_allclose(f(x)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pmap():
+    codec = cgx.MaxMin(8, 64)
+    x = normal((4, 60))
+    out = jax.pmap(lambda x: cgx.roundtrip(x, codec), devices=jax.devices()[:4])(x)
+    assert_same_bytes(np.asarray(out), np.asarray(jnp.stack([cgx.roundtrip(r, codec) for r in x])))
+
+
+def test_empty_messages():
+    layout = Layout(cgx.MaxMin(4), ((0,), (3, 0)), (jnp.float32, jnp.bfloat16))
+    leaves = [jnp.zeros(0), jnp.zeros((3, 0), jnp.bfloat16)]
+    payload, new = ops.encode(layout, leaves, residuals=[jnp.zeros(0), jnp.zeros((3, 0))])
+    assert payload.shape == (1, 0) and [n.shape for n in new] == [(0,), (3, 0)]
+    assert [x.shape for x in ops.decode(layout, payload)] == [(0,), (3, 0)]
+    assert cgx.roundtrip(jnp.zeros((2, 0)), cgx.Sign()).shape == (2, 0)
+    assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5

@@ -1,0 +1,76 @@
+"""Bad input: which function, which argument, what was expected, what came, what to do. At trace time."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from helpers import normal
+
+STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: cgx.MaxMin(bits=0), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 0"),
+    (lambda: cgx.MaxMin(bits=9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+    (lambda: cgx.MaxMin(bits=2.5), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"),
+    (lambda: cgx.MaxMin(bits=True), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got True"),
+    (lambda: cgx.MaxMin(bits="4"), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got '4'"),
+    (lambda: cgx.MaxMin(bucket_size=-1), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1, got -1"),
+    (lambda: cgx.MaxMin(bucket_size=0), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1, got 0"),
+    (lambda: cgx.MaxMin(rounding="up"), ValueError, "MaxMin: argument 'rounding': expected one of 'nearest', 'stochastic', got 'up'"),
+    (lambda: cgx.MaxMin(skip_incomplete=2), TypeError, "MaxMin: argument 'skip_incomplete': expected True or False, got 2"),
+    (lambda: cgx.ByteGrad(compatible="no"), TypeError, "ByteGrad: argument 'compatible': expected True or False, got 'no'"),
+    (lambda: cgx.AbsMax(bits=1), ValueError, "AbsMax: argument 'bits': expected an integer from 2 to 8, got 1"),
+    (lambda: cgx.Float8("e3m4"), ValueError, "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'"),
+    (lambda: cgx.Cast("float32"), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 'float32'"),
+    (lambda: cgx.Sign(bucket_size=1.0), TypeError, "Sign: argument 'bucket_size': expected an integer of at least 1, got 1.0"),
+])  # fmt: skip
+def test_codecs(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda: cgx.encode(jnp.arange(3), cgx.MaxMin()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got int32"),
+    (lambda: cgx.encode(jnp.zeros(3, jnp.complex64), cgx.Raw()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got complex64"),
+    (lambda: cgx.encode(np.zeros(3), cgx.Raw()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got float64"),
+    (lambda: cgx.roundtrip(jnp.zeros(3, bool), cgx.Raw()), TypeError, "roundtrip: argument 'x': expected float32, bfloat16 or float16, got bool"),
+    (lambda: cgx.encode(jnp.zeros(3), "maxmin"), TypeError, "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"),
+    (lambda: cgx.encode(jnp.zeros(3), cgx.MaxMin), TypeError, "encode: argument 'codec': expected a codec"),
+    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC), ValueError, "rounds stochastically and needs a random key, got None; pass key=jax.random.key("),
+    (lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)), ValueError, "roundtrip: argument 'key'"),
+    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3), TypeError, "encode: argument 'key': expected a random key (jax.random.key or PRNGKey), got 3"),
+    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=jax.random.split(jax.random.key(0))), ValueError, "encode: argument 'key': expected one key"),
+    (lambda: cgx.decode(cgx.encode(normal(9), cgx.MaxMin())[:-1], cgx.MaxMin(), (9,), "float32"), ValueError,
+     "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False) makes of float32[9], got uint8[31]"),
+    (lambda: cgx.decode(jnp.zeros(48, jnp.uint8), cgx.MaxMin(), (9,), "float32"), ValueError, "expected uint8[32]"),
+    (lambda: jax.jit(lambda p: cgx.decode(p, cgx.MaxMin(), (9,), "float32"))(jnp.zeros(31, jnp.uint8)), ValueError, "expected uint8[32]"),
+    (lambda: cgx.decode(jnp.zeros(32, jnp.int8), cgx.MaxMin(), (9,), "float32"), ValueError, "got int8[32]"),
+    (lambda: cgx.decode(b"123", cgx.MaxMin(), (9,), "float32"), ValueError, "got bytes"),
+    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "int8"), TypeError, "decode: argument 'dtype': expected float32, bfloat16 or float16, got int8"),
+    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), 9, "float32"), TypeError, "decode: argument 'shape': expected a tuple of integers, got 9"),
+    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (-9,), "float32"), ValueError, "decode: argument 'shape'"),
+    (lambda: cgx.MaxMin().wire_bytes((3,), "int32"), TypeError, "MaxMin.wire_bytes: argument 'dtype': expected float32, bfloat16 or float16, got int32"),
+])  # fmt: skip
+def test_calls(call, error, words):
+    with pytest.raises(error) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_keys_of_every_kind_are_accepted():
+    x = normal(100)
+    typed = cgx.encode(x, STOCHASTIC, jax.random.key(5))
+    assert (typed == cgx.encode(x, STOCHASTIC, jax.random.PRNGKey(5))).all()
+    assert (typed == cgx.encode(x, STOCHASTIC, jax.random.key_data(jax.random.key(5)))).all()
+    rbg = [cgx.encode(x, STOCHASTIC, jax.random.key(seed, impl="rbg")) for seed in (0, 1)]
+    assert (rbg[0] != rbg[1]).any()
+
+
+def test_what_numpy_and_python_numbers_become():
+    assert cgx.roundtrip(np.ones(3, np.float32), cgx.MaxMin()).dtype == jnp.float32
+    assert cgx.roundtrip([1.0, 2.0], cgx.MaxMin()).dtype == jnp.float32
+    assert cgx.MaxMin(bits=np.int64(4)) == cgx.MaxMin(4) and hash(cgx.MaxMin(bits=np.int64(4))) == hash(cgx.MaxMin(4))
+    assert cgx.Cast(jnp.bfloat16) == cgx.Cast("bfloat16")
