@@ -38,7 +38,7 @@ class ByteGrad(GridCodec):
         grid = make_grid(lo, hi, unit, 255, scale)
         grid.origin = ieee.round_even(top * grid.inv) - 255
         grid.base = ieee.positive_zero(jnp.where(unit > 0, unscaled(grid.origin * unit, scale), lo))
-        grid.finite &= jnp.isfinite(grid.base)
+        grid.finite &= jnp.isfinite(grid.base + grid.unit * 255)
         return grid
 
     def quantize(self, x, grid, noise):

@@ -43,6 +43,7 @@ class MaxMin(GridCodec):
         range_ = scaled(hi, scale) - origin
         grid = make_grid(lo, hi, jnp.where(range_ > 0, unit_of(range_, steps, scale), 0), steps, scale)
         grid.base, grid.origin = ieee.positive_zero(lo), origin
+        grid.finite &= jnp.isfinite(grid.base + grid.unit * steps)
         return grid
 
     def quantize(self, x, grid, noise):

@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxcgx as cgx
 from helpers import CODECS, GRIDS, assert_same_bytes, each_codec, normal
@@ -114,6 +115,8 @@ def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
 def test_a_range_that_float32_cannot_hold_becomes_nan(codec):
     assert np.isnan(roundtrip([3e38, -3e38, 0.0], codec)).all()
     assert np.isfinite(roundtrip([1e38, -1e38, 0.0], codec)).all()
+    # the largest level, not the range, is past the largest float32
+    assert not np.isinf(roundtrip([1e38, 3.4028235e38, 2e38], codec)).any()
 
 
 @pytest.mark.parametrize("codec", **each_codec(CODECS))
@@ -192,6 +195,8 @@ def test_skip_incomplete_leaves_the_tail_as_it_is():
         assert_same_bytes(y[64:], x[64:])
         assert (np.asarray(y[:64], np.float32) != np.asarray(x[:64], np.float32)).any()
     assert_same_bytes(cgx.roundtrip(normal(63), codec), normal(63))
+    nans = lax.bitcast_convert_type(jnp.array([0x7F81, 0xFFC1, 0x3F81], jnp.uint16), jnp.bfloat16)
+    assert_same_bytes(cgx.roundtrip(nans, codec), nans)
 
 
 def test_feedback_returns_what_was_lost():

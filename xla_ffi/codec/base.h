@@ -41,8 +41,7 @@ struct Codec {
 };
 
 constexpr int64_t kUnit = 512;         // where chunks of a codec without buckets may begin: a multiple of this
-constexpr float kMaxFloat = 3.402823466e38f;
-constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN that is ever written to the wire
+constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
 
 CGX_HD uint32_t bits_of(float x) {
   uint32_t u;

@@ -17,7 +17,7 @@ struct ByteGrad {
     const float unit = g.unit * scale;
     g.origin = round(s.hi * scale * g.inv) - 255.0f;
     g.base = unit > 0.0f ? g.origin * unit * (1.0f / scale) + 0.0f : s.lo + 0.0f;
-    g.finite = g.finite && is_finite(g.base);
+    g.finite = g.finite && is_finite(g.base + g.unit * 255.0f);
     return g;
   }
 

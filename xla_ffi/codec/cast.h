@@ -15,7 +15,8 @@ struct Cast {
   template <class V, bool kStochastic>
   CGX_HD static typename V::I to_bits(typename V::F x, typename V::I noise) {
     using I = typename V::I;
-    const I raw = bits(x), magnitude = raw & V::splat(0x7fffffff);
+    const I raw = bits(x);
+    const I magnitude = min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));  // of NaNs the first: nothing overflows below
     constexpr int kDrop = kFormat == DType::kBF16 ? 16 : 13;
     I round_up = shr(magnitude, kDrop) & V::splat(1);
     round_up = kStochastic ? shr(noise, 16 - kDrop) : round_up + V::splat((1 << (kDrop - 1)) - 1);

@@ -33,7 +33,7 @@ struct Float8 {
     const I magnitude = bits(y) & V::splat(0x7fffffff);
     const I even = shr(magnitude, kDrop) & V::splat(1);
     const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1) + even, kDrop) - V::splat((127 - kBias) << kMantissa);
-    const I denormal = round_int(as_float(magnitude) * V::splat(kCount));
+    const I denormal = round_int(as_float(min(magnitude, V::splat(kNormal))) * V::splat(kCount));
     const I code = min(select(less(magnitude, V::splat(kNormal)), denormal, normal), V::splat(kLargestCode));
     return code | (shr(bits(y), 24) & V::splat(0x80));
   }

@@ -3,7 +3,7 @@
 //
 // `unit` carries 16 significant bits, rounded up. Then unit * level is exact for levels of 8 bits, whether or
 // not it is fused with the addition that follows, and the largest value of a bucket never needs a level past
-// the last. The price is 2^-16 of a unit.
+// the last. The price is up to 2^-15 of a unit.
 #pragma once
 
 #include "codec/base.h"
@@ -40,8 +40,8 @@ CGX_HD float unit_of(float range, float steps, float scale) {
 
 CGX_HD float largest_of(const Stats& s) { return max(abs(s.lo), abs(s.hi)); }
 
-// A grid from its unit in the scaled domain; base and origin are still to be set. `steps` is the largest value
-// of a code: unit * steps must not overflow, or decoding would.
+// A grid from its unit in the scaled domain; base and origin are still to be set. `steps` is the largest value of a
+// code: unit * steps must not overflow, or decoding would.
 CGX_HD Grid make_grid(const Stats& s, float unit, float steps, float scale) {
   Grid g;
   g.scale = scale;

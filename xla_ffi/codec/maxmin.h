@@ -15,6 +15,7 @@ struct MaxMin {
     Grid g = make_grid(s, range > 0.0f ? unit_of(range, steps, scale) : 0.0f, steps, scale);
     g.base = s.lo + 0.0f;  // never -0: the sign of a zero minimum depends on the order of the search
     g.origin = lo;
+    g.finite = g.finite && is_finite(g.base + g.unit * steps);
     return g;
   }
 

@@ -34,17 +34,16 @@ void encode(const Encode& a, const Pool& pool) {
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
   }
-  // A raw leaf without feedback is copied as it is, NaNs and all.
-  if (l.codec.kind == Kind::kRaw && !feedback) {
-    spans.each(pool, [&](const Span& s) {
-      const auto i = static_cast<size_t>(s.piece->leaf);
-      const DType dtype = l.leaves[i].dtype;
-      std::memcpy(target.chunk(s) + plain_at(l, s, s.begin), at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
-                  static_cast<size_t>(s.count * size_of(dtype)));
-    });
-    return;
-  }
-  Encoder(target, fetch, keep, feedback).run(spans, pool);
+  if (l.codec.kind != Kind::kRaw || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
+  if (feedback) return;
+  // What travels raw is copied as it is, NaNs and all.
+  spans.each(pool, [&](const Span& s) {
+    if (!s.raw) return;
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    const DType dtype = l.leaves[i].dtype;
+    std::memcpy(target.chunk(s) + plain_at(l, s, s.begin), at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
+                static_cast<size_t>(s.count * size_of(dtype)));
+  });
 }
 
 }  // namespace jaxcgx::cpu

@@ -1,0 +1,278 @@
+// What the tests share: exactly sized memory, pools, numbers, and the native operations on whole messages.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "codec/cast.h"
+#include "cpu/cpu.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+
+namespace jaxcgx::test {
+
+inline const char* const kIsas[] = {"portable", "avx2", "avx512"};
+
+// Exactly `size` bytes, filled with garbage. Heap: AddressSanitizer sees accesses around it, but not those of
+// masked vector instructions; guarded: it ends where a page begins that nobody may touch, which stops these too.
+class Memory {
+ public:
+  explicit Memory(int64_t size, uint8_t fill = 0xAB, bool guarded = false) : size_(static_cast<size_t>(size)) {
+    if (guarded) {
+      const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+      const size_t whole = (size_ + page - 1) / page * page;
+      mapped_ = whole + page;
+      void* p = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (p == MAP_FAILED || mprotect(static_cast<char*>(p) + whole, page, PROT_NONE) != 0) std::abort();
+      data_ = static_cast<uint8_t*>(p) + (whole - size_);
+    } else {
+      data_ = static_cast<uint8_t*>(::operator new(size_, std::align_val_t{64}));
+    }
+    std::memset(data_, fill, size_);
+  }
+  Memory(Memory&& o) noexcept
+      : data_(std::exchange(o.data_, nullptr)), size_(o.size_), mapped_(std::exchange(o.mapped_, 0)) {}
+  Memory& operator=(Memory&& o) noexcept {
+    std::swap(data_, o.data_), std::swap(size_, o.size_), std::swap(mapped_, o.mapped_);
+    return *this;
+  }
+  ~Memory() {
+    if (mapped_ > 0) munmap(data_ + size_ + static_cast<size_t>(sysconf(_SC_PAGESIZE)) - mapped_, mapped_);
+    else ::operator delete(data_, std::align_val_t{64});
+  }
+
+  uint8_t* data() const { return data_; }
+  float* floats() const { return reinterpret_cast<float*>(data_); }
+  size_t size() const { return size_; }
+  Memory copy() const {
+    Memory m(static_cast<int64_t>(size_), 0, mapped_ > 0);
+    std::memcpy(m.data_, data_, size_);
+    return m;
+  }
+  bool operator==(const Memory& o) const { return size_ == o.size_ && std::memcmp(data_, o.data_, size_) == 0; }
+
+ private:
+  uint8_t* data_;
+  size_t size_, mapped_ = 0;
+};
+
+inline cpu::Pool one_thread() {
+  return {1, [](std::function<void()>) { std::abort(); }};
+}
+
+// Flushes denormals, as the threads do that XLA calls from.
+inline void flush_denormals(bool on) {
+#if defined(__SSE__)
+  _mm_setcsr(on ? 0x9fc0 : 0x1f80);
+#else
+  (void)on;
+#endif
+}
+
+// A thread for every task. Some begin late, when the call that scheduled them has long returned.
+class Threads {
+ public:
+  explicit Threads(int64_t threads)
+      : pool{threads, [this](std::function<void()> f) {
+               const bool late = ++scheduled_ % 3 == 0;
+               started_.emplace_back([late, f = std::move(f)] {
+                 flush_denormals(true);
+                 if (late) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+                 f();
+               });
+             }} {}
+  ~Threads() {
+    for (std::thread& t : started_) t.join();
+  }
+  Threads(const Threads&) = delete;
+  Threads& operator=(const Threads&) = delete;
+
+ private:
+  int64_t scheduled_ = 0;
+  std::vector<std::thread> started_;
+
+ public:
+  const cpu::Pool pool;
+};
+
+struct Random {  // splitmix64
+  uint64_t state;
+  uint64_t next() {
+    uint64_t z = state += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  int64_t below(int64_t n) { return static_cast<int64_t>(next() % static_cast<uint64_t>(n)); }
+  float uniform() { return static_cast<float>(static_cast<int64_t>(next() >> 40) - (1 << 23)) * 0x1p-23f; }  // [-1, 1)
+  template <class T, size_t n>
+  T pick(const T (&from)[n]) { return from[below(n)]; }
+};
+
+// Stretches of numbers of one magnitude, from denormals to 2^126; constants, zeros of both signs, offsets far
+// larger than the range; now and then an infinity or a NaN.
+inline std::vector<float> numbers(int64_t n, Random& r) {
+  std::vector<float> x(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n;) {
+    const float scale = std::ldexp(1.0f, r.below(3) > 0 ? static_cast<int>(r.below(20)) - 15 : static_cast<int>(r.below(276)) - 149);
+    const float offset = r.uniform() * scale;
+    const int64_t kind = r.below(8), end = std::min(n, i + 1 + r.below(900));
+    for (; i < end; ++i) {
+      float& v = x[static_cast<size_t>(i)];
+      v = kind == 0 ? offset : kind == 1 ? (r.below(2) ? 0.0f : -0.0f) : kind == 2 ? offset + r.uniform() * scale * 0x1p-18f : r.uniform() * scale;
+      if (kind == 3 && r.below(300) == 0) v = float_of(r.pick({0x7fc00000u, 0xffc12345u, 0x7f800001u, 0x7f800000u, 0xff800000u}));
+    }
+  }
+  return x;
+}
+
+inline Memory as_leaf(DType dtype, const std::vector<float>& x, bool guarded = false) {
+  Memory m(static_cast<int64_t>(x.size()) * size_of(dtype), 0, guarded);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const int32_t code = dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x[i], 0) : static_cast<int32_t>(bits_of(x[i]) >> 16);
+    if (dtype == DType::kF32) std::memcpy(m.data() + 4 * i, &x[i], 4);
+    else std::memcpy(m.data() + 2 * i, &code, 2);
+  }
+  return m;
+}
+
+// The buffers of a message: its leaves, and what encoding them needs.
+struct Message {
+  Layout layout;
+  int64_t batch;
+  std::vector<Memory> leaves;
+  std::vector<Memory> residuals;  // empty: no feedback
+  std::vector<int64_t> ids;
+  std::vector<uint32_t> keys;
+
+  Message(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, Random& r, bool guarded = false)
+      : layout(codec, shapes, chunks), batch(batch) {
+    for (const Leaf& leaf : shapes) {
+      leaves.push_back(as_leaf(leaf.dtype, numbers(batch * leaf.size, r), guarded));
+      ids.push_back(r.below(1000));
+    }
+    for (int64_t i = 0; i < 2 * batch; ++i) keys.push_back(static_cast<uint32_t>(r.next()));
+  }
+};
+
+inline std::string describe(const Layout& l) {
+  const Codec& c = l.codec;
+  char text[200];
+  std::snprintf(text, sizeof text, "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d chunks %lld leaves", static_cast<int>(c.kind),
+                c.bits, static_cast<long long>(c.bucket_size), c.stochastic, c.skip_incomplete, c.compatible, static_cast<long long>(l.chunks()));
+  std::string s = text;
+  for (const Leaf& leaf : l.leaves) s += " " + std::to_string(leaf.size) + (leaf.dtype == DType::kF32 ? "f" : leaf.dtype == DType::kBF16 ? "b" : "h");
+  return s;
+}
+
+template <class T>
+std::vector<T*> pointers(const std::vector<Memory>& memory) {
+  std::vector<T*> p;
+  for (const Memory& m : memory) p.push_back(reinterpret_cast<T*>(m.data()));
+  return p;
+}
+
+// With feedback the new residuals replace the contents of `residuals`, which may be the message's own.
+inline Memory encode(const Message& m, const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr, bool guarded = false) {
+  Memory payload(m.batch * m.layout.chunks() * m.layout.chunk_bytes, fill, guarded);
+  const auto leaves = pointers<const void>(m.leaves);
+  const auto old = pointers<const float>(m.residuals);
+  const auto lost = residuals ? pointers<float>(*residuals) : std::vector<float*>();
+  cpu::encode({m.layout, m.batch, leaves.data(), m.ids.data(), m.keys.data(), residuals ? old.data() : nullptr,
+               residuals ? lost.data() : nullptr, payload.data()}, pool);
+  return payload;
+}
+
+inline std::vector<Memory> decode(const Layout& l, int64_t batch, const Memory& payload, const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) {
+  std::vector<Memory> leaves;
+  for (const Leaf& leaf : l.leaves) leaves.emplace_back(batch * leaf.size * size_of(leaf.dtype), fill, guarded);
+  cpu::decode({l, batch, payload.data(), pointers<void>(leaves).data()}, pool);
+  return leaves;
+}
+
+// The sum of a chunk: as a payload, or as float32 leaves.
+struct Sum {
+  const Message& own;  // its leaves stand in for rank where[1], unless that is -1
+  int64_t ranks;
+  const Memory& payloads;
+  std::vector<int32_t> where;
+  float divisor;
+
+  Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) const {
+    Memory out(own.batch * own.layout.chunk_bytes, fill, guarded);
+    run(pool, nullptr, out.data());
+    return out;
+  }
+  std::vector<Memory> leaves(const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) const {
+    std::vector<Memory> out;
+    for (const Leaf& leaf : own.layout.leaves) out.emplace_back(own.batch * leaf.size * 4, fill, guarded);
+    run(pool, pointers<float>(out).data(), nullptr);
+    return out;
+  }
+
+ private:
+  void run(const cpu::Pool& pool, float* const* leaves, uint8_t* payload) const {
+    const auto raw = pointers<const void>(own.leaves);
+    const bool replaces = !where.empty() && where[1] >= 0;
+    cpu::reduce({own.layout, own.batch, ranks, payloads.data(), where.data(), replaces ? raw.data() : nullptr, divisor, leaves, payload,
+                 own.ids.data(), own.keys.data()}, pool);
+  }
+};
+
+// The payloads that the owner of a chunk receives: [batch, ranks, chunk_bytes] from each rank's message.
+inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& messages, const std::vector<int32_t>& where, bool guarded = false) {
+  const auto ranks = static_cast<int64_t>(messages.size());
+  Memory out(batch * ranks * l.chunk_bytes, 0xAB, guarded);
+  for (int64_t row = 0; row < batch; ++row) {
+    for (int64_t r = 0; r < ranks; ++r) {
+      std::memcpy(out.data() + (row * ranks + r) * l.chunk_bytes,
+                  messages[static_cast<size_t>(r)].data() + (row * l.chunks() + where[static_cast<size_t>(2 * row)]) * l.chunk_bytes,
+                  static_cast<size_t>(l.chunk_bytes));
+    }
+  }
+  return out;
+}
+
+// Equal bytes, but for which NaN a float32 is: that is up to the processor.
+inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
+  if (a == b) return true;
+  if (dtype != DType::kF32 || a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size() / 4; ++i) {
+    const float x = a.floats()[i], y = b.floats()[i];
+    if (bits_of(x) != bits_of(y) && !(std::isnan(x) && std::isnan(y))) return false;
+  }
+  return true;
+}
+
+// Every kind of codec with every setting; bucketed ones with this bucket size.
+inline std::vector<Codec> codecs(int64_t bucket) {
+  std::vector<Codec> all;
+  for (int bits = 1; bits <= 8; ++bits) {
+    for (int flags = 0; flags < 4; ++flags) all.push_back({Kind::kMaxMin, bits, bucket, (flags & 1) != 0, (flags & 2) != 0, false});
+    if (bits > 1) all.push_back({Kind::kAbsMax, bits, bucket, false, false, false});
+  }
+  for (int exponent = 4; exponent <= 5; ++exponent) all.push_back({Kind::kFloat8, exponent, bucket, false, false, false});
+  all.push_back({Kind::kSign, 1, bucket, false, false, false});
+  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, bucket, false, false, compatible});
+  return all;
+}
+inline std::vector<Codec> codecs_without_buckets() {
+  std::vector<Codec> all{{Kind::kRaw, 0, 0, false, false, false}};
+  for (const DType to : {DType::kBF16, DType::kF16}) {
+    for (const bool stochastic : {false, true}) all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
+  }
+  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, 0, false, false, compatible});
+  return all;
+}
+
+}  // namespace jaxcgx::test

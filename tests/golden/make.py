@@ -1,0 +1,167 @@
+"""Writes v1.json, the golden vectors of docs/wire-format.md: `python tests/golden/make.py`.
+
+Run it only when the version of the wire changes (and then name the file after it): the vectors are what keeps the
+bytes of a version as they were. Bytes are stored in base64; an input is the bits of its elements, little-endian.
+"""
+import base64
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+FILE = pathlib.Path(__file__).with_name("v1.json")
+KEY = [0x243F6A88, 0x85A308D3]
+rng = np.random.default_rng(0)
+
+
+def special_buckets():
+    """24 numbers each, of which one kind of trouble is made."""
+    wave = np.float32(np.sin(np.arange(1, 25) * 1.7))
+    with_nan, with_inf, mixed_zeros, spikes = wave.copy(), wave.copy(), np.zeros(24, np.float32), wave.copy()
+    with_nan[5], with_inf[7], with_inf[11], mixed_zeros[::3], spikes[3] = np.nan, np.inf, -np.inf, -0.0, 1e30
+    return np.float32(np.stack([
+        wave, with_nan, with_inf, mixed_zeros, spikes,
+        np.full(24, -3.3), np.full(24, 1e-44), np.full(24, 3e38),  # constant
+        wave * np.float32(1e-43), wave * np.float32(1e-38), wave * np.float32(3e-25),  # 2^80
+        wave * np.float32(1e37), wave * np.float32(3e38), 2e38 + wave * 1e38,  # 2^-40; a span that doesn't fit
+        np.float32(1e6) + wave, -np.abs(wave), np.abs(wave) + 3, np.float32(2**-40) * np.arange(24), np.arange(24) - 12.5,
+        2.0 ** np.arange(-20, 4), 65504 + wave * 40, wave * 2.0**-14,  # the limits of float16
+    ]))
+
+
+def make_inputs():
+    noise = lambda n, scale=1.0: np.float32(rng.standard_normal(n) * scale)  # noqa: E731
+    halves = special_buckets()[[0, 2, 5, 18, 20, 21]].reshape(-1)
+    inputs = {
+        "normal": noise(200, 1e-3),
+        "bfloat16": jnp.asarray(noise(77), jnp.bfloat16),
+        "float16": jnp.asarray(noise(141, 5), jnp.float16),
+        "empty": noise(0),
+        "scalar": noise(1),
+        "long": noise(600),
+        "special": special_buckets().reshape(-1),
+        "special bfloat16": jnp.asarray(halves).astype(jnp.bfloat16),
+        "special float16": jnp.asarray(halves).astype(jnp.float16),
+        "short": noise(50),
+        "short residual": noise(50, 0.1),
+        "bfloat16 residual": noise(77, 0.1),
+        "special residual": noise(24),
+        **{f"rank {r}": noise(90) for r in range(3)},
+        **{f"rank {r} bfloat16": jnp.asarray(noise(45), jnp.bfloat16) for r in range(3)},
+        "tiny": np.float32([2**-126, -(2**-126), 2**-149, -0.0, 3 * 2**-140, 1e-38]),
+    }
+    for i, bucket in enumerate(special_buckets()):
+        inputs[f"special {i}"] = bucket
+    inputs["many"] = np.tile(inputs[MANY[0]], MANY[1])
+    return {name: np.asarray(x) for name, x in inputs.items()}
+
+
+MESSAGE = ["normal", "bfloat16", "float16", "empty", "scalar"]
+SPECIAL = ["special", "special bfloat16", "special float16"]
+SPECIALS = [f"special {i}" for i in range(len(special_buckets()))] + SPECIAL[1:]
+FEEDBACK = ["short", "bfloat16"], ["short residual", "bfloat16 residual"]
+MANY = ("long", 60)  # "many" is "long" so many times
+
+
+def encode_cases():
+    """(codec, chunks, leaves, residuals, ids)"""
+    both = ("nearest", "stochastic")
+    for codec in [cgx.MaxMin(bits, 40, rounding) for bits in range(1, 9) for rounding in both]:
+        yield codec, 1 + codec.bits % 2 * 2, MESSAGE, None, None
+    for codec in [cgx.AbsMax(bits, 40) for bits in range(2, 9)]:
+        yield codec, 1 + codec.bits % 2 * 2, MESSAGE, None, None
+    byte_grad = [cgx.ByteGrad(), cgx.ByteGrad(compatible=True)]
+    eight = [cgx.Float8("e4m3", 40), cgx.Float8("e5m2", 40), cgx.Sign(40)]
+    plain = [*(cgx.Cast(dtype, rounding) for dtype in ("bfloat16", "float16") for rounding in both), cgx.Raw()]
+    skip = [cgx.MaxMin(2, 64, skip_incomplete=True), cgx.MaxMin(5, 64, "stochastic", skip_incomplete=True)]
+    for codec in [*byte_grad, *eight, *skip]:
+        yield codec, 1, MESSAGE, None, None
+    for codec in [*byte_grad, *eight, *skip, *plain, cgx.MaxMin(4, 40), cgx.MaxMin(3, 40, "stochastic")]:
+        yield codec, 3, ["scalar", "float16", "empty", "long"], None, None
+    for bucket_size in (1, 7, 100, 121, 127, 128, 129, 2000):
+        leaves = ["float16", "long"] if bucket_size > 100 else ["float16"]
+        yield cgx.MaxMin(7, bucket_size), 3, leaves, None, None
+        yield cgx.Sign(bucket_size), 3, leaves, None, None
+    for codec in [cgx.MaxMin(4, 24), cgx.MaxMin(8, 24), cgx.MaxMin(4, 24, "stochastic"), cgx.AbsMax(2, 24), cgx.AbsMax(8, 24),
+                  cgx.Float8("e4m3", 24), cgx.Float8("e5m2", 24), cgx.Sign(24), *plain]:
+        yield codec, 1, SPECIAL, None, None
+    for codec in byte_grad:  # a bucket for each leaf
+        yield codec, 1, SPECIALS, None, None
+    yield cgx.Sign(35000), 1, ["many"], None, None  # more than one group of blocks
+    yield cgx.MaxMin(4, 40, "stochastic"), 3, MESSAGE, None, [7, 2**31 + 1, 0, 5, 3]
+    yield cgx.MaxMin(4, 512), 5, ["empty"], None, None
+    for codec in [cgx.MaxMin(4, 40), cgx.MaxMin(4, 40, "stochastic"), *skip, *byte_grad, *eight, *plain]:
+        yield codec, 3, *FEEDBACK, None
+    for i in (1, 2, 8, 12):
+        yield cgx.MaxMin(4, 24), 1, [f"special {i}"], ["special residual"], None
+
+
+def reduce_cases():
+    """(codec, leaves of each of the ranks, chunks, chunk, own rank or None, divisor)"""
+    leaves = [[f"rank {r}", f"rank {r} bfloat16"] for r in range(3)]
+    for codec in [cgx.MaxMin(4, 40), cgx.MaxMin(4, 40, "stochastic"), cgx.MaxMin(8, 64, skip_incomplete=True), cgx.ByteGrad(),
+                  cgx.AbsMax(4, 40), cgx.Float8("e4m3", 40), cgx.Float8("e5m2", 40), cgx.Sign(40), cgx.Cast("bfloat16"),
+                  cgx.Cast("float16", "stochastic"), cgx.Raw()]:
+        yield codec, leaves, 1, 0, 1, 3.0
+    yield cgx.MaxMin(4, 40, "stochastic"), leaves, 3, 2, 0, 1.0
+    yield cgx.MaxMin(4, 40), leaves, 1, 0, None, 3.0
+    yield cgx.AbsMax(8, 3), [["tiny"]] * 2, 1, 0, None, 8.0  # denormal sums
+
+
+def text(x):
+    return base64.b64encode(np.asarray(x).tobytes()).decode()
+
+
+def settings(codec):
+    return {"codec": type(codec).__name__, **dataclasses.asdict(codec)}
+
+
+def make():
+    inputs = make_inputs()
+    golden = {"version": 1, "key": KEY, "encode": [], "reduce": []}
+    golden["inputs"] = {name: {"dtype": x.dtype.name, "bits": text(x)} for name, x in inputs.items() if name != "many"}
+    golden["inputs"]["many"] = {"repeat": MANY}
+    key = jnp.array(KEY, jnp.uint32)
+    for codec, chunks, leaves, residuals, ids in encode_cases():
+        layout = Layout.of(codec, [inputs[n] for n in leaves], chunks, ids)
+        case = dict(codec=settings(codec), chunks=chunks, leaves=leaves, residuals=residuals, ids=ids)
+        result = ops.encode(layout, [inputs[n] for n in leaves], key, residuals and [inputs[n] for n in residuals])
+        if residuals:
+            result, new = result
+            case["new_residuals"] = [text(x) for x in new]
+        golden["encode"].append({**case, "payload": [text(chunk) for chunk in result]})
+    for codec, leaves, chunks, chunk, rank, divisor in reduce_cases():
+        layouts = [Layout.of(codec, [inputs[n] for n in names], chunks) for names in leaves]
+        payloads = jnp.stack([ops.encode(layout, [inputs[n] for n in names], jnp.array([r, 1], jnp.uint32))[chunk]
+                              for r, (layout, names) in enumerate(zip(layouts, leaves))])
+        arguments = dict(own=None if rank is None else [inputs[n] for n in leaves[rank]], rank=rank or 0, divisor=divisor)
+        case = dict(codec=settings(codec), chunks=chunks, chunk=chunk, divisor=divisor, rank=rank,
+                    leaves=leaves[0 if rank is None else rank], payloads=[text(p) for p in payloads])
+        case["payload"] = [text(ops.reduce(layouts[0], payloads, chunk=chunk, encoded=True, key=key, **arguments))]
+        if chunks == 1:
+            case["sums"] = [text(x) for x in ops.reduce(layouts[0], payloads, **arguments)]
+        golden["reduce"].append(case)
+    return golden
+
+
+if __name__ == "__main__":
+    with jax.default_device(jax.devices("cpu")[0]):
+        made = make()
+    lines = []
+    for part, content in made.items():
+        if part in ("encode", "reduce"):
+            rows = ",\n".join(json.dumps({k: v for k, v in row.items() if v is not None}) for row in content)
+            lines.append(f'"{part}": [\n{rows}\n]')
+        elif part == "inputs":
+            rows = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in content.items())
+            lines.append(f'"{part}": {{\n{rows}\n}}')
+        else:
+            lines.append(f'"{part}": {json.dumps(content)}')
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,0 +1,387 @@
+"""The wire format in plain NumPy: it follows docs/wire-format.md and shares no code with the package, so that each
+checks the other. Slow and simple.
+
+A codec is a dict of its settings, {"codec": "MaxMin", "bits": 4, ...}. A leaf is (dtype's name, its elements' bits):
+NumPy has no bfloat16. Numbers are float32.
+"""
+import numpy as np
+
+META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1}
+BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2")}
+# mantissa bits, exponent bias, largest code and number
+FLOAT8 = {"e4m3": (3, 7, 0x7E, 448), "e5m2": (2, 15, 0x7B, 57344)}
+NAN = np.uint32(0x7FC00000).view(np.float32)
+f32 = np.float32
+
+
+def ieee(function):
+    """Overflows and NaNs are part of the format, not worth a warning."""
+    return np.errstate(all="ignore")(function)
+
+
+def power(n):
+    return f32(2.0**n)
+
+
+# conversions
+
+
+@ieee
+def widen(dtype, bits):
+    if dtype == "float32":
+        return bits.view("<f4")
+    if dtype == "float16":
+        return bits.view("<f2").astype(f32)
+    return (bits.astype("<u4") << 16).view("<f4")
+
+
+@ieee
+def narrow(dtype, x, noise=None):
+    bits = x.astype("<f4").view("<u4")
+    if dtype == "float32":
+        return bits
+    m, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
+    if dtype == "bfloat16":
+        up = 0x7FFF + ((m >> 16) & 1) if noise is None else noise
+        small = (m + up) >> 16
+    elif noise is None:
+        small = np.abs(x).astype("<f2").view("<u2")
+    else:
+        normal = np.minimum(((m + (noise >> 3)) >> 13).astype(np.int64) - (112 << 10), 0x7C00)
+        tiny = np.abs(x) < power(-14)
+        denormal = (np.rint(np.where(tiny, np.abs(x), 0) * power(40)).astype(np.int64) + noise) >> 16
+        small = np.where(tiny, denormal, normal)
+    small = np.where(m == 0x7F800000, 0x7F80 if dtype == "bfloat16" else 0x7C00, small)
+    return np.where(np.isnan(x), 0x7FC0 if dtype == "bfloat16" else 0x7E00, small | sign).astype("<u2")
+
+
+# random bits
+
+
+def philox(counter, key):
+    c, k, low = [np.asarray(w, np.uint64) for w in counter], [int(w) for w in key], np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        a, b = c[2] * np.uint64(0xCD9E8D57), c[0] * np.uint64(0xD2511F53)
+        c = [(a >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), a & low, (b >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), b & low]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def noise_of(key, leaf_id, e):
+    """The 16 random bits of the elements with indices e."""
+    row, j = e % 128 // 16, 16 * (e // 128) + e % 16
+    words = np.stack(philox((j % 2**32, j // 2**32, e * 0 + leaf_id, e * 0), key)).astype(np.int64)
+    word = words[row // 2, np.arange(len(e))]
+    return np.where(row % 2 == 0, word & 0xFFFF, word >> 16)
+
+
+# codes to bytes and back
+
+
+def width(codec):
+    return {"MaxMin": codec.get("bits"), "AbsMax": codec.get("bits"), "Sign": 1}.get(codec["codec"], 8)
+
+
+def fields(b):
+    """(first bit, bits) of the fields of a code."""
+    at = 0
+    for k in (8, 4, 2, 1):
+        if b & k:
+            yield at, k
+            at += k
+
+
+def blocks(n):
+    """(first element, elements, lanes) of the blocks of a bucket."""
+    for first in range(0, n, 128):
+        size = min(128, n - first)
+        yield first, size, -(-size // 8)
+
+
+def pack(codes, b):
+    out = b""
+    for first, size, lanes in blocks(len(codes)):
+        block = np.zeros(8 * lanes, np.uint64)
+        block[:size] = codes[first : first + size]
+        for at, k in fields(b):
+            field = (block.reshape(8, lanes) >> np.uint64(at)) & np.uint64(2**k - 1)
+            word = sum(field[r] << np.uint64(k * r) for r in range(8))
+            if k == 8:
+                out += (word & np.uint64(0xFFFFFFFF)).astype("<u4").tobytes() + (word >> np.uint64(32)).astype("<u4").tobytes()
+            else:
+                out += word.astype(f"<u{k}").tobytes()
+    return out
+
+
+def unpack(data, n, b):
+    codes, at_byte = np.zeros(n, np.int64), 0
+    for first, size, lanes in blocks(n):
+        block = np.zeros((8, lanes), np.int64)
+        for at, k in fields(b):
+            for rows in [range(0, 4), range(4, 8)] if k == 8 else [range(8)]:
+                size_of_word = len(rows) * k // 8
+                word = np.frombuffer(data, f"<u{size_of_word}", lanes, at_byte).astype(np.int64)
+                at_byte += lanes * size_of_word
+                for i, r in enumerate(rows):
+                    block[r] |= ((word >> (k * i)) & (2**k - 1)) << at
+        codes[first : first + size] = block.reshape(-1)[:size]
+    return codes
+
+
+# the arithmetic of a bucket
+
+
+def scaled_step(span, n, scale):
+    u = np.uint32((int(f32(span / f32(n)).view(np.uint32)) + 0xFF) & 0xFFFFFF00).view(f32)
+    if scale > 1 and u < power(-53):
+        u = np.ceil(u * power(69)) * power(-69)
+    return u
+
+
+def sum_of_magnitudes(x):
+    total = f32(0)
+    for group in range(0, len(x), 32768):
+        of_group = f32(0)
+        part = np.abs(x[group : group + 32768])
+        for first, size, lanes in blocks(len(part)):
+            block = np.zeros(8 * lanes, f32)
+            block[:size] = part[first : first + size]
+            lane = np.zeros(16, f32)
+            for row in block.reshape(8, lanes):
+                lane[:lanes] += row
+            for half in (8, 4, 2, 1):
+                lane = lane[:half] + lane[half : 2 * half]
+            of_group = of_group + lane[0]
+        total = total + of_group
+    return total
+
+
+@ieee
+def encode_bucket(codec, x, noise):
+    """(metadata, codes)"""
+    kind, b = codec["codec"], width(codec)
+    nothing = [NAN] * META[kind], np.zeros(len(x), np.int64)
+    if not np.isfinite(x).all():
+        return nothing
+    lo, hi = x.min(), x.max()
+    largest = max(abs(lo), abs(hi))
+    scale = power(-40) if largest >= power(100) else power(80) if 0 < largest < power(-60) else f32(1)
+    xs, constant = x * scale, lo == hi
+    if kind in ("MaxMin", "ByteGrad"):
+        n, span = 2**b - 1, hi * scale - lo * scale
+        if codec.get("compatible"):
+            span = span + f32(1e-7) * scale
+        u = scaled_step(span, n, scale) if span > 0 else f32(0)
+    else:
+        n = 1 if constant or kind == "Sign" else FLOAT8[codec["format"]][3] if kind == "Float8" else 2 ** (b - 1) - 1
+        if constant:
+            u = largest * scale
+        elif kind == "Sign":
+            u = scaled_step(sum_of_magnitudes(xs), len(x), scale)
+        else:
+            u = scaled_step(largest * scale, n, scale)
+    inv = f32(1) / u if u > 0 else f32(0)
+    step = u * (f32(1) / scale)
+    if not np.isfinite(step * f32(n)):
+        return nothing
+    base = lo
+    if kind == "MaxMin":
+        level = xs - lo * scale
+        if codec["rounding"] == "nearest":
+            codes = np.rint(level * inv).astype(np.int64)
+        else:
+            codes = np.minimum((np.rint(level * (inv * f32(65536))).astype(np.int64) + noise) >> 16, n)
+    elif kind == "ByteGrad":
+        origin = np.rint(hi * scale * inv) - f32(255)
+        if u > 0:
+            base = origin * u * (f32(1) / scale)
+        codes = np.clip(np.rint(xs * inv) - origin, 0, 255).astype(np.int64)
+    elif kind == "AbsMax":
+        codes = np.rint(xs * inv).astype(np.int64) + 2 ** (b - 1) - 1
+    elif kind == "Float8":
+        codes = to_float8(codec["format"], xs * inv)
+    else:
+        codes = 1 - np.signbit(x).astype(np.int64)
+    if META[kind] == 2 and not np.isfinite(base + step * f32(n)):
+        return nothing
+    return [step, base + f32(0)][: META[kind]], codes
+
+
+def to_float8(name, y):
+    d, bias, largest, _ = FLOAT8[name]
+    # Rounding to a multiple of the last place of |y|'s binade, or of the denormals'; a carry goes to the next binade.
+    exponent = np.maximum(np.frexp(np.abs(y))[1] - 1, 1 - bias)
+    whole = np.rint(np.ldexp(np.abs(y), d - exponent)).astype(np.int64)
+    code = np.where(whole < 2**d, whole, whole + ((exponent + bias - 1) << d))
+    return np.minimum(code, largest) | np.signbit(y).astype(np.int64) << 7
+
+
+def value(codec, codes):
+    kind = codec["codec"]
+    if kind == "AbsMax":
+        codes = codes - (2 ** (codec["bits"] - 1) - 1)
+    if kind == "Sign":
+        codes = 2 * codes - 1
+    if kind == "Float8":
+        d, bias, _, _ = FLOAT8[codec["format"]]
+        exponent, mantissa = (codes & 0x7F) >> d, codes % 2**d
+        normal = np.ldexp(1 + mantissa * 2.0**-d, exponent - bias)
+        magnitude = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias - d), normal)
+        codes = np.where(codes >= 128, -magnitude, magnitude)
+    return codes.astype(f32)
+
+
+# messages
+
+
+def code_bytes(codec, n, dtype):
+    if codec["codec"] == "Raw":
+        return n * BITS[dtype].itemsize
+    return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-n // 8)
+
+
+def pieces_of(codec, leaves, chunks):
+    """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype, size)]."""
+    unit = codec.get("bucket_size") or 512
+    meta = 4 * META[codec["codec"]] if codec.get("bucket_size") else 0
+    skip = codec.get("skip_incomplete", False)
+    rows, before = [], 0
+    for dtype, size in leaves:
+        full, rest = divmod(size, unit)
+        weight = meta + code_bytes(codec, unit, dtype)
+        short = 0 if rest == 0 else rest * BITS[dtype].itemsize if skip else meta + code_bytes(codec, rest, dtype)
+        rows.append((full, full + (rest > 0), weight, before))
+        before += full * weight + short
+
+    def cut(c, full, count, weight, so_far):
+        target = -(-c * before // chunks)
+        if c == chunks:
+            return count
+        if target <= so_far:
+            return 0
+        k = -((so_far - target) // weight)
+        return k if k <= full else count
+
+    result = []
+    for c in range(chunks):
+        pieces = []
+        for i, (_, size) in enumerate(leaves):
+            first, last = cut(c, *rows[i]), cut(c + 1, *rows[i])
+            if first < last:
+                start, end = first * unit, min(last * unit, size)
+                raw = end % unit if skip else 0
+                coded = end - start - raw
+                bucket = codec.get("bucket_size") or coded
+                pieces.append((i, start, [min(bucket, coded - at) for at in range(0, coded, bucket)] if coded else [], raw))
+        result.append(pieces)
+    return result
+
+
+def pad16(data):
+    return data + bytes(-len(data) % 16)
+
+
+def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
+    """numbers: each leaf in float32; bits: each leaf as its raw elements travel."""
+    metas, bodies = b"", b""
+    for leaf, at, sizes, raw in pieces:
+        body = b""
+        for n in sizes:
+            part = slice(at, at + n)
+            stochastic = codec.get("rounding") == "stochastic"
+            noise = noise_of(key, ids[leaf], np.arange(at, at + n)) if stochastic else None
+            if codec["codec"] == "Raw":
+                body += bits[leaf][part].tobytes()
+            elif codec["codec"] == "Cast":
+                body += narrow(codec["dtype"], numbers[leaf][part], noise).tobytes()
+            else:
+                meta, codes = encode_bucket(codec, numbers[leaf][part], noise)
+                metas += np.array(meta, "<f4").tobytes()
+                body += pack(codes, width(codec))
+            at += n
+        bodies += pad16(body) + pad16(bits[leaf][at : at + raw].tobytes())
+    return pad16(metas) + bodies
+
+
+def read_chunk(codec, pieces, dtypes, chunk):
+    """Stretches of a chunk: (leaf, first element, base or None, terms); decoded: base + terms."""
+    metas = 4 * sum(len(sizes) for _, _, sizes, _ in pieces) * META.get(codec["codec"], 0)
+    meta_at, at_byte = 0, metas + -metas % 16
+    for leaf, at, sizes, raw in pieces:
+        dtype = dtypes[leaf]
+        for n in sizes:
+            length = code_bytes(codec, n, dtype)
+            data = chunk[at_byte : at_byte + length]
+            at_byte += length
+            if codec["codec"] in META:
+                meta = np.frombuffer(chunk, "<f4", META[codec["codec"]], meta_at)
+                meta_at += meta.nbytes
+                with np.errstate(all="ignore"):
+                    yield leaf, at, meta[1] if len(meta) == 2 else f32(0), meta[0] * value(codec, unpack(data, n, width(codec)))
+            else:
+                travels = codec["dtype"] if codec["codec"] == "Cast" else dtype
+                yield leaf, at, None, widen(travels, np.frombuffer(data, BITS[travels]))
+            at += n
+        at_byte += -at_byte % 16
+        if raw:
+            yield leaf, at, None, widen(dtype, np.frombuffer(chunk, BITS[dtype], raw, at_byte))
+            at_byte += raw * BITS[dtype].itemsize
+        at_byte += -at_byte % 16
+
+
+@ieee
+def encode(codec, leaves, chunks=1, key=None, ids=None, residuals=None):
+    """The chunks' bytes; with residuals also the new ones."""
+    dtypes, bits = [d for d, _ in leaves], [b for _, b in leaves]
+    numbers = [widen(*leaf) for leaf in leaves]
+    if residuals is not None:
+        numbers = [x + r for x, r in zip(numbers, residuals)]
+        bits = [narrow(d, x) for d, x in zip(dtypes, numbers)]
+    shapes = [(d, len(b)) for d, b in leaves]
+    ids = range(len(leaves)) if ids is None else ids
+    out = [encode_chunk(codec, p, dtypes, numbers, bits, key, ids) for p in pieces_of(codec, shapes, chunks)]
+    longest = max(map(len, out))
+    payload = [chunk + bytes(longest - len(chunk)) for chunk in out]
+    if residuals is None:
+        return payload
+    lost = [x - d for x, d in zip(numbers, decode_float32(codec, shapes, payload))]
+    return payload, [np.where(np.isfinite(new), new, old) for new, old in zip(lost, residuals)]
+
+
+@ieee
+def decode_float32(codec, leaves, payload):
+    """leaves: [(dtype, size)]"""
+    out = [np.zeros(size, f32) for _, size in leaves]
+    for pieces, chunk in zip(pieces_of(codec, leaves, len(payload)), payload):
+        for leaf, at, base, terms in read_chunk(codec, pieces, [d for d, _ in leaves], chunk):
+            out[leaf][at : at + len(terms)] = terms if base is None else base + terms
+    return out
+
+
+def decode(codec, leaves, payload):
+    """The leaves' bits."""
+    return [narrow(d, x) for (d, _), x in zip(leaves, decode_float32(codec, leaves, payload))]
+
+
+@ieee
+def reduce(codec, leaves, payloads, chunks=1, chunk=0, own=None, rank=None, divisor=1.0, key=None, ids=None):
+    """(sums in float32, the sums encoded again) of one chunk's payloads; own: leaves that stand for those of `rank`."""
+    dtypes, all_pieces = [d for d, _ in leaves], pieces_of(codec, leaves, chunks)
+    pieces = all_pieces[chunk]
+    sums = [np.zeros(size, f32) for _, size in leaves]
+    for stretch in zip(*(read_chunk(codec, pieces, dtypes, p) for p in payloads)):
+        leaf, at, base, terms = stretch[0]
+        part = slice(at, at + len(terms))
+        total = None
+        if base is not None:
+            total = np.zeros(len(terms), f32)
+            for r, (_, _, base, _) in enumerate(stretch):
+                if r != rank:
+                    total = total + base
+        for r, (_, _, _, terms) in enumerate(stretch):
+            term = widen(*own[leaf])[part] if r == rank else terms
+            total = term if total is None else total + term
+        sums[leaf][part] = total if divisor == 1 else total / f32(divisor)
+    bits = [narrow(d, x) for d, x in zip(dtypes, sums)]
+    again = encode_chunk(codec, pieces, dtypes, sums, bits, key, range(len(leaves)) if ids is None else ids)
+    return sums, again + bytes(len(payloads[0]) - len(again))

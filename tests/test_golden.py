@@ -1,0 +1,196 @@
+"""The bytes of the wire stay what they were: tests/golden/v1.json, by three implementations of docs/wire-format.md."""
+import base64
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import numpy_codec
+
+import jaxcgx as cgx
+from jaxcgx.native import ops, reference
+from jaxcgx.native.layout import Layout
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "v1.json").read_text())
+KEY = np.array(GOLDEN["key"], np.uint32)
+ENCODE, REDUCE = GOLDEN["encode"], GOLDEN["reduce"]
+
+
+def name_of(case):
+    parts = [*case["codec"].values(), case["leaves"][0].replace(" ", "_"), case["chunks"]]
+    return "-".join(map(str, parts)) + "-feedback" * ("residuals" in case) + "-ids" * ("ids" in case)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases, ids=name_of)
+
+
+# The reference compiles slowly, so it runs one of a kind.
+FOR_REFERENCE = {
+    "MaxMin-5-64-stochastic-True-short-3-feedback", "MaxMin-4-24-nearest-False-special-1", "MaxMin-7-100-nearest-False-float16-3",
+    "ByteGrad-False-short-3-feedback", "AbsMax-8-24-special-1", "Float8-e4m3-24-special-1", "Float8-e5m2-24-special-1",
+    "Sign-24-special-1", "Cast-bfloat16-stochastic-special-1", "Cast-float16-nearest-special-1",
+    "Cast-float16-stochastic-special-1", "Raw-special-1",
+    "MaxMin-4-40-nearest-False-rank_1-1", "Cast-bfloat16-nearest-rank_1-1", "AbsMax-8-3-tiny-1",  # reduce
+}
+
+
+def of_reference(cases):
+    return [c for c in cases if name_of(c) in FOR_REFERENCE]
+
+
+def bits_of(name):
+    """(dtype, the bits of the elements) of an input."""
+    row = GOLDEN["inputs"][name]
+    if "repeat" in row:
+        name, times = row["repeat"]
+        dtype, bits = bits_of(name)
+        return dtype, np.tile(bits, times)
+    return row["dtype"], np.frombuffer(base64.b64decode(row["bits"]), numpy_codec.BITS[row["dtype"]])
+
+
+def arrays(names):
+    return [jnp.asarray(bits.view(jnp.dtype(dtype))) for dtype, bits in map(bits_of, names)]
+
+
+def rows(case, field):
+    return [base64.b64decode(row) for row in case[field]]
+
+
+def floats(case, field):
+    return [np.frombuffer(row, np.float32) for row in rows(case, field)]
+
+
+def stacked(case, field):
+    return jnp.stack([np.frombuffer(row, np.uint8) for row in rows(case, field)])
+
+
+def layout_of(case):
+    fields = dict(case["codec"])
+    codec = getattr(cgx, fields.pop("codec"))(**fields)
+    return Layout.of(codec, arrays(case["leaves"]), case["chunks"], case.get("ids"))
+
+
+def assert_same(got, expected):
+    """The same bits, but that any NaN is like any other."""
+    for g, e in zip(got, expected, strict=True):
+        g, e = np.asarray(g), np.asarray(e)
+        assert g.dtype == e.dtype and g.shape == e.shape
+        bits = f"u{g.dtype.itemsize}"
+        differ = (g.view(bits) != e.view(bits)) & ~(np.isnan(g) & np.isnan(e))
+        assert not differ.any(), f"{g[differ][:4]} instead of {e[differ][:4]} at {np.flatnonzero(differ)[:4]}"
+
+
+# encode
+
+
+def check_encode(case, encode):
+    feedback = "residuals" in case
+    result = encode(layout_of(case), arrays(case["leaves"]), jnp.asarray(KEY), arrays(case["residuals"]) if feedback else None)
+    payload, new = result if feedback else (result, [])
+    np.testing.assert_array_equal(payload, stacked(case, "payload"))
+    assert_same(new, floats(case, "new_residuals") if feedback else [])
+
+
+@each(ENCODE)
+def test_kernels_encode(case):
+    check_encode(case, ops.encode)
+
+
+@pytest.mark.short
+def test_kernels_encode_one():
+    check_encode(next(c for c in ENCODE if c["codec"].get("rounding") == "stochastic"), ops.encode)
+
+
+@each(of_reference(ENCODE))
+def test_reference_encodes(case):
+    def encode(layout, leaves, key, residuals):
+        payload, new = jax.jit(lambda *a: reference.encode(layout, *a))(leaves, key, residuals)
+        return payload if residuals is None else (payload, new)
+
+    check_encode(case, encode)
+
+
+@each(ENCODE)
+def test_numpy_encodes(case):
+    feedback = "residuals" in case
+    residuals = [bits_of(n)[1].view(np.float32) for n in case["residuals"]] if feedback else None
+    leaves = [bits_of(n) for n in case["leaves"]]
+    result = numpy_codec.encode(case["codec"], leaves, case["chunks"], KEY, case.get("ids"), residuals)
+    payload, new = result if feedback else (result, [])
+    assert payload == rows(case, "payload")
+    assert_same(new, floats(case, "new_residuals") if feedback else [])
+
+
+# decode
+
+
+@each(ENCODE)
+def test_kernels_and_numpy_decode_alike(case):
+    layout = layout_of(case)
+    leaves = [(d.name, n) for d, n in zip(layout.dtypes, layout.sizes)]
+    expected = numpy_codec.decode(case["codec"], leaves, rows(case, "payload"))
+    assert_same(ops.decode(layout, stacked(case, "payload")), [bits.view(d) for bits, d in zip(expected, layout.dtypes)])
+
+
+# reduce
+
+
+def check_reduce(case, reduce):
+    """reduce(payloads, own, encoded)"""
+    payloads, own = stacked(case, "payloads"), arrays(case["leaves"]) if "rank" in case else None
+    if "sums" in case:
+        assert_same(reduce(payloads, own, False), floats(case, "sums"))
+    np.testing.assert_array_equal(reduce(payloads, own, True), stacked(case, "payload")[0])
+
+
+@each(REDUCE)
+def test_kernels_reduce(case):
+    def reduce(payloads, own, encoded):
+        return ops.reduce(layout_of(case), payloads, chunk=case["chunk"], own=own, rank=case.get("rank", 0),
+                          divisor=case["divisor"], encoded=encoded, key=jnp.asarray(KEY))
+
+    check_reduce(case, reduce)
+
+
+@each(of_reference(REDUCE))
+def test_reference_reduces(case):
+    def reduce(payloads, own, encoded):
+        where = jnp.array([case["chunk"], case.get("rank", 0)])
+        run = lambda p, o: reference.reduce(layout_of(case), p, where, o, case["divisor"], encoded, KEY)  # noqa: E731
+        result = jax.jit(run)(payloads, own)
+        return result[0] if encoded else result
+
+    check_reduce(case, reduce)
+
+
+@each(REDUCE)
+def test_numpy_reduces(case):
+    own = [bits_of(n) for n in case["leaves"]]
+    leaves = [(dtype, len(bits)) for dtype, bits in own]
+    sums, payload = numpy_codec.reduce(case["codec"], leaves, rows(case, "payloads"), case["chunks"], case["chunk"], own,
+                                       case.get("rank"), case["divisor"], KEY)
+    if "sums" in case:
+        assert_same(sums, floats(case, "sums"))
+    assert [payload] == rows(case, "payload")
+
+
+# what docs/wire-format.md shows
+
+
+def test_philox_known_answer():
+    assert [int(w) for w in numpy_codec.philox([0] * 4, [0, 0])] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_examples_of_the_document():
+    ten = np.float32([0, 1, 2, 3, 4, 5, 6, 7.5, -1, -0.25])
+    payload = np.asarray(cgx.encode(ten, cgx.MaxMin(4, bucket_size=8))).tobytes()
+    assert payload.hex() == "0000003f0000000000cd4c3d000080bf2064a8fcf0000000" + "00" * 8
+    payload = np.asarray(cgx.encode(np.float32(np.arange(20) % 8), cgx.MaxMin(3))).tobytes()
+    assert payload.hex() == "0000803f00000000" + "00" * 8 + "6c2cb131c606341612" + "00" * 7
+    layout = Layout(cgx.MaxMin(4, 64), ((1000,), (300,)), (jnp.dtype("float32"),) * 2, 3)
+    assert layout.chunk_bytes == 288
+    assert [[(p.leaf, p.start, p.coded) for p in chunk] for chunk in layout.pieces] == [
+        [(0, 0, 448)], [(0, 448, 448)], [(0, 896, 104), (1, 0, 300)]]
