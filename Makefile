@@ -1,0 +1,98 @@
+# Two commands do everything: make demo, make test. They need Python >= 3.11, a C++17 compiler and make;
+# the rest (JAX, CMake, Ninja) comes from PyPI into .venv.
+
+PYTHON ?= python3
+
+# The package is installed anew when this checksum changes, not when a file's time does. The install is editable:
+# Python files are used where they lie, so only their names count, but the native module lies in .venv.
+SOURCES := $(shell { find jaxcgx -name '*.py' | LC_ALL=C sort; \
+	find xla_ffi -type f | LC_ALL=C sort | xargs cksum CMakeLists.txt pyproject.toml; } | cksum | cut -d' ' -f1)
+INSTALLED := .venv/installed-$(SOURCES)
+
+# The build requirements hold an old jaxlib (see pyproject.toml), hence an environment of their own. Pip's build
+# isolation would make a new one, at a new path, every time: Ninja would then have to build everything again.
+BUILD_ENV := .venv/build
+PIP := -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help demo test build pytest cpptest matrix matrix-short bench clean check
+# Every target shares .venv.
+.NOTPARALLEL:
+# A target whose recipe failed must not look made.
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
+	@.venv/bin/python examples/digits.py
+
+test: cpptest pytest matrix-short ## build and install into .venv, then run every test
+
+build: $(INSTALLED) ## build and install into .venv
+
+pytest: $(INSTALLED) ## the Python tests
+	@echo "== Python tests"
+	@.venv/bin/python -m pytest
+
+cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
+	@echo "== C++ tests under sanitizers"
+	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
+	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF >/dev/null && \
+	cmake --build build/cpp -- --quiet && \
+	ctest --test-dir build/cpp --output-on-failure --parallel 2
+
+matrix: $(INSTALLED) ## all Python tests on Python 3.11 to 3.13, each with the oldest and the newest JAX
+	@.venv/bin/python scripts/matrix.py
+
+matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
+	@.venv/bin/python scripts/matrix.py --short
+
+bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
+	@.venv/bin/python benchmarks/kernels.py
+
+clean: ## remove the environments and everything built
+	rm -rf .venv .matrix build
+
+# What pip's and CMake's own messages would explain late or badly. A PYTHON that was asked for, by a command that
+# finds an environment made with another one, would be ignored silently.
+define CHECK
+import os, sys, sysconfig
+asked = "$(origin PYTHON)" != "file"
+version = "%d.%d" % sys.version_info[:2]
+if sys.version_info < (3, 11):
+    sys.exit("jaxcgx needs Python >= 3.11, and $(PYTHON) is %s: name another one, as in `make PYTHON=python3.12`." % version)
+debian = "(Debian, Ubuntu: apt install python%s-venv python%s-dev)" % (version, version)
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("$(PYTHON) can't make virtual environments: install its venv and ensurepip modules %s." % debian)
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit("$(PYTHON) has no C headers (Python.h): install them %s." % debian)
+if asked and os.path.exists(".venv/bin/python") and not os.path.exists(".venv/bin/python" + version):
+    sys.exit(".venv was made with another Python than $(PYTHON) (%s): run `make clean` first." % version)
+endef
+export CHECK
+
+check:
+	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
+	@"$(PYTHON)" -c "$$CHECK"
+
+# The stamps go first: a failed install is neither the new one nor the old one.
+$(INSTALLED): | check
+	@rm -f .venv/installed-*
+	@if [ ! -x $(BUILD_ENV)/bin/pip ]; then \
+		echo "== creating .venv"; \
+		"$(PYTHON)" -m venv --clear .venv && "$(PYTHON)" -m venv $(BUILD_ENV); \
+	fi
+	@echo "== installing the build requirements"
+	@.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+		> $(BUILD_ENV)/requirements.txt
+	@$(BUILD_ENV)/bin/python $(PIP) -r $(BUILD_ENV)/requirements.txt cmake ninja
+	@echo "== building the native module"
+	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
+	@$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
+		build_editable('.venv/wheel', {'build-dir': 'build/editable'})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
+	@echo "== installing jaxcgx and what it needs"
+	@wheel=$$(echo .venv/wheel/*.whl) && .venv/bin/python $(PIP) "$$wheel[examples,test]" && \
+		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
+	@touch $@

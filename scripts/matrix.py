@@ -1,0 +1,207 @@
+"""The tests on every supported Python, each with the oldest and the newest JAX that it can have.
+
+One wheel per Python serves both, as it must for users. `make matrix` runs the whole suite and writes
+benchmarks/results/matrix.json; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
+Python and on the newest JAX with the newest Python. Everything lies in .matrix/ and is used again by the next run.
+"""
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import xml.etree.ElementTree as xml
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WORK = ROOT / ".matrix"
+PYTHONS = ["3.11", "3.12", "3.13"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# The jaxlib that the native module is compiled against is the oldest that is supported.
+OLDEST = next(r.removeprefix("jaxlib==") for r in PYPROJECT["build-system"]["requires"] if r.startswith("jaxlib=="))
+
+# Prints why this interpreter can't serve, or its version.
+PROBE = """
+import os, sys, sysconfig
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("it has no venv or ensurepip")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    sys.exit("it has no C headers (Python.h)")
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit("it is a free-threaded build")
+print("%d.%d" % sys.version_info[:2])
+"""
+
+
+def run(*command, **options):
+    return subprocess.run([str(c) for c in command], text=True, **options)
+
+
+def output(*command):
+    """What a command prints; nothing where it fails or doesn't exist."""
+    try:
+        result = run(*command, capture_output=True)
+    except OSError:
+        return ""
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def candidates(version):
+    """Interpreters that may be Python `version`, the one that runs this script first."""
+    yield sys.executable
+    yield shutil.which(f"python{version}")
+    yield output("uv", "python", "find", "--no-project", version)
+    # Without PYENV_ROOT, `pyenv root` is a guess; the command may lie in the true one.
+    pyenv = pathlib.Path(shutil.which("pyenv") or "").resolve().parent.parent
+    for root in output("pyenv", "root"), os.environ.get("PYENV_ROOT"), pathlib.Path.home() / ".pyenv", pyenv:
+        releases = pathlib.Path(root or "/", "versions").glob(f"{version}.*/bin/python")
+        yield from sorted(releases, key=lambda p: [int(n) for n in re.findall(r"\d+", p.parts[-3])], reverse=True)
+
+
+def find(version):
+    """An interpreter and "", or None and why there is none."""
+    why = "not found"
+    for python in filter(None, candidates(version)):
+        probe = run(python, "-c", PROBE, capture_output=True)
+        if probe.stdout.strip() == version:
+            return python, ""
+        if probe.stderr.startswith("it "):
+            why = f"found, but {probe.stderr.strip()}"
+    return None, why
+
+
+def checksum():
+    """Of everything that a wheel is made from."""
+    files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "README.md"]
+    for folder in "jaxcgx", "xla_ffi":
+        files += (p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def pip(python, *arguments):
+    run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, check=True, cwd=ROOT)
+
+
+def venv(python, folder, version):
+    """The Python of the environment in `folder`, made where there is none of this version."""
+    inside = folder / "bin/python"
+    # pip comes last into a new environment: without it, an earlier run was cut off.
+    if not (folder / "bin/pip").exists() or output(inside, "-c", PROBE) != version:
+        run(python, "-m", "venv", "--clear", folder, check=True)
+    return inside
+
+
+def wheel(version, python):
+    """The path of the wheel for Python `version`."""
+    folder = WORK / version
+    stamp = folder / "checksum"
+    if not (stamp.exists() and stamp.read_text() == checksum()):
+        print(f"== Python {version}: building the wheel", flush=True)
+        # Pip's build isolation would build everything again (see the Makefile).
+        builder = venv(python, folder / "env", version)
+        pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
+        stamp.unlink(missing_ok=True)
+        for old in folder.glob("*.whl"):
+            old.unlink()
+        pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
+            f"--config-settings=build-dir={folder}/build")
+        stamp.write_text(checksum())
+    return next(folder.glob("*.whl"))
+
+
+def environment(version, python, age):
+    """The Python of an environment with the wheel, the test requirements and the oldest or newest JAX."""
+    package = wheel(version, python)
+    print(f"== Python {version}: installing the {age} jax", flush=True)
+    inside = venv(python, WORK / f"{version}-{age}", version)
+    # The newest: pip chooses it, within what jaxcgx allows and this Python can have.
+    jax = [f"jax=={OLDEST}", f"jaxlib=={OLDEST}"] if age == "oldest" else ["jax", "jaxlib"]
+    pip(inside, "install", "--upgrade", f"{package}[test]", *jax)
+    pip(inside, "install", "--no-deps", "--force-reinstall", package)
+    return inside
+
+
+def test(version, python, age, short):
+    """One row of the table: the tests on one Python with one JAX."""
+    row = {"python": version, "jax": f"the {age}", "jaxlib": "", "passed": 0, "failed": 0, "skipped": 0, "seconds": 0,
+           "ok": False}
+    try:
+        inside = environment(version, python, age)
+    except subprocess.CalledProcessError:  # it has said why
+        row["jax"] += " (not installed)"
+        return row
+    versions = "import platform, jax, jaxlib; print(platform.python_version(), jax.__version__, jaxlib.__version__)"
+    row["python"], row["jax"], row["jaxlib"] = output(inside, "-c", versions).split()
+    print(f"== Python {row['python']}, jax {row['jax']}: testing", flush=True)
+    report = WORK / f"{version}-{age}.xml"
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
+    result = run(inside, "-m", "pytest", f"--junitxml={report}", *(["-m", "short"] if short else []), cwd=ROOT,
+                 env=os.environ | {"PYTHONSAFEPATH": "1"})
+    row["seconds"] = round(time.monotonic() - start, 1)
+    if report.exists():
+        suite = {k: int(v) for k, v in xml.parse(report).find("testsuite").attrib.items()
+                 if k in ("tests", "failures", "errors", "skipped")}
+        row["failed"] = suite["failures"] + suite["errors"]
+        row["skipped"] = suite["skipped"]
+        row["passed"] = suite["tests"] - row["failed"] - row["skipped"]
+    row["ok"] = result.returncode == 0  # not so when pytest finds no test at all
+    return row
+
+
+def show(rows, missing):
+    columns = ["python", "jax", "jaxlib", "passed", "failed", "skipped", "seconds"]
+    table = [columns] + [[str(row[c]) for c in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    print()
+    for line, ok in zip(table, [True] + [row["ok"] for row in rows]):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) + ("" if ok else "  FAILED"))
+    for version, why in missing.items():
+        print(f"Python {version}: {why}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="two runs of the tests marked short; writes no file")
+    short = parser.parse_args().short
+
+    default = "%d.%d" % sys.version_info[:2]
+    versions = sorted({*PYTHONS, default}, key=lambda v: int(v.split(".")[1]))
+    found, missing = {}, {}
+    for version in versions:
+        python, why = find(version)
+        if python:
+            found[version] = python
+        else:
+            missing[version] = why
+    if not found:
+        sys.exit("matrix: no usable Python: " + "; ".join(f"{v}: {why}" for v, why in missing.items()))
+
+    if short:
+        oldest = default if default in found else next(iter(found))
+        pairs = [(oldest, "oldest"), (list(found)[-1], "newest")]
+    else:
+        pairs = [(version, age) for version in found for age in ("oldest", "newest")]
+    rows = [test(version, found[version], age, short) for version, age in pairs]
+    show(rows, missing)
+    if not short:
+        data = {"command": "make matrix", "date": datetime.date.today().isoformat(), "runs": rows, "not_run": missing}
+        path = ROOT / "benchmarks/results/matrix.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    sys.exit(not all(row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
