@@ -180,7 +180,11 @@ CGX_HD Words<Vector, kBits> get_block(const uint8_t* p, int lanes, Count... coun
 template <class C, int kBits, bool kStochastic>
 void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
   const Grid g = grid;  // a copy that stores through `codes` cannot change
+  const int64_t ahead = n;
   for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
+    // The next bucket arrives while this one, already read for its statistics, keeps memory idle.
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) __builtin_prefetch(x + ahead + row * kLanes);
     Words<Vector, kBits> words;
     words.clear();
 #pragma GCC unroll 8
