@@ -32,6 +32,14 @@ def result_aval(operands, shape, dtype):
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=replicated)
 
 
+def whole(x):
+    """x on every device where its type says that it is sharded (Explicit meshes), as `result_aval` promises of results."""
+    sharding = jax.typeof(x).sharding
+    if all(axis is None for axis in sharding.spec):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*(None,) * x.ndim))
+
+
 def zero_tangent(primal):
     """The symbolic zero that is the tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())

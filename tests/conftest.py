@@ -5,6 +5,7 @@ import hypothesis
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcgx as cgx
-from jaxcgx.native import ops, reference
+from jaxcgx.native import reference
 
 KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 
@@ -23,7 +23,9 @@ CODECS = [
 ]  # fmt: skip
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 
-each_codec = lambda codecs=CODECS: dict(argvalues=codecs, ids=repr)  # noqa: E731
+def each_codec(codecs=CODECS):
+    return dict(argvalues=codecs, ids=repr)
+
 
 
 def as_bits(x):
@@ -65,6 +67,13 @@ def reference_reduce(layout, divisor, encoded, with_own):
     return jax.jit(run)
 
 
+RANDOM_KEY = jax.random.key(7)
+
+
+def roundtrip(x, codec):
+    return np.asarray(cgx.roundtrip(jnp.asarray(x, jnp.float32), codec, RANDOM_KEY if codec.stochastic else None))
+
+
 def native_key(codec):
     return KEY if codec.stochastic else None
 
@@ -77,5 +86,3 @@ def custom_calls(fn, *args):
 
 def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
     return jnp.asarray(np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)).astype(dtype)
-
-

@@ -1,4 +1,6 @@
 """Bad input: which function, which argument, what was expected, what came, what to do. At trace time."""
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,8 +8,27 @@ import pytest
 
 import jaxcgx as cgx
 from helpers import normal
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
 
 STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
+LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
+LEAVES = [jnp.zeros(100), jnp.zeros(7, jnp.bfloat16)]
+PAYLOADS = jnp.zeros((3, LAYOUT.chunk_bytes), jnp.uint8)
+
+
+@dataclasses.dataclass
+class Thawed(cgx.Codec):
+    x: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong(cgx.Codec):
+    def code_bytes(self, n, dtype):
+        return n
+
+    def encode_buckets(self, x, noise):
+        return jnp.zeros((len(x), 0)), x.astype(jnp.int32)
 
 
 @pytest.mark.parametrize(("make", "error", "words"), [
@@ -16,15 +37,17 @@ STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
     (lambda: cgx.MaxMin(bits=2.5), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"),
     (lambda: cgx.MaxMin(bits=True), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got True"),
     (lambda: cgx.MaxMin(bits="4"), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got '4'"),
-    (lambda: cgx.MaxMin(bucket_size=-1), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1, got -1"),
-    (lambda: cgx.MaxMin(bucket_size=0), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1, got 0"),
+    (lambda: cgx.MaxMin(bucket_size=-1), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got -1"),
+    (lambda: cgx.MaxMin(bucket_size=2**70), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1180591620717411303424"),
+    (lambda: cgx.MaxMin(bucket_size=0), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 0"),
     (lambda: cgx.MaxMin(rounding="up"), ValueError, "MaxMin: argument 'rounding': expected one of 'nearest', 'stochastic', got 'up'"),
     (lambda: cgx.MaxMin(skip_incomplete=2), TypeError, "MaxMin: argument 'skip_incomplete': expected True or False, got 2"),
     (lambda: cgx.ByteGrad(compatible="no"), TypeError, "ByteGrad: argument 'compatible': expected True or False, got 'no'"),
     (lambda: cgx.AbsMax(bits=1), ValueError, "AbsMax: argument 'bits': expected an integer from 2 to 8, got 1"),
     (lambda: cgx.Float8("e3m4"), ValueError, "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'"),
     (lambda: cgx.Cast("float32"), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 'float32'"),
-    (lambda: cgx.Sign(bucket_size=1.0), TypeError, "Sign: argument 'bucket_size': expected an integer of at least 1, got 1.0"),
+    (lambda: cgx.Sign(bucket_size=1.0), TypeError, "Sign: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1.0"),
+    (lambda: cgx.Cast(3), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 3"),
 ])  # fmt: skip
 def test_codecs(make, error, words):
     with pytest.raises(error) as caught:
@@ -39,6 +62,11 @@ def test_codecs(make, error, words):
     (lambda: cgx.roundtrip(jnp.zeros(3, bool), cgx.Raw()), TypeError, "roundtrip: argument 'x': expected float32, bfloat16 or float16, got bool"),
     (lambda: cgx.encode(jnp.zeros(3), "maxmin"), TypeError, "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"),
     (lambda: cgx.encode(jnp.zeros(3), cgx.MaxMin), TypeError, "encode: argument 'codec': expected a codec"),
+    (lambda: cgx.encode(None, cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got None"),
+    (lambda: cgx.encode("abc", cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got 'abc'"),
+    (lambda: cgx.encode(jnp.zeros(3), Thawed()), TypeError, "make Thawed a dataclass(frozen=True)"),
+    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "foo"), TypeError, "decode: argument 'dtype': expected float32, bfloat16 or float16, got foo"),
+    (lambda: cgx.encode(jnp.zeros(3), Wrong()), TypeError, "Wrong.encode_buckets: expected codes uint8[1,3], got int32[1, 3]"),
     (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC), ValueError, "rounds stochastically and needs a random key, got None; pass key=jax.random.key("),
     (lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)), ValueError, "roundtrip: argument 'key'"),
     (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3), TypeError, "encode: argument 'key': expected a random key (jax.random.key or PRNGKey), got 3"),
@@ -58,6 +86,31 @@ def test_calls(call, error, words):
     with pytest.raises(error) as caught:
         call()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: ops.encode(LAYOUT, LEAVES[:1]), "encode: argument 'leaves': expected 2 arrays, got 1"),
+    (lambda: ops.encode(LAYOUT, LEAVES[::-1]), "encode: argument 'leaves', array 0: expected float32[100], got bfloat16[7]"),
+    (lambda: ops.encode(LAYOUT, LEAVES, residuals=LEAVES), "encode: argument 'residuals', array 1: expected float32[7], got bfloat16[7]"),
+    (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES), "encode: argument 'key': MaxMin(bits=4"),
+    (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES, jnp.zeros(4, jnp.uint32)), "encode: argument 'key', array 0: expected uint32[2], got uint32[4]"),
+    (lambda: ops.decode(LAYOUT, PAYLOADS), f"decode: argument 'payload', array 0: expected uint8[2, {LAYOUT.chunk_bytes}], got uint8[3, {LAYOUT.chunk_bytes}]"),
+    (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "got float32[2"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS[:, 1:], encoded=True), "reduce: argument 'payloads'"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS), "reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got 2; pass encoded=True"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0), "reduce: argument 'divisor': expected a positive number, got 0"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]), "reduce: argument 'own': expected 2 arrays, got 1"),
+])  # fmt: skip
+def test_operations(call, words):
+    with pytest.raises(ValueError) as caught:
+        jax.make_jaxpr(call)()
+    assert words in str(caught.value)
+
+
+def test_a_platform_without_kernels_says_so():
+    traced = jax.jit(lambda x: cgx.encode(x, cgx.MaxMin())).trace(jnp.zeros(3))
+    with pytest.raises(NotImplementedError, match="no encode kernel for the platform.*JAXCGX_REFERENCE=1"):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 def test_keys_of_every_kind_are_accepted():

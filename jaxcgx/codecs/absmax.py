@@ -3,8 +3,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import check_integer, native_codec
-from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
+from jaxcgx.codecs.base import Kind, check_integer, native_codec
+from jaxcgx.codecs.grid import GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
 
@@ -24,7 +24,7 @@ class AbsMax(GridCodec):
 
     @property
     def native(self):
-        return native_codec(3, self.bits, self.bucket_size)
+        return native_codec(Kind.ABSMAX, self.bits, self.bucket_size)
 
     @property
     def top(self):
@@ -38,13 +38,3 @@ class AbsMax(GridCodec):
 
     def value(self, codes):
         return (codes - self.top).astype(jnp.float32)
-
-
-def symmetric_grid(lo, hi, steps, unit=None):
-    """A grid whose unit is the largest magnitude / steps, or `unit`; of a constant bucket the constant itself."""
-    largest = ieee.largest(lo, hi)
-    scale = scale_of(largest)
-    top = scaled(largest, scale)
-    constant = ieee.bits(lo) == ieee.bits(hi)
-    steps = jnp.where(constant, 1, jnp.float32(steps))
-    return make_grid(lo, hi, jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit), steps, scale)

@@ -1,4 +1,5 @@
 """What a codec is, and encoding and decoding one array."""
+import enum
 import functools
 import operator
 
@@ -8,6 +9,9 @@ import numpy as np
 
 from jaxcgx.native import ops
 from jaxcgx.native.layout import DTYPES, Layout
+from jaxcgx.native.rng import key_words
+
+MOST = 2**40  # elements of a bucket
 
 
 class Codec:
@@ -33,6 +37,11 @@ class Codec:
     raw = False  # all elements travel as they are
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "native" not in cls.__dict__:
+            cls.native = None  # what a subclass of a built-in codec changes, that codec's kernel doesn't know
+
     def code_bytes(self, n: int, dtype) -> int:
         raise NotImplementedError(f"{type(self).__name__}.code_bytes")
 
@@ -52,24 +61,30 @@ class Codec:
         return layout_of(self, check_shape(name, shape), check_dtype(name, "dtype", dtype)).chunk_bytes
 
 
-def native_codec(kind: int, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):
+class Kind(enum.IntEnum):
+    """Kind in xla_ffi/codec/base.h."""
+
+    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN = range(7)
+
+
+def native_codec(kind: Kind, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):
     """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h."""
     return dict(kind=np.int32(kind), bits=np.int32(bits), bucket_size=np.int64(bucket_size), stochastic=np.int32(stochastic),
                 skip_incomplete=np.int32(skip_incomplete), compatible=np.int32(compatible))
 
 
-def check_integer(codec: Codec, field: str, low: int, high: int | None = None):
+def check_integer(codec: Codec, field: str, low: int, high: int = MOST):
     """The field as an int between low and high, or an error that says so."""
     value = getattr(codec, field)
     name = type(codec).__name__
-    expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    expected = f"an integer from {low} to {high}" if high < MOST else f"an integer of at least {low} (and at most 2^40)"
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}") from None
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}")
-    if number < low or (high is not None and number > high):
+    if not low <= number <= high:
         raise ValueError(f"{name}: argument '{field}': expected {expected}, got {number}")
     object.__setattr__(codec, field, number)
 
@@ -90,11 +105,19 @@ def check_flag(codec: Codec, field: str):
 def check_codec(name: str, codec) -> Codec:
     if not isinstance(codec, Codec):
         raise TypeError(f"{name}: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
+    try:
+        hash(codec)
+    except TypeError:
+        raise TypeError(f"{name}: argument 'codec': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
+                        "dataclass(frozen=True)") from None
     return codec
 
 
 def check_dtype(name: str, argument: str, dtype):
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        pass
     if dtype not in DTYPES:
         raise TypeError(f"{name}: argument '{argument}': expected float32, bfloat16 or float16, got {dtype}")
     return dtype
@@ -117,13 +140,16 @@ def check_key(name: str, codec: Codec, key):
     if key is None:
         raise ValueError(f"{name}: argument 'key': {codec} rounds stochastically and needs a random key, got None; "
                          "pass key=jax.random.key(...), another one every step")
-    return ops.key_words(name, key)
+    return key_words(name, key)
 
 
 def check_array(name: str, x):
     """x as a floating-point JAX array."""
-    if isinstance(x, (bool, int, float, complex)) or not hasattr(x, "dtype"):
-        x = jnp.asarray(x)
+    if not hasattr(x, "dtype"):
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}: argument 'x': expected an array, got {x!r}") from None
     check_dtype(name, "x", x.dtype)
     return jnp.asarray(x)
 

@@ -3,7 +3,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import check_flag, native_codec
+from jaxcgx.codecs.base import Kind, check_flag, native_codec
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
 from jaxcgx.native import ieee
 
@@ -26,7 +26,7 @@ class ByteGrad(GridCodec):
 
     @property
     def native(self):
-        return native_codec(2, compatible=self.compatible)
+        return native_codec(Kind.BYTEGRAD, compatible=self.compatible)
 
     def grid(self, lo, hi, x):
         scale = scale_of(ieee.largest(lo, hi))

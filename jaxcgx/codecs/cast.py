@@ -3,7 +3,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, check_choice, native_codec
+from jaxcgx.codecs.base import Codec, Kind, check_choice, native_codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.reference import to_bits16, widen
@@ -20,7 +20,7 @@ class Cast(Codec):
     rounding: str = "nearest"
 
     def __post_init__(self):
-        if not isinstance(self.dtype, str):
+        if self.dtype in (jnp.bfloat16, jnp.float16):
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         check_choice(self, "dtype", ("bfloat16", "float16"))
         check_choice(self, "rounding", ("nearest", "stochastic"))
@@ -31,7 +31,7 @@ class Cast(Codec):
 
     @property
     def native(self):
-        return native_codec(5, DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
+        return native_codec(Kind.CAST, DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
 
     def code_bytes(self, n, dtype):
         return 2 * n

@@ -3,9 +3,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.absmax import symmetric_grid
-from jaxcgx.codecs.base import check_choice, check_integer, native_codec
-from jaxcgx.codecs.grid import GridCodec
+from jaxcgx.codecs.base import Kind, check_choice, check_integer, native_codec
+from jaxcgx.codecs.grid import GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
 _EXPONENT_BITS = {"e4m3": 4, "e5m2": 5}
@@ -29,7 +28,7 @@ class Float8(GridCodec):
 
     @property
     def native(self):
-        return native_codec(4, _EXPONENT_BITS[self.format], self.bucket_size)
+        return native_codec(Kind.FLOAT8, _EXPONENT_BITS[self.format], self.bucket_size)
 
     @property
     def _shape(self):

@@ -49,6 +49,16 @@ def make_grid(lo, hi, unit, steps, scale):
     return Grid(real, zero, inv, zero, scale, finite)
 
 
+def symmetric_grid(lo, hi, steps, unit=None):
+    """A grid whose unit is the largest magnitude / steps, or `unit`; of a constant bucket the constant itself."""
+    largest = ieee.largest(lo, hi)
+    scale = scale_of(largest)
+    top = scaled(largest, scale)
+    constant = ieee.bits(lo) == ieee.bits(hi)
+    steps = jnp.where(constant, 1, jnp.float32(steps))
+    return make_grid(lo, hi, jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit), steps, scale)
+
+
 class GridCodec(Codec):
     """`code_bits` wide codes; meta 2: unit and base, meta 1: unit."""
 

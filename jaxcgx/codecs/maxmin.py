@@ -3,7 +3,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import check_choice, check_flag, check_integer, native_codec
+from jaxcgx.codecs.base import Kind, check_choice, check_flag, check_integer, native_codec
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
 
@@ -35,7 +35,7 @@ class MaxMin(GridCodec):
 
     @property
     def native(self):
-        return native_codec(1, self.bits, self.bucket_size, self.stochastic, self.skip_incomplete)
+        return native_codec(Kind.MAXMIN, self.bits, self.bucket_size, self.stochastic, self.skip_incomplete)
 
     def grid(self, lo, hi, x):
         scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1

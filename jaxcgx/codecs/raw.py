@@ -1,7 +1,7 @@
 """Raw: no compression."""
 import dataclasses
 
-from jaxcgx.codecs.base import Codec, native_codec
+from jaxcgx.codecs.base import Codec, Kind, native_codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,7 +12,7 @@ class Raw(Codec):
 
     @property
     def native(self):
-        return native_codec(0)
+        return native_codec(Kind.RAW)
 
     def code_bytes(self, n, dtype):
         return n * dtype.itemsize

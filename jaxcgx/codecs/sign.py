@@ -4,9 +4,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.absmax import symmetric_grid
-from jaxcgx.codecs.base import check_integer, native_codec
-from jaxcgx.codecs.grid import GridCodec, scale_of, scaled, unit_of
+from jaxcgx.codecs.base import Kind, check_integer, native_codec
+from jaxcgx.codecs.grid import GridCodec, scale_of, scaled, symmetric_grid, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 
@@ -26,7 +25,7 @@ class Sign(GridCodec):
 
     @property
     def native(self):
-        return native_codec(6, bucket_size=self.bucket_size)
+        return native_codec(Kind.SIGN, bucket_size=self.bucket_size)
 
     def grid(self, lo, hi, x):
         scale = scale_of(ieee.largest(lo, hi))

@@ -69,7 +69,7 @@ def multiply(unit, value):
 
 
 def divide(a, b):
-    """a / b for a Python number b: the quotient, not a product with the reciprocal."""
+    """a / b: the quotient, not a product with the reciprocal, also where b is a constant."""
     b = jnp.where(a == a, jnp.float32(b), 1)
     return jnp.where(jnp.abs(a) < TINY, down(up(a) / b), a / b)
 

@@ -15,7 +15,6 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.native import reference, registration
-from jaxcgx.native.rng import key_words  # noqa: F401  (the door to what is below)
 
 _native = registration.load()
 
@@ -45,7 +44,7 @@ def _lower_to_reference(target):
         one = functools.partial(_REFERENCES[target], **params)
         for _ in batch:
             one = jax.vmap(one)
-        return one(*operands)
+        return one(*map(_compat.whole, operands))
 
     return mlir.lower_fun(batched, multiple_results=True)
 
@@ -59,6 +58,28 @@ def _no_kernel(target):
             "set JAXCGX_REFERENCE=1 to run plain jnp there")
 
     return rule
+
+
+def _check(op, argument, arrays, shapes, dtypes):
+    """That there are as many arrays as shapes, of these shapes and dtypes."""
+    expected = [(tuple(s), jnp.dtype(d)) for s, d in zip(shapes, dtypes)]
+    got = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
+    if len(got) != len(expected):
+        raise ValueError(f"{op}: argument '{argument}': expected {len(expected)} arrays, got {len(got)}")
+    for i, (e, g) in enumerate(zip(expected, got)):
+        if e != g:
+            raise ValueError(f"{op}: argument '{argument}', array {i}: expected {e[1]}{list(e[0])}, got "
+                             + (f"{g[1]}{list(g[0])}" if g[1] is not None else repr(arrays[i])))
+
+
+def _check_key(op, codec, key):
+    """[key] where the codec draws noise, else []."""
+    if not codec.stochastic:
+        return []
+    if key is None:
+        raise ValueError(f"{op}: argument 'key': {codec} rounds stochastically and needs uint32[2], got None")
+    _check(op, "key", [key], [(2,)], ["uint32"])
+    return [key]
 
 
 def _batch(primitive, operands, dims, batch, **params):
@@ -96,7 +117,11 @@ def encode(layout, leaves, key=None, residuals=None):
     are encoded; the result is then (payload, new residuals), what encoding lost. Where what was lost is not finite
     (an overflow, a NaN) the residual stays as it was. A residual that is donated is overwritten in place.
     """
-    operands = [*leaves, *(residuals or []), *([key] if layout.codec.stochastic else [])]
+    leaves, residuals = list(leaves), residuals if residuals is None else list(residuals)
+    _check("encode", "leaves", leaves, layout.shapes, layout.dtypes)
+    if residuals is not None:
+        _check("encode", "residuals", residuals, layout.shapes, [jnp.float32] * len(leaves))
+    operands = [*leaves, *(residuals or []), *_check_key("encode", layout.codec, key)]
     payload, *new = _bind(encode_p, operands, layout=layout, batch=(), feedback=residuals is not None)
     return payload if residuals is None else (payload, new)
 
@@ -135,6 +160,7 @@ decode_p = _compat.Primitive("jaxcgx_decode")
 
 def decode(layout, payload):
     """The leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
+    _check("decode", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
     return _bind(decode_p, [payload], layout=layout, batch=())
 
 
@@ -170,8 +196,15 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
     float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.chunk_bytes], for
     which stochastic codecs need a key, uint32[2]. chunk and rank may be traced.
     """
+    _check("reduce", "payloads", [payloads], [(*jnp.shape(payloads)[:1], layout.chunk_bytes)], ["uint8"])
+    if own is not None:
+        _check("reduce", "own", own := list(own), layout.shapes, layout.dtypes)
+    if not divisor > 0:
+        raise ValueError(f"reduce: argument 'divisor': expected a positive number, got {divisor}")
+    if not encoded and layout.chunks != 1:
+        raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    operands = [payloads, where, *(own or []), *([key] if encoded and layout.codec.stochastic else [])]
+    operands = [payloads, where, *(own or []), *(_check_key("reduce", layout.codec, key) if encoded else [])]
     results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded)
     return results[0] if encoded else results
 

@@ -6,6 +6,7 @@ This file knows messages; the arithmetic of a bucket is the codec's (codecs/*.py
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx import _compat
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.rng import noise
@@ -45,7 +46,7 @@ def to_bits16(x, dtype, noise=None):
     return jnp.where(magnitude > 0x7F800000, nan, code | (ieee.shr(raw, 16) & 0x8000))
 
 
-def _flat(layout, leaves):
+def _flat(leaves):
     return [x.reshape(-1) for x in leaves]
 
 
@@ -64,7 +65,6 @@ def _encode_chunk(layout, pieces, fetch, key):
         keep(p, first, count, widen(x), widen(travels))
         return to_bytes(travels)
 
-    at = 0
     for p in pieces:
         body = []
         for first, number, size in p.buckets():
@@ -76,6 +76,11 @@ def _encode_chunk(layout, pieces, fetch, key):
             if codec.stochastic:
                 drawn = noise(key, layout.ids[p.leaf], p.start + first, number * size).reshape(number, size)
             meta, codes = codec.encode_buckets(x, drawn)
+            for name, got, dtype, width in (("metadata", meta, jnp.float32, codec.meta),
+                                            ("codes", codes, jnp.uint8, codec.code_bytes(size, layout.dtypes[p.leaf]))):
+                if (got.dtype, got.shape) != (dtype, (number, width)):
+                    raise TypeError(f"{type(codec).__name__}.encode_buckets: expected {name} {jnp.dtype(dtype)}[{number},{width}], "
+                                    f"got {got.dtype}{list(got.shape)}")
             keep(p, first, number * size, x, codec.decode_buckets(meta, codes, size))
             metas.append(to_bytes(meta).reshape(-1))
             body.append(codes.reshape(-1))
@@ -91,8 +96,8 @@ def _encode_chunk(layout, pieces, fetch, key):
 
 def encode(layout, leaves, key=None, residuals=None):
     """uint8[chunks, chunk_bytes], and the new residuals."""
-    flat = _flat(layout, leaves)
-    lost = [] if residuals is None else _flat(layout, residuals)
+    flat = _flat(leaves)
+    lost = [] if residuals is None else _flat(residuals)
 
     def fetch(p, first, count):
         part = lambda x: x[p.start + first :][:count]  # noqa: E731
@@ -148,7 +153,7 @@ def decode(layout, payload):
 def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None):
     """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again."""
     ranks = payloads.shape[0]
-    own = own and _flat(layout, own)
+    own = own and _flat(own)
 
     def reduce_chunk(c):
         pieces = layout.pieces[c]
@@ -186,7 +191,8 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
 
         def chunk(c):
             sums = reduce_chunk(c)
-            return _encode_chunk(layout, layout.pieces[c], lambda p, first, count: sums[p.leaf, first], key)[0]
+            encoded = _encode_chunk(layout, layout.pieces[c], lambda p, first, count: sums[p.leaf, first], key)[0]
+            return _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
 
         if layout.chunks == 1:
             return [chunk(0)]

@@ -44,7 +44,7 @@ def noise(words, leaf: int, start: int, count: int):
     index = np.arange(first * LANES, last * LANES, dtype=np.uint64)
     low, high = jnp.uint32(index & 0xFFFFFFFF), jnp.uint32(index >> np.uint64(32))
     zero = jnp.zeros_like(low)
-    drawn = philox((low, high, zero + jnp.uint32(leaf), zero), (words[0], words[1]))
+    drawn = philox((low, high, zero + jnp.uint32(leaf & 0xFFFFFFFF), zero), (words[0], words[1]))
     rows = jnp.stack([half for word in drawn for half in (word & 0xFFFF, word >> 16)])  # [8, blocks * 16]
     flat = rows.reshape(8, last - first, LANES).transpose(1, 0, 2).reshape(-1).astype(jnp.int32)
     return flat[start - first * BLOCK :][:count]

@@ -3,17 +3,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jaxcgx as cgx
-from helpers import CODECS, GRIDS, assert_same_bytes, each_codec, normal
-
-KEY = jax.random.key(7)
-
-
-def roundtrip(x, codec):
-    return np.asarray(cgx.roundtrip(jnp.asarray(x, jnp.float32), codec, KEY if codec.stochastic else None))
-
+from helpers import CODECS, GRIDS, RANDOM_KEY, assert_same_bytes, each_codec, normal, roundtrip
 
 def buckets(x, codec):
     """The numbers of each bucket of a flat array."""
@@ -21,12 +13,11 @@ def buckets(x, codec):
     return [x[i : i + size] for i in range(0, len(x), size)]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("codec", **each_codec())
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 @pytest.mark.parametrize("shape", ((), (0,), (1,), (17,), (3, 5, 7), (1025,)))
 def test_shapes_dtypes_and_bytes(codec, dtype, shape):
-    x, key = normal(shape, dtype=dtype), KEY if codec.stochastic else None
+    x, key = normal(shape, dtype=dtype), RANDOM_KEY if codec.stochastic else None
     payload = cgx.encode(x, codec, key)
     assert payload.dtype == jnp.uint8 and payload.shape == (codec.wire_bytes(shape, dtype),)
     y = cgx.decode(payload, codec, shape, dtype)
@@ -73,8 +64,8 @@ def bound(codec, x):
 @pytest.mark.parametrize("scale", (1e-38, 1e-20, 1e-3, 1.0, 1e30))
 @pytest.mark.parametrize("offset", (0.0, 3.0))
 def test_error_bound(codec, scale, offset):
-    if isinstance(codec, cgx.Cast) and codec.dtype == "float16" and scale != 1:
-        scale = 2.0
+    if isinstance(codec, cgx.Cast) and codec.dtype == "float16" and not 1e-3 <= scale <= 1:
+        return  # outside of what float16 holds; test_cast.py
     x = (np.random.RandomState(0).standard_normal(2000) + offset).astype(np.float32) * np.float32(scale)
     y = roundtrip(x, codec)
     for a, b in zip(buckets(x, codec), buckets(y, codec)):
@@ -131,72 +122,12 @@ def test_any_bytes_decode(codec):
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if c.stochastic and c.bucket_size != 33] + [cgx.MaxMin(2, 64, "stochastic")], ids=repr)
 def test_stochastic_rounding_is_unbiased(codec):
-    x = jnp.asarray(normal(256)) if not isinstance(codec, cgx.Cast) else normal(256, scale=1.0)
+    x = normal(256)
     draws = 4000
     mean = jax.jit(lambda keys: jax.vmap(lambda k: cgx.roundtrip(x, codec, k))(keys).mean(0))(jax.random.split(jax.random.key(1), draws))
     step = bound(codec, np.asarray(x))
     # a rounded number's standard deviation is at most half a step; 256 means are within 5 of theirs
     np.testing.assert_allclose(mean, x, atol=5 * 0.5 * step / np.sqrt(draws) + 1e-6, rtol=0)
-
-
-def test_nearest_rounding_ties_to_even():
-    x = np.array([0.0, 0.5, 1.5, 2.5, 15.0], np.float32)  # levels of 4 bits on [0, 15]
-    np.testing.assert_array_equal(roundtrip(x, cgx.MaxMin(4)), [0, 0, 2, 2, 15])
-
-
-def test_numbers_on_the_grid_are_exact():
-    for bits in range(1, 9):
-        x = np.arange(2**bits, dtype=np.float32) * 0.25 - 3
-        np.testing.assert_array_equal(roundtrip(x, cgx.MaxMin(bits, 256)), x)
-
-
-def test_bytegrad_is_baguas_grid():
-    """Bagua's formula, in double precision: the same codes but where its epsilon or a unit of 16 bits decide a tie."""
-    for scale in (1.0, 1e-5):
-        x = np.array(normal(4096, 5, scale=scale), np.float64)
-        step = 255 / (x.max() - x.min() + 1e-7)
-        upper = np.rint(x.max() * step)
-        expected = (np.minimum(np.rint(x * step), upper)) / step
-        got = roundtrip(x, cgx.ByteGrad(compatible=True))
-        unit = 1 / step
-        assert np.abs(got - expected).max() <= 1.01 * unit
-        assert (np.abs(got - expected) < 0.01 * unit).mean() > 0.98
-    tiny = normal(512, 6, scale=1e-10)
-    relative = lambda c: float(jnp.linalg.norm(cgx.roundtrip(tiny, c) - tiny) / jnp.linalg.norm(tiny))  # noqa: E731
-    assert relative(cgx.ByteGrad()) < 0.02 < 0.5 < relative(cgx.ByteGrad(compatible=True))
-
-
-def test_float8_is_the_standard_format():
-    import ml_dtypes
-
-    for name, dtype, top in (("e4m3", ml_dtypes.float8_e4m3fn, 448.0), ("e5m2", ml_dtypes.float8_e5m2, 57344.0)):
-        numbers = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-        numbers = numbers[np.isfinite(numbers)]
-        x = np.concatenate([numbers, [top, -top]])  # the largest fixes the scale at 1
-        np.testing.assert_array_equal(roundtrip(x, cgx.Float8(name, 512)), x)
-        x = np.clip(np.array(normal(500)) * top / 5, -top, top)
-        x[0] = top
-        np.testing.assert_array_equal(roundtrip(x, cgx.Float8(name, 512)), x.astype(dtype).astype(np.float32))
-
-
-def test_cast_is_astype():
-    x = np.concatenate([np.array(normal(3000)), np.array(normal(500, 1, scale=1e-6)), [0, -0.0, 65519, 65520, 1e30, -1e30, np.inf, np.nan]])
-    for dtype in (jnp.bfloat16, jnp.float16):
-        with np.errstate(over="ignore"):
-            expected = x.astype(np.float32).astype(dtype).astype(np.float32)
-        np.testing.assert_array_equal(roundtrip(x, cgx.Cast(dtype)), expected)
-
-
-def test_skip_incomplete_leaves_the_tail_as_it_is():
-    codec = cgx.MaxMin(2, 64, skip_incomplete=True)
-    for dtype in ("float32", "bfloat16", "float16"):
-        x = normal(100, dtype=dtype)
-        y = cgx.roundtrip(x, codec)
-        assert_same_bytes(y[64:], x[64:])
-        assert (np.asarray(y[:64], np.float32) != np.asarray(x[:64], np.float32)).any()
-    assert_same_bytes(cgx.roundtrip(normal(63), codec), normal(63))
-    nans = lax.bitcast_convert_type(jnp.array([0x7F81, 0xFFC1, 0x3F81], jnp.uint16), jnp.bfloat16)
-    assert_same_bytes(cgx.roundtrip(nans, codec), nans)
 
 
 def test_feedback_returns_what_was_lost():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxcgx as cgx
 from helpers import KEY, assert_same_bytes, custom_calls, normal
@@ -92,6 +92,45 @@ def test_a_users_codec_in_shard_map():
     total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
     expected = sum(ops.decode(layout, ops.encode(layout, [r], KEY))[0] for r in x)
     np.testing.assert_allclose(total[0], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
+def test_a_users_codec_on_an_explicit_mesh(codec):
+    key = jax.random.key(0) if codec.stochastic else None
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    x = normal((8, 30))
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: cgx.roundtrip(x, codec, key))(jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert_same_bytes(np.asarray(y), np.asarray(cgx.roundtrip(x, codec, key)))
+
+
+def test_a_users_codec_where_some_chunks_are_empty():
+    """Seventeen elements on four ranks, each reducing a chunk of its own: the middle of an all-reduce."""
+    codec = Halves()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    layout = Layout(codec, ((17,),), (jnp.float32,), chunks=4)
+
+    def body(x):
+        mine = lax.all_to_all(ops.encode(layout, [x[0]], KEY), "data", 0, 0, tiled=True)
+        rank = lax.axis_index("data")
+        summed = ops.reduce(layout, mine, chunk=rank, own=[x[0]], rank=rank, encoded=True, key=KEY)
+        return ops.decode(layout, lax.all_gather(summed, "data"))[0][None]
+
+    x = normal((4, 17))
+    total = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
+    assert (total == total[0]).all()
+    np.testing.assert_allclose(total[0], x.sum(0), atol=4)
+
+
+def test_what_a_subclass_of_a_built_in_codec_changes_counts():
+    @dataclasses.dataclass(frozen=True)
+    class Coarse(cgx.MaxMin):
+        def quantize(self, x, grid, noise):
+            return super().quantize(x, grid, noise) & ~1
+
+    x = normal(100)
+    codes = np.asarray(cgx.encode(x, Coarse(4, 64)))[16:]
+    assert not (codes & 0x11).any() and (np.asarray(cgx.encode(x, cgx.MaxMin(4, 64)))[16:] & 0x11).any()
 
 
 def test_a_codec_without_its_methods_says_so():

@@ -236,7 +236,7 @@ void scalar_wire(const Codec& codec, Random& r) {
       }
       const Grid g = C::grid(s, sum, size, codec);
       same &= bits_of(t.meta(index, 0)) == (g.finite ? bits_of(g.unit) : kNaNBits);
-      if (C::kMeta == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
+      if (meta_floats(codec.kind) == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
       for (int64_t e = 0; e < size; ++e) {
         const float v = x[static_cast<size_t>(from + e)] * g.scale;
         int code = 0;

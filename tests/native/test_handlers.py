@@ -43,6 +43,8 @@ def test_a_right_call_passes():
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(feedback=True), "operands: got 2, expected 4"),
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(2)), "leaf 0 has 100 elements, expected 200"),
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(-1)), "batch out of range"),
+    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(2**39), sizes=np.array([2**39, 7])), "leaf 0: its size overflows"),
+    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**40, 2**40])), "more than 2^40 elements"),
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(chunks=np.int64(0)), "chunks out of range: 0"),
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([-100, 7])), "leaf 0 has size -100"),
     ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**62, 7])), "leaf 0 has size"),

@@ -28,6 +28,40 @@ print(hashlib.sha256(np.asarray(f(x)).tobytes()).hexdigest())
     assert reference.stdout == native.stdout
 
 
+def test_transformations_in_reference_mode():
+    result = run("""
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_num_cpu_devices", 4)
+import jaxcgx as cgx
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+codec, key = cgx.MaxMin(4, 64, "stochastic"), jax.random.key(0)
+f = lambda x: cgx.roundtrip(x, codec, key)
+x = jax.random.normal(jax.random.key(1), (4, 100))
+rows = np.stack([f(r) for r in x])
+np.testing.assert_array_equal(jax.vmap(f)(x), rows)
+np.testing.assert_array_equal(lax.scan(lambda c, r: (c, f(r)), 0, x)[1], rows)
+np.testing.assert_array_equal(jax.grad(lambda x: jax.checkpoint(f)(x).sum())(x[0]), np.ones(100))
+for check_vma in (True, False):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    g = jax.shard_map(lambda x: f(x[0])[None], mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
+    np.testing.assert_array_equal(jax.jit(g)(x), rows)
+mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    np.testing.assert_array_equal(jax.jit(f)(jax.device_put(x, NamedSharding(mesh, P("d")))), f(x))
+layout = Layout(codec, ((100,),), (jnp.float32,), chunks=3)
+step = jax.jit(lambda x, r: ops.encode(layout, [x], jax.random.key_data(key), [r]), donate_argnums=1)
+residual = jnp.zeros(100)
+payload, (new,) = step(x[0], residual)
+assert residual.is_deleted()
+np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x[0], atol=1e-6)
+""", JAXCGX_REFERENCE="1")
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_missing_module_is_one_error_with_the_remedy():
     result = run("import sys; sys.modules['jaxcgx.native._native'] = None; import jaxcgx", JAXCGX_REFERENCE="0")
     assert result.returncode != 0

@@ -298,6 +298,15 @@ def test_pmap():
     assert_same_bytes(np.asarray(out), np.asarray(jnp.stack([cgx.roundtrip(r, codec) for r in x])))
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_leaves_that_are_written_around_the_caches(dtype):
+    """From 8 MiB on; the same values as in parts below that."""
+    codec = cgx.MaxMin(8)
+    x = normal((10, 512 * 1024), dtype=dtype)
+    whole = cgx.roundtrip(x, codec)
+    assert_same_bytes(whole, jnp.stack([cgx.roundtrip(row, codec) for row in x]))
+
+
 def test_empty_messages():
     layout = Layout(cgx.MaxMin(4), ((0,), (3, 0)), (jnp.float32, jnp.bfloat16))
     leaves = [jnp.zeros(0), jnp.zeros((3, 0), jnp.bfloat16)]

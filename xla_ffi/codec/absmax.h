@@ -7,15 +7,10 @@
 namespace jaxcgx {
 
 struct AbsMax {
-  static constexpr int kMeta = 1;
-
   CGX_HD static constexpr int top(int bits) { return (1 << (bits - 1)) - 1; }
 
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
-    const float largest = largest_of(s), scale = scale_of(largest), scaled = largest * scale;
-    // A constant bucket is level 1 or -1 of a unit that is the constant: exact.
-    const float steps = s.lo == s.hi ? 1.0f : static_cast<float>(top(c.bits));
-    return make_grid(s, s.lo == s.hi ? scaled : unit_of(scaled, steps, scale), steps, scale);
+    return symmetric_grid(s, static_cast<float>(top(c.bits)));
   }
 
   template <class V, int kBits>

@@ -28,7 +28,8 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
-// Which codec, and how it is set. The values of Kind cross the FFI boundary: jaxcgx/codecs names them too.
+// Which codec, and how it is set. The values of Kind cross the FFI boundary: Kind in jaxcgx/codecs/base.py. kRaw has no
+// header of its own: it has no arithmetic.
 enum class Kind : int32_t { kRaw = 0, kMaxMin = 1, kByteGrad = 2, kAbsMax = 3, kFloat8 = 4, kCast = 5, kSign = 6 };
 
 struct Codec {

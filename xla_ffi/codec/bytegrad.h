@@ -7,8 +7,6 @@
 namespace jaxcgx {
 
 struct ByteGrad {
-  static constexpr int kMeta = 2;
-
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
     const float scale = scale_of(largest_of(s));
     float range = s.hi * scale - s.lo * scale;

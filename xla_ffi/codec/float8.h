@@ -9,7 +9,6 @@ namespace jaxcgx {
 // kExponent = 4: e4m3, maximum 448 = code 0x7e. kExponent = 5: e5m2, maximum 57344 = code 0x7b.
 template <int kExponent>
 struct Float8 {
-  static constexpr int kMeta = 1;
   static constexpr int kMantissa = 7 - kExponent;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDrop = 23 - kMantissa;
@@ -20,10 +19,7 @@ struct Float8 {
   static constexpr int kNormal = (128 - kBias) << 23;
 
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec&) {
-    const float largest = largest_of(s), scale = scale_of(largest), scaled = largest * scale;
-    // A constant bucket is 1 or -1 times the constant: exact.
-    const float steps = s.lo == s.hi ? 1.0f : kLargest;
-    return make_grid(s, s.lo == s.hi ? scaled : unit_of(scaled, steps, scale), steps, scale);
+    return symmetric_grid(s, kLargest);
   }
 
   template <class V, int kBits>
@@ -41,11 +37,9 @@ struct Float8 {
   // The number a code stands for, before the scale. Codes that are never written follow the same formula.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
-    const typename V::I magnitude = code & V::splat(0x7f);
-    const auto normal = as_float(shl(magnitude, kDrop) + V::splat((127 - kBias) << 23));
-    const auto denormal = to_float(magnitude) * V::splat(1.0f / kCount);
-    const auto y = select(less(magnitude, V::splat(1 << kMantissa)), denormal, normal);
-    return as_float(bits(y) | shl(code & V::splat(0x80), 24));
+    // The code's exponent and mantissa in those of a float32 are a number 2^(127 - kBias) too small, denormals included.
+    const auto small = as_float(shl(code & V::splat(0x7f), kDrop) | shl(code & V::splat(0x80), 24));
+    return small * V::splat(float_of((254 - kBias) << 23));
   }
 };
 

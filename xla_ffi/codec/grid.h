@@ -53,4 +53,11 @@ CGX_HD Grid make_grid(const Stats& s, float unit, float steps, float scale) {
   return g;
 }
 
+// A grid around an exact 0: its unit is the largest magnitude / steps; of a constant bucket the constant itself, so
+// that the bucket is level 1 or -1: exact.
+CGX_HD Grid symmetric_grid(const Stats& s, float steps) {
+  const float largest = largest_of(s), scale = scale_of(largest), n = s.lo == s.hi ? 1.0f : steps;
+  return make_grid(s, s.lo == s.hi ? largest * scale : unit_of(largest * scale, n, scale), n, scale);
+}
+
 }  // namespace jaxcgx

@@ -57,6 +57,12 @@ struct Piece {
   int64_t tail;    // and raw tail
 };
 
+// Bytes of the codes of a piece, without the padding behind them.
+inline int64_t code_bytes(const Codec& c, DType leaf, const Piece& p) {
+  if (p.bucket == 0) return code_bytes(c, leaf, p.coded);
+  return p.coded / p.bucket * code_bytes(c, leaf, p.bucket) + code_bytes(c, leaf, p.coded % p.bucket);
+}
+
 struct Layout {
   Codec codec;
   std::vector<Leaf> leaves;
@@ -127,9 +133,7 @@ struct Layout {
         Piece& p = pieces[k];
         const DType dtype = leaves[static_cast<size_t>(p.leaf)].dtype;
         p.codes = at;
-        if (p.bucket > 0) at += p.coded / p.bucket * code_bytes(codec, dtype, p.bucket) + code_bytes(codec, dtype, p.coded % p.bucket);
-        else at += code_bytes(codec, dtype, p.coded);
-        at = align16(at);
+        at = align16(at + code_bytes(codec, dtype, p));
         p.tail = at;
         at = align16(at + p.raw * size_of(dtype));
       }

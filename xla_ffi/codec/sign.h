@@ -10,7 +10,6 @@
 namespace jaxcgx {
 
 struct Sign {
-  static constexpr int kMeta = 1;
   static constexpr int64_t kSumGroup = 32768;
 
   CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec&) {

@@ -31,7 +31,7 @@ void decode(const Decode& a, const Pool& pool) {
         std::memcpy(meta, chunk + meta_at(l, *s.piece, index), sizeof(float) * static_cast<size_t>(meta_count));
         Terms terms;
         terms.add(chunk + codes_at(l, *s.piece, index, offset), meta[0]);
-        decode_codes(terms, n, meta[1], out, write);
+        decode_codes(terms, n, meta[1], out, dtype == DType::kF32 ? write : Write::kOver);
       } else if (const uint8_t* plain = chunk + plain_at(l, s, at - s.piece->start); s.raw) {
         std::memcpy(leaf, plain, static_cast<size_t>(n * size_of(dtype)));
         return;

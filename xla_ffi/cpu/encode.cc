@@ -35,7 +35,7 @@ void encode(const Encode& a, const Pool& pool) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
   }
   if (l.codec.kind != Kind::kRaw || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
-  if (feedback) return;
+  if (feedback || !(l.codec.kind == Kind::kRaw || l.codec.skip_incomplete)) return;
   // What travels raw is copied as it is, NaNs and all.
   spans.each(pool, [&](const Span& s) {
     if (!s.raw) return;

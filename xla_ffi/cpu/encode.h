@@ -47,8 +47,7 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
     const Piece& p = l.pieces[static_cast<size_t>(k)];
     const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
     clear_to(p.codes);
-    at = p.codes + (p.bucket > 0 ? p.coded / p.bucket * code_bytes(l.codec, dtype, p.bucket) + code_bytes(l.codec, dtype, p.coded % p.bucket)
-                                 : code_bytes(l.codec, dtype, p.coded));
+    at = p.codes + code_bytes(l.codec, dtype, p);
     clear_to(p.tail);
     at = p.tail + p.raw * size_of(dtype);
   }

@@ -55,6 +55,7 @@ inline void parallel_for(const Pool& pool, int64_t count, const std::function<vo
         IeeeMode mode;
         (*task)(i);
       }
+      // (This locked addition also completes stores around the caches before anyone can see the task as done.)
       if (shared.done.fetch_add(1) + 1 == count) {
         std::lock_guard<std::mutex> lock(shared.mutex);
         shared.finished.notify_all();

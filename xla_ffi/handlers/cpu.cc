@@ -11,20 +11,19 @@ cpu::Pool pool_of(ffi::ThreadPool& pool) {
   return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
 }
 
+ffi::AnyBuffer& the_buffer(ffi::AnyBuffer& operand) { return operand; }
+ffi::AnyBuffer& the_buffer(ffi::Result<ffi::AnyBuffer>& result) { return *result; }
+
 // The buffers of a list of leaves, each checked.
 template <class T, class Args>
 ffi::Error collect(const std::string& op, const std::string& name, const Layout& l, int64_t batch, const Args& args, size_t first,
                    std::optional<DType> dtype, std::vector<T>* out) {
   for (size_t i = 0; i < l.leaves.size(); ++i) {
-    auto buffer = args.template get<ffi::AnyBuffer>(first + i);
-    if (buffer.has_error()) return buffer.error();
-    if constexpr (std::is_same_v<Args, ffi::RemainingArgs>) {
-      CGX_RETURN_IF_ERROR(expect(op, name + " " + std::to_string(i), *buffer, type_of(dtype.value_or(l.leaves[i].dtype)), batch * l.leaves[i].size));
-      out->push_back(static_cast<T>(buffer->untyped_data()));
-    } else {
-      CGX_RETURN_IF_ERROR(expect(op, name + " " + std::to_string(i), **buffer, type_of(dtype.value_or(l.leaves[i].dtype)), batch * l.leaves[i].size));
-      out->push_back(static_cast<T>((*buffer)->untyped_data()));
-    }
+    auto found = args.template get<ffi::AnyBuffer>(first + i);
+    if (found.has_error()) return found.error();
+    ffi::AnyBuffer& buffer = the_buffer(*found);
+    CGX_RETURN_IF_ERROR(expect(op, name + " " + std::to_string(i), buffer, type_of(dtype.value_or(l.leaves[i].dtype)), batch, l.leaves[i].size));
+    out->push_back(static_cast<T>(buffer.untyped_data()));
   }
   return ffi::Error::Success();
 }
@@ -32,6 +31,14 @@ ffi::Error collect(const std::string& op, const std::string& name, const Layout&
 ffi::Error expect_count(const std::string& op, const char* name, size_t got, size_t expected) {
   if (got == expected) return ffi::Error::Success();
   return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
+}
+
+ffi::Error find_keys(const std::string& op, const ffi::RemainingArgs& args, size_t at, int64_t batch, const uint32_t** keys) {
+  auto buffer = args.get<ffi::AnyBuffer>(at);
+  if (buffer.has_error()) return buffer.error();
+  CGX_RETURN_IF_ERROR(expect(op, "keys", *buffer, ffi::DataType::U32, batch, 2));
+  *keys = static_cast<const uint32_t*>(buffer->untyped_data());
+  return ffi::Error::Success();
 }
 
 // Operands: leaves, residuals (with feedback), keys (stochastic). Results: payload, new residuals.
@@ -53,15 +60,10 @@ ffi::Error encode(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remaini
     CGX_RETURN_IF_ERROR(collect(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
   }
   const uint32_t* keys = nullptr;
-  if (l.codec.stochastic) {
-    auto buffer = args.get<ffi::AnyBuffer>(inputs);
-    if (buffer.has_error()) return buffer.error();
-    CGX_RETURN_IF_ERROR(expect(op, "keys", *buffer, ffi::DataType::U32, batch * 2));
-    keys = static_cast<const uint32_t*>(buffer->untyped_data());
-  }
+  if (l.codec.stochastic) CGX_RETURN_IF_ERROR(find_keys(op, args, inputs, batch, &keys));
   auto payload = rets.get<ffi::AnyBuffer>(0);
   if (payload.has_error()) return payload.error();
-  CGX_RETURN_IF_ERROR(expect(op, "payload", **payload, ffi::DataType::U8, batch * chunks * l.chunk_bytes));
+  CGX_RETURN_IF_ERROR(expect(op, "payload", **payload, ffi::DataType::U8, batch, chunks * l.chunk_bytes));
   cpu::encode({l, batch, leaves.data(), ids.begin(), keys, feedback ? residuals.data() : nullptr, new_residuals.data(),
                static_cast<uint8_t*>((*payload)->untyped_data())},
               pool_of(threads));
@@ -76,7 +78,7 @@ ffi::Error decode(ffi::ThreadPool threads, ffi::AnyBuffer payload, ffi::Remainin
   if (layout.has_error()) return layout.error();
   const Layout& l = *layout;
   CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), l.leaves.size()));
-  CGX_RETURN_IF_ERROR(expect(op, "payload", payload, ffi::DataType::U8, batch * chunks * l.chunk_bytes));
+  CGX_RETURN_IF_ERROR(expect(op, "payload", payload, ffi::DataType::U8, batch, chunks * l.chunk_bytes));
   std::vector<void*> leaves;
   CGX_RETURN_IF_ERROR(collect(op, "leaf", l, batch, rets, 0, std::nullopt, &leaves));
   cpu::decode({l, batch, static_cast<const uint8_t*>(payload.untyped_data()), leaves.data()}, pool_of(threads));
@@ -99,8 +101,8 @@ ffi::Error reduce(ffi::ThreadPool threads, ffi::AnyBuffer payloads, ffi::AnyBuff
   const bool keyed = encoded && l.codec.stochastic;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands after the second", args.size(), inputs + (keyed ? 1 : 0)));
   CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), encoded ? 1 : l.leaves.size()));
-  CGX_RETURN_IF_ERROR(expect(op, "payloads", payloads, ffi::DataType::U8, batch * ranks * l.chunk_bytes));
-  CGX_RETURN_IF_ERROR(expect(op, "where", where, ffi::DataType::S32, batch * 2));
+  CGX_RETURN_IF_ERROR(expect(op, "payloads", payloads, ffi::DataType::U8, batch, ranks * l.chunk_bytes));
+  CGX_RETURN_IF_ERROR(expect(op, "where", where, ffi::DataType::S32, batch, 2));
   const int32_t* at = static_cast<const int32_t*>(where.untyped_data());
   for (int64_t row = 0; row < batch; ++row) {
     if (at[2 * row] < 0 || at[2 * row] >= chunks) return invalid(op, "chunk " + std::to_string(at[2 * row]) + " of " + std::to_string(chunks));
@@ -111,18 +113,13 @@ ffi::Error reduce(ffi::ThreadPool threads, ffi::AnyBuffer payloads, ffi::AnyBuff
   std::vector<const void*> own_leaves;
   if (own) CGX_RETURN_IF_ERROR(collect(op, "own leaf", l, batch, args, 0, std::nullopt, &own_leaves));
   const uint32_t* keys = nullptr;
-  if (keyed) {
-    auto buffer = args.get<ffi::AnyBuffer>(inputs);
-    if (buffer.has_error()) return buffer.error();
-    CGX_RETURN_IF_ERROR(expect(op, "keys", *buffer, ffi::DataType::U32, batch * 2));
-    keys = static_cast<const uint32_t*>(buffer->untyped_data());
-  }
+  if (keyed) CGX_RETURN_IF_ERROR(find_keys(op, args, inputs, batch, &keys));
   std::vector<float*> leaves;
   uint8_t* payload = nullptr;
   if (encoded) {
     auto buffer = rets.get<ffi::AnyBuffer>(0);
     if (buffer.has_error()) return buffer.error();
-    CGX_RETURN_IF_ERROR(expect(op, "payload", **buffer, ffi::DataType::U8, batch * l.chunk_bytes));
+    CGX_RETURN_IF_ERROR(expect(op, "payload", **buffer, ffi::DataType::U8, batch, l.chunk_bytes));
     payload = static_cast<uint8_t*>((*buffer)->untyped_data());
   } else {
     CGX_RETURN_IF_ERROR(collect(op, "leaf", l, batch, rets, 0, DType::kF32, &leaves));

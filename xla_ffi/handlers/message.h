@@ -24,15 +24,6 @@ inline ffi::Error invalid(const std::string& op, const std::string& what) {
   return ffi::Error::InvalidArgument("jaxcgx_" + op + ": " + what);
 }
 
-inline std::optional<DType> dtype_of(ffi::DataType t) {
-  switch (t) {
-    case ffi::DataType::F32: return DType::kF32;
-    case ffi::DataType::BF16: return DType::kBF16;
-    case ffi::DataType::F16: return DType::kF16;
-    default: return std::nullopt;
-  }
-}
-
 // The message's layout, or what is wrong with its description.
 inline ffi::ErrorOr<Layout> make_layout(const std::string& op, const CodecAttr& a, Sizes sizes, Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
@@ -59,20 +50,25 @@ inline ffi::ErrorOr<Layout> make_layout(const std::string& op, const CodecAttr& 
   if (chunks < 1 || chunks > (1 << 20)) return bad("chunks out of range: " + std::to_string(chunks));
   if (batch < 0 || batch > kMost) return bad("batch out of range: " + std::to_string(batch));
   std::vector<Leaf> leaves;
+  int64_t total = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
     if (sizes[i] < 0 || sizes[i] > kMost) return bad("leaf " + std::to_string(i) + " has size " + std::to_string(sizes[i]));
     if (dtypes[i] < 0 || dtypes[i] > static_cast<int64_t>(DType::kF16)) return bad("leaf " + std::to_string(i) + " has an unknown dtype");
     leaves.push_back({sizes[i], static_cast<DType>(dtypes[i])});
+    total += sizes[i];
+    if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
   return Layout(c, std::move(leaves), chunks);
 }
 
-// Expects `count` elements of `type` in a buffer.
+// Expects batch * count elements of `type` in a buffer.
 template <class Buffer>
-ffi::Error expect(const std::string& op, const std::string& name, const Buffer& buffer, ffi::DataType type, int64_t count) {
+ffi::Error expect(const std::string& op, const std::string& name, const Buffer& buffer, ffi::DataType type, int64_t batch, int64_t count) {
   if (buffer.element_type() != type) return invalid(op, name + " has another dtype than expected");
-  if (static_cast<int64_t>(buffer.element_count()) != count) {
-    return invalid(op, name + " has " + std::to_string(buffer.element_count()) + " elements, expected " + std::to_string(count));
+  int64_t expected;
+  if (__builtin_mul_overflow(batch, count, &expected)) return invalid(op, name + ": its size overflows");
+  if (static_cast<int64_t>(buffer.element_count()) != expected) {
+    return invalid(op, name + " has " + std::to_string(buffer.element_count()) + " elements, expected " + std::to_string(expected));
   }
   return ffi::Error::Success();
 }
@@ -81,8 +77,10 @@ inline ffi::DataType type_of(DType d) {
   return d == DType::kF32 ? ffi::DataType::F32 : d == DType::kBF16 ? ffi::DataType::BF16 : ffi::DataType::F16;
 }
 
-#define CGX_RETURN_IF_ERROR(expression)                        \
-  if (ffi::Error error = (expression); error.failure()) return error
+#define CGX_RETURN_IF_ERROR(expression)                            \
+  do {                                                             \
+    if (ffi::Error error = (expression); error.failure()) return error; \
+  } while (false)
 
 }  // namespace jaxcgx
 

@@ -1,0 +1,22 @@
+"""ByteGrad against Bagua's formula."""
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+from helpers import normal, roundtrip
+
+
+def test_bytegrad_is_baguas_grid():
+    """Bagua's formula, in double precision: the same codes but where its epsilon or a unit of 16 bits decide a tie."""
+    for scale in (1.0, 1e-5):
+        x = np.array(normal(4096, 5, scale=scale), np.float64)
+        step = 255 / (x.max() - x.min() + 1e-7)
+        upper = np.rint(x.max() * step)
+        expected = (np.minimum(np.rint(x * step), upper)) / step
+        got = roundtrip(x, cgx.ByteGrad(compatible=True))
+        unit = 1 / step
+        assert np.abs(got - expected).max() <= 1.01 * unit
+        assert (np.abs(got - expected) < 0.01 * unit).mean() > 0.98
+    tiny = normal(512, 6, scale=1e-10)
+    relative = lambda c: float(jnp.linalg.norm(cgx.roundtrip(tiny, c) - tiny) / jnp.linalg.norm(tiny))  # noqa: E731
+    assert relative(cgx.ByteGrad()) < 0.02 < 0.5 < relative(cgx.ByteGrad(compatible=True))
