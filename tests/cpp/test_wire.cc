@@ -163,7 +163,7 @@ void float8() {
     CHECK((packed[0] == Float8<kExponent>::template quantize<Scalar, 8>(x, g)), context);
     return int{packed[0]};
   };
-  constexpr int kLargest = Float8<kExponent>::kLargestCode;
+  constexpr int kLargest = kExponent == 4 ? 0x7e : 0x7b;
   for (int code = 0; code < 256; ++code) {
     const uint8_t packed[8] = {static_cast<uint8_t>(code)};
     float x;
@@ -174,12 +174,13 @@ void float8() {
     CHECK(x == f.value(code) && (Float8<kExponent>::template value<Scalar, 8>(code)) == x, context);
     if (magnitude > kLargest) continue;  // never written
     CHECK(code_of(x) == code || magnitude == 0, context);
+    if (magnitude == kLargest) continue;  // the scale of a bucket leaves nothing above
     const auto middle = static_cast<float>((f.value(magnitude) + f.value(magnitude + 1)) / 2);
-    const auto capped = [&](int c) { return std::min(c, kLargest) | (code & 0x80); };
+    const auto with_sign = [&](int c) { return c | (code & 0x80); };
     const auto signed_code = [&](float v) { return code_of(code & 0x80 ? -v : v); };
-    CHECK(signed_code(middle) == capped(magnitude + (magnitude & 1)), context);
-    CHECK(signed_code(std::nextafterf(middle, 0.0f)) == capped(magnitude), context);
-    CHECK(signed_code(std::nextafterf(middle, kInf)) == capped(magnitude + 1), context);
+    CHECK(signed_code(middle) == with_sign(magnitude + (magnitude & 1)), context);
+    CHECK(signed_code(std::nextafterf(middle, 0.0f)) == with_sign(magnitude), context);
+    CHECK(signed_code(std::nextafterf(middle, kInf)) == with_sign(magnitude + 1), context);
   }
 }
 

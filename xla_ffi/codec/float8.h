@@ -6,13 +6,12 @@
 
 namespace jaxcgx {
 
-// kExponent = 4: e4m3, maximum 448 = code 0x7e. kExponent = 5: e5m2, maximum 57344 = code 0x7b.
+// kExponent = 4: e4m3, maximum 448. kExponent = 5: e5m2, maximum 57344.
 template <int kExponent>
 struct Float8 {
   static constexpr int kMantissa = 7 - kExponent;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDrop = 23 - kMantissa;
-  static constexpr int kLargestCode = kExponent == 4 ? 0x7e : 0x7b;
   static constexpr float kLargest = kExponent == 4 ? 448.0f : 57344.0f;
   // 2^(kMantissa + kBias - 1) counts in steps of the smallest denormal; below kNormal numbers are such counts.
   static constexpr float kCount = static_cast<float>(1 << (kMantissa + kBias - 1));
@@ -28,9 +27,11 @@ struct Float8 {
     const auto y = x * V::splat(g.inv);
     const I magnitude = bits(y) & V::splat(0x7fffffff);
     const I even = shr(magnitude, kDrop) & V::splat(1);
-    const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1) + even, kDrop) - V::splat((127 - kBias) << kMantissa);
-    const I denormal = round_int(as_float(min(magnitude, V::splat(kNormal))) * V::splat(kCount));
-    const I code = min(select(less(magnitude, V::splat(kNormal)), denormal, normal), V::splat(kLargestCode));
+    const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1 - ((127 - kBias) << 23)) + even, kDrop);
+    // Added to 2^23 steps, a number loses what is below a step.
+    const I denormal = bits(as_float(magnitude) + V::splat(8388608.0f / kCount)) - bits(V::splat(8388608.0f / kCount));
+    // No number of a bucket rounds past the largest: unit was rounded up.
+    const I code = select(less(magnitude, V::splat(kNormal)), denormal, normal);
     return code | (shr(bits(y), 24) & V::splat(0x80));
   }
 
