@@ -23,25 +23,11 @@ def _bind(primitive, operands, **params):
     return primitive.bind(*_compat.match_varying(*operands), **params)
 
 
-def _lower_to_handler(target, attributes):
-    """A lowering rule to an FFI call where the codec has a kernel, to jnp where it has none."""
+def _lower_to_reference(function):
+    """A lowering rule to jnp."""
 
-    def rule(ctx, *operands, layout, batch, **params):
-        if layout.codec.native is None:
-            return _lower_to_reference(target)(ctx, *operands, layout=layout, batch=batch, **params)
-        extra, aliases = attributes(layout, ctx.avals_in, **params)
-        call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
-        return call(ctx, *operands, **layout.attributes, batch=np.int64(math.prod(batch)), **extra)
-
-    return rule
-
-
-_REFERENCES = {}
-
-
-def _lower_to_reference(target):
     def batched(*operands, batch, **params):
-        one = functools.partial(_REFERENCES[target], **params)
+        one = functools.partial(function, **params)
         for _ in batch:
             one = jax.vmap(one)
         return one(*map(_compat.whole, operands))
@@ -49,13 +35,32 @@ def _lower_to_reference(target):
     return mlir.lower_fun(batched, multiple_results=True)
 
 
-def _no_kernel(target):
-    def rule(ctx, *operands, layout, **params):
-        if layout.codec.native is None:
-            return _lower_to_reference(target)(ctx, *operands, layout=layout, **params)
+def _lower_to_handler(target, attributes):
+    """A lowering rule to an FFI call."""
+
+    def rule(ctx, *operands, layout, batch, **params):
+        extra, aliases = attributes(layout, ctx.avals_in, **params)
+        call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
+        return call(ctx, *operands, **layout.attributes, batch=np.int64(math.prod(batch)), **extra)
+
+    return rule
+
+
+def _refuse(target):
+    def rule(ctx, *operands, **params):
         raise NotImplementedError(
             f"jaxcgx: this build has no {target} kernel for the platform of the computation, only for CPUs; "
             "set JAXCGX_REFERENCE=1 to run plain jnp there")
+
+    return rule
+
+
+def _lower(to_kernel, to_reference):
+    """A lowering rule: `to_kernel` where the codec has kernels, else `to_reference`."""
+
+    def rule(ctx, *operands, layout, **params):
+        chosen = to_reference if layout.codec.native is None else to_kernel
+        return chosen(ctx, *operands, layout=layout, **params)
 
     return rule
 
@@ -90,19 +95,28 @@ def _batch(primitive, operands, dims, batch, **params):
     return results, [0] * len(results)
 
 
+def _zero_jvp(primitive):
+    """The differentiation rule of an operation whose results are constant to calculus."""
+
+    def rule(primals, tangents, **params):
+        results = primitive.bind(*primals, **params)
+        return results, [_compat.zero_tangent(r) for r in results]
+
+    return rule
+
+
 def _register(primitive, target, function, attributes, abstract, jvp):
     primitive.multiple_results = True
-    _REFERENCES[target] = function
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor")))
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
-    lower_reference = _lower_to_reference(target)
+    to_reference = _lower_to_reference(function)
     if _native is None:
-        mlir.register_lowering(primitive, lower_reference)
+        mlir.register_lowering(primitive, to_reference)
         return
-    mlir.register_lowering(primitive, _no_kernel(target))
-    mlir.register_lowering(primitive, _lower_to_handler(target, attributes), platform="cpu")
+    mlir.register_lowering(primitive, _lower(_refuse(target), to_reference))
+    mlir.register_lowering(primitive, _lower(_lower_to_handler(target, attributes), to_reference), platform="cpu")
 
 
 # encode: leaves to a payload, and with feedback residuals to new residuals
@@ -121,6 +135,9 @@ def encode(layout, leaves, key=None, residuals=None):
     _check("encode", "leaves", leaves, layout.shapes, layout.dtypes)
     if residuals is not None:
         _check("encode", "residuals", residuals, layout.shapes, [jnp.float32] * len(leaves))
+    if not leaves:  # nothing to say over which axes the result varies, and nothing in it
+        payload = jnp.zeros((layout.chunks, 0), jnp.uint8)
+        return payload if residuals is None else (payload, [])
     operands = [*leaves, *(residuals or []), *_check_key("encode", layout.codec, key)]
     payload, *new = _bind(encode_p, operands, layout=layout, batch=(), feedback=residuals is not None)
     return payload if residuals is None else (payload, new)
@@ -145,12 +162,7 @@ def _encode_abstract(*avals, layout, batch, feedback):
 
 
 # Integers have no tangent, and a residual is what rounding lost: straight-through counts it as constant.
-def _encode_jvp(primals, tangents, **params):
-    results = encode_p.bind(*primals, **params)
-    return results, [_compat.zero_tangent(r) for r in results]
-
-
-_register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abstract, _encode_jvp)
+_register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abstract, _zero_jvp(encode_p))
 
 
 # decode: a payload to leaves
@@ -161,7 +173,7 @@ decode_p = _compat.Primitive("jaxcgx_decode")
 def decode(layout, payload):
     """The leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
     _check("decode", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
-    return _bind(decode_p, [payload], layout=layout, batch=())
+    return _bind(decode_p, [payload], layout=layout, batch=()) if layout.shapes else []
 
 
 def _decode_reference(payload, *, layout):
@@ -176,12 +188,7 @@ def _decode_abstract(payload, *, layout, batch):
     return [_compat.result_aval([payload], (*batch, *s), d) for s, d in zip(layout.shapes, layout.dtypes)]
 
 
-def _decode_jvp(primals, tangents, **params):
-    results = decode_p.bind(*primals, **params)
-    return results, [_compat.zero_tangent(r) for r in results]
-
-
-_register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _decode_jvp)
+_register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _zero_jvp(decode_p))
 
 
 # reduce: payloads of one chunk to their sum, as leaves or as a payload again
@@ -203,6 +210,8 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
         raise ValueError(f"reduce: argument 'divisor': expected a positive number, got {divisor}")
     if not encoded and layout.chunks != 1:
         raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
+    if not layout.shapes:
+        return payloads[0] if encoded else []
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
     operands = [payloads, where, *(own or []), *(_check_key("reduce", layout.codec, key) if encoded else [])]
     results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded)
@@ -228,9 +237,9 @@ def _reduce_abstract(*avals, layout, batch, own, divisor, encoded):
 
 # sum = (own + what the payloads decode to) / divisor: linear in own; the payloads are integers.
 def _reduce_jvp(primals, tangents, **params):
-    results = reduce_p.bind(*primals, **params)
     if params["encoded"] or not params["own"]:
-        return results, [_compat.zero_tangent(r) for r in results]
+        return _zero_jvp(reduce_p)(primals, tangents, **params)
+    results = reduce_p.bind(*primals, **params)
     own = tangents[2 : 2 + len(params["layout"].shapes)]
     return results, [_compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
                      for r, t in zip(results, own)]

@@ -314,4 +314,8 @@ def test_empty_messages():
     assert payload.shape == (1, 0) and [n.shape for n in new] == [(0,), (3, 0)]
     assert [x.shape for x in ops.decode(layout, payload)] == [(0,), (3, 0)]
     assert cgx.roundtrip(jnp.zeros((2, 0)), cgx.Sign()).shape == (2, 0)
+    nothing = Layout(cgx.MaxMin(4), (), (), chunks=3)
+    payload = ops.encode(nothing, [])
+    assert payload.shape == (3, 0) and ops.encode(nothing, [], residuals=[])[1] == [] and ops.decode(nothing, payload) == []
+    assert ops.reduce(nothing, payload, encoded=True).shape == (0,)
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5
