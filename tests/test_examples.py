@@ -4,10 +4,13 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
 def test_digits(tmp_path):
+    pytest.importorskip("sklearn", reason="needs the extra `examples`")
     plot = tmp_path / "curves.png"
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     result = subprocess.run([sys.executable, EXAMPLES / "digits.py", "--steps", "3", "--devices", "3", "--plot", plot],
