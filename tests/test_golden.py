@@ -159,7 +159,7 @@ def test_kernels_reduce(case):
 def test_reference_reduces(case):
     def reduce(payloads, own, encoded):
         where = jnp.array([case["chunk"], case.get("rank", 0)])
-        run = lambda p, o: reference.reduce(layout_of(case), p, where, o, case["divisor"], encoded, KEY)  # noqa: E731
+        run = lambda p, o: reference.reduce(layout_of(case), p, where, o, case["divisor"], encoded, KEY)
         result = jax.jit(run)(payloads, own)
         return result[0] if encoded else result
 

@@ -78,7 +78,7 @@ def extremes(x):
     """(smallest, largest) along the last axis, of finite numbers; denormals compared, not flushed."""
     i = bits(x)
     order = i ^ ((i >> 31) & 0x7FFFFFFF)
-    undo = lambda o: as_float(o ^ ((o >> 31) & 0x7FFFFFFF))  # noqa: E731
+    undo = lambda o: as_float(o ^ ((o >> 31) & 0x7FFFFFFF))
     return undo(order.min(-1)), undo(order.max(-1))
 
 

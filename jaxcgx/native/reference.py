@@ -100,7 +100,7 @@ def encode(layout, leaves, key=None, residuals=None):
     lost = [] if residuals is None else _flat(residuals)
 
     def fetch(p, first, count):
-        part = lambda x: x[p.start + first :][:count]  # noqa: E731
+        part = lambda x: x[p.start + first :][:count]
         x = part(flat[p.leaf])
         return ieee.add(widen(x), part(lost[p.leaf])) if lost else x
 
@@ -166,7 +166,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
             for stretch in zip(*read):
                 first, count, meta, _, size = stretch[0]
                 mine = None if own is None else widen(own[p.leaf][p.start + first :][:count])
-                is_own = lambda r: where[1] == r  # noqa: E731
+                is_own = lambda r: where[1] == r
                 total = None
                 if meta is None:
                     terms = [widen(from_bytes(s[3], layout.dtypes[p.leaf])) for s in stretch]

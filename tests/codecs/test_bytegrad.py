@@ -18,5 +18,5 @@ def test_bytegrad_is_baguas_grid():
         assert np.abs(got - expected).max() <= 1.01 * unit
         assert (np.abs(got - expected) < 0.01 * unit).mean() > 0.98
     tiny = normal(512, 6, scale=1e-10)
-    relative = lambda c: float(jnp.linalg.norm(cgx.roundtrip(tiny, c) - tiny) / jnp.linalg.norm(tiny))  # noqa: E731
+    relative = lambda c: float(jnp.linalg.norm(cgx.roundtrip(tiny, c) - tiny) / jnp.linalg.norm(tiny))
     assert relative(cgx.ByteGrad()) < 0.02 < 0.5 < relative(cgx.ByteGrad(compatible=True))

@@ -37,7 +37,7 @@ def special_buckets():
 
 
 def make_inputs():
-    noise = lambda n, scale=1.0: np.float32(rng.standard_normal(n) * scale)  # noqa: E731
+    noise = lambda n, scale=1.0: np.float32(rng.standard_normal(n) * scale)
     halves = special_buckets()[[0, 2, 5, 18, 20, 21]].reshape(-1)
     inputs = {
         "normal": noise(200, 1e-3),

@@ -27,7 +27,7 @@ def mesh(n=4, axis_type=AxisType.Auto):
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_jit_is_eager(codec):
     x, key = normal((31, 7)), random_key(codec)
-    encode = lambda x: cgx.encode(x, codec, key)  # noqa: E731
+    encode = lambda x: cgx.encode(x, codec, key)
     assert_same_bytes(encode(x), jax.jit(encode)(x))
     assert_same_bytes(cgx.roundtrip(x, codec, key), jax.jit(lambda x: cgx.roundtrip(x, codec, key))(x))
 
@@ -82,7 +82,7 @@ def test_vmap_of_feedback_and_reduce():
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_roundtrip_is_straight_through(codec):
     x, key, w = normal(100), random_key(codec), normal(100, 1)
-    loss = lambda x: (cgx.roundtrip(x, codec, key) * w).sum()  # noqa: E731
+    loss = lambda x: (cgx.roundtrip(x, codec, key) * w).sum()
     np.testing.assert_array_equal(jax.grad(loss)(x), w)
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(x), w)
     value, tangent = jax.jvp(lambda x: cgx.roundtrip(x, codec, key), (x,), (w,))
@@ -106,7 +106,7 @@ def test_bytes_have_no_tangent():
 def test_reduce_is_linear_in_what_is_raw():
     layout = Layout(cgx.MaxMin(4, 64), ((30,),), (jnp.float32,))
     payloads = jnp.stack([ops.encode(layout, [normal(30, s)])[0] for s in range(3)])
-    f = lambda own: ops.reduce(layout, payloads, own=[own], rank=1, divisor=3)[0]  # noqa: E731
+    f = lambda own: ops.reduce(layout, payloads, own=[own], rank=1, divisor=3)[0]
     np.testing.assert_allclose(jax.jacobian(f)(normal(30)), np.eye(30) / 3, rtol=1e-6)
     with_none = jax.grad(lambda x: ops.reduce(layout, payloads + x.astype(jnp.uint8))[0].sum())(jnp.zeros(()))
     assert with_none == 0
@@ -127,7 +127,7 @@ def test_scan_and_remat(codec):
     for i in range(6):
         carry, y = body(carry, (x[i], keys[i]))
         assert_same_bytes(ys[i], y)
-    loss = lambda f: lambda x: lax.scan(f, jnp.zeros(50), (x, keys))[0].sum()  # noqa: E731
+    loss = lambda f: lambda x: lax.scan(f, jnp.zeros(50), (x, keys))[0].sum()
     np.testing.assert_array_equal(jax.grad(loss(jax.checkpoint(body)))(x), np.ones((6, 50)))
     np.testing.assert_array_equal(jax.grad(loss(body))(x), np.ones((6, 50)))
 
@@ -181,7 +181,7 @@ def test_many_leaves_are_one_call_without_copies(codec):
 def test_no_temporary_larger_than_the_wire():
     layout = Layout(cgx.MaxMin(4), ((1 << 20,),), (jnp.float32,))
     x = normal(1 << 20)
-    temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes  # noqa: E731
+    temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
     assert temporary(lambda x: ops.encode(layout, [x]), x) == 0
     assert temporary(lambda x: ops.encode(layout, [x], residuals=[x]), x) <= layout.chunk_bytes
     payload = ops.encode(layout, [x])

@@ -63,34 +63,34 @@ void store_leaf(DType dtype, const float* x, int64_t n, void* out) {
   }
 }
 
-template <class Op>
-CGX_HD void map2(const float* x, const float* y, int64_t n, float* out, Op op) {
+// out[i] = op(x[i]...)
+template <class Op, class... X>
+CGX_HD void map(int64_t n, float* out, Op op, const X*... x) {
   each_vector(
-      n, [&](int64_t i) { store(out + i, op(load(x + i), load(y + i))); },
-      [&](int64_t i, int k) { store(out + i, op(load(x + i, k), load(y + i, k)), k); });
+      n, [&](int64_t i) { store(out + i, op(load(x + i)...)); },
+      [&](int64_t i, int k) { store(out + i, op(load(x + i, k)...), k); });
 }
 void add(const float* x, const float* y, int64_t n, float* out) {
-  map2(x, y, n, out, [](F a, F b) { return a + b; });
+  map(n, out, [](F a, F b) { return a + b; }, x, y);
 }
 void residual(const float* x, const float* y, const float* old, int64_t n, float* out) {
   const auto op = [](F a, F b, F was) {
     const F lost = a - b;
     return select(less(bits(lost) & splat_i(0x7fffffff), splat_i(0x7f800000)), lost, was);
   };
-  each_vector(
-      n, [&](int64_t i) { store(out + i, op(load(x + i), load(y + i), load(old + i))); },
-      [&](int64_t i, int k) { store(out + i, op(load(x + i, k), load(y + i, k), load(old + i, k)), k); });
+  map(n, out, op, x, y, old);
 }
 void scale(const float* x, int64_t n, float factor, float* out) {
-  map2(x, x, n, out, [=](F a, F) { return a * splat_f(factor); });
+  map(n, out, [=](F a) { return a * splat_f(factor); }, x);
 }
 // Small numbers are divided after an exact multiplication, like everything on the wire that may be denormal.
 void divide(const float* x, int64_t n, float divisor, float* out) {
-  map2(x, x, n, out, [=](F a, F) {
+  const auto op = [=](F a) {
     const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(0x1p-60f)));
     const F up = select(tiny, splat_f(0x1p80f), splat_f(1.0f)), down = select(tiny, splat_f(0x1p-80f), splat_f(1.0f));
     return a * up / splat_f(divisor) * down;
-  });
+  };
+  map(n, out, op, x);
 }
 
 void stats(const float* x, int64_t n, Stats* s) {
