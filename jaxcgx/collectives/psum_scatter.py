@@ -1,0 +1,59 @@
+"""compressed_psum_scatter: lax.psum_scatter that sends a fraction of the bytes."""
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.collectives import all_gather, primitive, rows, schedules
+from jaxcgx.collectives.call import Call, check_choice, check_dimension, check_divisible
+from jaxcgx.transports.xla import Axes
+
+
+def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=0, tiled=False, schedule="auto", own="raw",
+                            backward_codec=None, strict=False, fusion_mb=64):
+    """The sum of `x` over a named axis, of which every rank keeps its slice, as `jax.lax.psum_scatter`.
+
+    scatter_dimension, tiled: as in lax. schedule: "one_shot" (every slice straight to its owner), "ring", or "auto", which
+    is "one_shot". backward_codec: of the transpose, which is compressed_all_gather; the same codec by default. A dict of
+    codecs scatters over the innermost axis first, so that the others carry a share each. The rest as in `compressed_psum`.
+    """
+    op = "compressed_psum_scatter"
+    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, backward_codec)
+    check_choice(op, "schedule", schedule, ("auto", "one_shot", "ring"))
+    check_choice(op, "own", own, ("raw", "encoded"))
+    schedule = "one_shot" if schedule == "auto" else schedule
+    dims = []
+    for leaf, path in zip(call.leaves, call.paths):
+        dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
+        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, call.size, tiled)
+
+    def plain(leaf, i):
+        return lax.psum_scatter(leaf, call.names, scatter_dimension=dims[i], tiled=tiled)
+
+    def compressed(leaves, key, ids):
+        parts = [rows.by_axis(rows.split(x, dims[i], call.size, tiled), call.stages) for x, i in zip(leaves, ids)]
+        for j, (names, codec) in reversed(list(enumerate(call.stages))):
+            parts = [jnp.moveaxis(x, j, 0) for x in parts]
+            parts = primitive.bind(psum_scatter_p, parts, call.stage_key(key, j, call.others(j)), axes=names, codec=codec,
+                                   backward=call.backward[j], ids=ids, schedule=schedule, own=own)
+        return parts
+
+    return call.run(plain, compressed, schedule)
+
+
+def _run(leaves, key, *, axes, codec, backward, ids, schedule, own):
+    if codec.raw:
+        return [lax.psum_scatter(x, axes) for x in leaves]
+    return schedules.reduce_scatter(schedule, Axes(axes), codec, leaves, ids, key, own)
+
+
+def _shape(shape, **params):
+    return shape[1:]
+
+
+# Row r of the input went into the sum of rank r, from every rank: its cotangent is rank r's, for every rank.
+def _transpose(avals, cts, key, *, backward, codec, schedule, own, batch, **params):
+    ranks = avals[0].shape[len(batch)]
+    return primitive.bind(all_gather.all_gather_p, cts, schedules.fold(key, schedules.BACK), ranks=ranks, codec=backward, backward=codec,
+                          to="varying", batch=batch, **params)
+
+
+psum_scatter_p = primitive.define("psum_scatter", _run, _shape, _transpose, same=False)

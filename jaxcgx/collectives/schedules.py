@@ -1,0 +1,133 @@
+"""How the bytes of one message travel among the ranks of a transport.
+
+A reduction has two halves. In the first every rank ends up with the sum of its own part of the message; in the second
+(psum only) the parts, encoded, go to everybody. What the parts are is said by `Chunks` (psum: cuts of the message, whole
+buckets, balanced in bytes) or `Slices` (psum_scatter: what the caller's scatter dimension says).
+
+Sums are in float32 and in rank order. A rank's own part takes part in its sum as it is, not encoded, unless `own` is
+"encoded". Every rank, the owner too, decodes the same bytes of a sum: replicas are identical to the bit.
+"""
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+from jaxcgx.transports.xla import Axes
+
+# What a key is folded with, so that no two encodings of an element share their noise.
+FIRST, SUM, BACK, HOP = 0, 1, 2, 3
+
+
+def fold(key, *numbers):
+    """Two words that depend on the key's two words and the numbers; None for None."""
+    if key is None:
+        return None
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    for n in numbers:
+        key = jax.random.fold_in(key, n)
+    return jax.random.key_data(key)
+
+
+def stage_key(key, number, stages):
+    """The key of an exchange of several: other noise for ranks that differ in the axes of `stages`."""
+    names = sum((names for names, _ in stages), ())
+    return fold(key, number, Axes(names).rank if names else 0)
+
+
+class Chunks:
+    """Leaves as one message, cut into a chunk for each rank."""
+
+    def __init__(self, codec, leaves, ids, size):
+        self.layout, self.leaves = Layout.of(codec, leaves, size, ids), leaves
+
+    def encode(self, key):
+        return ops.encode(self.layout, self.leaves, key)
+
+    def reduce(self, payloads, part, place, own, divisor, encoded, key):
+        """The sum of the payloads of one part, in which this rank's own leaves stand at `place`, if `own`."""
+        return ops.reduce(self.layout, payloads, chunk=part, own=self.leaves if own else None, rank=place,
+                          divisor=divisor, encoded=encoded, key=key)
+
+
+class Slices:
+    """Leaves [ranks, ...], of which row r is for rank r."""
+
+    def __init__(self, codec, leaves, ids, size):
+        self.layout = Layout.of(codec, [x[0] for x in leaves], 1, ids)
+        self.leaves, self.size = leaves, size
+
+    def encode(self, key):
+        """uint8[ranks, bytes]."""
+        def one(leaves, row):
+            return ops.encode(self.layout, leaves, fold(key, row))[0]
+
+        return jax.vmap(one)(self.leaves, jnp.arange(self.size))
+
+    def reduce(self, payloads, part, place, own, divisor, encoded, key):
+        mine = [lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves] if own else None
+        return ops.reduce(self.layout, payloads, own=mine, rank=place, divisor=divisor, encoded=encoded, key=key)
+
+
+def exchange(axes, parts, key, own, divisor, encoded):
+    """First half, at once: every part goes straight to its owner, who adds them up."""
+    received = axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank)))
+    return parts.reduce(received, axes.rank, axes.rank, own == "raw", divisor, encoded, fold(key, SUM))
+
+
+def ring(axes, parts, key, own, divisor, encoded):
+    """First half, from neighbour to neighbour: a part visits every rank and ends with its owner, encoded anew at each."""
+    part = (axes.rank - 1) % axes.size
+    # Nothing has come yet: this rank's own part is all of the first sum, and what stands in for it is not read.
+    payloads = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
+    row = parts.reduce(payloads, part, 0, True, 1.0, True, fold(key, HOP, axes.rank))
+    for hop in range(1, axes.size):
+        row, part = axes.shift(row), (part - 1) % axes.size
+        last = hop + 1 == axes.size
+        row = parts.reduce(jnp.stack([row, row]), part, 1, True, divisor if last else 1.0, encoded or not last,
+                           fold(key, SUM) if last else fold(key, HOP + hop, axes.rank))
+    return row
+
+
+REDUCE = {"two_shot": exchange, "ring": ring}
+
+
+def one_shot(axes, codec, leaves, ids, key, divisor):
+    """Everybody gets everybody's message and adds them up: one exchange, one quantization, more bytes."""
+    layout = Layout.of(codec, leaves, 1, ids)
+    gathered = axes.all_gather(ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0])
+    return ops.reduce(layout, gathered, divisor=divisor)
+
+
+def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
+    """The leaves' sum over all ranks divided by `divisor`, on every rank."""
+    if schedule == "one_shot":
+        return [x.astype(leaf.dtype) for x, leaf in zip(one_shot(axes, codec, leaves, ids, key, divisor), leaves)]
+    parts = Chunks(codec, leaves, ids, axes.size)
+    row = REDUCE[schedule](axes, parts, key, own, divisor, True)
+    return ops.decode(parts.layout, axes.all_gather(row))
+
+
+def reduce_scatter(schedule, axes, codec, leaves, ids, key, own):
+    """Of leaves [ranks, ...] the sum over ranks of the row of this rank."""
+    first = {"one_shot": exchange, "ring": ring}[schedule]
+    sums = first(axes, Slices(codec, leaves, ids, axes.size), key, own, 1.0, False)
+    return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
+
+
+def _decode_rows(layout, payloads):
+    """The leaves of a payload from every rank, [ranks, ...]."""
+    return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
+
+
+def all_gather(axes, codec, leaves, ids, key):
+    """Every rank's leaves, [ranks, ...], as everybody decodes them, their owner too."""
+    layout = Layout.of(codec, leaves, 1, ids)
+    row = ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0]
+    return _decode_rows(layout, axes.all_gather(row))
+
+
+def all_to_all(axes, codec, leaves, ids, key):
+    """Of leaves [ranks, ...] row r to rank r; row r of the result came from rank r."""
+    parts = Slices(codec, leaves, ids, axes.size)
+    return _decode_rows(parts.layout, axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank))))

@@ -1,0 +1,1 @@
+"""Who moves the bytes. A transport has a size, a rank, and moves rows of bytes; it knows of no codec."""

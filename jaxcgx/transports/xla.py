@@ -1,0 +1,68 @@
+"""Ranks along named axes: XLA's own collectives move the bytes."""
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Axes:
+    """The ranks of one named axis, or of several taken as one, outermost first."""
+
+    def __init__(self, names):
+        self.names = names
+        self.size = math.prod(map(lax.axis_size, names))
+
+    @property
+    def rank(self):
+        return lax.axis_index(self.names)
+
+    def all_to_all(self, rows):
+        """Row r goes to rank r; row r of the result came from rank r."""
+        return lax.all_to_all(rows, self.names, 0, 0, tiled=True)
+
+    def all_gather(self, row):
+        """Every rank's row, in rank order."""
+        # vmap(axis_name=...) only knows how to gather over one axis at a time; a mesh does all at once.
+        mesh = set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+        rows = row
+        for names in [self.names] if mesh else [(n,) for n in reversed(self.names)]:
+            rows = lax.all_gather(rows, names)
+        return rows.reshape(self.size, *row.shape)
+
+    def shift(self, row):
+        """The row of the rank before; the last rank's for the first."""
+        return lax.ppermute(row, self.names, [(r, (r + 1) % self.size) for r in range(self.size)])
+
+
+class Leaders:
+    """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
+    but what they compute between two gatherings goes nowhere."""
+
+    def __init__(self, outer, inner):
+        self.outer, self.inner = Axes(outer), Axes(inner)
+        self.size = self.outer.size
+
+    @property
+    def rank(self):
+        return self.outer.rank
+
+    def _send(self, row, distance):
+        """The row of the leader that many ranks before."""
+        pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
+        return lax.ppermute(row, self.outer.names + self.inner.names, pairs)
+
+    def _collect(self, row_for):
+        """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""
+        rows = [row_for(distance) for distance in range(self.size)]
+        return jnp.roll(jnp.stack(rows[::-1]), self.rank + 1, 0)
+
+    def all_to_all(self, rows):
+        return self._collect(lambda d: self._send(jnp.take(rows, (self.rank + d) % self.size, 0), d))
+
+    def all_gather(self, row):
+        rows = self._collect(lambda d: self._send(row, d))
+        return lax.psum(jnp.where(self.inner.rank == 0, rows, 0).astype(row.dtype), self.inner.names)
+
+    def shift(self, row):
+        return self._send(row, 1)
