@@ -2,6 +2,8 @@
 import jax
 from jax import lax
 from jax._src.core import NamedAxisEffect  # what makes jit and scan ask which axes are bound; public nowhere
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
 from jax.extend.core import Primitive  # noqa: F401  (re-exported)
 from jax.interpreters import ad, batching, mlir  # noqa: F401  (re-exported)
 
@@ -26,15 +28,17 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def result_aval(operands, shape, dtype, invarying=()):
-    """A result of `shape` and `dtype`, whole on every device, that varies over the axes its operands vary over, but for
-    those of `invarying`."""
+def result_aval(operands, shape, dtype, rows=0, invarying=()):
+    """A result of `shape` and `dtype` that varies over the axes its operands vary over, but for those of `invarying`. It is
+    whole on every device but for its first `rows` dimensions, which are sharded like an operand's (Explicit meshes)."""
     like = operands[0]
     mesh = like.sharding.mesh
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(None,) * len(shape)))
+    lead = next((spec for spec in (x.sharding.spec[:rows] for x in operands) if any(spec)), (None,) * rows)
+    spec = jax.sharding.PartitionSpec(*lead, *(None,) * (len(shape) - rows))
     axes = varying_axes(like) - frozenset(invarying)
     manual = dict(vma=axes) if hasattr(like, "vma") else dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
-    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=replicated, **manual)
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False,
+                       sharding=jax.sharding.NamedSharding(mesh, spec), **manual)
 
 
 def all_gather(x, axes, *, axis, tiled, to):
@@ -62,3 +66,15 @@ def whole(x):
 def zero_tangent(primal):
     """The symbolic zero that is the tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def needs_devices(primitive):
+    """Has JAX tell the lowering rules of a primitive the devices, which a partitioning rule must know."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def partitioner_decides(ctx) -> bool:
+    """Whether XLA's partitioner (Shardy) distributes what is being lowered: jit on several devices, outside shard_map."""
+    context = ctx.module_context.axis_context
+    return (isinstance(context, ShardingContext) and context.num_devices > 1 and context.device_assignment is not None
+            and context.abstract_mesh is not None and not context.abstract_mesh.empty and jax.config.jax_use_shardy_partitioner)

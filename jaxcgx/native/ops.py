@@ -14,7 +14,8 @@ import numpy as np
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.native import reference, registration
+from jaxcgx.native import partitioning, reference, registration
+from jaxcgx.native.layout import Layout
 
 _native = registration.load()
 
@@ -116,7 +117,8 @@ def _register(primitive, target, function, attributes, abstract, jvp):
         mlir.register_lowering(primitive, to_reference)
         return
     mlir.register_lowering(primitive, _lower(_refuse(target), to_reference))
-    mlir.register_lowering(primitive, _lower(_lower_to_handler(target, attributes), to_reference), platform="cpu")
+    to_handler = partitioning.lower(primitive, _lower_to_handler(target, attributes))
+    mlir.register_lowering(primitive, _lower(to_handler, to_reference), platform="cpu")
 
 
 # encode: leaves to a payload, and with feedback residuals to new residuals
@@ -156,7 +158,7 @@ def _encode_attributes(layout, avals, feedback):
 
 
 def _encode_abstract(*avals, layout, batch, feedback):
-    result = functools.partial(_compat.result_aval, avals)
+    result = functools.partial(_compat.result_aval, avals, rows=len(batch))
     payload = result((*batch, layout.chunks, layout.chunk_bytes), jnp.uint8)
     return [payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback)]
 
@@ -185,7 +187,7 @@ def _decode_attributes(layout, avals):
 
 
 def _decode_abstract(payload, *, layout, batch):
-    return [_compat.result_aval([payload], (*batch, *s), d) for s, d in zip(layout.shapes, layout.dtypes)]
+    return [_compat.result_aval([payload], (*batch, *s), d, len(batch)) for s, d in zip(layout.shapes, layout.dtypes)]
 
 
 _register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _zero_jvp(decode_p))
@@ -229,7 +231,7 @@ def _reduce_attributes(layout, avals, own, divisor, encoded):
 
 
 def _reduce_abstract(*avals, layout, batch, own, divisor, encoded):
-    result = functools.partial(_compat.result_aval, avals)
+    result = functools.partial(_compat.result_aval, avals, rows=len(batch))
     if encoded:
         return [result((*batch, layout.chunk_bytes), jnp.uint8)]
     return [result((*batch, *s), jnp.float32) for s in layout.shapes]
@@ -246,3 +248,42 @@ def _reduce_jvp(primals, tangents, **params):
 
 
 _register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp)
+
+
+# roundtrip: an array as the other end will see it
+
+roundtrip_p = _compat.Primitive("jaxcgx_roundtrip")
+
+
+def roundtrip(codec, x, key=None):
+    """decode(encode(x)), as a message of its own. Its derivative is its caller's business."""
+    return _bind(roundtrip_p, [x, *_check_key("roundtrip", codec, key)], codec=codec, batch=())[0]
+
+
+def _roundtrip_lowered(*operands, codec, batch):
+    def one(x, key=None):
+        layout = Layout.of(codec, [x])
+        return decode(layout, encode(layout, [x], key))
+
+    for _ in batch:
+        one = jax.vmap(one)
+    return one(*operands)
+
+
+def _roundtrip_keeps(shape, shards, codec):
+    """Whether shards consist of whole buckets: what lies together in one, behind the last axis that is cut, must. Noise
+    depends on where in the leaf an element lies, which a shard doesn't know."""
+    last = max((k for k, n in enumerate(shards) if n > 1), default=None)
+    if last is None:
+        return True
+    if codec.stochastic or codec.meta and not codec.bucket_size or any(size % n for size, n in zip(shape, shards)):
+        return False
+    return math.prod(shape[last:]) // shards[last] % (codec.bucket_size or 1) == 0
+
+
+roundtrip_p.multiple_results = True
+roundtrip_p.def_impl(jax.jit(roundtrip_p.bind, static_argnames=("codec", "batch")))
+# Rounded where it lies: the type's sharding (Explicit meshes) stays.
+roundtrip_p.def_abstract_eval(lambda x, *key, codec, batch: [x.update(weak_type=False)])
+batching.primitive_batchers[roundtrip_p] = functools.partial(_batch, roundtrip_p)
+mlir.register_lowering(roundtrip_p, partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps))
