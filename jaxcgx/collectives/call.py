@@ -1,5 +1,4 @@
 """A call of a collective: its arguments checked, its leaves put into messages."""
-import json
 import math
 import operator
 import warnings
@@ -10,16 +9,11 @@ from jax import lax
 
 from jaxcgx import _compat, plan
 from jaxcgx.codecs.base import check_codec
-from jaxcgx.collectives import costs, schedules
+from jaxcgx.collectives import costs, schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
-
-
-def scope(op, names, **what):
-    """A name for what a call sends, which `explain` reads again."""
-    return f"jaxcgx {json.dumps(dict(op=op, axes=names, **what), separators=(',', ':'))}".replace("/", "|")
 
 
 def check_axes(op, axis_name):
@@ -157,15 +151,18 @@ class Call:
 
     def run(self, plain, compressed, schedule):
         """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids)` for each message.
-        The names of the scopes are what `explain` finds in the compiled program."""
+        The scopes are what `explain` finds in the compiled program."""
         results = [None] * len(self.leaves)
         for i, reason in self.raw.items():
-            with jax.named_scope(scope(self.op, self.names, leaves=[i], raw=reason)):
+            leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
+            size = leaf.size * jnp.dtype(leaf.dtype).itemsize
+            with scopes.scope(scopes.Leaf(self.op, self.names, path, str(leaf.dtype), size, reason)):
                 results[i] = plain(self.leaves[i], i)
         coded = [i for i in range(len(self.leaves)) if i not in self.raw]
         for message in plan.messages([self.leaves[i] for i in coded], self.limit):
             ids = tuple(coded[k] for k in message)
-            with jax.named_scope(scope(self.op, self.names, leaves=ids, codecs=[str(c) for _, c in self.stages], schedule=schedule)):
+            paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
+            with scopes.scope(scopes.Message(self.op, self.names, paths)):
                 done = compressed([self.leaves[i] for i in ids], self.key, ids)
             for i, y in zip(ids, done):
                 results[i] = y

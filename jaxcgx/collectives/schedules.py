@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx.collectives.scopes import Exchange, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.transports.xla import Axes
@@ -95,8 +96,9 @@ REDUCE = {"two_shot": exchange, "ring": ring}
 def one_shot(axes, codec, leaves, ids, key, divisor):
     """Everybody gets everybody's message and adds them up: one exchange, one quantization, more bytes."""
     layout = Layout.of(codec, leaves, 1, ids)
-    gathered = axes.all_gather(ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0])
-    return ops.reduce(layout, gathered, divisor=divisor)
+    with scope(Exchange.of("one_shot", layout, 2 / axes.size)):
+        gathered = axes.all_gather(ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0])
+        return ops.reduce(layout, gathered, divisor=divisor)
 
 
 def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
@@ -104,14 +106,16 @@ def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
     if schedule == "one_shot":
         return [x.astype(leaf.dtype) for x, leaf in zip(one_shot(axes, codec, leaves, ids, key, divisor), leaves)]
     parts = Chunks(codec, leaves, ids, axes.size)
-    row = REDUCE[schedule](axes, parts, key, own, divisor, True)
-    return ops.decode(parts.layout, axes.all_gather(row))
+    with scope(Exchange.of(schedule, parts.layout)):
+        row = REDUCE[schedule](axes, parts, key, own, divisor, True)
+        return ops.decode(parts.layout, axes.all_gather(row))
 
 
 def reduce_scatter(schedule, axes, codec, leaves, ids, key, own):
     """Of leaves [ranks, ...] the sum over ranks of the row of this rank."""
-    first = {"one_shot": exchange, "ring": ring}[schedule]
-    sums = first(axes, Slices(codec, leaves, ids, axes.size), key, own, 1.0, False)
+    first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, axes.size)
+    with scope(Exchange.of(schedule, parts.layout)):
+        sums = first(axes, parts, key, own, 1.0, False)
     return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
 
 
@@ -123,11 +127,13 @@ def _decode_rows(layout, payloads):
 def all_gather(axes, codec, leaves, ids, key):
     """Every rank's leaves, [ranks, ...], as everybody decodes them, their owner too."""
     layout = Layout.of(codec, leaves, 1, ids)
-    row = ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0]
-    return _decode_rows(layout, axes.all_gather(row))
+    with scope(Exchange.of("one_shot", layout)):
+        row = ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0]
+        return _decode_rows(layout, axes.all_gather(row))
 
 
 def all_to_all(axes, codec, leaves, ids, key):
     """Of leaves [ranks, ...] row r to rank r; row r of the result came from rank r."""
     parts = Slices(codec, leaves, ids, axes.size)
-    return _decode_rows(parts.layout, axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank))))
+    with scope(Exchange.of("one_shot", parts.layout)):
+        return _decode_rows(parts.layout, axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank))))
