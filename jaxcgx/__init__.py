@@ -1,8 +1,8 @@
 """jaxcgx: compressed gradient exchange for JAX."""
 from jaxcgx.codecs import AbsMax, ByteGrad, Cast, Codec, Float8, MaxMin, Raw, Sign, decode, encode, roundtrip
-from jaxcgx.collectives import (compressed_all_gather, compressed_all_to_all, compressed_pmean, compressed_psum,
-                                compressed_psum_scatter)
+from jaxcgx.collectives import (check_replicas, compressed_all_gather, compressed_all_to_all, compressed_pmean, compressed_psum,
+                                compressed_psum_scatter, local_value_and_grad, sync_in_backward)
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sign", "compressed_all_gather",
+__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sign", "check_replicas", "compressed_all_gather",
            "compressed_all_to_all", "compressed_pmean", "compressed_psum", "compressed_psum_scatter", "decode", "encode",
-           "roundtrip"]
+           "local_value_and_grad", "roundtrip", "sync_in_backward"]

@@ -28,6 +28,11 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def tracked_axes(names) -> frozenset:
+    """Those of some named axes over which JAX tracks what varies: a mesh's, under check_vma."""
+    return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
+
+
 def result_aval(operands, shape, dtype, rows=0, invarying=()):
     """A result of `shape` and `dtype` that varies over the axes its operands vary over, but for those of `invarying`. It is
     whole on every device but for its first `rows` dimensions, which are sharded like an operand's (Explicit meshes)."""

@@ -40,8 +40,6 @@ def compressed_all_gather(x, axis_name, codec, *, key=None, axis=0, tiled=False,
 
 
 def _run(leaves, key, *, axes, ranks, codec, backward, ids, to):
-    if codec.raw:
-        return [lax.all_gather(x, axes) for x in leaves]
     return schedules.all_gather(Axes(axes), codec, leaves, ids, key)
 
 

@@ -40,8 +40,6 @@ def compressed_all_to_all(x, axis_name, split_axis, concat_axis, codec, *, key=N
 
 
 def _run(leaves, key, *, axes, codec, backward, ids):
-    if codec.raw:
-        return [lax.all_to_all(x, axes, 0, 0, tiled=True) for x in leaves]
     return schedules.all_to_all(Axes(axes), codec, leaves, ids, key)
 
 

@@ -1,10 +1,12 @@
 """A call of a collective: its arguments checked, its leaves put into messages."""
 import math
+import numbers
 import operator
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcgx import _compat, plan
@@ -46,7 +48,7 @@ def check_choice(op, argument, value, choices):
         raise ValueError(f"{op}: argument '{argument}': expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_key(op, codecs, key):
+def check_key(op, codecs, key, names):
     """The key's words if a codec draws noise, else None."""
     drawing = [codec for codec in codecs if codec.stochastic]
     if key is None:
@@ -59,15 +61,15 @@ def check_key(op, codecs, key):
                       stacklevel=4)
         return None
     words = key_words(op, key)
-    if axes := _compat.varying_axes(words):
+    if axes := [name for name in names if name in _compat.varying_axes(words)]:
         raise ValueError(f"{op}: argument 'key': expected the same key on every rank, got one that varies over "
-                         f"{', '.join(map(repr, sorted(axes, key=str)))}; the noise of every rank is another one all the same")
+                         f"{', '.join(map(repr, axes))}; the noise of every rank is another one all the same")
     return words
 
 
 def check_varying(op, names, paths, leaves):
     """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
-    tracked = [name for name in names if _compat.varying_axes(lax.axis_index(name))]
+    tracked = [name for name in names if name in _compat.tracked_axes(names)]
     for path, leaf in zip(paths, leaves):
         same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
         if same:
@@ -77,7 +79,24 @@ def check_varying(op, names, paths, leaves):
                 "already, uncompressed, because the parameters don't vary over that axis. Take it with "
                 "jaxcgx.local_value_and_grad, or differentiate with respect to "
                 "jax.lax.pcast(params, axis_name, to='varying').")
-    return bool(tracked)
+
+
+def check_positive(op, argument, value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
+        raise ValueError(f"{op}: argument '{argument}': expected a positive number, got {value!r}")
+    return value
+
+
+def check_flag(op, argument, value):
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{op}: argument '{argument}': expected True or False, got {value!r}")
+
+
+def check_array(op, path, leaf):
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: argument 'x'{_at(path)}: expected an array, got {leaf!r}") from None
 
 
 def _at(path):
@@ -111,23 +130,24 @@ def check_divisible(op, argument, dimension, leaf, path, size, tiled):
 class Call:
     """The checked arguments that every collective has."""
 
-    def __init__(self, op, x, axis_name, codec, key, strict, fusion_mb, backward_codec=None):
+    def __init__(self, op, x, axis_name, codec, key, strict, fusion_mb, backward_codec=None, local=True):
         self.op, self.names = op, check_axes(op, axis_name)
         self.stages = check_codecs(op, "codec", codec, self.names)
         self.backward = [c for _, c in check_codecs(op, "backward_codec", codec if backward_codec is None else backward_codec, self.names)]
         self.size = math.prod(map(lax.axis_size, self.names))
         codecs = [codec for _, codec in self.stages] + self.backward
-        self.key = check_key(op, codecs, key)
-        if not fusion_mb > 0:
-            raise ValueError(f"{op}: argument 'fusion_mb': expected a positive number of MiB, got {fusion_mb!r}")
-        self.limit = fusion_mb * 2**20
+        self.key = check_key(op, codecs, key, self.names)
+        check_flag(op, "strict", strict)
+        self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
-        self.leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in leaves]
-        self.tracked = check_varying(op, self.names, self.paths, self.leaves)
+        self.leaves = [check_array(op, path, leaf) for path, leaf in zip(self.paths, leaves)]
+        self.tracked = bool(_compat.tracked_axes(self.names))
+        if local:  # the leaves are what is exchanged: each rank's own
+            check_varying(op, self.names, self.paths, self.leaves)
         self.raw = {}  # why a leaf travels as it is
         for i, leaf in enumerate(self.leaves):
-            reason = plan.why_raw(leaf, codecs)
+            reason = plan.why_raw(leaf, codecs) or (self.size == 1 and "there is one rank") or None
             if reason and strict and leaf.dtype not in DTYPES:
                 raise TypeError(f"{op}: argument 'x'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
             if reason:
@@ -141,11 +161,11 @@ class Call:
         """The key of stage j: other noise for ranks that differ in the axes of `stages`."""
         return schedules.stage_key(key, j, stages) if len(self.stages) > 1 else key
 
-    def schedule(self):
+    def schedule(self, leader):
         """What "auto" takes for the exchange over the outermost axes, for all messages of the call alike."""
         (names, codec), coded = self.stages[0], [x for i, x in enumerate(self.leaves) if i not in self.raw]
         ranks = math.prod(map(lax.axis_size, names))
-        share = self.size // ranks  # inner ranks take a share each
+        share = 1 if leader else self.size // ranks  # inner ranks take a share each
         return costs.choose(ranks, sum(4 * x.size for x in coded) // share,
                             sum(codec.wire_bytes(x.shape, x.dtype) for x in coded) // share)
 

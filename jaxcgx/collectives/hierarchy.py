@@ -17,71 +17,44 @@ from jaxcgx.transports.xla import Axes, Leaders
 
 def allreduce(stages, leaves, ids, key, schedule, own, leader, divisor):
     """The leaves' sum over all stages ((axes, codec), ...), outermost first, divided by `divisor`."""
-    if leader:
-        return _by_leaders(stages, leaves, ids, key, schedule, own, divisor)
-    results = [None] * len(leaves)
-    for group in _groups(stages, leaves):
-        flat = _by_shards(stages, _join([leaves[i] for i in group], stages), ids[group[0]], key, schedule, own, divisor)
-        at = 0
-        for i in group:
-            results[i] = flat[at : at + leaves[i].size].reshape(leaves[i].shape)
-            at += _padded(leaves[i].size, stages)
-    return results
+    how = _by_leaders if leader else _by_shards
+    return how(stages, leaves, ids, key, schedule, own, divisor)
 
 
-def _groups(stages, leaves):
-    """Indices of the leaves that make one vector: those of a dtype; or each alone, for codecs with one bucket a leaf."""
-    if any(codec.meta and not codec.bucket_size for _, codec in stages):
-        return [[i] for i in range(len(leaves))]
-    return [[i for i, x in enumerate(leaves) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in leaves)]
-
-
-def _padded(size, stages):
-    """A leaf's size in the vector: leaves start on a bucket of every codec."""
-    unit = math.lcm(*(codec.bucket_size or 1 for _, codec in stages))
-    return -(-size // unit) * unit
-
-
-def _join(leaves, stages):
-    """The leaves in one vector that splits into whole buckets for all inner ranks. A bucket is filled up with its last
-    number, which changes neither its minimum nor its maximum."""
-    parts = [lax.pad(x.reshape(-1), x.reshape(-1)[-1], [(0, _padded(x.size, stages) - x.size, 0)]) for x in leaves]
-    unit = _padded(1, stages) * math.prod(Axes(names).size for names, _ in stages[1:])
-    total = sum(x.size for x in parts)
-    return jnp.concatenate([*parts, jnp.zeros(-total % unit, parts[0].dtype)])
-
-
-def _by_shards(stages, shard, leaf, key, schedule, own, divisor):
+# Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not depend
+# on what else is in the message. Raw() stages send bytes too: leaves share a message, for which XLA has no reduce-scatter.
+def _by_shards(stages, leaves, ids, key, schedule, own, divisor):
     inner = list(enumerate(stages))[1:]
+    shards = [_cut(x, [Axes(names).size for _, (names, _) in reversed(inner)]) for x in leaves]
     for i, (names, codec) in reversed(inner):
-        axes, others = Axes(names), stages[:i] + stages[i + 1 :]
-        rows = shard.reshape(axes.size, -1)
-        if codec.raw:
-            shard = lax.psum_scatter(rows, names)
-        else:
-            (shard,) = schedules.reduce_scatter("one_shot", axes, codec, [rows], (leaf,), schedules.stage_key(key, i, others), own)
-    (shard,) = _exchange(Axes(stages[0][0]), stages[0], [shard], (leaf,), schedules.stage_key(key, 0, stages[1:]), schedule, own, divisor)
+        others = schedules.stage_key(key, i, stages[:i] + stages[i + 1 :])
+        shards = schedules.reduce_scatter("one_shot", Axes(names), codec, shards, ids, others, own)
+    (names, codec), others = stages[0], schedules.stage_key(key, 0, stages[1:])
+    shards = _exchange(Axes(names), codec, shards, ids, others, schedule, own, divisor)
     for i, (names, codec) in inner:
-        if codec.raw:
-            rows = lax.all_gather(shard, names)
-        else:
-            (rows,) = schedules.all_gather(Axes(names), codec, [shard], (leaf,), schedules.stage_key(key, len(stages) + i, stages[i + 1 :]))
-        shard = rows.reshape(-1)
-    return shard
+        further_in = schedules.stage_key(key, len(stages) + i, stages[i + 1 :])  # further out all have the same by now
+        shards = schedules.all_gather(Axes(names), codec, shards, ids, further_in)
+    return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shards, leaves)]
+
+
+def _cut(x, sizes):
+    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum."""
+    ranks, flat = math.prod(sizes), x.reshape(-1)
+    share = -(-x.size // ranks)
+    return lax.pad(flat, flat[-1], [(0, ranks * share - x.size, 0)]).reshape(*sizes, share)
 
 
 def _by_leaders(stages, leaves, ids, key, schedule, own, divisor):
-    for i, stage in reversed(list(enumerate(stages))[1:]):
+    for i, (names, codec) in reversed(list(enumerate(stages))[1:]):
         others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
-        leaves = _exchange(Axes(stage[0]), stage, leaves, ids, schedules.stage_key(key, i, others), "two_shot", own, 1.0)
-    leaders = Leaders(stages[0][0], sum((names for names, _ in stages[1:]), ()))
-    return _exchange(leaders, stages[0], leaves, ids, schedules.stage_key(key, 0, ()), schedule, own, divisor)
+        leaves = _exchange(Axes(names), codec, leaves, ids, schedules.stage_key(key, i, others), "two_shot", own, 1.0)
+    (names, codec), inner = stages[0], sum((names for names, _ in stages[1:]), ())
+    return _exchange(Leaders(names, inner), codec, leaves, ids, schedules.stage_key(key, 0, ()), schedule, own, divisor)
 
 
-def _exchange(axes, stage, leaves, ids, key, schedule, own, divisor):
+def _exchange(axes, codec, leaves, ids, key, schedule, own, divisor):
     """The sum over one stage, divided."""
-    names, codec = stage
     if axes.size > 1 and not codec.raw:
         return schedules.allreduce(schedule, axes, codec, leaves, ids, key, own, divisor)
-    sums = lax.psum(leaves, names)
+    sums = lax.psum(leaves, axes.names)
     return [(x.astype(jnp.float32) / divisor).astype(x.dtype) for x in sums] if divisor != 1.0 else sums

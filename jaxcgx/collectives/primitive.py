@@ -23,8 +23,9 @@ def split(operands, params):
 
 
 def bind(primitive, leaves, key, **params):
-    operands = _compat.match_varying(*leaves, *([] if key is None else [key]))
-    return primitive.bind(*operands, **{"batch": (), **params})
+    if key is not None:  # what noise varies over, results do; what else is in the message doesn't matter
+        leaves = [*(_compat.vary(x, _compat.varying_axes(key)) for x in leaves), key]
+    return primitive.bind(*leaves, **{"batch": (), **params})
 
 
 def define(name, run, shape, transpose, same, invarying=lambda **params: False):
@@ -60,7 +61,7 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         sizes, n = tuple(size for size, _ in batch), len(batch)
         gone = axes if invarying(**params) else ()
         leaves, _ = split(avals, params)
-        return [_compat.result_aval([aval], sizes + shape(aval.shape[n:], axes=axes, **params), aval.dtype, gone)
+        return [_compat.result_aval([aval], sizes + shape(aval.shape[n:], axes=axes, **params), aval.dtype, invarying=gone)
                 for aval in leaves], _compat.axis_effects(bound)
 
     primitive.def_effectful_abstract_eval(abstract)
@@ -69,7 +70,7 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         ours = axis.name in axes
         moved = [jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
         batch = ((axis.size, axis.name if ours else None), *batch)
-        results = primitive.bind(*_compat.match_varying(*moved), batch=batch, axes=axes, **params)
+        results = primitive.bind(*moved, batch=batch, axes=axes, **params)
         if ours and same:
             return [r[0] for r in results], [None] * len(results)
         return results, [0] * len(results)

@@ -2,8 +2,8 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import costs, hierarchy, primitive, schedules
-from jaxcgx.collectives.call import SCHEDULES, Call, check_choice
+from jaxcgx.collectives import hierarchy, primitive, schedules
+from jaxcgx.collectives.call import SCHEDULES, Call, check_choice, check_flag
 from jaxcgx.transports.xla import Axes
 
 
@@ -26,34 +26,42 @@ def compressed_psum(x, axis_name, codec, *, key=None, schedule="auto", own="raw"
 
     Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
     """
-    return _reduce("compressed_psum", lax.psum, False, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb)
+    return _reduce("compressed_psum", x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, mean=False)
 
 
 def compressed_pmean(x, axis_name, codec, *, key=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=64):
     """The mean of `x` over a named axis, as `jax.lax.pmean`: compressed_psum, divided in float32 before the last encoding."""
-    return _reduce("compressed_pmean", lax.pmean, True, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb)
+    return _reduce("compressed_pmean", x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, mean=True)
 
 
-def _reduce(op, plain, mean, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb):
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb)
+def _reduce(*args, **kwargs):
+    call, plain, compressed, schedule = prepare(*args, **kwargs)
+    return call.run(plain, compressed, schedule)
+
+
+def prepare(op, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, local=True):
+    """A checked call, what reduces a leaf and what a message (as Call.run wants them), and the schedule."""
+    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, local=local)
     check_choice(op, "schedule", schedule, SCHEDULES)
     check_choice(op, "own", own, ("raw", "encoded"))
     if own == "encoded" and schedule == "ring":
         raise ValueError(f"{op}: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's "
                          "part as it is")
+    check_flag(op, "leader", leader)
     if leader and len(call.stages) < 2:
         raise ValueError(f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
                          "dict with a codec for each name")
-    if call.size == 1:
-        return plain(x, call.names)
     if schedule == "auto":
-        schedule = call.schedule()
+        schedule = call.schedule(leader)
 
     def compressed(leaves, key, ids):
         return primitive.bind(psum_p, leaves, key, axes=call.names, stages=call.stages, ids=ids, schedule=schedule, own=own,
                               leader=leader, divisor=float(call.size) if mean else 1.0, tracked=call.tracked)
 
-    return call.run(lambda leaf, i: plain(leaf, call.names), compressed, schedule)
+    def plain(leaf, i):
+        return (lax.pmean if mean else lax.psum)(leaf, call.names)
+
+    return call, plain, compressed, schedule
 
 
 def _run(leaves, key, *, axes, stages, ids, schedule, own, leader, divisor, tracked):

@@ -40,8 +40,6 @@ def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=
 
 
 def _run(leaves, key, *, axes, codec, backward, ids, schedule, own):
-    if codec.raw:
-        return [lax.psum_scatter(x, axes) for x in leaves]
     return schedules.reduce_scatter(schedule, Axes(axes), codec, leaves, ids, key, own)
 
 

@@ -113,6 +113,8 @@ def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
 
 def reduce_scatter(schedule, axes, codec, leaves, ids, key, own):
     """Of leaves [ranks, ...] the sum over ranks of the row of this rank."""
+    if axes.size == 1:
+        return [x[0] for x in leaves]
     first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, axes.size)
     with scope(Exchange.of(schedule, parts.layout)):
         sums = first(axes, parts, key, own, 1.0, False)
@@ -126,6 +128,8 @@ def _decode_rows(layout, payloads):
 
 def all_gather(axes, codec, leaves, ids, key):
     """Every rank's leaves, [ranks, ...], as everybody decodes them, their owner too."""
+    if axes.size == 1:
+        return [x[None] for x in leaves]
     layout = Layout.of(codec, leaves, 1, ids)
     with scope(Exchange.of("one_shot", layout)):
         row = ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0]
@@ -134,6 +138,8 @@ def all_gather(axes, codec, leaves, ids, key):
 
 def all_to_all(axes, codec, leaves, ids, key):
     """Of leaves [ranks, ...] row r to rank r; row r of the result came from rank r."""
+    if axes.size == 1:
+        return list(leaves)
     parts = Slices(codec, leaves, ids, axes.size)
     with scope(Exchange.of("one_shot", parts.layout)):
         return _decode_rows(parts.layout, axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank))))

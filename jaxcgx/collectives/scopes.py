@@ -6,7 +6,6 @@ for as long as the process lives, as traces are: a function that is jitted alrea
 import dataclasses
 import hashlib
 import re
-import typing
 
 import jax
 
@@ -16,7 +15,8 @@ _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{8})(?![\w.+-])")
 _meaning = {}
 
 
-class Message(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Message:
     """Leaves that travel together."""
 
     function: str
@@ -29,7 +29,8 @@ class Message(typing.NamedTuple):
         return f"{self.function}.{_plain(self.leaves[0])}{more}"
 
 
-class Leaf(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Leaf:
     """A leaf that travels as it is."""
 
     function: str
@@ -48,7 +49,8 @@ class Leaf(typing.NamedTuple):
         return f"{self.function}.raw.{_plain(self.path)}"
 
 
-class Exchange(typing.NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Exchange:
     """An exchange of a message over some axes: over all of its call's, or one of several."""
 
     schedule: str
@@ -86,5 +88,5 @@ def scope(meaning):
 
 
 def read(text):
-    """[(name, meaning or None)] of all scopes that a name of the program mentions; None: of a program traced elsewhere."""
+    """[(name, meaning)] of all scopes that a name in a program mentions. None: it was traced in another process."""
     return [(name, _meaning.get(tag)) for name, tag in dict.fromkeys(_TAG.findall(text))]

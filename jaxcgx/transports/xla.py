@@ -40,7 +40,7 @@ class Leaders:
     but what they compute between two gatherings goes nowhere."""
 
     def __init__(self, outer, inner):
-        self.outer, self.inner = Axes(outer), Axes(inner)
+        self.names, self.outer, self.inner = outer, Axes(outer), Axes(inner)
         self.size = self.outer.size
 
     @property
@@ -50,7 +50,7 @@ class Leaders:
     def _send(self, row, distance):
         """The row of the leader that many ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
-        return lax.ppermute(row, self.outer.names + self.inner.names, pairs)
+        return lax.ppermute(row, self.names + self.inner.names, pairs)
 
     def _collect(self, row_for):
         """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""

@@ -1,0 +1,129 @@
+"""local_value_and_grad, and exchanges in the backward pass."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes
+
+RANKS = 4
+MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
+CODEC = cgx.MaxMin(4, 64)
+STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
+PARAMS = {"w1": jax.random.normal(jax.random.key(0), (30, 40)), "b1": jnp.zeros(40), "n": jnp.arange(3),
+          "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16)}
+X = jax.random.normal(jax.random.key(2), (RANKS * 8, 30))
+CHECKS = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def loss(params, x):
+    h = jnp.tanh(x @ params["w1"] + params["b1"])
+    return ((h @ params["w2"].astype(jnp.float32)) ** 2).mean()
+
+
+def on_mesh(function, check_vma, out=P()):
+    return jax.jit(jax.shard_map(function, mesh=MESH, in_specs=(P(), P("data")), out_specs=out, check_vma=check_vma))
+
+
+def gradients(function, params, x):
+    """Of the float leaves."""
+    return jax.grad(lambda floats: function({**params, **floats}, x))({k: v for k, v in params.items() if k != "n"})
+
+
+@pytest.mark.short
+@CHECKS
+def test_local_gradients_are_not_reduced(check_vma):
+    def step(params, x):
+        floats = {k: v for k, v in params.items() if k != "n"}
+        value, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
+        return jax.tree.map(lambda a: a[None], (value, grads))
+
+    value, grads = on_mesh(step, check_vma, P("data"))(PARAMS, X)
+    for r in range(RANKS):
+        shard = X[8 * r : 8 * r + 8]
+        np.testing.assert_allclose(value[r], loss(PARAMS, shard), rtol=1e-6)
+        for k, g in gradients(loss, PARAMS, shard).items():
+            np.testing.assert_allclose(np.float32(grads[k][r]), np.float32(g), rtol=1e-2, atol=1e-5)
+
+
+@CHECKS
+def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
+    def f(a, b, x):
+        return (a * b * x).sum(), {"aux": x.sum()}
+
+    def step(params, x):
+        (value, aux), (da, db) = cgx.local_value_and_grad(f, ("data",), argnums=(0, -2), has_aux=True)(params["a"], params["b"], x)
+        return jax.tree.map(lambda y: y[None], (value, aux["aux"], da, db))
+
+    x = jnp.arange(4.0)
+    value, aux, da, db = on_mesh(step, check_vma, P("data"))({"a": jnp.float32(3), "b": jnp.float32(5)}, x)
+    np.testing.assert_array_equal(value, 15 * x)
+    np.testing.assert_array_equal(aux, x)
+    np.testing.assert_array_equal(da, 5 * x)
+    np.testing.assert_array_equal(db, 3 * x)
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(), dict(fusion_mb=1e-6), dict(fusion_mb=0.002, schedule="ring"), dict(codec=STOCHASTIC, key=jax.random.key(5), own="encoded"),
+], ids=str)  # fmt: skip
+@CHECKS
+def test_as_at_the_end(check_vma, arguments):
+    arguments = {"codec": CODEC, **arguments}
+
+    def at_the_end(params, x):
+        floats = {k: v for k, v in params.items() if k != "n"}
+        _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
+        return cgx.compressed_pmean({**grads, "n": lax.pcast(params["n"], "data", to="varying") if check_vma else params["n"]}, "data",
+                                    **arguments)
+
+    def on_the_way(params, x):
+        return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", **arguments), x), params, x)
+
+    end, way = on_mesh(at_the_end, check_vma)(PARAMS, X), on_mesh(on_the_way, check_vma)(PARAMS, X)
+    for k, g in way.items():
+        assert_same_bytes(np.asarray(g), np.asarray(end[k]))
+
+
+def test_identity_forward_and_layer_by_layer():
+    def layer(w, x):
+        return jnp.tanh(x @ cgx.sync_in_backward(w, "data", CODEC))
+
+    def step(params, x):
+        return jax.grad(lambda w: functools.reduce(lambda h, v: layer(v, h), w, x).sum())(params)
+
+    weights = [jax.random.normal(jax.random.key(i), (30, 30)) / 6 for i in range(3)]
+    run = on_mesh(step, True)
+    local = [jax.grad(lambda w: functools.reduce(lambda h, v: jnp.tanh(h @ v), w, X[8 * r : 8 * r + 8]).sum())(weights) for r in range(RANKS)]
+    for i, g in enumerate(run(weights, X)):
+        mean = np.mean([one[i] for one in local], 0)
+        spread = max(np.ptp(one[i]) for one in local)
+        assert np.abs(g - mean).max() <= 2 * spread / 15
+    # The last layer's exchange stands before the first layer's backward pass, not behind it.
+    program = str(jax.make_jaxpr(run)(weights, X))
+    assert program.count("jaxcgx_psum") == 3
+    assert program.find("jaxcgx_psum") < program.rfind("dot_general")
+    forward = on_mesh(lambda w, x: layer(w, x), True, P("data"))
+    np.testing.assert_array_equal(forward(weights[0], X), jax.jit(lambda w, x: jnp.tanh(x @ w))(weights[0], X))
+
+
+def test_varying_parameters_get_varying_gradients():
+    def step(params, x):
+        mine = lax.pcast(params, "data", to="varying")
+        return jax.grad(lambda w: (cgx.sync_in_backward(w, "data", CODEC) * x.sum()).sum())(mine)[None]
+
+    g = on_mesh(step, True, P("data"))(jnp.ones(10), X)
+    assert_same_bytes(g[0], g[3])
+
+
+def test_errors():
+    with pytest.raises(TypeError, match="local_value_and_grad: argument 'fun': expected a function, got 3"):
+        cgx.local_value_and_grad(3, "data")
+    with pytest.raises(NameError, match="local_value_and_grad: argument 'axis_name': no axis 'data' is bound here"):
+        cgx.local_value_and_grad(lambda x: x, "data")(1.0)
+    with pytest.raises(NameError, match="sync_in_backward: argument 'axis_name': no axis 'data'"):
+        cgx.sync_in_backward(PARAMS, "data", CODEC)
