@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
+from jaxcgx.collectives import scopes
 from jaxcgx.collectives.call import check_axes
 from jaxcgx.transports.xla import Axes
 
@@ -76,8 +77,9 @@ def check_replicas(tree, axis_name):
         return Replicas(jnp.zeros((0, Axes(names).size), bool), (), axis_name)
     sums = [_compat.vary(x, frozenset().union(_compat.tracked_axes(names), *map(_compat.varying_axes, sums))) for x in sums]
     every = jnp.stack(sums)
-    for name in reversed(names):
-        every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
+    with scopes.scope(scopes.Message("check_replicas", names, paths)):
+        for name in reversed(names):
+            every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
     every = every.reshape(-1, len(sums), 2)
     same = (every[:, None] == every[None]).all(-1)  # [rank, rank, leaf]
     most = same.sum(1).argmax(0)  # of each leaf, a rank that has what most have

@@ -1,0 +1,216 @@
+"""explain: what a compiled program sends."""
+import collections
+import dataclasses
+import itertools
+import math
+import re
+
+import jax
+import numpy as np
+
+from jaxcgx.collectives import scopes
+from jaxcgx.report import hlo
+
+_SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of the compiled program."""
+
+    operation: str  # as XLA calls it: "all-to-all"
+    axes: tuple | None  # names of mesh axes, outermost first; None: the ranks match those of no mesh
+    ranks: int  # that exchange with one another
+    dtype: str
+    bytes: int  # that a rank sends to others, each time
+    raw_bytes: int  # that it would send to the same end without compression
+    times: int | None  # that it runs in a call; None: it is in a loop of unknown length
+    branch: bool  # it is in a branch of a conditional: it may not run at all
+    function: str  # of jaxcgx; "" for a collective that is not of jaxcgx
+    codec: str
+    schedule: str
+    leaves: tuple  # paths
+    name: str  # XLA's op_name: where in the traced program it comes from
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. str() is a table."""
+
+    collectives: tuple  # of Collective
+    raw: tuple  # of jaxcgx.collectives.scopes.Leaf: leaves that travel as they are, and why
+
+    @property
+    def bytes(self):
+        """That a rank sends in a call. Loops of unknown length count once, and of a conditional every branch."""
+        return sum(c.bytes * (1 if c.times is None else c.times) for c in self.collectives)
+
+    @property
+    def raw_bytes(self):
+        """The same without compression."""
+        return sum(c.raw_bytes * (1 if c.times is None else c.times) for c in self.collectives)
+
+    @property
+    def ratio(self):
+        return self.raw_bytes / self.bytes if self.bytes else 1.0
+
+    def __repr__(self):
+        return f"<Explanation: {len(self.collectives)} collectives, {len(self.raw)} raw leaves, {self.bytes:,} bytes a rank>"
+
+    def __str__(self):
+        parts = []
+        if self.collectives:
+            rows = [_row(c, count) for c, count in collections.Counter(self.collectives).items()]
+            parts.append(_table(("operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"), rows))
+        if self.raw:
+            rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
+            parts.append(_table(("left raw", "dtype", "bytes", "function", "because"), rows))
+        total = f"In a call a rank sends {self.bytes:,} bytes; without compression {self.raw_bytes:,}, {self.ratio:.2f} times as many."
+        if any(c.times is None for c in self.collectives):
+            total += " Loops of unknown length count once."
+        if any(c.branch for c in self.collectives):
+            total += " Every branch of a conditional counts."
+        return "\n\n".join([*parts, total if self.collectives else "No rank sends anything."])
+
+
+def explain(fn, /, *args, show=True, **kwargs):
+    """Every collective in the compiled `fn`, compressed or not, and every leaf that jaxcgx left raw, with the reason.
+
+    fn: a function, jitted or not (pmap too). args, kwargs: what it would be called with; jax.ShapeDtypeStruct will do for
+    arrays. It is compiled, not run. show: print the result as a table.
+
+    Bytes are what one rank (of those that send most) sends to others each time a collective runs: for W ranks and the B
+    bytes of its operands 2 (W - 1) / W B of an all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of
+    an all-gather, B of a collective-permute or -broadcast.
+    """
+    if isinstance(fn, (jax.stages.Lowered, jax.stages.Compiled)) or not callable(fn):
+        raise TypeError(f"explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got {fn!r}")
+    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    if hasattr(jitted, "trace"):
+        traced = jitted.trace(*args, **kwargs)
+        jaxpr, lowered = traced.jaxpr, traced.lower()
+    else:  # pmap
+        jaxpr, lowered = jax.make_jaxpr(jitted)(*args, **kwargs), jitted.lower(*args, **kwargs)
+    compiled = lowered.compile()
+    text, meshes, raw = compiled.as_text(), {}, []
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        _note_mesh(sharding, meshes)
+    _walk(jaxpr, "", meshes, raw)
+    axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
+    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw))
+    if show:
+        print(result)
+    return result
+
+
+def _walk(jaxpr, names, meshes, raw):
+    """Collects the meshes and the raw leaves of a jaxpr and of those inside: XLA joins leaves, and drops empty ones."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = f"{names}/{eqn.source_info.name_stack}"
+        if _SENDS.search(eqn.primitive.name):
+            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.Leaf)]
+        for param in eqn.params.values():
+            for value in param if isinstance(param, (tuple, list)) else [param]:
+                _note_mesh(value, meshes)
+                if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                    _walk(value, name, meshes, raw)
+
+
+def _note_mesh(value, meshes):
+    mesh = getattr(value, "mesh", value)
+    if isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        meshes[tuple(mesh.shape.items())] = None
+
+
+class _Axes:
+    """Which axes of the program's meshes groups of ranks are."""
+
+    def __init__(self, meshes):
+        self.meshes, self.known = meshes, {}
+
+    def of(self, collective, wanted):
+        """(names or None, ranks), by a mesh that has the `wanted` axes if there is one."""
+        key = collective.groups, collective.permutes, wanted
+        if key not in self.known:
+            self.known[key] = self._find(*key)
+        return self.known[key]
+
+    def _find(self, groups, permutes, wanted):
+        for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
+            names = _permuted(groups, mesh) if permutes else _grouped(groups, mesh)
+            if names is not None:
+                return names, math.prod(mesh[name] for name in names)
+        return None, len(set(itertools.chain(*groups))) if permutes else max(map(len, groups))
+
+
+def _grouped(groups, mesh):
+    ranks = set(map(frozenset, groups))
+    for n in range(len(mesh) + 1):
+        for names in itertools.combinations(mesh, n):
+            if set(map(frozenset, hlo.mesh_groups(mesh, [(name, 1, mesh[name]) for name in names]))) == ranks:
+                return names
+    return None
+
+
+def _permuted(pairs, mesh):
+    """The axes along which receivers differ from their senders."""
+    places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # of each axis [pairs, 2]
+    return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
+
+
+def _sent(operation, size, ranks):
+    """The bytes that go to others of an operand's bytes."""
+    if ranks == 1:
+        return 0
+    if operation in ("collective-permute", "collective-broadcast"):
+        return size
+    share = {"all-reduce": 2 / ranks, "all-gather": 1}.get(operation, 1 / ranks)
+    return round((ranks - 1) * share * size)
+
+
+def _collective(found, axes):
+    # What the partitioner inserts has the name of what it was inserted for: an operation that sends nothing, or other axes.
+    scope = scopes.read(found.name) if _SENDS.search(found.name) else []
+    calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.Message, scopes.Leaf))]
+    names, ranks = axes.of(found, calls[0].axes if calls else ())
+    if calls and names is not None and not set(names) <= set(calls[0].axes):
+        scope, calls = [], []
+    exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.Exchange)]
+    sent = _sent(found.operation, sum(size for _, size in found.operands), ranks)
+    saving = min((e.saving for e in exchanges), default=1.0)
+    if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
+        saving /= 2  # a leader hands its result on: that is half of what a sum sends
+    unknown = [name for name, meaning in scope if meaning is None]
+    return Collective(
+        operation=found.operation, axes=names, ranks=ranks, dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
+        bytes=sent, raw_bytes=round(sent * saving), times=found.times, branch=found.branch,
+        function=_joined([c.function for c in calls] or [name.split(".")[0] for name in unknown[:1]]),
+        codec="unknown" if unknown else _joined(scopes.spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
+        schedule=_joined(e.schedule for e in exchanges), leaves=tuple(itertools.chain(*(c.leaves for c in calls))), name=found.name)
+
+
+def _joined(words):
+    return ", ".join(dict.fromkeys(words))
+
+
+def _dtype(name):
+    """A dtype as NumPy calls it, of XLA's name."""
+    kinds = {"u": "uint", "s": "int", "f": "float", "bf": "bfloat", "c": "complex"}
+    m = re.fullmatch(r"([a-z]+)(\d+)", name)
+    return "bool" if name == "pred" else kinds.get(m[1], m[1]) + m[2] if m else name
+
+
+def _row(c, count):
+    often = f"{count} in a loop" if c.times is None else str(count * c.times)
+    axes = f"groups of {c.ranks}" if c.axes is None else ", ".join(map(str, c.axes))
+    first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
+    return (c.operation, axes, c.dtype, f"{c.bytes:,}", often + " at most" * c.branch, c.function or "not jaxcgx", c.codec, c.schedule,
+            f"{first} and {more} more" if more > 0 else first)
+
+
+def _table(head, rows):
+    """Columns under their heads; numbers of bytes to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    lines = [[cell.rjust(w) if name == "bytes" else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
+             for row in (head, ["-" * w for w in widths], *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
