@@ -39,9 +39,11 @@ def _by_shards(stages, leaves, ids, key, schedule, own, divisor):
 
 def _cut(x, sizes):
     """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum."""
-    ranks, flat = math.prod(sizes), x.reshape(-1)
-    share = -(-x.size // ranks)
-    return lax.pad(flat, flat[-1], [(0, ranks * share - x.size, 0)]).reshape(*sizes, share)
+    share = -(-x.size // math.prod(sizes))
+    flat = x.reshape(-1)
+    if missing := math.prod(sizes) * share - x.size:
+        flat = lax.pad(flat, flat[-1], [(0, missing, 0)])
+    return flat.reshape(*sizes, share)
 
 
 def _by_leaders(stages, leaves, ids, key, schedule, own, divisor):

@@ -55,7 +55,7 @@ class Slices:
     """Leaves [ranks, ...], of which row r is for rank r."""
 
     def __init__(self, codec, leaves, ids, size):
-        self.layout = Layout.of(codec, [x[0] for x in leaves], 1, ids)
+        self.layout = Layout(codec, tuple(x.shape[1:] for x in leaves), tuple(x.dtype for x in leaves), 1, ids)
         self.leaves, self.size = leaves, size
 
     def encode(self, key):
@@ -73,7 +73,8 @@ class Slices:
 def exchange(axes, parts, key, own, divisor, encoded):
     """First half, at once: every part goes straight to its owner, who adds them up."""
     received = axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank)))
-    return parts.reduce(received, axes.rank, axes.rank, own == "raw", divisor, encoded, fold(key, SUM))
+    mine = own == "raw" and not parts.layout.codec.raw  # whose bytes are the part as it is
+    return parts.reduce(received, axes.rank, axes.rank, mine, divisor, encoded, fold(key, SUM))
 
 
 def ring(axes, parts, key, own, divisor, encoded):
