@@ -55,7 +55,7 @@ class Explanation:
         return self.raw_bytes / self.bytes if self.bytes else 1.0
 
     def __repr__(self):
-        return f"<Explanation: {len(self.collectives)} collectives, {len(self.raw)} raw leaves, {self.bytes:,} bytes a rank>"
+        return f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
 
     def __str__(self):
         parts = []

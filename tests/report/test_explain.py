@@ -1,0 +1,339 @@
+"""explain lists what a compiled program sends: exact bytes, codecs, axes, and why a leaf stayed raw."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import normal
+from jaxcgx.native.layout import Layout
+
+CODEC, FINE = cgx.MaxMin(4, 64), cgx.MaxMin(8, 64)
+SPELLED, SPELLED_FINE = "MaxMin(bits=4, bucket_size=64)", "MaxMin(bits=8, bucket_size=64)"
+TREE = {"a": jnp.zeros((300, 7)), "b": jnp.zeros(40, jnp.bfloat16)}
+SIZE = 4 * 2100 + 2 * 40  # bytes of it
+
+
+def mesh(*axes):
+    return jax.make_mesh(tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def on(f, mesh, spec=P(), **options):
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, **{"check_vma": False, **options})
+
+
+def quiet(fn, *args, **kwargs):
+    return cgx.explain(fn, *args, show=False, **kwargs)
+
+
+def chunk(codec, tree, chunks):
+    return Layout.of(codec, jax.tree.leaves(tree), chunks).chunk_bytes
+
+
+def what(explanation):
+    return [(c.operation, c.axes, c.dtype, c.bytes, c.codec, c.schedule) for c in explanation.collectives]
+
+
+FLAT, NODES = mesh(("data", 8)), mesh(("node", 2), ("local", 4))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("function", [cgx.compressed_psum, cgx.compressed_pmean])
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
+def test_bytes_of_schedules(function, schedule):
+    found = quiet(on(lambda x: function(x, "data", CODEC, schedule=schedule), FLAT), TREE)
+    part, whole = chunk(CODEC, TREE, 8), chunk(CODEC, TREE, 1)
+    row = ("uint8", part, SPELLED, schedule)
+    assert what(found) == {
+        "two_shot": [("all-to-all", ("data",), "uint8", 7 * part, SPELLED, schedule), ("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule)],
+        "one_shot": [("all-gather", ("data",), "uint8", 7 * whole, SPELLED, schedule)],
+        "ring": [("collective-permute", ("data",), *row)] * 7 + [("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule)],
+    }[schedule]
+    assert {(c.function, c.leaves, c.ranks, c.times, c.branch) for c in found.collectives} == {
+        (function.__name__, ("['a']", "['b']"), 8, 1, False)}
+    assert found.raw == ()
+    assert found.bytes == (7 * whole if schedule == "one_shot" else 14 * part)
+    assert found.raw_bytes == pytest.approx(2 * 7 / 8 * SIZE, abs=8)  # what lax.psum sends
+    assert found.ratio == found.raw_bytes / found.bytes
+
+
+def test_auto_is_what_was_chosen():
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), jnp.zeros(100_000))
+    assert {c.schedule for c in found.collectives} == {"two_shot"}
+    assert {c.leaves for c in found.collectives} == {("",)}
+
+
+@pytest.mark.parametrize("inner", [cgx.Raw(), FINE], ids=repr)
+def test_hierarchy_names_the_codec_of_each_axis(inner):
+    x, spelled = jnp.zeros(4096), {cgx.Raw(): "Raw()", FINE: SPELLED_FINE}[inner]
+    found = quiet(on(lambda x: cgx.compressed_psum(x, ("node", "local"), {"node": CODEC, "local": inner}, schedule="two_shot"), NODES), x)
+    shard = x[: 4096 // 4]
+    inner_bytes, part = 3 * inner.wire_bytes(shard.shape, x.dtype), chunk(CODEC, [shard], 2)
+    got = what(found)
+    assert [(axes, size, codec) for _, axes, _, size, codec, _ in got] == [
+        (("local",), inner_bytes, spelled), (("node",), part, SPELLED), (("node",), part, SPELLED), (("local",), inner_bytes, spelled)]
+    assert [g[0] for g in got[1:3]] == ["all-to-all", "all-gather"] and got[3][0] == "all-gather"
+    assert found.raw_bytes == 2 * 3 * 4096 + 4096  # as 4 x 1024 floats inside, then a psum of 1024 floats over 2 nodes
+
+
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
+def test_leaders(schedule):
+    x = jnp.zeros(4096)
+    codecs = {"node": CODEC, "local": cgx.Raw()}
+    found = quiet(on(lambda x: cgx.compressed_psum(x, ("node", "local"), codecs, schedule=schedule, leader=True), NODES), x)
+    first, *between, last = found.collectives
+    assert (first.operation, first.axes, first.dtype, first.bytes, first.codec) == ("all-reduce", ("local",), "float32", 6 * 4096, "Raw()")
+    row = chunk(CODEC, [x], 1 if schedule == "one_shot" else 2)
+    assert {(c.operation, c.codec, c.schedule) for c in between} == {("collective-permute", SPELLED, schedule)}
+    # A rank also "sends" to itself: XLA has that as a collective, but no byte goes anywhere.
+    assert sorted((c.axes, c.bytes) for c in set(between)) == [((), 0), (("node",), row)]
+    assert sum(c.bytes for c in between) == row * (1 if schedule == "one_shot" else 2)
+    assert (last.operation, last.axes, last.dtype, last.bytes) == ("all-reduce", ("local",), "uint8", 2 * 3 * 2 * row // 4)
+    assert last.raw_bytes == 6 * 4096
+
+
+def test_other_collectives():
+    x = jnp.zeros((64, 100))
+    row = CODEC.wire_bytes((8, 100), x.dtype)
+    run = lambda f: what(quiet(on(f, FLAT), x))
+    rest = ("data",), "uint8"
+    assert run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True)) == [("all-to-all", *rest, 7 * row, SPELLED, "one_shot")]
+    assert run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True, schedule="ring")) == [
+        ("collective-permute", *rest, row, SPELLED, "ring")] * 7
+    assert run(lambda x: cgx.compressed_all_gather(x, "data", CODEC, tiled=True)) == [
+        ("all-gather", *rest, 7 * CODEC.wire_bytes(x.shape, x.dtype), SPELLED, "one_shot")]
+    assert run(lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, CODEC, tiled=True)) == [
+        ("all-to-all", *rest, 7 * row, SPELLED, "one_shot")]
+
+
+def test_the_backward_pass_with_its_own_codec():
+    def loss(w):
+        return (cgx.compressed_all_gather(w, "data", FINE, backward_codec=CODEC, tiled=True) ** 2).sum()
+
+    found = quiet(on(jax.grad(loss), FLAT, P("data"), check_vma=True), jnp.zeros(8000))
+    assert what(found) == [
+        ("all-gather", ("data",), "uint8", 7 * FINE.wire_bytes((1000,), jnp.float32), SPELLED_FINE, "one_shot"),
+        ("all-to-all", ("data",), "uint8", 7 * CODEC.wire_bytes((1000,), jnp.float32), SPELLED, "one_shot")]
+    assert {c.function for c in found.collectives} == {"compressed_all_gather"}
+
+
+def test_sync_in_backward():
+    def step(params, x):
+        def loss(params):
+            params = cgx.sync_in_backward(params, "data", CODEC, schedule="two_shot")
+            return ((x @ params["w"] + params["b"]) ** 2).mean()
+
+        return jax.grad(loss)(params)
+
+    params = {"b": jnp.zeros(16), "w": jnp.zeros((32, 16))}
+    run = jax.shard_map(step, mesh=FLAT, in_specs=(P(), P("data")), out_specs=P(), check_vma=True)
+    found = quiet(run, params, jnp.zeros((64, 32)))
+    assert [(c.operation, c.bytes) for c in found.collectives] == [(o, 7 * chunk(CODEC, params, 8)) for o in ("all-to-all", "all-gather")]
+    assert {(c.function, c.leaves, c.codec) for c in found.collectives} == {("sync_in_backward", ("['b']", "['w']"), SPELLED)}
+
+
+@pytest.mark.short
+def test_raw_leaves_say_why():
+    x = {"e": jnp.zeros((0, 3)), "k/1": {'"odd" (name)': jnp.zeros((3, 2), jnp.int32)}, "n": jnp.zeros(5, jnp.int8), "w": jnp.zeros(100)}
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), x)
+    # In the order of the leaves, with their own sizes, whatever XLA made of them.
+    assert [(leaf.function, leaf.path, leaf.dtype, leaf.bytes, leaf.reason) for leaf in found.raw] == [
+        ("compressed_psum", "['e']", "float32", 0, "it has no elements"),
+        ("compressed_psum", "['k/1']['\"odd\" (name)']", "int32", 24, "int32 is not float32, bfloat16 or float16"),
+        ("compressed_psum", "['n']", "int8", 5, "int8 is not float32, bfloat16 or float16")]
+    plain = [c for c in found.collectives if c.codec == "Raw()"]
+    assert {path for c in plain for path in c.leaves} == {"['k/1']['\"odd\" (name)']", "['n']"}
+    assert all(c.operation == "all-reduce" and c.function == "compressed_psum" and c.bytes == c.raw_bytes > 0 for c in plain)
+    assert {c.leaves for c in found.collectives if c not in plain} == {("['w']",)}
+
+
+@pytest.mark.parametrize("function", [
+    lambda x: cgx.compressed_psum(x, "data", cgx.Raw()), lambda x: cgx.compressed_pmean(x, "data", cgx.Raw()),
+    lambda x: cgx.compressed_psum_scatter(x, "data", cgx.Raw(), tiled=True), lambda x: cgx.compressed_all_gather(x, "data", cgx.Raw()),
+    lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, cgx.Raw(), tiled=True)])
+def test_the_raw_codec_is_a_reason(function):
+    found = quiet(on(function, FLAT), (jnp.zeros(64),))
+    assert [(leaf.path, leaf.bytes, leaf.reason) for leaf in found.raw] == [("[0]", 256, "its codec is Raw()")]
+    assert [(c.codec, c.leaves, c.dtype) for c in found.collectives] == [("Raw()", ("[0]",), "float32")]
+    assert found.ratio == 1
+
+
+def test_raw_leaves_inside_everything():
+    """pjit, scan, while, cond, remat, custom_vjp, each with a leaf of its own."""
+    def leaf(n):
+        return lambda x: cgx.compressed_psum({n: x}, "data", CODEC)[n]
+
+    @jax.custom_vjp
+    def custom(x):
+        return leaf("custom")(x)
+
+    custom.defvjp(lambda x: (leaf("unused")(x), None), lambda _, ct: (ct,))
+
+    def f(x):
+        x = jax.jit(leaf("pjit"))(x)
+        x = lax.scan(lambda c, _: (leaf("scan")(c), None), x, None, length=3)[0]
+        x = lax.while_loop(lambda c: c.sum() > 0, leaf("while"), x)
+        x = lax.cond(x.sum() > 0, leaf("cond"), lambda x: x, x)
+        return custom(jax.checkpoint(leaf("remat"))(x))
+
+    found = quiet(on(f, FLAT), jnp.zeros(4, jnp.int32))
+    assert [raw.path for raw in found.raw] == [f"['{n}']" for n in ("pjit", "scan", "while", "cond", "remat", "custom")]
+    listed = {c.leaves[0][2:-2]: (c.times, c.branch) for c in found.collectives}
+    assert listed == dict(pjit=(1, False), scan=(3, False), cond=(1, True), remat=(1, False), custom=(1, False)) | {"while": (None, False)}
+    text = str(found)
+    assert "1 in a loop" in text and "1 at most" in text and "Loops of unknown length count once." in text
+
+
+def test_loops_multiply():
+    def f(x):
+        def body(c, _):
+            return cgx.compressed_psum(c, "data", CODEC, schedule="one_shot"), None
+
+        return lax.scan(body, x, None, length=5)[0]
+
+    found = quiet(on(f, FLAT), jnp.zeros(5000))
+    assert [c.times for c in found.collectives] == [5]
+    assert found.bytes == 5 * 7 * CODEC.wire_bytes((5000,), jnp.float32)
+
+
+def test_plain_collectives_are_listed_too():
+    def f(x):
+        return (lax.psum_scatter(x, "local", tiled=True), lax.all_gather(x, "node"), lax.all_to_all(x, ("node", "local"), 0, 0, tiled=True),
+                lax.psum(x, "node"), lax.ppermute(x, "local", [(0, 1), (1, 0)]), cgx.compressed_psum(x, "node", CODEC))
+
+    found = quiet(on(f, NODES), normal(1600))
+    size, wire = 6400, CODEC.wire_bytes((1600,), jnp.float32)
+    assert sorted((c.operation, c.axes, c.bytes, c.function, c.codec) for c in found.collectives) == sorted([
+        ("reduce-scatter", ("local",), size * 3 // 4, "", ""), ("all-gather", ("node",), size, "", ""),
+        ("all-to-all", ("node", "local"), size * 7 // 8, "", ""), ("all-reduce", ("node",), size, "", ""),
+        ("collective-permute", ("local",), size, "", ""), ("all-gather", ("node",), wire, "compressed_psum", SPELLED)])
+    assert all(c.raw_bytes == c.bytes for c in found.collectives if not c.function)
+    assert found.raw == ()
+    assert str(found).count("not jaxcgx") == 5
+
+
+def test_three_axes_and_an_axis_of_one():
+    cube = mesh(("a", 2), ("one", 1), ("b", 2), ("c", 2))
+    subsets = [("a",), ("b",), ("c",), ("a", "b"), ("a", "c"), ("b", "c"), ("a", "b", "c")]
+    # Not all alike: XLA would make one of them.
+    found = quiet(on(lambda x: [lax.psum(x[: 8 + i], names) for i, names in enumerate(subsets)], cube), jnp.zeros(64))
+    assert {c.axes for c in found.collectives} == set(subsets)
+    ring = [(r, (r + 1) % 4) for r in range(4)]
+    found = quiet(on(lambda x: lax.ppermute(x, ("a", "c"), ring), cube), jnp.zeros(64))
+    assert [(c.axes, c.ranks, c.bytes) for c in found.collectives] == [(("a", "c"), 4, 256)]
+
+
+def test_groups_that_are_no_axis():
+    f = on(lambda x: lax.psum(x, "data", axis_index_groups=[[0, 3, 5, 6], [1, 2, 4, 7]]), FLAT)
+    found = quiet(f, jnp.zeros(64))
+    assert [(c.axes, c.ranks, c.bytes) for c in found.collectives] == [(None, 4, 384)]
+    assert "groups of 4" in str(found)
+
+
+def test_what_the_partitioner_inserts_is_not_ours():
+    """A gradient sharded over an axis that the call knows nothing of is gathered first, in float32: no silent fallback."""
+    both = mesh(("data", 2), ("model", 4))
+    x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
+    f = jax.shard_map(lambda x: cgx.compressed_psum(x * 2, "data", CODEC, schedule="two_shot"), mesh=both, in_specs=P(), out_specs=P(),
+                      axis_names={"data"}, check_vma=False)
+    found = quiet(jax.jit(f), x)
+    size, part = x.size * 4, chunk(CODEC, [x], 2)
+    assert what(found) == [("all-gather", ("model",), "float32", size * 3 // 4, "", ""),
+                           ("all-to-all", ("data",), "uint8", part, SPELLED, "two_shot"),
+                           ("all-gather", ("data",), "uint8", part, SPELLED, "two_shot")]
+    assert found.collectives[0].function == "" and found.collectives[0].raw_bytes == found.collectives[0].bytes
+
+
+def test_fully_automatic_jit():
+    x = jax.device_put(jnp.zeros((16, 32)), NamedSharding(NODES, P("node", "local")))
+    w = jax.device_put(jnp.zeros((32, 16)), NamedSharding(NODES, P("local")))
+    found = quiet(lambda x, w: (x @ w).sum(0), x, w)
+    assert [(c.operation, c.axes, c.bytes) for c in found.collectives] == [("all-reduce", ("local",), 768), ("all-reduce", ("node",), 64)]
+
+
+def test_a_function_that_has_been_jitted_and_run():
+    f = jax.jit(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), FLAT))
+    x = {"n": jnp.zeros(3, jnp.int32), "w": normal(100)}
+    f(x)
+    outer = jax.jit(lambda x: f(f(x)))
+    outer(x)
+    for found, calls in ((quiet(f, x), 1), (quiet(f, x), 1), (quiet(outer, x), 2)):
+        coded = [c for c in found.collectives if c.dtype == "uint8"]
+        assert [(c.leaves, c.codec) for c in coded] == [(("['w']",), SPELLED)] * calls
+        assert [leaf.path for leaf in found.raw] == ["['n']"] * calls
+
+
+def test_shapes_keywords_pmap_and_static_arguments():
+    x = jax.ShapeDtypeStruct((100,), jnp.float32)
+    expected = [("all-gather", ("data",), "uint8", 7 * CODEC.wire_bytes((100,), jnp.float32), SPELLED, "one_shot")]
+    f = on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), FLAT)
+    assert what(quiet(f, x)) == expected
+    assert what(quiet(lambda *, x: f(x), x=x)) == expected
+    assert what(quiet(functools.partial(jax.jit, static_argnums=0)(lambda n, x: f(x) * n), 2, x)) == expected
+    mapped = jax.pmap(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="one_shot"), axis_name="data")
+    assert what(quiet(mapped, jax.ShapeDtypeStruct((8, 100), jnp.float32))) == expected
+
+
+def test_vmap_counts_every_row():
+    f = on(jax.vmap(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot")), FLAT)
+    found = quiet(f, jnp.zeros((3, 1000)))
+    assert [c.bytes for c in found.collectives] == [3 * 7 * chunk(CODEC, [jnp.zeros(1000)], 8)] * 2
+    assert found.raw_bytes == pytest.approx(3 * 2 * 7 / 8 * 4000, abs=2)
+
+
+def test_a_thousand_leaves():
+    tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(500)}
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), FLAT), tree)
+    assert [(c.operation, len(c.leaves), c.bytes) for c in found.collectives] == [
+        (o, 1000, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")]
+    assert found.collectives[0].leaves == tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+    assert all(len(c.name) < 200 for c in found.collectives)
+    assert "['layer0']['b'] and 999 more" in str(found)
+
+
+def test_a_thousand_raw_leaves():
+    tree = {f"count{i:03}": jnp.zeros(1 + i % 3, jnp.int32) for i in range(1000)}
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), tree)
+    assert [leaf.path for leaf in found.raw] == [f"['{name}']" for name in tree]
+    assert found.bytes == 2 * 7 * 4 * sum(x.size for x in tree.values()) // 8
+
+
+def test_check_replicas():
+    found = quiet(on(lambda x: cgx.check_replicas(x, "data").agree, FLAT), TREE)
+    assert [(c.function, c.codec, c.bytes, c.leaves) for c in found.collectives] == [
+        ("check_replicas", "Raw()", 7 * 16, ("['a']", "['b']"))]
+
+
+def test_table(capsys):
+    f = on(lambda x: (cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), lax.psum(x["w"], "data")), FLAT)
+    found = cgx.explain(f, {"n": jnp.zeros(3, jnp.int32), "w": jnp.zeros((64, 64))})
+    assert capsys.readouterr().out == f"{found}\n"
+    lines = str(found).splitlines()
+    assert len({line.index(word) for line in lines[2:6] for word in ("data",) if word in line}) == 1  # columns
+    assert [line.split()[:4] for line in lines[2:6]].count(["all-to-all", "data", "uint8", f"{7 * chunk(CODEC, [jnp.zeros(4096)], 8):,}"]) == 1
+    assert any(line.split()[:3] == ["['n']", "int32", "12"] and line.endswith("int32 is not float32, bfloat16 or float16") for line in lines)
+    assert lines[-1].startswith(f"In a call a rank sends {found.bytes:,} bytes; without compression {found.raw_bytes:,}, {found.ratio:.2f} times")
+    assert repr(found) == f"<Explanation of collectives: 4, raw leaves: 1, bytes: {found.bytes:,}>"
+
+
+def test_nothing():
+    found = quiet(lambda x: x + 1, jnp.zeros(3))
+    assert (found.collectives, found.raw, found.bytes, found.ratio) == ((), (), 0, 1)
+    assert str(found) == "No rank sends anything."
+
+
+@pytest.mark.parametrize(("fn", "words"), [
+    (None, "explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got None"),
+    (jnp.zeros(2), "explain: argument 'fn': expected a function"),
+    (jax.jit(jnp.sin).lower(1.0), "explain: argument 'fn': expected a function"),
+    (jax.jit(jnp.sin).lower(1.0).compile(), "explain: argument 'fn': expected a function"),
+])
+def test_bad_input(fn, words):
+    with pytest.raises(TypeError) as e:
+        cgx.explain(fn, jnp.zeros(3))
+    assert str(e.value).startswith(words)
