@@ -1,0 +1,119 @@
+"""A process of those that the tests here start. It joins the others, makes a mesh of all their devices, four together,
+and does what it is told:
+
+    python ranks.py ACTION PORT RANK PROCESSES HEARTBEAT
+
+collectives: runs every collective, and prints the digests of what each of its devices got. exchange: sums until a sum
+fails. die, stop, leave: sums, and in the middle of it kills itself, stops, or takes part no longer but stays alive.
+"""
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcgx as cgx
+
+DEVICES = 4
+AXES = ("node", "local")
+SHAPES = {"w": ((300, 37), jnp.float32), "b": ((17,), jnp.float32), "scale": ((), jnp.float32), "half": ((3001,), jnp.bfloat16),
+          "count": ((5,), jnp.int32)}
+ROWS = {"w": ((DEVICES, 3001), jnp.float32), "half": ((DEVICES, 5, 77), jnp.bfloat16)}
+
+
+def key():
+    """Not a constant: it would start JAX before the processes have joined."""
+    return jax.random.key(7)
+
+
+def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **options):
+    return SHAPES, lambda x: cgx.compressed_psum(x, axes, codec, key=key() if keyed else None, **options)
+
+
+# Every case: the shapes of a rank's leaves, and the collective.
+CASES = {
+    "psum two_shot": psum(schedule="two_shot"),
+    "psum one_shot": psum(schedule="one_shot"),
+    "psum ring": psum(schedule="ring"),
+    "psum stochastic": psum(codec=cgx.MaxMin(3, 128, "stochastic"), keyed=True, schedule="two_shot"),
+    "psum encoded": psum(schedule="two_shot", own="encoded"),
+    "psum hierarchy": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}),
+    "psum hierarchy stochastic": psum(codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True),
+    "psum leader": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}, leader=True),
+    "pmean": (SHAPES, lambda x: cgx.compressed_pmean({k: v for k, v in x.items() if k != "count"}, AXES, cgx.Float8())),
+    "psum over node": psum(axes="node"),
+    "psum over local": psum(axes="local"),
+    "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
+    "psum_scatter ring": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4), schedule="ring")),
+    "all_gather": (SHAPES, lambda x: cgx.compressed_all_gather(x, AXES, cgx.MaxMin(4))),
+    "all_to_all": (ROWS, lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key())),
+}  # fmt: skip
+
+
+def random_leaf(name, shape, dtype):
+    """Every device's leaf, [devices, ...]: the same in every process."""
+    numbers = np.random.default_rng(list(name.encode())).standard_normal((DEVICES, *shape), np.float32)
+    return np.asarray(numbers * 100 if dtype == jnp.int32 else numbers, jnp.dtype(dtype))
+
+
+def on_devices(mesh, array):
+    sharding = NamedSharding(mesh, PartitionSpec(AXES))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def compiled(mesh, collective):
+    """The collective of leaves [devices, ...], one for each device, as a program."""
+
+    def run(leaves):
+        return jax.tree.map(lambda x: x[None], collective(jax.tree.map(lambda x: x[0], leaves)))
+
+    # Without check_vma, so that what should be the same on every device may leave as one array for each.
+    spec = PartitionSpec(AXES)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+
+def digests(mesh, shapes, collective):
+    """{leaf: {device: digest of its bytes}}, of this process's devices."""
+    leaves = {name: on_devices(mesh, random_leaf(name, *what)) for name, what in shapes.items()}
+    results = jax.block_until_ready(compiled(mesh, collective)(leaves))
+    return {name: {shard.index[0].start or 0: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+                   for shard in x.addressable_shards} for name, x in results.items()}  # fmt: skip
+
+
+def sum_until(mesh, action):
+    x = on_devices(mesh, random_leaf("w", (2**20,), jnp.float32))
+    program = compiled(mesh, lambda x: cgx.compressed_psum(x, AXES, cgx.MaxMin(4), schedule="two_shot"))
+    program(x).block_until_ready()
+    if action in ("die", "stop"):
+        number = signal.SIGKILL if action == "die" else signal.SIGSTOP
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    for i in range(10**9):
+        if action == "leave" and i == 3:
+            time.sleep(10**6)
+        program(x).block_until_ready()
+
+
+def main():
+    action, port, rank, processes, heartbeat = sys.argv[1], *map(int, sys.argv[2:])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    if processes > 1:
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank, heartbeat_timeout_seconds=heartbeat,
+                                   shutdown_timeout_seconds=heartbeat)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
+    if action == "collectives":
+        print("DIGESTS", json.dumps({name: digests(mesh, *case) for name, case in CASES.items()}), flush=True)
+    else:
+        sum_until(mesh, action)
+
+
+if __name__ == "__main__":
+    main()

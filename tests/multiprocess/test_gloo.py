@@ -1,0 +1,119 @@
+"""Several processes over Gloo: the bits of one process, and an end when a rank fails."""
+import json
+import os
+import pathlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+RANKS = pathlib.Path(__file__).with_name("ranks.py")
+LIMIT = 150  # seconds, after which processes count as hung; they take a tenth of it
+HEARTBEAT = 8  # seconds until a silent process counts as dead
+
+
+def free_port():
+    """A port that nobody listens on, of those that no connection gets by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
+
+
+class Processes:
+    """ranks.py in as many processes as there are actions. With leaves none behind, and shows what they printed on a failure."""
+
+    def __init__(self, *actions, flags=""):
+        self.port, self.actions, self.flags = free_port(), actions, flags
+
+    def __enter__(self):
+        self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": self.flags}
+        self.running = []
+        for rank, (action, output) in enumerate(zip(self.actions, self.outputs)):
+            command = [sys.executable, RANKS, action, self.port, rank, len(self.actions), HEARTBEAT]
+            self.running.append(subprocess.Popen(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                                                 stderr=subprocess.STDOUT))
+        self.deadline = time.monotonic() + LIMIT
+        return self
+
+    def __exit__(self, error, *_):
+        for process in self.running:
+            process.send_signal(signal.SIGKILL)  # a SIGTERM is one more thing that JAX waits for
+            process.wait()
+        for rank in range(len(self.actions)):
+            if error:
+                print(f"--- {self.actions[rank]}, rank {rank}, status {self.running[rank].returncode}:\n{self.text(rank)[-4000:]}")
+            self.outputs[rank].close()
+
+    def wait(self, rank):
+        """The exit status of a rank."""
+        return self.running[rank].wait(max(0, self.deadline - time.monotonic()))
+
+    def text(self, rank):
+        self.outputs[rank].seek(0)
+        return self.outputs[rank].read()
+
+    def digests(self, rank):
+        assert self.wait(rank) == 0
+        (line,) = [line for line in self.text(rank).splitlines() if line.startswith("DIGESTS ")]
+        return json.loads(line.removeprefix("DIGESTS "))
+
+
+@pytest.fixture(scope="module")
+def digests():
+    """{case: {leaf: {device: digest}}} of one process with four devices, and of two with two each."""
+    with Processes("collectives") as one:
+        expected = one.digests(0)
+    with Processes("collectives", "collectives") as two:
+        first, second = two.digests(0), two.digests(1)
+    together = {case: {leaf: first[case][leaf] | second[case][leaf] for leaf in leaves} for case, leaves in first.items()}
+    return expected, together
+
+
+@pytest.mark.short
+def test_two_processes_give_the_bits_of_one(digests):
+    expected, together = digests
+    assert all(len(devices) == 4 for leaves in together.values() for devices in leaves.values())
+    assert together == expected
+
+
+def test_replicas_are_identical_in_all_processes(digests):
+    for case, leaves in digests[1].items():
+        if case.startswith(("psum ", "pmean", "all_gather")) and not case.startswith("psum over"):
+            assert {leaf for leaf, devices in leaves.items() if len(set(devices.values())) > 1} == set(), case
+
+
+def test_a_rank_that_dies_in_a_collective_ends_the_others():
+    with Processes("exchange", "die") as processes:
+        assert processes.wait(1) == -signal.SIGKILL
+        assert processes.wait(0) != 0
+        assert "Gloo all-to-all failed" in processes.text(0) or "Gloo all-gather failed" in processes.text(0)
+
+
+def test_the_coordinator_dying_ends_the_others():
+    with Processes("die", "exchange") as processes:
+        assert processes.wait(0) == -signal.SIGKILL
+        assert processes.wait(1) != 0
+        assert "Gloo" in processes.text(1) or "another task died" in processes.text(1)
+
+
+def test_a_rank_that_stops_counts_as_dead_after_the_heartbeat_timeout():
+    with Processes("exchange", "stop") as processes:
+        assert processes.wait(0) != 0
+        assert "stopped sending heartbeats" in processes.text(0)
+
+
+def test_a_rank_that_stays_away_is_waited_for_as_long_as_the_collective_timeout():
+    with Processes("exchange", "leave", flags="--xla_cpu_collective_timeout_seconds=4") as processes:
+        assert processes.wait(0) != 0
+        assert "Timed out waiting" in processes.text(0)
