@@ -1,5 +1,6 @@
 """What several test files use."""
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +87,9 @@ def custom_calls(fn, *args):
 
 def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
     return jnp.asarray(np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)).astype(dtype)
+
+
+def sent(program):
+    """What a compiled program exchanges, {(operation, dtype)}."""
+    return {(operation, dtype) for dtype, operation in re.findall(
+        r"= \(?(\w+)\[.*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", program)}

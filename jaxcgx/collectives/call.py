@@ -94,9 +94,14 @@ def check_flag(op, argument, value):
 
 def check_array(op, path, leaf):
     try:
-        return jnp.asarray(leaf)
+        leaf = jnp.asarray(leaf)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: argument 'x'{_at(path)}: expected an array, got {leaf!r}") from None
+    if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
+        raise ValueError(f"{op}: argument 'x'{_at(path)}: expected an array that a device has as it is, got {jax.typeof(leaf)}, sharded over "
+                         f"{', '.join(map(repr, cut))}. To compress the local shards, wrap the call in a jax.shard_map over these axes, "
+                         "as docs/meshes.md shows")
+    return leaf
 
 
 def _at(path):
