@@ -41,14 +41,25 @@ class Explanation:
     raw: tuple  # of jaxcgx.collectives.scopes.Leaf: leaves that travel as they are, and why
 
     @property
+    def totals(self):
+        """{axes: (bytes that a rank sends over them in a call, the same without compression)}. Loops of unknown length count
+        once, and of a conditional every branch."""
+        found = {}
+        for c in self.collectives:
+            sent, raw = found.get(c.axes, (0, 0))
+            times = 1 if c.times is None else c.times
+            found[c.axes] = sent + times * c.bytes, raw + times * c.raw_bytes
+        return found
+
+    @property
     def bytes(self):
-        """That a rank sends in a call. Loops of unknown length count once, and of a conditional every branch."""
-        return sum(c.bytes * (1 if c.times is None else c.times) for c in self.collectives)
+        """That a rank sends in a call, over all axes."""
+        return sum(sent for sent, _ in self.totals.values())
 
     @property
     def raw_bytes(self):
         """The same without compression."""
-        return sum(c.raw_bytes * (1 if c.times is None else c.times) for c in self.collectives)
+        return sum(raw for _, raw in self.totals.values())
 
     @property
     def ratio(self):
@@ -65,12 +76,16 @@ class Explanation:
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
             parts.append(_table(("left raw", "dtype", "bytes", "function", "because"), rows))
-        total = f"In a call a rank sends {self.bytes:,} bytes; without compression {self.raw_bytes:,}, {self.ratio:.2f} times as many."
+        totals = [(_axes(axes), *sent) for axes, sent in self.totals.items() if sent[0]]
+        if len(totals) != 1:
+            totals.append(("in all", self.bytes, self.raw_bytes))
+        rows = [(axes, f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}") for axes, sent, raw in totals]
+        parts.append(_table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
         if any(c.times is None for c in self.collectives):
-            total += " Loops of unknown length count once."
+            parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
-            total += " Every branch of a conditional counts."
-        return "\n\n".join([*parts, total if self.collectives else "No rank sends anything."])
+            parts.append("Every branch of a conditional counts.")
+        return "\n\n".join(parts)
 
 
 def explain(fn, /, *args, show=True, **kwargs):
@@ -200,17 +215,20 @@ def _dtype(name):
     return "bool" if name == "pred" else kinds.get(m[1], m[1]) + m[2] if m else name
 
 
+def _axes(names):
+    return "groups of no axis" if names is None else ", ".join(map(str, names)) or "none"
+
+
 def _row(c, count):
     often = f"{count} in a loop" if c.times is None else str(count * c.times)
-    axes = f"groups of {c.ranks}" if c.axes is None else ", ".join(map(str, c.axes))
     first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
-    return (c.operation, axes, c.dtype, f"{c.bytes:,}", often + " at most" * c.branch, c.function or "not jaxcgx", c.codec, c.schedule,
+    return (c.operation, _axes(c.axes), c.dtype, f"{c.bytes:,}", often + " at most" * c.branch, c.function or "not jaxcgx", c.codec, c.schedule,
             f"{first} and {more} more" if more > 0 else first)
 
 
 def _table(head, rows):
-    """Columns under their heads; numbers of bytes to the right."""
+    """Columns under their heads, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [[cell.rjust(w) if name == "bytes" else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
+    lines = [[cell.rjust(w) if name in ("bytes", "uncompressed", "ratio") else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
              for row in (head, ["-" * w for w in widths], *rows)]
     return "\n".join("  ".join(line).rstrip() for line in lines)
