@@ -24,8 +24,6 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
-from jaxcgx.native.layout import Layout
 
 SIZES = 64, 256, 64, 10  # pixels, two hidden layers, digits
 BATCH_PER_DEVICE = 32
@@ -55,29 +53,21 @@ def plain_mean(grads, step):
 
 def compressed_mean(codec):
     def mean(grads, step):
-        leaves, tree = jax.tree.flatten(grads)
-        layout = Layout.of(codec, leaves)  # all leaves are one message: one collective, however many layers there are
         # Stochastic rounding is right on average. Drawn anew for every step and device, its errors cancel out over
         # both instead of adding up.
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(SEED), step), lax.axis_index("data"))
-        payload = ops.encode(layout, leaves, jax.random.key_data(key))
-        payloads = lax.all_gather(payload[0], "data")  # uint8[devices, bytes]: all that crosses the wire
-        # Every device adds the same payloads in the same order, so all get the same gradient to the last bit.
-        return jax.tree.unflatten(tree, ops.reduce(layout, payloads, divisor=lax.axis_size("data")))
+        return cgx.compressed_pmean(grads, "data", codec, key=jax.random.fold_in(jax.random.key(SEED), step))
 
     return mean
 
 
 def make_step(mean, optimizer, mesh):
     def step(params, state, images, labels, number):
-        loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)  # of this device's part of the batch
+        # Of this device's part of the batch: jax.value_and_grad would sum the gradients over all devices, in float32.
+        loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, images, labels)
         updates, state = optimizer.update(mean(grads, number), state, params)
         return optax.apply_updates(params, updates), state, lax.pmean(loss, "data")
 
-    # check_vma=False: with the check JAX takes what comes out of all_gather for different on every device, and would
-    # also average the gradients of replicated parameters by itself, in float32, before there is anything to compress.
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P(),
-                                 check_vma=False))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P()))
 
 
 def largest_difference(params):
@@ -98,10 +88,12 @@ def train(steps, optimizer, mesh, num_steps):
     bar = tqdm(range(num_steps), unit="step")
     for number in bar:
         chosen = rng.choice(len(images), mesh.size * BATCH_PER_DEVICE, replace=False)
+        batch = images[chosen], labels[chosen], number
         for name, run in runs.items():  # taking turns, both have the same batches and see the same load of the machine
+            if number == 0:
+                run["sent"] = cgx.explain(steps[name], run["params"], run["state"], *batch, show=False).bytes
             start = time.perf_counter()
-            run["params"], run["state"], loss = jax.block_until_ready(
-                steps[name](run["params"], run["state"], images[chosen], labels[chosen], number))
+            run["params"], run["state"], loss = jax.block_until_ready(steps[name](run["params"], run["state"], *batch))
             run["times"].append(time.perf_counter() - start)
             run["losses"].append(float(loss))
             if (number + 1) % EVALUATE_EVERY == 0 or number + 1 == num_steps:
@@ -155,19 +147,17 @@ def main():
              compressed: make_step(compressed_mean(codec), optimizer, mesh)}
     runs = train(steps, optimizer, mesh, args.steps)
 
-    leaves, n = jax.tree.leaves(runs["float32"]["params"]), args.devices
-    size = sum(leaf.size for leaf in leaves)
-    wire = {"float32": 2 * (n - 1) * 4 * size // n, compressed: (n - 1) * Layout.of(codec, leaves).chunk_bytes}
+    size, n = sum(leaf.size for leaf in jax.tree.leaves(runs["float32"]["params"])), args.devices
     print(f"\n{size:,} parameters, {n} devices, {args.steps} steps, {codec}\n")
     row = "{:<10}{:>15}{:>26}{:>14}{:>21}".format
     print(row("gradients", "test accuracy", "sent per rank and step", "median step", "replicas differ by"))
     for name, run in runs.items():
-        print(row(name, f"{run['accuracies'][-1][1]:.1%}", f"{wire[name]:,} bytes",
+        print(row(name, f"{run['accuracies'][-1][1]:.1%}", f"{run['sent']:,} bytes",
                   f"{1e3 * statistics.median(run['times']):.2f} ms", f"{largest_difference(run['params']):g}"))
-    print("\nSent: the gradient bytes that each rank passes on, 2(n-1)/n of the float32 gradient in a ring all-reduce and\n"
-          "n-1 payloads in an all-gather. Between devices of one process they cross memory and no network, so the step\n"
-          "time has the cost of coding and none of the gain.")
-    plot(runs, f"Each of {n} devices sends {wire[compressed]:,} bytes per step instead of {wire['float32']:,}", args.plot)
+    print("\nSent: by every collective of the compiled step, as jaxcgx.explain finds them. Between devices of one process the\n"
+          "bytes cross memory and no network, so the step time has the cost of coding and none of the gain.")
+    sent = {name: f"{run['sent']:,}" for name, run in runs.items()}
+    plot(runs, f"Each of {n} devices sends {sent[compressed]} bytes per step instead of {sent['float32']}", args.plot)
     print(f"\nThe curves are in {args.plot.resolve()}")
 
 
