@@ -1,0 +1,1 @@
+"""Looking: what an installation has."""
