@@ -44,7 +44,7 @@ def _lower_to_handler(target, attributes, workspace_bytes):
         results = ctx.avals_out
         encodes = target == "encode" or params.get("encoded")
         if hidden := workspace_bytes(**message) if encodes else 0:
-            ctx = ctx.replace(avals_out=[*results, results[0].update(shape=(hidden,), dtype=np.dtype("uint8"))])
+            ctx = ctx.replace(avals_out=[*results, _compat.result_aval(ctx.avals_in, (hidden,), np.dtype("uint8"))])
         call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
         return call(ctx, *operands, **message, **extra)[: len(results)]
 
