@@ -177,14 +177,14 @@ def repeat(step, carry, iterations):
 
 
 class Loop:
-    """A step, ITERATIONS times in one compiled program.
+    """A step, many times in one compiled program.
 
     A jitted call on its own would mostly measure something else: the operating system handing out the pages of a fresh
     output of 64 MiB. In a loop with donated carries every iteration writes to the same pages, as training does.
     """
 
-    def __init__(self, step, carry):
-        program = jax.jit(lambda carry: repeat(step, carry, ITERATIONS), donate_argnums=0)
+    def __init__(self, step, carry, iterations=ITERATIONS):
+        program = jax.jit(lambda carry: repeat(step, carry, iterations), donate_argnums=0)
         self.carry = jax.tree.map(jnp.array, carry)  # what is donated must not be anybody else's
         self.compiled = program.lower(self.carry).compile()
 

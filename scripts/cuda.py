@@ -40,6 +40,11 @@ def nvcc_from_pypi():
     return home / "bin/nvcc"
 
 
+def path_for(python):
+    """The PATH, with the programs of a Python's environment first."""
+    return f"{pathlib.Path(python).parent}:{os.environ['PATH']}"
+
+
 def build(folder, python, compiler, **defines):
     """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements: (wheel, log)."""
     defines = {"JAXCGX_CUDA": "ON"} | defines
@@ -56,7 +61,7 @@ def build(folder, python, compiler, **defines):
             result = subprocess.run(
                 [python, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})"],
                 stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                env=os.environ | {"CUDACXX": str(compiler), "PATH": f"{pathlib.Path(python).parent}:{os.environ['PATH']}"})
+                env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)})
         if result.returncode:
             sys.exit(f"{log.read_text()}\ncuda: the build failed; {log} has what is above")
         stamp.write_text(made_from)
