@@ -24,3 +24,10 @@ def test_without_a_cuda_compiler(tmp_path, value, status, words):
     result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path, f"-DJAXCGX_CUDA={value}", "-DJAXCGX_MODULE=OFF"],
                             capture_output=True, text=True, timeout=300, env=env)
     assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
+
+
+@pytest.mark.skipif(not shutil.which("nvcc") or any(pathlib.Path("/dev").glob("nvidia[0-9]*")), reason="needs nvcc and no GPU")
+def test_the_architecture_of_a_gpu_that_is_not_there(tmp_path):
+    result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=native", "-DJAXCGX_MODULE=OFF"],
+                            capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": PATH})
+    assert result.returncode == 1 and "CMAKE_CUDA_ARCHITECTURES=native, but no GPU was found" in result.stderr
