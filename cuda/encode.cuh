@@ -116,19 +116,19 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   const int32_t top = top_of(m.codec);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
+    lanes[j].clear();
+    if (!g.finite) continue;
     int32_t word[4];
     if constexpr (kStochastic) {
       const Extra& extra = t.extras[p.index];
       draw(word, m.keys + 2 * p.row, (static_cast<uint64_t>(extra.start) / kBlock + static_cast<uint64_t>(q.block)) * kLanes + q.place * 4 + j, extra.id);
     }
-    lanes[j].clear();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       int32_t noise = 0;
       if constexpr (kStochastic) noise = noise_of<Scalar>(word, r);
       lanes[j].put(r, code_of<C, kBits, kStochastic>(x[r][j], g, top, noise));
     }
-    if (!g.finite) lanes[j].clear();
   }
   if (there) {
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;

@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   const Extra& extra = t.extras[p.index];
   const Residual& residual = t.residuals[p.index];
   const Lane l(m, e, extra, p.tile);
+  if (!l.there(m, e)) return;
   float* work = m.stage == kWhole ? nullptr : l.work(m, e, extra);
 
   float x[kRows];
@@ -85,11 +86,10 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     int32_t random = 0;
-    if (r >= l.rows) continue;
+    if (r >= l.rows || !g.finite) continue;
     if constexpr (kStochastic) random = noise.of[extra.start + l.at(r) - first_noise];
     w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
   }
-  if (!g.finite) w.clear();
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
   uint8_t* codes = chunk + e.codes + l.codes(kBits, m);
   each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __gr
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
   const Lane l(m, e, t.extras[p.index], p.tile);
+  if (!l.there(m, e)) return;
   float x[kRows];
   sum_lane<C, kBits>(m, e, p, l, x);
   float* out = t.residuals[p.index].lost;

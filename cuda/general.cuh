@@ -55,6 +55,8 @@ struct Lane {
     return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
   }
 
+  // Whether the thread's whole block has something to do.
+  CGX_D bool there(const Message& m, const Entry& e) const { return bucket - threadIdx.x / m.threads < e.count; }
   CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
 
   // Where the words of the block begin, in the codes of the entry.

@@ -2,6 +2,8 @@
 // would be the bottleneck: their unit is four to eight times slower than addition. Same results.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <type_traits>
 
 #include "codec/absmax.h"

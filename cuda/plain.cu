@@ -52,6 +52,7 @@ CGX_D DType wire_of(const Message& m, const Entry& e, const Extra& extra) {
 CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int64_t count) {
   const int64_t size = dtype == DType::kF32 ? 4 : 2, first = tile * kTile * size;
   const int64_t left = count * size - first;
+  if (left <= 0) return;
   const auto bytes = static_cast<uint32_t>(left < kTile * size ? left : kTile * size);
   const uint8_t* source = static_cast<const uint8_t*>(from) + first;
   uint8_t* target = static_cast<uint8_t*>(to) + first;
@@ -176,10 +177,10 @@ Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const 
     for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
       // The bytes that no element writes begin here.
       int64_t at = l.meta_end[static_cast<size_t>(chunk)];
-      Piece none = {};
-      none.chunk = static_cast<int32_t>(chunk);
+      Item gap;
+      gap.entry.slot = slot_of(l, row, chunk);
       const auto clear_to = [&](int64_t end) {
-        if (gaps) add(Item(l, Leaves(), row, none), kGap, at, end - at);
+        if (gaps) add(gap, kGap, at, end - at);
       };
       for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
         const Piece& p = l.pieces[static_cast<size_t>(k)];

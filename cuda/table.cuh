@@ -48,7 +48,11 @@ struct Message {
   int32_t stage;            // of a bucket that is larger than a block
 };
 
-constexpr int64_t kParameterBytes = 32764;  // that a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces
+// That a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests want fewer.
+#if !defined(JAXCGX_PARAMETER_BYTES)
+#define JAXCGX_PARAMETER_BYTES 32764
+#endif
+constexpr int64_t kParameterBytes = JAXCGX_PARAMETER_BYTES;
 
 template <bool kExtra, bool kFeedback>
 struct Table {
@@ -108,21 +112,24 @@ struct Leaves {
   const int64_t* ids = nullptr;
 };
 
+inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) { return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu; }
+
 // Everything of a piece but for the kernel's count.
 struct Item {
-  Entry entry;
-  Extra extra;
-  Residual residual;
+  Entry entry = {};
+  Extra extra = {};
+  Residual residual = {};
 
+  Item() = default;
   // From element `at` of the piece on, whose codes and metadata lie `codes` bytes and `meta` floats from the piece's.
-  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0, int64_t meta = 0) : entry(), extra(), residual() {
+  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0, int64_t meta = 0) {
     const auto i = static_cast<size_t>(p.leaf);
     const DType dtype = l.leaves[i].dtype;
     const int64_t element = row * l.leaves[i].size + p.start + at;
     if (b.leaves != nullptr) entry.leaf = static_cast<const char*>(b.leaves[i]) + element * size_of(dtype);
     entry.codes = static_cast<uint64_t>(p.codes + codes);
     entry.meta = static_cast<uint32_t>(p.meta / 4 + meta);
-    entry.slot = static_cast<uint32_t>(row * l.chunks() + p.chunk) & 0x3fffffffu;
+    entry.slot = slot_of(l, row, p.chunk);
     entry.dtype = static_cast<uint32_t>(dtype) & 3u;
     extra.start = p.start + at;
     if (b.ids != nullptr) extra.id = static_cast<uint32_t>(b.ids[i]);
