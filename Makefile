@@ -3,10 +3,16 @@
 
 PYTHON ?= python3
 
+# All of the CUDA half takes minutes to compile, and only a GPU can run it: this install has the code for the GPUs of this
+# machine, if it has any. `pip install .` builds everything where there is a CUDA compiler, `make cuda` checks that.
+GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
+JAXCGX_CUDA := $(if $(GPU),AUTO,OFF)
+
 # The package is installed anew when this checksum changes, not when a file's time does. The install is editable:
 # Python files are used where they lie, so only their names count, but the native module lies in .venv.
 SOURCES := $(shell { find jaxcgx -name '*.py' | LC_ALL=C sort; \
-	find xla_ffi -type f | LC_ALL=C sort | xargs cksum CMakeLists.txt pyproject.toml; } | cksum | cut -d' ' -f1)
+	find xla_ffi cuda -type f | LC_ALL=C sort | xargs cksum CMakeLists.txt pyproject.toml; echo $(JAXCGX_CUDA); } \
+	| cksum | cut -d' ' -f1)
 INSTALLED := .venv/installed-$(SOURCES)
 
 # The build requirements hold an old jaxlib (see pyproject.toml), hence an environment of their own. Pip's build
@@ -14,7 +20,7 @@ INSTALLED := .venv/installed-$(SOURCES)
 BUILD_ENV := .venv/build
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test build pytest cpptest matrix matrix-short bench clean check
+.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -26,7 +32,7 @@ help: ## list the targets
 demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
 	@.venv/bin/python examples/digits.py
 
-test: cpptest pytest matrix-short ## build and install into .venv, then run every test
+test: cpptest pytest cuda matrix-short ## build and install into .venv, then run every test
 
 build: $(INSTALLED) ## build and install into .venv
 
@@ -40,6 +46,9 @@ cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_WERROR=ON >/dev/null && \
 	cmake --build build/cpp -- --quiet && \
 	ctest --test-dir build/cpp --output-on-failure --parallel 2
+
+cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what can be checked without a GPU
+	@.venv/bin/python scripts/cuda.py
 
 matrix: $(INSTALLED) ## all Python tests on Python 3.11 to 3.13, each with the oldest and the newest JAX
 	@.venv/bin/python scripts/matrix.py
@@ -91,7 +100,8 @@ $(INSTALLED): | check
 	@echo "== building the native module"
 	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
 	@$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
-		build_editable('.venv/wheel', {'build-dir': 'build/editable'})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
+		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
+		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
 	@echo "== installing jaxcgx and what it needs"
 	@wheel=$$(echo .venv/wheel/*.whl) && .venv/bin/python $(PIP) "$$wheel[examples,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"

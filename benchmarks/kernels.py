@@ -9,16 +9,11 @@ jnp, many small leaves against a large one, and the temporaries that XLA allocat
 import argparse
 import concurrent.futures
 import dataclasses
-import datetime
-import importlib.metadata
-import json
 import math
 import os
 import pathlib
-import platform
 import re
 import shlex
-import statistics
 import sys
 import time
 
@@ -30,6 +25,7 @@ from jax import lax
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
+from report import RESULTS, Report, header, line, mark, median, rounded
 
 BUCKET = 512
 RANKS = 8
@@ -37,7 +33,6 @@ LEAVES, LEAF = 1_000, 10_000
 SPEEDUP = 5.0  # at least, over jnp
 LEAVES_RATIO = 1.5  # at most, many small leaves over a large one
 ITERATIONS, LEAVES_ITERATIONS = 10, 200  # in one program: see Loop and LeavesLoop
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 CODECS = {
     **{f"MaxMin {bits}": cgx.MaxMin(bits, BUCKET) for bits in range(1, 9)},
@@ -177,14 +172,14 @@ def repeat(step, carry, iterations):
 
 
 class Loop:
-    """A step, ITERATIONS times in one compiled program.
+    """A step, many times in one compiled program.
 
     A jitted call on its own would mostly measure something else: the operating system handing out the pages of a fresh
     output of 64 MiB. In a loop with donated carries every iteration writes to the same pages, as training does.
     """
 
-    def __init__(self, step, carry):
-        program = jax.jit(lambda carry: repeat(step, carry, ITERATIONS), donate_argnums=0)
+    def __init__(self, step, carry, iterations=ITERATIONS):
+        program = jax.jit(lambda carry: repeat(step, carry, iterations), donate_argnums=0)
         self.carry = jax.tree.map(jnp.array, carry)  # what is donated must not be anybody else's
         self.compiled = program.lower(self.carry).compile()
 
@@ -320,26 +315,6 @@ def run_temporaries(name, operation, size):
     return dict(name=name, temporary_bytes=program.compile().memory_analysis().temp_size_in_bytes, payload_bytes=layout.chunk_bytes)
 
 
-def median(values):
-    return round(statistics.median(map(float, values)), 4)
-
-
-def rounded(values):
-    return [round(float(v), 4) for v in values]
-
-
-def mark(reached):
-    return "✓" if reached else "✗"
-
-
-def line(cells, width=36):
-    return f"| {cells[0]:{width}} | " + " | ".join(f"{cell:>11}" for cell in cells[1:]) + " |"
-
-
-def header(*cells):
-    return [line(cells), line(["---", *["---:"] * (len(cells) - 1)])]
-
-
 def row_line(r):
     goal = ("", "") if r["share_goal"] is None else (f"{r['share_goal']:.2f}", mark(r["share"] >= r["share_goal"]))
     plain = (f"{r['jnp_ms']:.2f}", f"{r['speedup']:.1f}", mark(r["speedup"] >= SPEEDUP)) if "speedup" in r else ("",) * 3
@@ -353,11 +328,6 @@ def leaves_line(r):
 
 def temporaries_line(r):
     return line([r["name"], str(r["temporary_bytes"]), str(r["payload_bytes"]), mark(r["temporary_bytes"] <= r["payload_bytes"])])
-
-
-def cpu_model():
-    found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
-    return found[1] if found else platform.machine()
 
 
 def parse():
@@ -390,49 +360,26 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     wanted = re.compile(args.rows or "")
     size = args.size << 20
-    # XLA's thread pool has a thread for each processor that this process may use.
-    threads = len(os.sched_getaffinity(0))
-    data = dict(
-        command=args.command,
-        date=datetime.date.today().isoformat(),
-        cpu=cpu_model(),
-        threads=threads,
-        versions=dict(python=platform.python_version()) | {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "jaxcgx")},
-        native=ops._native.build_info(),
-        size_bytes=size,
-        bucket_size=BUCKET,
-        ranks=RANKS,
-        repeats=args.repeats,
-        iterations=ITERATIONS,
-        leaves_iterations=LEAVES_ITERATIONS,
-        rows=[],
-        leaves=[],
-        temporaries=[],
-    )
-    text = []
-
-    def show(*lines):
-        print(*lines, sep="\n", flush=True)
-        text.extend(lines)
+    report = Report(args.command, args.repeats, size_bytes=size, bucket_size=BUCKET, ranks=RANKS, iterations=ITERATIONS,
+                    leaves_iterations=LEAVES_ITERATIONS)
+    data = report.data
+    data.update(rows=[], leaves=[], temporaries=[])
 
     def table(title, key, head, to_line, jobs):
         jobs = [(name, job) for name, job in jobs if wanted.search(name)]
         if not jobs:
             return
-        show("", title, "", *header(*head))
+        report.show("", title, "", *header(*head))
         for _, job in jobs:
             data[key].append(job())
-            show(to_line(data[key][-1]))
+            report.show(to_line(data[key][-1]))
 
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    show(f"Made by `{args.command}` on {data['date']}: {data['cpu']}, {threads} threads, {data['native']['kernels']} kernels, {versions}. "
-         f"Medians of {args.repeats} repetitions.")
-    memcpy = Memcpy(size, threads)
+    memcpy = Memcpy(size, len(os.sched_getaffinity(0)))
     table(f"{args.size} MiB of float32, buckets of {BUCKET}; reduce: {RANKS} payloads of it.", "rows",
           ("operation", "memcpy GB/s", "bound ms", "ms", "share", "goal", "", "jnp ms", "speed-up", f"goal {SPEEDUP:g}"),
           row_line, [(row.name, lambda row=row: row.run(size, memcpy, args.repeats)) for row in all_rows()])
     if data["rows"]:
-        show("", *NOTES.splitlines())
+        report.show("", *NOTES.splitlines())
     table(f"{LEAVES:,} leaves of {LEAF:,} elements in one call against one leaf of {LEAVES * LEAF:,}, MaxMin 4.", "leaves",
           ("operation", "one ms", f"{LEAVES:,} ms", "ratio", "at most", ""), leaves_line,
           [(name, lambda name=name, operation=operation: run_leaves(name, operation, args.repeats))
@@ -445,9 +392,7 @@ def main():
     if not (data["rows"] or data["leaves"] or data["temporaries"]):
         sys.exit(f"kernels.py: no row matches {args.rows!r}")
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "cpu-kernels.json").write_text(json.dumps(data, indent=1) + "\n")
-        (args.out / "cpu-kernels.md").write_text("\n".join(text) + "\n")
+        report.write(args.out, "cpu-kernels")
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def find(version):
 def checksum():
     """Of everything that a wheel is made from."""
     files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "README.md"]
-    for folder in "jaxcgx", "xla_ffi":
+    for folder in "jaxcgx", "xla_ffi", "cuda":
         files += (p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
     digest = hashlib.sha256()
     for path in files:
@@ -114,7 +114,7 @@ def wheel(version, python):
         for old in folder.glob("*.whl"):
             old.unlink()
         pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-            f"--config-settings=build-dir={folder}/build")
+            f"--config-settings=build-dir={folder}/build", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
         stamp.write_text(checksum())
     return next(folder.glob("*.whl"))
 

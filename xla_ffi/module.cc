@@ -6,6 +6,13 @@
 
 #include "cpu/kernels.h"
 #include "handlers/cpu.h"
+#ifdef JAXCGX_CUDA
+#include <nanobind/stl/vector.h>
+
+#include "cuda/cuda.h"
+#include "handlers/cuda.h"
+#include "handlers/message.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -27,6 +34,13 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;
+#ifdef JAXCGX_CUDA
+    nb::dict cuda;
+    cuda["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cuda);
+    cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
+    cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
+    platforms["CUDA"] = cuda;
+#endif
     return platforms;
   }, "FFI handlers by platform and target name.");
   m.def("build_info", [] {
@@ -35,8 +49,28 @@ NB_MODULE(_native, m) {
     info["jaxlib"] = JAXCGX_JAXLIB;
     info["compiler"] = JAXCGX_COMPILER;
     info["kernels"] = jaxcgx::cpu::kernels().name;
+    info["cuda"] = nb::none();
+#ifdef JAXCGX_CUDA
+    nb::dict cuda;
+    cuda["toolkit"] = JAXCGX_CUDA;
+    cuda["architectures"] = nb::str(JAXCGX_CUDA_ARCHITECTURES).attr("split")(", ");
+    info["cuda"] = cuda;
+#endif
     return info;
-  }, "The version, what it was built with, and the CPU kernels in use.");
+  }, "The version, what it was built with, the CPU kernels in use, and the CUDA half or None.");
+#ifdef JAXCGX_CUDA
+  m.def("workspace_bytes", [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
+                              const std::vector<int64_t>& ids, int64_t chunks, int64_t batch) {
+    const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
+    const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
+    const jaxcgx::CodecAttr attr{flag("kind"), flag("bits"), field("bucket_size"), flag("stochastic"), flag("skip_incomplete"), flag("compatible")};
+    const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
+    const auto layout = jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
+    if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());
+    return jaxcgx::cuda::workspace_bytes(*layout, batch);
+  }, "Bytes of the hidden result of encode, and of reduce where its result is encoded, of platform CUDA.",
+     nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"));
+#endif
   m.def("select_kernels", [](const std::string& name) {
     if (!jaxcgx::cpu::select_kernels(name.c_str())) {
       throw nb::value_error(("select_kernels: expected 'avx512', 'avx2' or 'portable', as far as this processor runs them; got '" + name + "'").c_str());

@@ -36,22 +36,25 @@ def _lower_to_reference(function):
     return mlir.lower_fun(batched, multiple_results=True)
 
 
-def _lower_to_handler(target, attributes):
-    """A lowering rule to an FFI call."""
+def _lower_to_handler(target, attributes, workspace_bytes):
+    """A lowering rule to an FFI call. A workspace is one more result of it, which nobody sees."""
 
     def rule(ctx, *operands, layout, batch, **params):
         extra, aliases = attributes(layout, ctx.avals_in, **params)
+        message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
+        results = ctx.avals_out
+        encodes = target == "encode" or params.get("encoded")
+        if hidden := workspace_bytes(**message) if encodes else 0:
+            ctx = ctx.replace(avals_out=[*results, _compat.result_aval(ctx.avals_in, (hidden,), np.dtype("uint8"))])
         call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
-        return call(ctx, *operands, **layout.attributes, batch=np.int64(math.prod(batch)), **extra)
+        return call(ctx, *operands, **message, **extra)[: len(results)]
 
     return rule
 
 
-def _refuse(target):
+def _refuse(target, why):
     def rule(ctx, *operands, **params):
-        raise NotImplementedError(
-            f"jaxcgx: this build has no {target} kernel for the platform of the computation, only for CPUs; "
-            "set JAXCGX_REFERENCE=1 to run plain jnp there")
+        raise NotImplementedError(f"jaxcgx_{target}: {why}")
 
     return rule
 
@@ -116,9 +119,18 @@ def _register(primitive, target, function, attributes, abstract, jvp):
     if _native is None:
         mlir.register_lowering(primitive, to_reference)
         return
-    mlir.register_lowering(primitive, _lower(_refuse(target), to_reference))
-    to_handler = partitioning.lower(primitive, _lower_to_handler(target, attributes))
-    mlir.register_lowering(primitive, _lower(to_handler, to_reference), platform="cpu")
+    def to_handler(workspace):
+        return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace))
+
+    rules = {
+        None: _refuse(target, "there are kernels for CPUs and NVIDIA GPUs, not for the platform that the computation is placed on; "
+                              "set JAXCGX_REFERENCE=1 to run plain jnp there"),
+        "cpu": to_handler(lambda **message: 0),
+        "cuda": to_handler(_native.workspace_bytes) if hasattr(_native, "workspace_bytes") else
+                _refuse(target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"),
+    }
+    for platform, rule in rules.items():
+        mlir.register_lowering(primitive, _lower(rule, to_reference), platform=platform)
 
 
 # encode: leaves to a payload, and with feedback residuals to new residuals

@@ -1,14 +1,34 @@
 """Loading the native module and registering its handlers with XLA."""
 import importlib.metadata
 import os
+import sys
 
 import jax
 
 # JAXCGX_REFERENCE=1: plain jnp everywhere, with or without a native module.
 REFERENCE = os.environ.get("JAXCGX_REFERENCE", "0") not in ("", "0")
 
-_REMEDY = ("reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
-           "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels")
+REMEDY = ("reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
+          "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels")
+CUDA_REMEDY = ("build it where there is a CUDA compiler (nvcc): `pip install . -Ccmake.define.JAXCGX_CUDA=ON` in a checkout, "
+               "or set JAXCGX_REFERENCE=1 to run plain jnp there instead of kernels")
+
+
+def find():
+    """The native module; ImportError where there is none of this version."""
+    try:
+        from jaxcgx.native import _native
+    except ImportError as error:
+        raise ImportError(f"jaxcgx: its native module can't be loaded ({error})") from error
+    built, installed = _native.build_info()["version"], importlib.metadata.version("jaxcgx")
+    if built != installed:
+        raise ImportError(f"jaxcgx: its native module is of version {built}, the package of version {installed}")
+    return _native
+
+
+def _is_command_line():
+    """Whether `python -m jaxcgx` is being started: its doctor explains what is missing, so importing must not fail."""
+    return sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv
 
 
 def load():
@@ -16,13 +36,12 @@ def load():
     if REFERENCE:
         return None
     try:
-        from jaxcgx.native import _native
+        native = find()
     except ImportError as error:
-        raise ImportError(f"jaxcgx: its native module can't be loaded ({error}); {_REMEDY}") from error
-    built, installed = _native.build_info()["version"], importlib.metadata.version("jaxcgx")
-    if built != installed:
-        raise ImportError(f"jaxcgx: its native module is of version {built}, the package of version {installed}; {_REMEDY}")
-    for platform, handlers in _native.handlers().items():
+        if _is_command_line():
+            return None
+        raise ImportError(f"{error}; {REMEDY}") from error.__cause__
+    for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
-    return _native
+    return native

@@ -1,1 +1,1 @@
-"""Looking at what a program does, and at the machine it runs on."""
+"""Looking at what a program does, and at what an installation has."""

@@ -10,46 +10,7 @@ from helpers import (CODECS, GRIDS, KEY, assert_same_bytes, assert_same_values, 
                      reference_decode, reference_encode, reference_reduce)
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-SIZES = (0, 1, 2, 7, 8, 17, 127, 128, 129, 300, 511, 513, 1500)
-
-# Programs of the reference compile slowly: a few layouts, many values.
-LAYOUTS = [
-    Layout(codec, shapes, dtypes[: len(shapes)], chunks, ids)
-    for codec, (shapes, dtypes, chunks, ids) in zip(CODECS, [
-        (((300,),), DTYPES, 1, None),
-        (((7, 9), (), (200,)), DTYPES, 2, (5, 0, 1)),
-        (((513,), (0,)), (jnp.bfloat16, jnp.float32), 3, None),
-    ] * len(CODECS))
-]  # fmt: skip
-
-
-def values(layout, seed, exponent, special):
-    """Leaves of numbers around 2^exponent, with some special ones strewn in."""
-    rng = np.random.RandomState(seed)
-    leaves = []
-    for shape, dtype in zip(layout.shapes, layout.dtypes):
-        with np.errstate(over="ignore", under="ignore"):
-            x = np.ldexp(rng.standard_normal(shape), exponent).astype(np.float32)
-        if special != "none" and x.size:
-            at = rng.randint(0, x.size, 1 + x.size // 50)
-            choice = dict(nan=np.nan, inf=-np.inf, zeros=0.0, negative_zero=-0.0, denormal=1e-41, huge=3e38, constant=None)[special]
-            x = x.copy().reshape(-1)
-            if choice is None:
-                x[:] = x[0]
-            else:
-                x[at] = choice
-            x = x.reshape(shape)
-        leaves.append(jnp.asarray(x).astype(dtype))
-    return leaves
-
-
-spaces = dict(
-    seed=st.integers(0, 2**31 - 1),
-    exponent=st.integers(-150, 127) | st.integers(-12, 3),
-    special=st.sampled_from(("none", "nan", "inf", "zeros", "negative_zero", "denormal", "huge", "constant")),
-)
+from strategies import LAYOUTS, layouts, spaces, values
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
@@ -108,14 +69,6 @@ def test_reduce_to_leaves(codec, with_own):
         assert_same_values(a, b)
         if isinstance(codec, cgx.Raw):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
-
-
-@st.composite
-def layouts(draw):
-    codec = draw(st.sampled_from(CODECS))
-    shapes = tuple((n,) for n in draw(st.lists(st.sampled_from(SIZES), min_size=1, max_size=3)))
-    dtypes = tuple(jnp.dtype(draw(st.sampled_from(DTYPES))) for _ in shapes)
-    return Layout(codec, shapes, dtypes, draw(st.sampled_from((1, 2, 5))), tuple(draw(st.integers(0, 2**31 - 1)) for _ in shapes))
 
 
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)

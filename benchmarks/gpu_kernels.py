@@ -1,0 +1,297 @@
+"""The native operations on a GPU, against the time that a device-to-device copy needs to move their bytes.
+
+Measured as on the CPU (kernels.py): inside compiled loops, copy and operation taking turns, the share formed within each
+turn. A pass over an input is far larger than the L2 cache; small leaves come in several sets, in turn, that together are.
+Other quantizers follow, each where its package is installed: their own formats, and the bytes that these must move.
+
+    python benchmarks/gpu_kernels.py [--rows REGEX] [--repeats 9] [--size 1024] [--out FILE.json]
+"""
+import os
+
+# All calls in a loop's body become one CUDA graph: with a thousand leaves the host would be measured otherwise.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
+
+import argparse
+import ctypes
+import functools
+import json
+import pathlib
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+import kernels
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+from kernels import BUCKET, RANKS, mark, median, rounded
+
+ITERATIONS = 50
+LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
+SETS = 8  # of leaves: 512 MiB
+
+NOTES = f"""\
+- share: the bytes that must move (every input read once, every output written once), at the bandwidth of a device-to-device
+  copy measured in the same turn, over the time. Medians of the turns.
+- reduce: the sum of {RANKS} payloads, encoded again in the same pass; arithmetic binds.
+- leaves: {LEAVES:,} leaves of {LEAF:,} elements in one launch, {SETS} sets of them in turn.
+- The other quantizers write formats of their own; their share is by the bytes that these must move.
+"""
+
+
+class Copy:
+    """ITERATIONS device-to-device copies of `size` bytes by the driver, as cudaMemcpy makes them."""
+
+    def __init__(self, size):
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.arrays = jax.block_until_ready([jnp.full(size, i, jnp.uint8) for i in range(2)])
+        self.pointers = [ctypes.c_uint64(a.unsafe_buffer_pointer()) for a in self.arrays]
+        self.size = ctypes.c_size_t(size)
+        context, device = ctypes.c_void_p(), ctypes.c_int(self.arrays[0].device.local_hardware_id)
+        self.call("cuInit", 0)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # XLA's context
+        self.call("cuCtxSetCurrent", context)
+
+    def call(self, name, *args):
+        if error := getattr(self.driver, name)(*args):
+            raise RuntimeError(f"{name} failed with CUDA error {error}")
+
+    def __call__(self):
+        for _ in range(ITERATIONS):
+            self.call("cuMemcpyDtoDAsync_v2", *self.pointers, self.size, ctypes.c_void_p())
+        self.call("cuCtxSynchronize")
+
+
+def loop(operation, codec, x):
+    step, carry, moved = operation(codec, [x])
+    return kernels.check_copies(kernels.Loop(step, carry, ITERATIONS)), moved, 1
+
+
+def leaves_loop(operation, codec, _):
+    """The operation on each of SETS sets of leaves, in one program that makes them itself (see kernels.LeavesLoop)."""
+    source = Layout(cgx.Raw(), ((LEAF,),) * LEAVES, ("float32",) * LEAVES)
+    coded = Layout(codec, source.shapes, source.dtypes)
+    sets = [jnp.asarray(np.random.default_rng(i).integers(0, 2**30, source.chunk_bytes // 4, np.uint32)) for i in range(SETS)]
+
+    def program(sets):
+        steps, carries = [], []
+        for words in sets:
+            payload = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(1, -1)
+            step, carry, _ = operation(codec, ops.decode(source, payload))
+            steps.append(step)
+            carries.append(carry)
+        each = lambda *carries: tuple(jax.lax.optimization_barrier(step(*carry)) for step, carry in zip(steps, carries))
+        return jax.tree.leaves(kernels.repeat(each, tuple(carries), ITERATIONS))[-1].ravel()[0]
+
+    compiled = jax.jit(program).lower(sets).compile()
+    return lambda: jax.block_until_ready(compiled(sets)), source.chunk_bytes + coded.chunk_bytes, SETS
+
+
+def rows():
+    """name: (make a loop, operation, codec, dtype, goal, the same in jnp)"""
+    maxmin = {bits: cgx.MaxMin(bits, BUCKET) for bits in (2, 4, 8)}
+    table = {}
+    for bits, codec in maxmin.items():
+        name, goal = f"MaxMin {bits}", bits != 2
+        stochastic = cgx.MaxMin(bits, BUCKET, "stochastic")
+        table[f"encode {name}"] = loop, kernels.encode, codec, "float32", 0.9 if goal else None
+        table[f"encode {name} stochastic"] = loop, kernels.encode, stochastic, "float32", 0.8 if goal else None
+        table[f"encode with feedback {name}"] = loop, kernels.feedback, codec, "float32", 0.9
+        table[f"decode {name}"] = loop, kernels.decode, codec, "float32", 0.9
+        table[f"reduce {name}"] = loop, kernels.reduce, codec, "float32", 0.6
+    table["encode MaxMin 8 of bfloat16"] = loop, kernels.encode, maxmin[8], "bfloat16", 0.85
+    table["decode MaxMin 8 to bfloat16"] = loop, kernels.decode, maxmin[8], "bfloat16", 0.9
+    for name in ("AbsMax 8", "Float8 e4m3", "Cast bfloat16", "Sign", "ByteGrad"):
+        table[f"encode {name}"] = loop, kernels.encode, kernels.CODECS[name], "float32", None
+        table[f"decode {name}"] = loop, kernels.decode, kernels.CODECS[name], "float32", 0.9
+    table["leaves: encode MaxMin 4"] = leaves_loop, kernels.encode, maxmin[4], "float32", 0.6
+    table["leaves: decode MaxMin 4"] = leaves_loop, kernels.decode, maxmin[4], "float32", 0.6
+    return table
+
+
+# Other quantizers. Each takes the number of float32 elements and returns a function that quantizes once, and the bytes
+# that it must move.
+
+
+def torch_input(n):
+    import torch
+
+    return torch, torch.randn(n, device="cuda")
+
+
+def bitsandbytes_8(n):
+    torch, x = torch_input(n)
+    from bitsandbytes import functional
+
+    return lambda: functional.quantize_blockwise(x, blocksize=BUCKET), 5 * n + 4 * n // BUCKET
+
+
+def bitsandbytes_4(n):
+    torch, x = torch_input(n)
+    from bitsandbytes import functional
+
+    return lambda: functional.quantize_4bit(x, blocksize=BUCKET, quant_type="fp4"), 4.5 * n + 4 * n // BUCKET
+
+
+def torchao_fp8(n):
+    torch, x = torch_input(n)
+    try:
+        from torchao.kernel.blockwise_quantization import fp8_blockwise_act_quant as quantize
+    except ImportError:
+        from torchao.prototype.blockwise_fp8_inference.blockwise_quantization import fp8_blockwise_act_quant as quantize
+    x = x.reshape(-1, 4096).to(torch.bfloat16)
+    return lambda: quantize(x, 128), 3 * n + 4 * n // 128
+
+
+def transformer_engine_fp8(n):
+    torch, x = torch_input(n)
+    import transformer_engine.pytorch  # noqa: F401  (loads transformer_engine_torch)
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+    quantizer = Float8BlockQuantizer(tex.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=1)
+    x = x.reshape(-1, 4096).to(torch.bfloat16)
+    return lambda: quantizer(x), 3 * n + 4 * n // 128
+
+
+def triton_maxmin_4(n):
+    """A kernel of the obvious kind: a bucket a program, its halves packed into nibbles."""
+    torch, x = torch_input(n)
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x, codes, meta, HALF: tl.constexpr):
+        bucket = tl.program_id(0)
+        at = tl.arange(0, HALF)
+        a, b = tl.load(x + bucket * 2 * HALF + at), tl.load(x + bucket * 2 * HALF + HALF + at)
+        low = tl.minimum(tl.min(a, 0), tl.min(b, 0))
+        unit = (tl.maximum(tl.max(a, 0), tl.max(b, 0)) - low) / 15
+        inverse = tl.where(unit > 0, 1 / unit, 0)
+        first, second = ((a - low) * inverse + 0.5).to(tl.uint8), ((b - low) * inverse + 0.5).to(tl.uint8)
+        tl.store(codes + bucket * HALF + at, first | (second << 4))
+        tl.store(meta + bucket * 2, low)
+        tl.store(meta + bucket * 2 + 1, unit)
+
+    codes = torch.empty(n // 2, dtype=torch.uint8, device="cuda")
+    meta = torch.empty(n // BUCKET * 2, device="cuda")
+    return lambda: kernel[(n // BUCKET,)](x, codes, meta, HALF=BUCKET // 2), 4.5 * n + 8 * n // BUCKET
+
+
+def torch_loop(make, n):
+    import torch
+
+    once, moved = make(n)
+
+    def run():
+        for _ in range(ITERATIONS):
+            once()
+        torch.cuda.synchronize()
+
+    run()
+    return run, moved
+
+
+def jnp_loop(operation, bits, n):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(n, np.float32))
+    return kernels.Loop(*kernels.plain_step(operation, bits, x), ITERATIONS), operation(cgx.MaxMin(bits, BUCKET), [x])[2]
+
+
+def rivals():
+    table = {
+        "bitsandbytes: 8 bits, blocks of 512": functools.partial(torch_loop, bitsandbytes_8),
+        "bitsandbytes: fp4, blocks of 512": functools.partial(torch_loop, bitsandbytes_4),
+        "torchao: bf16 to fp8, blocks of 128": functools.partial(torch_loop, torchao_fp8),
+        "TransformerEngine: bf16 to fp8, blocks of 128": functools.partial(torch_loop, transformer_engine_fp8),
+        "Triton: encode MaxMin 4": functools.partial(torch_loop, triton_maxmin_4),
+    }
+    for operation in (kernels.encode, kernels.decode, kernels.reduce, kernels.feedback):
+        for bits in (4, 8):
+            name = {"feedback": "encode with feedback"}.get(operation.__name__, operation.__name__)
+            table[f"jnp: {name} MaxMin {bits}"] = functools.partial(jnp_loop, operation, bits)
+    return table
+
+
+# Measuring and showing
+
+
+def measured(copy, copied, run, moved, sets, repeats):
+    """What a row says of `run`, which moves `moved` bytes `sets` times an iteration; `copied` bytes are a copy's."""
+    times = kernels.measure([copy, run], ITERATIONS, repeats)
+    ms = times[:, 1] / sets
+    return dict(bytes=int(moved), ms=median(ms), copy_gb_per_s=median(2 * copied / times[:, 0] / 1e6),
+                share=median(moved / (2 * copied) * times[:, 0] / ms), ms_of_repetitions=rounded(ms),
+                copy_ms_of_repetitions=rounded(times[:, 0]))
+
+
+def lines(data):
+    """The tables of what main measured."""
+    out = [f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of {data['repeats']} repetitions.", "",
+           *kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", "")]
+    for r in data["rows"]:
+        goal = ("", "") if r["goal"] is None else (f"{r['goal']:.2f}", mark(r["share"] >= r["goal"]))
+        out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
+                                 f"{r['share']:.3f}", *goal]))
+    out += ["", *kernels.header("other quantizers", "copy GB/s", "ms", "GB/s", "share")]
+    for r in data["rivals"]:
+        if "why_not" in r:
+            out.append(f"| {r['name']} | not measured: {r['why_not']} | | | |")
+        else:
+            out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
+                                     f"{r['share']:.3f}"]))
+    return [*out, "", *NOTES.splitlines()]
+
+
+def reason(error):
+    """Why something was not measured, in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".replace("|", "/")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description="Native operations on a GPU against the time that copying their bytes takes.")
+    parser.add_argument("--rows", metavar="REGEX", default="", help="only the rows whose names match")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="repetitions of each row (default: 9)")
+    parser.add_argument("--size", type=int, default=1024, metavar="MIB", help="float32 input in MiB (default: 1024)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help="where the data is written (default: nowhere)")
+    args = parser.parse_args()
+    if args.repeats < 1 or args.size < 1:
+        parser.error("--repeats and --size: expected at least 1")
+    return args
+
+
+def main():
+    args = parse()
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        sys.exit(f"gpu_kernels.py: no GPU: {error}")
+    if not (ops._native and ops._native.build_info()["cuda"]):
+        sys.exit("gpu_kernels.py: this build of jaxcgx has no CUDA half: see `python -m jaxcgx doctor`")
+    size = args.size << 20
+    data = dict(device=device.device_kind, size_bytes=size, repeats=args.repeats, iterations=ITERATIONS, bucket_size=BUCKET, rows=[], rivals=[])
+    copy = Copy(size)
+    for name, (make, operation, codec, dtype, goal) in rows().items():
+        if re.search(args.rows, name):
+            x = jnp.asarray(np.random.default_rng(0).standard_normal(size // 4, np.float32), dtype)
+            data["rows"].append(dict(name=name, goal=goal) | measured(copy, size, *make(operation, codec, x), args.repeats))
+            print(name, data["rows"][-1]["share"], flush=True)
+    for name, make in rivals().items():
+        if re.search(args.rows, name):
+            row = dict(name=name)
+            try:
+                row |= measured(copy, size, *make(size // 4), 1, args.repeats)
+            except Exception as error:  # a rival that does not run is a row that says so
+                row["why_not"] = reason(error)
+            data["rivals"].append(row)
+    data["table"] = lines(data)
+    print("", *data["table"], sep="\n")
+    if args.out:
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+#include "cuda/encode.cuh"
+#include "cuda/rest.cuh"
+#include "cuda/sum.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+// kSum: the sum of several payloads, to fp32.
+template <class C, int kBits, bool kSum>
+__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Entry& e = t.entries[p.index];
+  const uint32_t unit = p.tile * kThreads + threadIdx.x;
+  if (unit >= e.count) return;
+  const Quad q(unit, t.message.log_bucket);
+  float x[kRows][4];
+  decode_quad<C, kBits, kSum>(t.message, e, p, unit, x);
+  if constexpr (kSum) store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
+  else store_quad(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), q.element(), q.lanes, x);
+}
+
+}  // namespace
+
+Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  if (is_fast(l.codec)) {
+    const Status s = with_decoder(l.codec, [&](auto variant) {
+      using V = decltype(variant);
+      const auto launch = [&](auto kernel) { return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "decode kernel", kThreads)); };
+      return m.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>) : launch(decode_kernel<typename V::Codec, V::bits, false>);
+    });
+    if (s.call != nullptr) return s;
+  }
+  return decode_rest(l, batch, leaves, m, stream);
+}
+
+Status decode(const Decode& a, cudaStream_t stream) {
+  Message m = message_of(a.layout);
+  m.payloads = a.payload;
+  return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m, stream);
+}
+
+}  // namespace jaxcgx::cuda

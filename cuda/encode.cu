@@ -1,0 +1,62 @@
+#include "cuda/encode.cuh"
+#include "cuda/rest.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+template <class C, int kBits, bool kStochastic, bool kFeedback>
+__global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant__ Table<kStochastic, kFeedback> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const uint32_t unit = p.tile * kThreads + threadIdx.x;
+  const bool there = unit < e.count;
+  const Quad q(unit, m.log_bucket);
+  float x[kRows][4] = {};
+  const auto set = [&](int r, const float4& row) { x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w; };
+  if (there) load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes, set);
+  if constexpr (kFeedback) {
+    const auto add = [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; };
+    if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, add);
+  }
+  Words<Scalar, kBits> lanes[4];
+  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+  if constexpr (kFeedback) {
+    if (!there) return;
+    // What can't be represented (an overflow, a NaN) is not a rounding error: the old residual stays. Rarely, so it is read again.
+    const float* old = t.residuals[p.index].old + q.element();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float lost = x[r][j] - plus<C, kBits>(base_of(g), unit_of(g), lanes[j], r, top_of(m.codec));
+        x[r][j] = is_finite(lost) ? lost : old[r * q.lanes + j];
+      }
+    }
+    store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
+  }
+}
+
+}  // namespace
+
+Status encode(const Encode& a, cudaStream_t stream) {
+  const Layout& l = a.layout;
+  const Leaves leaves{a.leaves, a.residuals, a.new_residuals, a.leaf_ids};
+  Message m = message_of(l);
+  m.payload = a.payload;
+  m.keys = a.keys;
+  m.workspace = static_cast<float*>(a.workspace);
+  if (is_fast(l.codec)) {
+    const Status s = with_encoder(l.codec, [&](auto variant) {
+      using V = decltype(variant);
+      const auto launch = [&](auto kernel) { return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads)); };
+      return a.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                    : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+    });
+    if (s.call != nullptr) return s;
+  }
+  return encode_rest(l, a.batch, leaves, m, stream);
+}
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,187 @@
+// Encoding in the fast kernels: buckets of 32 to 4096 elements, a power of two, that stay in registers from the numbers
+// to the codes.
+#pragma once
+
+#include "codec/rng.h"
+#include "cuda/memory.cuh"
+#include "cuda/table.cuh"
+
+namespace jaxcgx::cuda {
+
+constexpr uint32_t kThreads = 128;                 // of a block, 32 elements each: the largest bucket
+constexpr int64_t kTile = kThreads * kRows * 4;
+
+// Blocks of such buckets of stochastic codecs must be blocks of noise too.
+inline bool is_fast(const Codec& c) {
+  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
+}
+
+// Hands the whole buckets of all pieces to a fast kernel.
+template <class T>
+Status launch_fast(const Layout& l, int64_t batch, const Leaves& leaves, Launches<T> launches) {
+  const int64_t bucket = l.codec.bucket_size;
+  for (int64_t row = 0; row < batch; ++row) {
+    for (const Piece& p : l.pieces) {
+      const int64_t units = p.coded / bucket * bucket / (kRows * 4);
+      if (units == 0) continue;
+      Item item(l, leaves, row, p);
+      item.entry.count = static_cast<uint32_t>(units);
+      launches.add(item, div_up(units, kThreads));
+    }
+  }
+  return launches.finish();
+}
+
+// Widens lo and hi over `threads` neighbours, a power of two.
+CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
+#pragma unroll
+  for (uint32_t m = 1; m < 32; m *= 2) {
+    if (m >= threads) break;
+    *lo = fminf(*lo, __shfl_xor_sync(kWarp, *lo, m));
+    *hi = fmaxf(*hi, __shfl_xor_sync(kWarp, *hi, m));
+  }
+}
+// A NaN, which minimum and maximum drop, or an infinity leaves a NaN here, and then makes the range infinite.
+CGX_D void poison(float x, float* so_far) { *so_far = __fmaf_rn(x, 0.0f, *so_far); }
+CGX_D void spread_poison(float poison, float* lo, float* hi) {
+  if (poison != poison) *lo = -INFINITY, *hi = INFINITY;
+}
+
+// The grid of the bucket that this thread's quad belongs to; every thread of the block must come here.
+template <class C>
+CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
+  const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / 32, first_warp = warp & ~((threads >> 5) - 1);
+  float lo = x[0][0], hi = lo, bad = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) lo = fminf(lo, x[r][j]), hi = fmaxf(hi, x[r][j]), poison(x[r][j], &bad);
+  }
+  spread_poison(bad, &lo, &hi);
+  widen_stats(&lo, &hi, threads);
+  if (threads > 32) {
+    __shared__ float of_warp[2][kThreads / 32];
+    of_warp[0][warp] = lo, of_warp[1][warp] = hi;
+    __syncthreads();
+    for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+  }
+  float sum = 0.0f;
+  if constexpr (std::is_same_v<C, Sign>) {  // in the order of codec/sign.h
+    const float scale = scale_of(largest_of({lo, hi}));
+    float lane[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      lane[j] = 0.0f;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) lane[j] += fabsf(x[r][j] * scale);
+      if (threads >= 4) lane[j] += __shfl_xor_sync(kWarp, lane[j], 2);
+      if (threads >= 2) lane[j] += __shfl_xor_sync(kWarp, lane[j], 1);
+    }
+    const float block = (lane[0] + lane[2]) + (lane[1] + lane[3]);
+    if (threads <= 4) {
+      sum = block;
+    } else if (threads <= 32) {
+      for (uint32_t i = 0; i < threads; i += 4) sum += __shfl_sync(kWarp, block, (threadIdx.x & (32 - threads)) + i);
+    } else {
+      __shared__ float of_block[kThreads / 4];
+      of_block[threadIdx.x / 4] = block;
+      __syncthreads();
+      for (uint32_t i = 0; i < threads / 4; ++i) sum += of_block[first_warp * 8 + i];
+    }
+  }
+  return C::grid({lo, hi}, sum, int64_t{1} << log_bucket, codec);
+}
+
+// Metadata as it is written. Beside codes of 0 a NaN makes the whole bucket NaN.
+CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBits); }
+CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
+CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
+  float* meta = reinterpret_cast<float*>(chunk) + at;
+  if (meta_floats(m.codec.kind) == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
+  else *meta = unit_of(g);
+}
+
+CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint32_t id) {
+  word[0] = static_cast<int32_t>(counter), word[1] = static_cast<int32_t>(counter >> 32), word[2] = static_cast<int32_t>(id), word[3] = 0;
+  philox<Scalar>(word, key[0], key[1]);
+}
+
+// Encodes x, a quad of the piece, and leaves its codes in `lanes`, its grid in the result. `there`: the quad exists.
+template <class C, int kBits, bool kStochastic, class T>
+CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4], Words<Scalar, kBits> (&lanes)[4]) {
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Quad q(unit, m.log_bucket);
+  const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
+  const int32_t top = top_of(m.codec);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    lanes[j].clear();
+    if (!g.finite) continue;
+    int32_t word[4];
+    if constexpr (kStochastic) {
+      const Extra& extra = t.extras[p.index];
+      draw(word, m.keys + 2 * p.row, (static_cast<uint64_t>(extra.start) / kBlock + static_cast<uint64_t>(q.block)) * kLanes + q.place * 4 + j, extra.id);
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int32_t noise = 0;
+      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r);
+      lanes[j].put(r, code_of<C, kBits, kStochastic>(x[r][j], g, top, noise));
+    }
+  }
+  if (there) {
+    uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+    store_codes<kBits>(chunk + e.codes, q, lanes);
+    if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
+      store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)), g);
+    }
+  }
+  return g;
+}
+
+// What a kernel is told about a codec whose fast kernels exist as templates: calls f(C, bits, stochastic).
+template <class C, int kBits, bool kStochastic>
+struct Variant {
+  using Codec = C;
+  static constexpr int bits = kBits;
+  static constexpr bool stochastic = kStochastic;
+};
+
+// The dispatch table of everything that encodes: a row a codec.
+template <class Fn>
+Status with_encoder(const Codec& c, Fn f) {
+  const auto width = [&](auto stochastic) {
+    constexpr bool kStochastic = decltype(stochastic)::value;
+    switch (c.bits) {
+      case 1: return f(Variant<Levels, 1, kStochastic>());
+      case 2: return f(Variant<Levels, 2, kStochastic>());
+      case 3: return f(Variant<Levels, 3, kStochastic>());
+      case 4: return f(Variant<Levels, 4, kStochastic>());
+      case 5: return f(Variant<Levels, 5, kStochastic>());
+      case 6: return f(Variant<Levels, 6, kStochastic>());
+      case 7: return f(Variant<Levels, 7, kStochastic>());
+      default: return f(Variant<Levels, 8, kStochastic>());
+    }
+  };
+  switch (c.kind) {
+    case Kind::kMaxMin:
+    case Kind::kAbsMax: return c.stochastic ? width(std::true_type()) : width(std::false_type());
+    case Kind::kByteGrad: return f(Variant<ByteGrad, 8, false>());
+    case Kind::kFloat8: return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
+    case Kind::kSign: return f(Variant<Sign, 1, false>());
+    case Kind::kRaw:
+    case Kind::kCast: break;
+  }
+  return {};
+}
+// Of everything that decodes. ByteGrad is decoded as MaxMin.
+template <class Fn>
+Status with_decoder(const Codec& c, Fn f) {
+  if (c.kind == Kind::kByteGrad) return f(Variant<Levels, 8, false>());
+  Codec nearest = c;
+  nearest.stochastic = false;
+  return with_encoder(nearest, f);
+}
+
+}  // namespace jaxcgx::cuda

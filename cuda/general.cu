@@ -1,0 +1,247 @@
+#include "cuda/general.cuh"
+
+#include "cuda/rest.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+template <class C, int kBits, bool kStochastic>
+__global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Extra& extra = t.extras[p.index];
+  const Residual& residual = t.residuals[p.index];
+  const Lane l(m, e, extra, p.tile);
+  if (!l.there(m, e)) return;
+  float* work = m.stage == kWhole ? nullptr : l.work(m, e, extra);
+
+  float x[kRows];
+  if (m.payloads != nullptr) sum_lane<C, kBits>(m, e, p, l, x);
+  else load_lane(e.leaf, static_cast<DType>(e.dtype), l, x);
+  if (residual.old != nullptr) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r < l.rows) x[r] += residual.old[l.at(r)];
+    }
+  }
+
+  float lo = INFINITY, hi = -INFINITY;
+  if (m.stage <= kStats) {
+    float bad = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r < l.rows) lo = fminf(lo, x[r]), hi = fmaxf(hi, x[r]), poison(x[r], &bad);
+    }
+    spread_poison(bad, &lo, &hi);
+    widen_bucket(l, m.threads, &lo, &hi);
+    if (m.stage == kStats) {
+      if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + 2 * l.part) = {lo, hi};
+      return;
+    }
+  }
+  float sum = 0.0f;
+  if constexpr (std::is_same_v<C, Sign>) {
+    if (m.stage <= kSums) {
+      const float scale = m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
+      sum = sum_of_block(l, m.threads, x, scale);
+      if (m.stage == kSums) {
+        if (l.lane == 0) work[kGridFloats + 2 * Lane::parts_of(m, e, extra) + l.part * (kMostStaged / kBlock) + l.block] = sum;
+        return;
+      }
+      if (m.threads > kLanes) {
+        __shared__ float of_block[kMostThreads / kLanes];
+        of_block[threadIdx.x / kLanes] = sum;
+        __syncthreads();
+        sum = 0.0f;
+        for (int32_t b = 0; b * kBlock < l.count; ++b) sum += of_block[l.first_thread / kLanes + static_cast<uint32_t>(b)];
+      }
+    }
+  }
+  const Grid g = m.stage == kCodes ? *reinterpret_cast<const Grid*>(work) : C::grid({lo, hi}, sum, l.size, m.codec);
+
+  // Noise belongs to the blocks of the leaf, which are not those of the bucket.
+  int64_t first_noise = 0;
+  __shared__ std::conditional_t<kStochastic, Noise, NoNoise> noise;
+  if constexpr (kStochastic) {
+    // What the whole block encodes.
+    const int64_t first = extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
+    const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
+    first_noise = first / kBlock * kBlock;
+    const auto draws = static_cast<uint32_t>(div_up(first + count - first_noise, kBlock)) * kLanes;
+    for (uint32_t i = threadIdx.x; i < draws; i += blockDim.x) {
+      int32_t word[4];
+      draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] = static_cast<uint16_t>(noise_of<Scalar>(word, r));
+    }
+    __syncthreads();
+  }
+  if (l.rows == 0) return;
+
+  const int32_t top = top_of(m.codec);
+  Words<Scalar, kBits> w;
+  w.clear();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    int32_t random = 0;
+    if (r >= l.rows || !g.finite) continue;
+    if constexpr (kStochastic) random = noise.of[extra.start + l.at(r) - first_noise];
+    w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
+  }
+  uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+  uint8_t* codes = chunk + e.codes + l.codes(kBits, m);
+  each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
+  if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * meta_floats(m.codec.kind), g);
+  if (residual.old == nullptr) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= l.rows) continue;
+    const float lost = x[r] - plus<C, kBits>(base_of(g), unit_of(g), w, r, top);
+    residual.lost[l.at(r)] = is_finite(lost) ? lost : residual.old[l.at(r)];
+  }
+}
+
+template <class C, int kBits>
+__global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Lane l(m, e, t.extras[p.index], p.tile);
+  if (!l.there(m, e)) return;
+  float x[kRows];
+  sum_lane<C, kBits>(m, e, p, l, x);
+  float* out = t.residuals[p.index].lost;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= l.rows) continue;
+    if (m.sums) out[l.at(r)] = x[r];
+    else store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.at(r), x[r]);
+  }
+}
+
+CGX_D Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
+  switch (c.kind) {
+    case Kind::kByteGrad: return ByteGrad::grid(s, sum, n, c);
+    case Kind::kFloat8: return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
+    case Kind::kSign: return Sign::grid(s, sum, n, c);
+    default: return Levels::grid(s, sum, n, c);
+  }
+}
+
+// The grid of each large bucket, from its parts, a block each. For Sign twice: the scale, and when there are sums, the grid.
+__global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Extra& extra = t.extras[p.index];
+  const int64_t parts = Lane::parts_of(m, e, extra), n = p.tile + 1 == e.count ? extra.last : m.codec.bucket_size;
+  float* work = m.workspace + extra.work + p.tile * work_of(m.codec.kind, parts);
+  const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
+  float lo = INFINITY, hi = -INFINITY;
+  for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x) lo = fminf(lo, range[i].x), hi = fmaxf(hi, range[i].y);
+  widen_stats(&lo, &hi, 32);
+  __shared__ float of_warp[2][kMostThreads / 32];
+  if (threadIdx.x % 32 == 0) of_warp[0][threadIdx.x / 32] = lo, of_warp[1][threadIdx.x / 32] = hi;
+  float* sums = work + kGridFloats + 2 * parts;
+  constexpr int64_t kGroup = Sign::kSumGroup / kBlock;
+  const int64_t blocks = div_up(n, kBlock);
+  if (m.codec.kind == Kind::kSign && m.stage == kSums) {
+    for (int64_t first = threadIdx.x * kGroup; first < blocks; first += blockDim.x * kGroup) {
+      float sum = 0.0f;
+      for (int64_t b = first; b < first + kGroup && b < blocks; ++b) sum += sums[b];
+      sums[first] = sum;
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (uint32_t i = 0; i < blockDim.x / 32; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+  float sum = 0.0f;
+  if (m.codec.kind == Kind::kSign) {
+    if (m.stage != kSums) {
+      reinterpret_cast<Grid*>(work)->scale = scale_of(largest_of({lo, hi}));
+      return;
+    }
+    for (int64_t first = 0; first < blocks; first += kGroup) sum += sums[first];
+  }
+  *reinterpret_cast<Grid*>(work) = grid_of({lo, hi}, sum, n, m.codec);
+}
+
+// Threads for a bucket of n elements: a lane each, a power of two or whole warps.
+uint32_t threads_for(int64_t n) {
+  const int64_t lanes = div_up(n, kRows);
+  if (lanes > 32) return static_cast<uint32_t>(div_up(lanes, 32) * 32);
+  uint32_t threads = 1;
+  while (threads < lanes) threads *= 2;
+  return threads;
+}
+
+constexpr uint32_t kGeneralThreads = 256;  // of a block of small buckets
+
+// Hands the buckets that are not for the fast kernels to `kernel`: those that fit a block, or the others.
+Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Message m, Stage stage, void (*kernel)(Table<true, true>),
+                      const char* name, cudaStream_t stream) {
+  const Codec& c = l.codec;
+  const bool fast = is_fast(c), large = stage != kWhole;
+  const auto size_of_first = [&](const Piece& p) { return std::min(p.bucket, p.coded); };
+  int64_t largest = 0;
+  for (const Piece& p : l.pieces) {
+    if (p.bucket <= kMostStaged) largest = std::max(largest, fast ? p.coded % p.bucket : size_of_first(p));
+  }
+  m.stage = stage;
+  m.threads = large ? kMostThreads : threads_for(largest);
+  // Of the fast kernels' buckets only a last one is left of each piece.
+  m.groups = large ? 1 : std::max(1u, (fast ? 32 : kGeneralThreads) / m.threads);
+  Launches launches(m, stream, kernel, name, m.groups * m.threads < 32 ? 32 : m.groups * m.threads);
+  int64_t work = 0;
+  for (int64_t row = 0; row < batch; ++row) {
+    for (const Piece& p : l.pieces) {
+      if (p.coded == 0 || (p.bucket > kMostStaged) != large) continue;
+      const int64_t whole = fast ? p.coded / p.bucket : 0, rest = p.coded - whole * p.bucket;
+      if (rest == 0) continue;
+      const int64_t count = div_up(rest, p.bucket), bits = code_bits(c);
+      Item item(l, leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)), whole * meta_floats(c.kind));
+      item.entry.count = static_cast<uint32_t>(count);
+      item.extra.last = rest - (count - 1) * p.bucket;
+      item.extra.work = static_cast<uint32_t>(work);
+      work += workspace_floats(c, p);
+      const int64_t parts = div_up(count > 1 ? p.bucket : rest, kMostStaged);
+      launches.add(item, kernel == grid_kernel ? count : large ? count * parts : div_up(count, m.groups));
+    }
+  }
+  return launches.finish();
+}
+
+}  // namespace
+
+Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  return with_encoder(l.codec, [&](auto variant) {
+    using V = decltype(variant);
+    const auto kernel = encode_general_kernel<typename V::Codec, V::bits, V::stochastic>;
+    const auto launch = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, kernel, "general encode kernel", stream); };
+    const auto grids = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, grid_kernel, "grid kernel", stream); };
+    Status s = launch(kWhole);
+    if (s.call == nullptr) s = launch(kStats);
+    if (s.call == nullptr) s = grids(kStats);
+    if (l.codec.kind == Kind::kSign) {
+      if (s.call == nullptr) s = launch(kSums);
+      if (s.call == nullptr) s = grids(kSums);
+    }
+    return s.call == nullptr ? launch(kCodes) : s;
+  });
+}
+
+Status decode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  return with_decoder(l.codec, [&](auto variant) {
+    using V = decltype(variant);
+    const auto kernel = decode_general_kernel<typename V::Codec, V::bits>;
+    const auto launch = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, kernel, "general decode kernel", stream); };
+    const Status s = launch(kWhole);
+    return s.call == nullptr ? launch(kCodes) : s;
+  });
+}
+
+}  // namespace jaxcgx::cuda

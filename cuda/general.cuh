@@ -1,0 +1,168 @@
+// Buckets of any size. A thread has one lane of a block of codec/pack.h, its eight elements in registers; as many threads as
+// a bucket has lanes do it together. Buckets of more than kMostStaged elements are cut into parts of that size, which are
+// read twice: for the statistics and, when those of the other parts are known, for the codes.
+#pragma once
+
+#include "cuda/encode.cuh"
+#include "cuda/sum.cuh"
+
+namespace jaxcgx::cuda {
+
+constexpr uint32_t kMostThreads = kMostStaged / kRows;
+
+// What a launch does with the parts of large buckets; kWhole: with whole buckets, everything.
+enum Stage : int32_t { kWhole, kStats, kSums, kCodes };
+
+// The workspace of a large bucket, in floats: its grid, the range of each part, and for Sign the sum of each block.
+constexpr int64_t kGridFloats = 8;
+static_assert(sizeof(Grid) <= kGridFloats * sizeof(float), "");
+CGX_HD int64_t work_of(Kind kind, int64_t parts) { return kGridFloats + parts * (kind == Kind::kSign ? 66 : 2); }
+
+// The lane of this thread, and the bucket or part of one that it belongs to.
+struct Lane {
+  int64_t bucket;    // counted from the entry's first
+  int64_t element;   // the bucket's or part's first, counted from the entry's first
+  int64_t size;      // elements of the whole bucket
+  int64_t part;
+  int32_t count;     // elements of the bucket or part
+  uint32_t first_thread, thread;  // of the bucket's threads
+  int32_t lane, lanes, block;
+  int32_t rows;      // of this lane
+
+  CGX_D Lane(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
+    thread = threadIdx.x % m.threads;
+    first_thread = threadIdx.x - thread;
+    part = 0;
+    if (m.stage == kWhole) {
+      bucket = static_cast<int64_t>(tile) * m.groups + threadIdx.x / m.threads;
+    } else {
+      const auto parts = static_cast<uint32_t>(parts_of(m, e, extra));
+      bucket = tile / parts;
+      part = tile % parts;
+    }
+    size = bucket >= e.count ? 0 : bucket + 1 == e.count ? extra.last : m.codec.bucket_size;
+    const int64_t left = size - part * kMostStaged;
+    count = static_cast<int32_t>(left < 0 ? 0 : left < kMostStaged ? left : kMostStaged);
+    element = bucket * m.codec.bucket_size + part * kMostStaged;
+    block = static_cast<int32_t>(thread) / kLanes;
+    lane = static_cast<int32_t>(thread) % kLanes;
+    const int32_t here = count - block * kBlock;
+    lanes = here >= kBlock ? kLanes : (here + kRows - 1) / kRows;
+    rows = here >= kBlock ? kRows : lane < lanes ? (here - lane + lanes - 1) / lanes : 0;
+    if (rows > kRows) rows = kRows;
+  }
+  CGX_D static int64_t parts_of(const Message& m, const Entry& e, const Extra& extra) {
+    return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
+  }
+
+  // Whether the thread's whole block has something to do.
+  CGX_D bool there(const Message& m, const Entry& e) const { return bucket - threadIdx.x / m.threads < e.count; }
+  CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
+
+  // Where the words of the block begin, in the codes of the entry.
+  CGX_D int64_t codes(int bits, const Message& m) const {
+    return bucket * packed_bytes(m.codec.bucket_size, bits) + (part * kMostStaged / kRows + block * kLanes) * bits;
+  }
+  CGX_D float* work(const Message& m, const Entry& e, const Extra& extra) const {
+    return m.workspace + extra.work + bucket * work_of(m.codec.kind, parts_of(m, e, extra));
+  }
+};
+
+// Words of buckets of odd sizes are not aligned.
+template <class U>
+CGX_D int32_t load_word(const uint8_t* p) {
+  if (aligned(p, sizeof(U))) return static_cast<int32_t>(*reinterpret_cast<const U*>(p));
+  uint32_t word = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof(U); ++i) word |= static_cast<uint32_t>(p[i]) << (8 * i);
+  return static_cast<int32_t>(word);
+}
+template <class U>
+CGX_D void store_word(uint8_t* p, int32_t word) {
+  if (aligned(p, sizeof(U))) {
+    *reinterpret_cast<U*>(p) = static_cast<U>(word);
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < sizeof(U); ++i) p[i] = static_cast<uint8_t>(static_cast<uint32_t>(word) >> (8 * i));
+  }
+}
+// f(a word's size as a type, the word, where it lies behind the block's beginning) for each word of a lane.
+template <int kBits, class W, class Fn>
+CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
+  int32_t at = 0;
+  if constexpr (kBits & 12) f(uint32_t(), w.a, at + 4 * lane), at += 4 * lanes;
+  if constexpr (kBits & 8) f(uint32_t(), w.b, at + 4 * lane);
+  if constexpr (kBits & 2) f(uint16_t(), w.c, at + 2 * lane), at += 2 * lanes;
+  if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
+}
+
+// The numbers of a lane: of a leaf,
+CGX_D void load_lane(const void* leaf, DType dtype, const Lane& l, float (&x)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = r < l.rows ? load_element(leaf, dtype, l.at(r)) : 0.0f;
+}
+// or what payloads decode to.
+template <class C, int kBits>
+CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane& l, float (&x)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = 0.0f;
+  if (l.rows == 0) return;
+  const uint8_t* payloads = payloads_of(m, p);
+  const Metadata meta(m, payloads, e.meta + l.bucket * meta_floats(m.codec.kind));
+  const int32_t top = top_of(m.codec);
+  const float base = meta.base(m, p.rank);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = base;
+  const uint8_t* codes = payloads + e.codes + l.codes(kBits, m);
+#pragma unroll 2
+  for (uint32_t rank = 0; rank < m.ranks; ++rank, codes += m.chunk_bytes) {
+    if (rank == p.rank) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (r < l.rows) x[r] += load_element(e.leaf, static_cast<DType>(e.dtype), l.at(r));
+      }
+    } else {
+      Words<Scalar, kBits> w;
+      each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t& word, int32_t at) { word = load_word<decltype(size)>(codes + at); });
+      const float unit = meta.unit(rank);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top);
+    }
+  }
+  if (m.divisor == 1.0f) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = divide(x[r], m);
+}
+
+// Over the threads of a bucket, in the order of warps; every thread of the block must come here.
+CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
+  widen_stats(lo, hi, threads);
+  if (threads <= 32) return;
+  __shared__ float of_warp[2][kMostThreads / 32];
+  of_warp[0][threadIdx.x / 32] = *lo, of_warp[1][threadIdx.x / 32] = *hi;
+  __syncthreads();
+  const uint32_t warp = threadIdx.x % 32, first = l.first_thread / 32;
+  *lo = warp < threads / 32 ? of_warp[0][first + warp] : INFINITY;
+  *hi = warp < threads / 32 ? of_warp[1][first + warp] : -INFINITY;
+  widen_stats(lo, hi, 32);
+}
+
+// The sum of the magnitudes of a block, in the order of codec/sign.h: in every thread that has a lane of it.
+CGX_D float sum_of_block(const Lane& l, uint32_t threads, const float (&x)[kRows], float scale) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sum += r < l.rows ? fabsf(x[r] * scale) : 0.0f;
+#pragma unroll
+  for (uint32_t m = kLanes / 2; m > 0; m /= 2) {
+    const float other = __shfl_xor_sync(kWarp, sum, m);
+    if (m < threads) sum += other;
+  }
+  return sum;
+}
+
+struct NoNoise {};
+struct Noise {
+  uint16_t of[kMostStaged + 2 * kBlock];
+};
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,205 @@
+// Elements and codes between global memory and registers.
+#pragma once
+
+#include "codec/cast.h"
+#include "cuda/numbers.cuh"
+
+namespace jaxcgx::cuda {
+
+constexpr uint32_t kWarp = 0xffffffffu;
+
+CGX_D bool aligned(const void* p, uint32_t bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
+
+// codec/cast.h in one instruction, where there is one.
+CGX_D float widen(DType dtype, uint32_t half) {
+  if (dtype == DType::kBF16) return float_of(half << 16);
+#if defined(__CUDA_ARCH__)
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(half)));
+  return x;
+#else
+  return Cast<DType::kF16>::from_bits<Scalar>(static_cast<int32_t>(half));
+#endif
+}
+CGX_D uint32_t narrow(DType dtype, float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t half;
+  if (dtype == DType::kF16) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return x == x ? half : 0x7e00u;
+  }
+#if __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return x == x ? half : 0x7fc0u;
+#endif
+#endif
+  return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0) : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
+}
+
+CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
+  return dtype == DType::kF32 ? __ldcs(static_cast<const float*>(leaf) + i) : widen(dtype, __ldcs(static_cast<const uint16_t*>(leaf) + i));
+}
+CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
+  if (dtype == DType::kF32) static_cast<float*>(leaf)[i] = x;
+  else static_cast<uint16_t*>(leaf)[i] = static_cast<uint16_t>(narrow(dtype, x));
+}
+
+// What a thread of the fast kernels handles: four neighbouring lanes of one block of codec/pack.h, all eight rows. So it
+// makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
+// draw of Philox serves the eight rows of each of its lanes; and it reads four elements of each row, 16 bytes,
+// beside the next thread's: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes.
+struct Quad {
+  int64_t block;   // counted from the piece's first
+  uint32_t place;  // of the quad in its block
+  uint32_t lanes;  // of a block: 16, 8 or 4
+
+  CGX_D Quad(uint32_t unit, int log_bucket) {
+    const int log_quads = log_bucket < 7 ? log_bucket - 5 : 2;
+    block = unit >> log_quads;
+    place = unit & ((1u << log_quads) - 1);
+    lanes = 4u << log_quads;
+  }
+  CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }  // of row 0; the next row is `lanes` away
+};
+
+// f(row, its four elements) for the eight rows at `from`. Every load is under way before the first is used, where registers suffice.
+template <class Fn>
+CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t lanes, Fn f) {
+  if (dtype == DType::kF32) {
+    const float* p = static_cast<const float*>(leaf) + element;
+    float4 rows[kRows];
+    if (aligned(p, 16)) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) rows[r] = __ldcs(reinterpret_cast<const float4*>(p + r * lanes));
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, p += lanes) rows[r] = {__ldcs(p), __ldcs(p + 1), __ldcs(p + 2), __ldcs(p + 3)};
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) f(r, rows[r]);
+  } else {
+    const uint16_t* p = static_cast<const uint16_t*>(leaf) + element;
+    uint2 rows[kRows];
+    if (aligned(p, 8)) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) rows[r] = __ldcs(reinterpret_cast<const uint2*>(p + r * lanes));
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, p += lanes) {
+        rows[r] = {__ldcs(p) | static_cast<uint32_t>(__ldcs(p + 1)) << 16, __ldcs(p + 2) | static_cast<uint32_t>(__ldcs(p + 3)) << 16};
+      }
+    }
+    const auto each = [&](DType d) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        f(r, float4{widen(d, rows[r].x & 0xffff), widen(d, rows[r].x >> 16), widen(d, rows[r].y & 0xffff), widen(d, rows[r].y >> 16)});
+      }
+    };
+    if (dtype == DType::kBF16) each(DType::kBF16);
+    else each(DType::kF16);
+  }
+}
+
+CGX_D void store_halves(uint16_t* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  if (aligned(p, 8)) {
+    __stcs(reinterpret_cast<uint2*>(p), uint2{a | b << 16, c | d << 16});
+  } else {
+    p[0] = static_cast<uint16_t>(a), p[1] = static_cast<uint16_t>(b), p[2] = static_cast<uint16_t>(c), p[3] = static_cast<uint16_t>(d);
+  }
+}
+CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, const float (&x)[kRows][4]) {
+  if (dtype == DType::kF32) {
+    float* p = static_cast<float*>(leaf) + element;
+    if (aligned(p, 16)) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) __stcs(reinterpret_cast<float4*>(p + r * lanes), float4{x[r][0], x[r][1], x[r][2], x[r][3]});
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r, p += lanes) p[0] = x[r][0], p[1] = x[r][1], p[2] = x[r][2], p[3] = x[r][3];
+    }
+  } else {
+    uint16_t* p = static_cast<uint16_t*>(leaf) + element;
+    const auto each = [&](DType d) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) store_halves(p + r * lanes, narrow(d, x[r][0]), narrow(d, x[r][1]), narrow(d, x[r][2]), narrow(d, x[r][3]));
+    };
+    if (dtype == DType::kBF16) each(DType::kBF16);
+    else each(DType::kF16);
+  }
+}
+
+// kWords neighbouring words of 4 bytes. Blocks of fewer lanes than 16 are not always aligned for more.
+template <int kWords>
+CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
+  if (kWords == 4 && aligned(at, 16)) {
+    const uint4 v = __ldcs(reinterpret_cast<const uint4*>(at));
+    w[0] = v.x, w[1 % kWords] = v.y, w[2 % kWords] = v.z, w[3 % kWords] = v.w;
+  } else if (kWords == 2 && aligned(at, 8)) {
+    const uint2 v = __ldcs(reinterpret_cast<const uint2*>(at));
+    w[0] = v.x, w[1 % kWords] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) w[i] = __ldcs(reinterpret_cast<const uint32_t*>(at) + i);
+  }
+}
+template <int kWords>
+CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
+  if (kWords == 4 && aligned(at, 16)) {
+    *reinterpret_cast<uint4*>(at) = {w[0], w[1 % kWords], w[2 % kWords], w[3 % kWords]};
+  } else if (kWords == 2 && aligned(at, 8)) {
+    *reinterpret_cast<uint2*>(at) = {w[0], w[1 % kWords]};
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(at)[i] = w[i];
+  }
+}
+
+// The words of a quad, from and to the codes of its piece.
+template <int kBits>
+CGX_D void load_codes(const uint8_t* codes, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
+  codes += q.block * (q.lanes * kBits);
+  uint32_t w[4];
+  const auto each = [&](auto set) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) set(lane[j], j);
+  };
+  if constexpr (kBits & 12) {
+    load_words(codes + q.place * 16, w);
+    each([&](auto& l, int j) { l.a = static_cast<int32_t>(w[j]); });
+    codes += q.lanes * 4;
+  }
+  if constexpr (kBits & 8) {
+    load_words(codes + q.place * 16, w);
+    each([&](auto& l, int j) { l.b = static_cast<int32_t>(w[j]); });
+  }
+  if constexpr (kBits & 2) {
+    uint32_t c[2];
+    load_words(codes + q.place * 8, c);
+    each([&](auto& l, int j) { l.c = static_cast<int32_t>(c[j / 2] >> (16 * (j & 1)) & 0xffff); });
+    codes += q.lanes * 2;
+  }
+  if constexpr (kBits & 1) {
+    uint32_t d[1];
+    load_words(codes + q.place * 4, d);
+    each([&](auto& l, int j) { l.d = static_cast<int32_t>(d[0] >> (8 * j) & 0xff); });
+  }
+}
+template <int kBits>
+CGX_D void store_codes(uint8_t* codes, const Quad& q, const Words<Scalar, kBits> (&lane)[4]) {
+  codes += q.block * (q.lanes * kBits);
+  const auto word = [](int32_t x) { return static_cast<uint32_t>(x); };
+  if constexpr (kBits & 12) {
+    store_words(codes + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
+    codes += q.lanes * 4;
+  }
+  if constexpr (kBits & 8) store_words(codes + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
+  if constexpr (kBits & 2) {
+    store_words(codes + q.place * 8, {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
+    codes += q.lanes * 2;
+  }
+  if constexpr (kBits & 1) {
+    store_words(codes + q.place * 4, {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
+  }
+}
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,105 @@
+// The number types in which a GPU thread evaluates codec/*.h, where Scalar's conversions between integers and floats
+// would be the bottleneck: their unit is four to eight times slower than addition. Same results.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "codec/absmax.h"
+#include "codec/bytegrad.h"
+#include "codec/float8.h"
+#include "codec/maxmin.h"
+#include "codec/pack.h"
+#include "codec/sign.h"
+
+#define CGX_D __device__ __forceinline__
+
+namespace jaxcgx::cuda {
+
+// Encoding, where what is rounded lies within +-2^22: added to 1.5 * 2^23 it loses its fraction, to nearest even, and
+// leaves the integer in the low bits.
+struct SmallFloat {
+  float v;
+};
+CGX_D SmallFloat operator*(SmallFloat a, SmallFloat b) { return {a.v * b.v}; }
+CGX_D SmallFloat operator-(SmallFloat a, SmallFloat b) { return {a.v - b.v}; }
+CGX_D SmallFloat min(SmallFloat a, SmallFloat b) { return {fminf(a.v, b.v)}; }
+CGX_D SmallFloat max(SmallFloat a, SmallFloat b) { return {fmaxf(a.v, b.v)}; }
+CGX_D SmallFloat round(SmallFloat a) { return {jaxcgx::round(a.v)}; }
+CGX_D int32_t round_int(SmallFloat a) { return bits(a.v + 0x1.8p23f) - 0x4b400000; }
+
+struct Small {
+  using F = SmallFloat;
+  using I = int32_t;
+  CGX_D static SmallFloat splat(float x) { return {x}; }
+  CGX_D static int32_t splat(int32_t x) { return x; }
+};
+
+// Decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit counts 1.
+// What is added to it goes to `magic`, at compile time where it can.
+struct Level {
+  float sum, magic;
+};
+CGX_D Level operator+(Level a, Level b) { return {a.sum + b.sum, a.magic + b.magic}; }
+CGX_D Level operator-(Level a, int32_t b) { return {a.sum, a.magic + static_cast<float>(b)}; }
+CGX_D float to_float(Level a) { return a.sum - a.magic; }
+
+struct Counted {
+  using F = float;
+  using I = Level;
+  CGX_D static int32_t splat(int32_t x) { return x; }
+};
+
+template <int kBits>
+CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
+  if constexpr (kBits == 8) {
+    return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))), 0x1p23f};
+  } else if constexpr ((kBits & (kBits - 1)) == 0) {
+    // Taken where it stands: at bit `at`, the last bit of a float of 2^(23 - at). Bits 23 and up are not a mantissa's.
+    const auto word = static_cast<uint32_t>(kBits == 4 ? w.a : kBits == 2 ? w.c : w.d << 1);  // << 1: 2 * magic + 1 must be exact
+    const int from = kBits * row + (kBits == 1), down = from + kBits <= 23 ? 0 : 16, at = from - down;
+    return {float_of(((word >> down) & (((1u << kBits) - 1) << at)) | (static_cast<uint32_t>(150 - at) << 23)),
+            static_cast<float>(1 << (23 - at))};
+  } else {
+    return {float_of(static_cast<uint32_t>(w.get(row)) | 0x4b000000u), 0x1p23f};
+  }
+}
+
+// MaxMin, and AbsMax with it: the same arithmetic from an origin of 0, its codes `top` more.
+struct Levels {
+  CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
+    return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
+  }
+};
+CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
+
+template <class C, int kBits, bool kStochastic>
+CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
+  const float scaled = x * g.scale;
+  if constexpr (kStochastic) {
+    // 16.16 fixed point: of 7 bits and more it is not small.
+    using V = std::conditional_t<kBits <= 6, Small, Scalar>;
+    return MaxMin::quantize<V, kBits>(V::splat(scaled), g, noise);
+  } else if constexpr (std::is_same_v<C, Levels>) {
+    return MaxMin::quantize<Small, kBits>(Small::splat(scaled), g) + top;
+  } else if constexpr (std::is_same_v<C, ByteGrad>) {
+    return ByteGrad::quantize<Small, kBits>(Small::splat(scaled), g);
+  } else {
+    return C::template quantize<Scalar, kBits>(scaled, g);
+  }
+}
+
+// so_far + unit * the value of a code. The product is exact but for Float8, so that one rounding is as good as two.
+template <class C, int kBits>
+CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top) {
+  if constexpr (std::is_same_v<C, Levels>) {
+    return __fmaf_rn(unit, to_float(level_of<kBits>(w, row) - top), so_far);
+  } else if constexpr (std::is_same_v<C, Sign>) {
+    return __fmaf_rn(unit, Sign::value<Counted, 1>(level_of<1>(w, row)), so_far);
+  } else {
+    return __fadd_rn(so_far, __fmul_rn(unit, C::template value<Scalar, kBits>(w.get(row))));
+  }
+}
+
+}  // namespace jaxcgx::cuda

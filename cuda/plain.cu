@@ -1,0 +1,210 @@
+// Elements without buckets: Cast, Raw and raw tails. And the gaps of a chunk, which are zero.
+#include "cuda/encode.cuh"
+#include "cuda/rest.cuh"
+#include "cuda/sum.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+// What is to be done with an entry, in extra.work. extra.last: its elements, of gaps bytes.
+enum Task : uint32_t { kCoded, kRaw, kGap };
+
+// 32 elements of an entry, those of a quad in a block of 128; of the last block, not all are there.
+struct Elements {
+  Quad q;
+  int64_t count;
+
+  CGX_D Elements(const Extra& extra, uint32_t tile) : q(tile * kThreads + threadIdx.x, 7), count(extra.last) {}
+  CGX_D bool whole() const { return (q.block + 1) * kBlock <= count; }
+  CGX_D int64_t at(int r, int j) const { return q.element() + r * kLanes + j; }
+
+  // f(row, four elements)
+  template <class Fn>
+  CGX_D void load(const void* from, DType dtype, Fn f) const {
+    if (whole()) {
+      load_quad(from, dtype, q.element(), kLanes, f);
+    } else {
+      const auto element = [&](int r, int j) { return at(r, j) < count ? load_element(from, dtype, at(r, j)) : 0.0f; };
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) f(r, float4{element(r, 0), element(r, 1), element(r, 2), element(r, 3)});
+    }
+  }
+  CGX_D void store(void* to, DType dtype, const float (&x)[kRows][4]) const {
+    if (whole()) {
+      store_quad(to, dtype, q.element(), kLanes, x);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (at(r, j) < count) store_element(to, dtype, at(r, j), x[r][j]);
+        }
+      }
+    }
+  }
+};
+
+CGX_D DType wire_of(const Message& m, const Entry& e, const Extra& extra) {
+  return static_cast<DType>(extra.work == kRaw ? static_cast<int32_t>(e.dtype) : m.codec.bits);
+}
+
+// A tile of n elements at most, as it is, NaNs and all.
+CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int64_t count) {
+  const int64_t size = dtype == DType::kF32 ? 4 : 2, first = tile * kTile * size;
+  const int64_t left = count * size - first;
+  if (left <= 0) return;
+  const auto bytes = static_cast<uint32_t>(left < kTile * size ? left : kTile * size);
+  const uint8_t* source = static_cast<const uint8_t*>(from) + first;
+  uint8_t* target = static_cast<uint8_t*>(to) + first;
+  uint32_t done = 0;
+  if (aligned(source, 16) && aligned(target, 16)) {
+    done = bytes & ~15u;
+    for (uint32_t i = threadIdx.x * 16; i < done; i += kThreads * 16) *reinterpret_cast<uint4*>(target + i) = __ldcs(reinterpret_cast<const uint4*>(source + i));
+  }
+  for (uint32_t i = done + threadIdx.x * 2; i < bytes; i += kThreads * 2) {
+    *reinterpret_cast<uint16_t*>(target + i) = *reinterpret_cast<const uint16_t*>(source + i);
+  }
+}
+
+// The sum of what payloads hold, in rank order.
+CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire, float (&x)[kRows][4]) {
+  const uint8_t* payload = payloads_of(m, p) + e.codes;
+  for (uint32_t rank = 0; rank < m.ranks; ++rank, payload += m.chunk_bytes) {
+    const bool own = rank == p.rank;
+    elements.load(own ? e.leaf : payload, own ? static_cast<DType>(e.dtype) : wire, [&](int r, const float4& y) {
+      const float row[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[r][j] = rank == 0 ? row[j] : x[r][j] + row[j];
+    });
+  }
+  if (m.divisor == 1.0f) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[r][j] = divide(x[r][j], m);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Extra& extra = t.extras[p.index];
+  const Residual& residual = t.residuals[p.index];
+  uint8_t* to = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes + e.codes;
+  if (extra.work == kGap) {
+    const int64_t first = p.tile * kTile;
+    for (int64_t i = first + threadIdx.x; i < extra.last && i < first + kTile; i += kThreads) to[i] = 0;
+    return;
+  }
+  const DType wire = wire_of(m, e, extra);
+  if (extra.work == kRaw && m.payloads == nullptr && residual.old == nullptr) return copy_tile(e.leaf, to, wire, p.tile, extra.last);
+
+  const Elements elements(extra, p.tile);
+  if (elements.q.block * kBlock >= extra.last) return;
+  float x[kRows][4];
+  if (m.payloads != nullptr) {
+    sum_plain(m, e, p, elements, wire, x);
+  } else {
+    elements.load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
+  }
+  if (residual.old != nullptr) {
+    elements.load(residual.old, DType::kF32, [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
+  }
+  // What arrives.
+  float sent[kRows][4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    int32_t word[4];
+    const bool stochastic = m.codec.stochastic && extra.work == kCoded;
+    if (stochastic) draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(extra.start / kBlock + elements.q.block) * kLanes + elements.q.place * 4 + j, extra.id);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      uint32_t half = 0;
+      if (stochastic) {
+        const int32_t noise = noise_of<Scalar>(word, r);
+        half = static_cast<uint32_t>(wire == DType::kBF16 ? Cast<DType::kBF16>::to_bits<Scalar, true>(x[r][j], noise)
+                                                          : Cast<DType::kF16>::to_bits<Scalar, true>(x[r][j], noise));
+      } else if (wire != DType::kF32) {
+        half = narrow(wire, x[r][j]);
+      }
+      sent[r][j] = wire == DType::kF32 ? x[r][j] : widen(wire, half);
+    }
+  }
+  elements.store(to, wire, sent);
+  if (residual.old == nullptr) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float lost = x[r][j] - sent[r][j];
+      x[r][j] = is_finite(lost) || elements.at(r, j) >= extra.last ? lost : residual.old[elements.at(r, j)];
+    }
+  }
+  elements.store(residual.lost, DType::kF32, x);
+}
+
+__global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_constant__ Table<true, true> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const Extra& extra = t.extras[p.index];
+  const DType wire = wire_of(m, e, extra);
+  void* leaf = const_cast<void*>(e.leaf);
+  if (extra.work == kRaw && !m.sums) return copy_tile(payloads_of(m, p) + e.codes, leaf, wire, p.tile, extra.last);
+  const Elements elements(extra, p.tile);
+  if (elements.q.block * kBlock >= extra.last) return;
+  float x[kRows][4];
+  sum_plain(m, e, p, elements, wire, x);
+  if (m.sums) elements.store(t.residuals[p.index].lost, DType::kF32, x);
+  else elements.store(leaf, static_cast<DType>(e.dtype), x);
+}
+
+Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, void (*kernel)(Table<true, true>), const char* name,
+                    bool gaps, cudaStream_t stream) {
+  const Codec& c = l.codec;
+  Launches launches(m, stream, kernel, name, kThreads);
+  const auto add = [&](Item item, Task task, int64_t at, int64_t count) {
+    if (count == 0) return;
+    item.entry.codes = static_cast<uint64_t>(at);
+    item.extra.last = count;
+    item.extra.work = task;
+    launches.add(item, div_up(count, kTile));
+  };
+  for (int64_t row = 0; row < batch; ++row) {
+    for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
+      // The bytes that no element writes begin here.
+      int64_t at = l.meta_end[static_cast<size_t>(chunk)];
+      Item gap;
+      gap.entry.slot = slot_of(l, row, chunk);
+      const auto clear_to = [&](int64_t end) {
+        if (gaps) add(gap, kGap, at, end - at);
+      };
+      for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
+        const Piece& p = l.pieces[static_cast<size_t>(k)];
+        const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
+        if (!has_buckets(c.kind)) add(Item(l, leaves, row, p), c.kind == Kind::kRaw ? kRaw : kCoded, p.codes, p.coded);
+        clear_to(p.codes);
+        at = p.codes + code_bytes(c, dtype, p);
+        add(Item(l, leaves, row, p, p.coded), kRaw, p.tail, p.raw);
+        clear_to(p.tail);
+        at = p.tail + p.raw * size_of(dtype);
+      }
+      clear_to(l.chunk_bytes);
+    }
+  }
+  return launches.finish();
+}
+
+}  // namespace
+
+Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  return launch_plain(l, batch, leaves, m, encode_plain_kernel, "plain encode kernel", true, stream);
+}
+Status decode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  return launch_plain(l, batch, leaves, m, decode_plain_kernel, "plain decode kernel", false, stream);
+}
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,52 @@
+#include <cmath>
+
+#include "cuda/encode.cuh"
+#include "cuda/rest.cuh"
+#include "cuda/sum.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+template <class C, int kBits, bool kStochastic>
+__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ Table<kStochastic, false> t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Entry& e = t.entries[p.index];
+  const uint32_t unit = p.tile * kThreads + threadIdx.x;
+  const bool there = unit < e.count;
+  float x[kRows][4] = {};
+  if (there) decode_quad<C, kBits, true>(t.message, e, p, unit, x);
+  Words<Scalar, kBits> lanes[4];
+  encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+}
+
+}  // namespace
+
+Status reduce(const Reduce& a, cudaStream_t stream) {
+  const Layout& l = a.layout;
+  const Leaves leaves{a.own, nullptr, a.leaves, a.leaf_ids};
+  Message m = message_of(l);
+  m.payload = a.payload;
+  m.payloads = a.payloads;
+  m.ranks = static_cast<uint32_t>(a.ranks);
+  m.where = a.where;
+  m.keys = a.keys;
+  m.workspace = static_cast<float*>(a.workspace);
+  m.divisor = a.divisor;
+  m.inverse = 1.0f / a.divisor;
+  int exponent;
+  m.exact = std::frexp(a.divisor, &exponent) == 0.5f && std::isnormal(m.inverse);
+  m.sums = true;
+  m.own = a.own != nullptr;
+  if (a.payload == nullptr) return decode_all(l, a.batch, leaves, m, stream);
+  if (is_fast(l.codec)) {
+    const Status s = with_encoder(l.codec, [&](auto variant) {
+      using V = decltype(variant);
+      return launch_fast(l, a.batch, leaves, Launches(m, stream, reduce_kernel<typename V::Codec, V::bits, V::stochastic>, "reduce kernel", kThreads));
+    });
+    if (s.call != nullptr) return s;
+  }
+  return encode_rest(l, a.batch, leaves, m, stream);
+}
+
+}  // namespace jaxcgx::cuda

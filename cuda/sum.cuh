@@ -1,0 +1,109 @@
+// What payloads decode to, one or the sum of several, in registers.
+#pragma once
+
+#include "cuda/memory.cuh"
+#include "cuda/table.cuh"
+
+namespace jaxcgx::cuda {
+
+// a / divisor, rounded once, without a division: the quotient by the rounded reciprocal is corrected twice by its exact
+// remainder (Markstein). Small numbers are scaled first, as in cpu/.
+CGX_D float divide(float a, const Message& m) {
+  if (m.exact) return a * m.inverse;
+  const bool tiny = fabsf(a) < 0x1p-60f;
+  const float scaled = tiny ? a * 0x1p80f : a;
+  float q = scaled * m.inverse;
+  if (!is_finite(q) || q == 0.0f) return q;  // the remainder would be a NaN, or a zero lose its sign
+#pragma unroll
+  for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, m.divisor, scaled), m.inverse, q);
+  return tiny ? q * 0x1p-80f : q;
+}
+
+// The metadata of a bucket in the payload of each rank.
+struct Metadata {
+  const float* first;
+  int64_t next;  // in floats
+  int floats;
+
+  CGX_D Metadata(const Message& m, const uint8_t* payloads, int64_t at)
+      : next(m.chunk_bytes / 4), floats(meta_floats(m.codec.kind)) {
+    first = reinterpret_cast<const float*>(payloads) + at;
+  }
+  CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
+  // The bases of all ranks are summed before anything else is added. Of a single payload it is the base itself.
+  CGX_D float base(const Message& m, uint32_t own) const {
+    if (floats < 2) return 0.0f;
+    if (!m.sums) return first[1];
+    float base = 0.0f;
+#pragma unroll 4
+    for (uint32_t r = 0; r < m.ranks; ++r) {
+      const float b = first[r * next + 1];
+      if (r != own) base += b;
+    }
+    return base;
+  }
+};
+
+// What is decoded: the payload of rank 0, the others chunk_bytes apart.
+CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
+  return m.payloads + (m.where != nullptr ? p.row : p.slot) * static_cast<int64_t>(m.ranks) * m.chunk_bytes;
+}
+
+template <class C, int kBits>
+CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t top, float (&x)[kRows][4]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[r][j] = plus<C, kBits>(x[r][j], unit, lanes[j], r, top);
+  }
+}
+
+// What a quad decodes to, kSum: summed over the ranks.
+template <class C, int kBits, bool kSum>
+CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_t unit, float (&x)[kRows][4]) {
+  const Quad q(unit, m.log_bucket);
+  const uint8_t* payloads = payloads_of(m, p);
+  const Metadata meta(m, payloads, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)));
+  const int32_t top = top_of(m.codec);
+  const float base = meta.base(m, p.rank);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
+  const uint8_t* codes = payloads + e.codes;
+  if constexpr (!kSum) {
+    Words<Scalar, kBits> lanes[4];
+    load_codes<kBits>(codes, q, lanes);
+    return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
+  }
+  // Payloads whose loads are under way at a time.
+  constexpr uint32_t kAhead = kBits <= 4 ? 4 : 2;
+  for (uint32_t first = 0; first < m.ranks; first += kAhead) {
+    Words<Scalar, kBits> lanes[kAhead][4];
+    float step[kAhead];
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const uint32_t rank = first + i;
+      if (rank >= m.ranks || rank == p.rank) continue;
+      load_codes<kBits>(codes + rank * m.chunk_bytes, q, lanes[i]);
+      step[i] = meta.unit(rank);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const uint32_t rank = first + i;
+      if (rank >= m.ranks) break;
+      if (rank == p.rank) {
+        load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
+                  [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+      } else {
+        plus_quad<C, kBits>(lanes[i], step[i], top, x);
+      }
+    }
+  }
+  if (m.divisor == 1.0f) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[r][j] = divide(x[r][j], m);
+  }
+}
+
+}  // namespace jaxcgx::cuda

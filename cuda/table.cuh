@@ -1,0 +1,207 @@
+// Many pieces in one launch: a table of them travels in the kernel's parameters, and each block finds its own.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/cuda.h"
+#include "cuda/numbers.cuh"
+
+namespace jaxcgx::cuda {
+
+// A piece, or the part of one that a kernel is to do. `slot` is row * chunks + chunk.
+struct Entry {
+  const void* leaf;  // the piece's first element
+  uint64_t codes;    // bytes from the chunk's beginning,
+  uint32_t meta;     // and floats
+  uint32_t slot : 30, dtype : 2;
+  uint32_t tile;     // its first, counted from the slot's first in this launch
+  uint32_t count;    // of what the kernel counts in
+};
+// What some kernels want besides.
+struct Extra {
+  int64_t start;  // of the piece in its leaf
+  int64_t last;   // elements of the last bucket
+  uint32_t id;    // of the leaf, for noise
+  uint32_t work;  // of the workspace, in floats
+};
+struct Residual {
+  const float* old;
+  float* lost;
+};
+
+// What is the same for all pieces.
+struct Message {
+  Codec codec;
+  uint8_t* payload;         // of slot s (reduce: of row r) at s * chunk_bytes
+  const uint8_t* payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
+  int64_t chunk_bytes;
+  uint32_t chunks, ranks;
+  const int32_t* where;     // null: all chunks; else those of the one that it names
+  const uint32_t* keys;
+  float* workspace;
+  float divisor, inverse;
+  bool exact;               // inverse is 1 / divisor
+  bool sums;                // several payloads, or one as if it were several
+  bool own;                 // `leaf` is the own rank's
+  int32_t log_bucket;       // of the fast kernels; the others:
+  uint32_t threads, groups; // of a bucket, buckets of a block
+  int32_t stage;            // of a bucket that is larger than a block
+};
+
+// That a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests want fewer.
+#if !defined(JAXCGX_PARAMETER_BYTES)
+#define JAXCGX_PARAMETER_BYTES 32764
+#endif
+constexpr int64_t kParameterBytes = JAXCGX_PARAMETER_BYTES;
+
+template <bool kExtra, bool kFeedback>
+struct Table {
+  static constexpr int kMost = (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
+                               static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
+  static constexpr int kExtras = kExtra ? kMost : 1, kResiduals = kFeedback ? kMost : 1;
+  Message message;
+  uint32_t first, count;  // first: the slot (with `where` the row) of block (0, 0)
+  Entry entries[kMost];
+  Extra extras[kExtras];
+  Residual residuals[kResiduals];
+};
+static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<true, true>) <= kParameterBytes, "");
+
+// Where a block is. Blocks of the same y share a slot.
+struct Place {
+  uint32_t row, slot, rank;  // rank: the own one; ranks: none
+  int index;                 // in the table; -1: nothing to do
+  uint32_t tile;             // counted from the entry's first
+};
+template <class T>
+CGX_D Place place_of(const T& t) {
+  const Message& m = t.message;
+  Place p;
+  p.index = -1;
+  p.tile = 0;
+  p.rank = m.ranks;
+  p.row = p.slot = t.first + blockIdx.y;
+  if (m.where != nullptr) {
+    const auto chunk = static_cast<uint32_t>(m.where[2 * p.row]);
+    if (chunk >= m.chunks) return p;
+    if (m.own) p.rank = static_cast<uint32_t>(m.where[2 * p.row + 1]);
+    p.slot = p.row * m.chunks + chunk;
+  } else if (m.keys != nullptr) {
+    p.row = p.slot / m.chunks;
+  }
+  // The last entry that is not behind (slot, blockIdx.x).
+  int from = 0, to = static_cast<int>(t.count);
+  while (from < to) {
+    const int middle = (from + to) >> 1;
+    const Entry& e = t.entries[middle];
+    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x)) from = middle + 1;
+    else to = middle;
+  }
+  if (from > 0 && t.entries[from - 1].slot == p.slot) {
+    p.index = from - 1;
+    p.tile = blockIdx.x - t.entries[p.index].tile;
+  }
+  return p;
+}
+
+// The buffers of a message on the host: leaves[i] is leaf i of the first row.
+struct Leaves {
+  const void* const* leaves = nullptr;       // what is encoded; the own rank's of a sum; what is decoded to
+  const float* const* residuals = nullptr;   // null: no feedback
+  float* const* results = nullptr;           // new residuals, or the fp32 sum
+  const int64_t* ids = nullptr;
+};
+
+inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) { return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu; }
+
+// Everything of a piece but for the kernel's count.
+struct Item {
+  Entry entry = {};
+  Extra extra = {};
+  Residual residual = {};
+
+  Item() = default;
+  // From element `at` of the piece on, whose codes and metadata lie `codes` bytes and `meta` floats from the piece's.
+  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0, int64_t meta = 0) {
+    const auto i = static_cast<size_t>(p.leaf);
+    const DType dtype = l.leaves[i].dtype;
+    const int64_t element = row * l.leaves[i].size + p.start + at;
+    if (b.leaves != nullptr) entry.leaf = static_cast<const char*>(b.leaves[i]) + element * size_of(dtype);
+    entry.codes = static_cast<uint64_t>(p.codes + codes);
+    entry.meta = static_cast<uint32_t>(p.meta / 4 + meta);
+    entry.slot = slot_of(l, row, p.chunk);
+    entry.dtype = static_cast<uint32_t>(dtype) & 3u;
+    extra.start = p.start + at;
+    if (b.ids != nullptr) extra.id = static_cast<uint32_t>(b.ids[i]);
+    if (b.residuals != nullptr) residual.old = b.residuals[i] + element;
+    if (b.results != nullptr) residual.lost = b.results[i] + element;
+  }
+};
+
+inline Message message_of(const Layout& l) {
+  Message m = {};
+  m.codec = l.codec;
+  m.chunk_bytes = l.chunk_bytes;
+  m.chunks = static_cast<uint32_t>(l.chunks());
+  m.ranks = 1;
+  m.divisor = m.inverse = 1.0f;
+  while (int64_t{1} << m.log_bucket < l.codec.bucket_size) ++m.log_bucket;
+  return m;
+}
+
+// Collects pieces, in the order of slots, and launches a kernel whenever the table is full.
+template <class T>
+class Launches {
+ public:
+  Launches(const Message& m, cudaStream_t stream, void (*kernel)(T), const char* name, uint32_t threads) : kernel_(kernel), name_(name) {
+    table_.message = m;
+    table_.count = 0;
+    config_.blockDim = dim3(threads);
+    config_.stream = stream;
+  }
+
+  // As so many blocks.
+  void add(const Item& item, int64_t tiles) {
+    Entry entry = item.entry;
+    const uint32_t y = line(entry.slot);
+    if (table_.count == T::kMost || (table_.count > 0 && y - table_.first >= kMostLines)) launch();
+    if (table_.count == 0) table_.first = y, widest_ = next_ = 0;
+    else if (entry.slot != table_.entries[table_.count - 1].slot) next_ = 0;
+    entry.tile = static_cast<uint32_t>(next_);
+    next_ += tiles;
+    widest_ = std::max(widest_, next_);
+    const uint32_t i = table_.count++;
+    table_.entries[i] = entry;
+    if (T::kExtras > 1) table_.extras[i] = item.extra;
+    if (T::kResiduals > 1) table_.residuals[i] = item.residual;
+  }
+
+  Status finish() {
+    if (table_.count > 0) launch();
+    return status_;
+  }
+
+ private:
+  static constexpr uint32_t kMostLines = 65535;
+
+  uint32_t line(uint32_t slot) const { return table_.message.where != nullptr ? slot / table_.message.chunks : slot; }
+
+  void launch() {
+    const uint32_t lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
+    if (status_.call == nullptr) {
+      config_.gridDim = dim3(static_cast<uint32_t>(widest_), lines);
+      const cudaError_t error = widest_ > INT32_MAX ? cudaErrorInvalidConfiguration : cudaLaunchKernelEx(&config_, kernel_, table_);
+      if (error != cudaSuccess) status_ = {name_, error};
+    }
+    table_.count = 0;
+  }
+
+  T table_;
+  cudaLaunchConfig_t config_ = {};
+  void (*kernel_)(T);
+  const char* name_;
+  Status status_;
+  int64_t widest_ = 0, next_ = 0;
+};
+
+}  // namespace jaxcgx::cuda

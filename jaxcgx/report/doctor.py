@@ -1,0 +1,110 @@
+"""What this installation has, and what is wrong with it: python -m jaxcgx doctor."""
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+
+import jax
+import jaxlib
+
+import jaxcgx
+from jaxcgx.native import registration
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    what: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    name: str
+    capability: str  # as in "9.0"
+    covered: bool  # the build has code for it
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """`problems` is empty where nothing is wrong."""
+
+    versions: dict  # of python, jax, jaxlib and jaxcgx
+    path: str  # of the package
+    native: dict | None  # the native module's build_info(); None: there is none of this version
+    gpus: list  # that JAX sees
+    reference: str | None  # the variable JAXCGX_REFERENCE
+    problems: list
+
+    def __str__(self):
+        native = self.native or {}
+        cuda = native.get("cuda")
+        rows = {
+            **self.versions,
+            "installed in": self.path,
+            "native module": f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}" if native else "none",
+            "CPU kernels": native.get("kernels", "none"),
+            "CUDA half": f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}" if cuda else "none",
+            "GPUs": "; ".join(f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
+                              for g in self.gpus) or "JAX sees none",
+            "JAXCGX_REFERENCE": self.reference or "not set",
+        }
+        lines = [f"{name:18}{value}" for name, value in rows.items()]
+        for problem in self.problems:
+            lines += ["", f"problem: {problem.what}", f"remedy:  {problem.remedy}"]
+        return "\n".join(lines + ([] if self.problems else ["", "no problems"]))
+
+
+def covers(architectures, capability):
+    """Whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of that compute capability ("9.0").
+
+    Machine code (sm) runs on its own major number from its own minor number on, PTX (compute) on everything from its own on.
+    """
+    gpu = tuple(map(int, capability.split(".")))
+    for architecture in architectures:
+        kind, major, minor, exact = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture).groups()
+        built = int(major), int(minor)
+        if built == gpu or not exact and built <= gpu and (kind == "compute" or built[0] == gpu[0]):
+            return True
+    return False
+
+
+def _supported(version, requirement):
+    """Whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
+    number = lambda v: [int(n) for n in re.findall(r"\d+", v)[:3]]
+    bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
+    return all(number(version) >= number(b) if op == ">=" else number(version) < number(b) for op, b in bounds)
+
+
+def _gpus(architectures):
+    try:
+        devices = jax.devices("gpu")
+    except RuntimeError:  # no such backend
+        return []
+    found = [(d.device_kind, getattr(d, "compute_capability", "unknown")) for d in devices if d.process_index == jax.process_index()]
+    return [Gpu(name, capability, bool(re.fullmatch(r"\d+\.\d", capability)) and covers(architectures, capability))
+            for name, capability in found]
+
+
+def examine() -> Report:
+    """The state of this installation."""
+    problems = []
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
+                "jaxcgx": importlib.metadata.version("jaxcgx")}
+    for requirement in importlib.metadata.requires("jaxcgx") or []:
+        if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement):
+            problems.append(Problem(f"jax {versions['jax']} is not one that jaxcgx supports", f'pip install "{requirement}"'))
+    native = None
+    try:
+        native = registration.find().build_info()
+    except ImportError as error:
+        if not registration.REFERENCE:
+            problems.append(Problem(str(error), registration.REMEDY))
+    cuda = native and native["cuda"]
+    gpus = _gpus(cuda["architectures"] if cuda else [])
+    for gpu in gpus if native and not registration.REFERENCE else []:
+        if not gpu.covered:
+            lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
+            problems.append(Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY))
+    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, os.environ.get("JAXCGX_REFERENCE"), problems)

@@ -1,0 +1,102 @@
+"""Builds jaxcgx with its CUDA half, and checks what can be checked without a GPU (`make cuda`).
+
+A wheel with code for every architecture, warnings as errors; the compiler's report on registers, spills and stack
+frames; the tests of the CUDA half that need no GPU. Where there is no CUDA compiler, one comes from PyPI into
+.venv/build. Everything else lies in build/cuda.
+"""
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import matrix
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD_ENV = ROOT / ".venv/build"
+# What nvcc needs, in wheels that unpack into one folder.
+COMPILER = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
+
+
+def nvcc():
+    """The path of a CUDA compiler; None where there is none."""
+    found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    return found and pathlib.Path(found)
+
+
+def nvcc_from_pypi():
+    """The path of PyPI's CUDA compiler, installed into .venv/build; None, and why said, where that fails."""
+    python = BUILD_ENV / "bin/python"
+    try:
+        matrix.pip(python, "install", *COMPILER)
+    except subprocess.CalledProcessError:
+        print("cuda: SKIPPED: there is no CUDA compiler (nvcc) on the PATH, and pip could not install one (see above)")
+        return None
+    site = matrix.output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    home = pathlib.Path(site, "nvidia/cu13")
+    if not (home / "lib64").exists():  # where nvcc looks
+        (home / "lib64").symlink_to("lib")
+    return home / "bin/nvcc"
+
+
+def path_for(python):
+    """The PATH, with the programs of a Python's environment first."""
+    return f"{pathlib.Path(python).parent}:{os.environ['PATH']}"
+
+
+def build(folder, python, compiler, **defines):
+    """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements: (wheel, log)."""
+    defines = {"JAXCGX_CUDA": "ON"} | defines
+    wheels, log, stamp = folder / "wheel", folder / "log.txt", folder / "checksum"
+    made_from = f"{matrix.checksum()} {compiler} {defines}"
+    if not (stamp.exists() and stamp.read_text() == made_from):
+        stamp.unlink(missing_ok=True)
+        # The report must be on all kernels, not on those compiled last.
+        for old in wheels, folder / "make/CMakeFiles/jaxcgx_cuda.dir":
+            shutil.rmtree(old, ignore_errors=True)
+        wheels.mkdir(parents=True)
+        settings = {"build-dir": str(folder / "make")} | {f"cmake.define.{name}": value for name, value in defines.items()}
+        with log.open("w") as out:
+            result = subprocess.run(
+                [python, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})"],
+                stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+                env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)})
+        if result.returncode:
+            sys.exit(f"{log.read_text()}\ncuda: the build failed; {log} has what is above")
+        stamp.write_text(made_from)
+    return next(wheels.glob("*.whl")), log
+
+
+def environment(folder, wheel, python, base):
+    """The Python of an environment in `folder` that has the wheel, and the packages in the folder `base`."""
+    inside = folder / "env/bin/python"
+    matrix.run(python, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
+    site = matrix.output(inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    pathlib.Path(site, "base.pth").write_text(f"{base}\n")
+    shutil.unpack_archive(wheel, site, "zip")
+    return inside
+
+
+def test(inside, *arguments):
+    """Runs pytest in an environment; the repository's own jaxcgx/, which has no native module, must not be found first."""
+    return matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode == 0
+
+
+def main():
+    compiler = nvcc() or nvcc_from_pypi()
+    if not compiler:
+        return
+    folder = ROOT / "build/cuda"
+    print(f"== CUDA: compiling for every architecture with {compiler}", flush=True)
+    wheel, log = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON")
+    print("== CUDA: registers, spills and stack frames", flush=True)
+    matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", log, check=True)
+    print("== CUDA: tests without a GPU", flush=True)
+    inside = environment(folder, wheel, sys.executable, sysconfig.get_path("purelib"))
+    if not test(inside, "tests/native/test_cuda.py"):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+// Runs CUDA kernels on the CPU: stands in for the toolkit's header, so that .cu files compile as C++. As much of CUDA as
+// cuda/ uses.
+//
+// Every thread of a block is a fiber. It runs until it has to wait for others, at a shuffle or a barrier; of those that
+// can go on, one is drawn by lot, so that what depends on an order that CUDA does not promise comes out differently now
+// and then. A shuffle waits for all threads that its mask names, a barrier for all of the block; should one of them never
+// come, the program ends with a message. Sanitizers see every access.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static  // blocks run one after another
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+using cudaStream_t = void*;
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+// Aligned as on a GPU, so that UndefinedBehaviorSanitizer finds accesses that are not.
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+
+namespace cuda_emulator {
+
+struct Thread {
+  dim3 index;
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  bool done = false;
+  unsigned shuffles = 0;
+  static constexpr size_t kStack = 256 << 10;
+};
+
+struct Warp {
+  uint64_t value[2][32];  // of this shuffle and of the one before, which some may not have read yet
+  unsigned mask = 0, arrived = 0;
+  std::vector<Thread*> waiting;
+};
+
+struct Block {
+  dim3 grid, block, index;
+  unsigned threads = 0;
+  std::vector<std::unique_ptr<Thread>> all;
+  std::vector<Warp> warps;
+  std::vector<Thread*> ready, at_barrier;
+  ucontext_t scheduler;
+  Thread* current = nullptr;
+  std::function<void()> kernel;
+  uint64_t lot = 1;
+
+  [[noreturn]] void fail(const char* what) const {
+    std::fprintf(stderr, "cuda_emulator: block (%u, %u): %s\n", index.x, index.y, what);
+    std::abort();
+  }
+  void wait() { swapcontext(&current->context, &scheduler); }
+
+  static void enter();
+  void start(Thread& t, unsigned index) {
+    t.index = dim3(index);
+    t.done = false;
+    t.shuffles = 0;
+    getcontext(&t.context);
+    t.context.uc_stack = {t.stack.get(), 0, Thread::kStack};
+    t.context.uc_link = &scheduler;
+    makecontext(&t.context, enter, 0);
+    ready.push_back(&t);
+  }
+  void run() {
+    ready.clear();
+    while (all.size() < threads) all.push_back(std::make_unique<Thread>());
+    for (unsigned i = 0; i < threads; ++i) start(*all[i], i);
+    warps.assign((threads + 31) / 32, Warp());
+    unsigned left = threads;
+    while (!ready.empty()) {
+      lot = lot * 6364136223846793005u + 1442695040888963407u;
+      std::swap(ready[(lot >> 33) % ready.size()], ready.back());
+      current = ready.back();
+      ready.pop_back();
+      swapcontext(&scheduler, &current->context);
+      left -= current->done;
+    }
+    if (left > 0) fail(at_barrier.empty() ? "a thread that a shuffle waits for never came" : "a thread never came to a barrier");
+  }
+};
+
+inline Block state;
+inline void Block::enter() {
+  state.kernel();
+  state.current->done = true;
+}
+
+template <class T>
+T exchange(unsigned mask, T value, unsigned from) {
+  static_assert(sizeof(T) <= 8, "");
+  Block& b = state;
+  Thread& t = *b.current;
+  Warp& w = b.warps[t.index.x / 32];
+  const unsigned lane = t.index.x % 32, turn = t.shuffles++ % 2;
+  if (!(mask >> lane & 1)) b.fail("a shuffle's mask leaves its own thread out");
+  if (w.arrived == 0) w.mask = mask;
+  else if (w.mask != mask) b.fail("threads meet at shuffles with different masks");
+  std::memcpy(&w.value[turn][lane], &value, sizeof(T));
+  w.arrived |= 1u << lane;
+  if (w.arrived == mask) {
+    b.ready.insert(b.ready.end(), w.waiting.begin(), w.waiting.end());
+    w.waiting.clear();
+    w.arrived = 0;
+  } else {
+    w.waiting.push_back(&t);
+    b.wait();
+  }
+  if (from >= 32 || !(mask >> from & 1)) b.fail("a shuffle reads a thread that its mask leaves out");
+  std::memcpy(&value, &w.value[turn][from], sizeof(T));
+  return value;
+}
+
+}  // namespace cuda_emulator
+
+#define threadIdx (cuda_emulator::state.current->index)
+inline const dim3& blockIdx = cuda_emulator::state.index;
+inline const dim3& blockDim = cuda_emulator::state.block;
+
+inline void __syncthreads() {
+  auto& b = cuda_emulator::state;
+  b.at_barrier.push_back(b.current);
+  if (b.at_barrier.size() == b.threads) {
+    b.ready.insert(b.ready.end(), b.at_barrier.begin(), b.at_barrier.end() - 1);
+    b.at_barrier.clear();
+  } else {
+    b.wait();
+  }
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
+  return cuda_emulator::exchange(mask, value, (threadIdx.x % 32) ^ lanes);
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, unsigned from) {
+  return cuda_emulator::exchange(mask, value, from % 32);
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  auto& b = cuda_emulator::state;
+  b.grid = config->gridDim, b.block = config->blockDim;
+  b.threads = b.block.x;
+  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 || b.grid.x > 0x7fffffff || b.grid.y == 0 ||
+      b.grid.y > 65535 || b.grid.z != 1) {
+    return cudaErrorInvalidConfiguration;
+  }
+  b.kernel = [&] { kernel(arguments...); };
+  for (unsigned y = 0; y < b.grid.y; ++y) {
+    for (unsigned x = 0; x < b.grid.x; ++x) {
+      b.index = dim3(x, y);
+      b.run();
+    }
+  }
+  return cudaSuccess;
+}
+
+template <class T>
+T __ldcs(const T* p) { return *p; }
+template <class T>
+void __stcs(T* p, T x) { *p = x; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned s = selector >> (4 * i) & 15;
+    const unsigned byte = static_cast<unsigned>(bytes >> (8 * (s & 7))) & 0xff;
+    result |= (s & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << (8 * i);
+  }
+  return result;
+}

@@ -1,0 +1,219 @@
+// The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and touch
+// nothing else.
+#include "check.h"
+#include "cuda/cuda.h"
+#include "message.h"
+
+namespace jaxcgx::test {
+namespace {
+
+constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+// Copies that begin `elements` elements behind a multiple of 64 bytes, and end where their memory does.
+class Shifted {
+ public:
+  Shifted(const std::vector<Memory>& from, const std::vector<int64_t>& sizes, int64_t elements) {
+    for (size_t i = 0; i < from.size(); ++i) {
+      const int64_t shift = elements * sizes[i];
+      memory_.emplace_back(static_cast<int64_t>(from[i].size()) + shift, uint8_t{0xCD});
+      at_.push_back(memory_.back().data() + shift);
+      if (from[i].size() > 0) std::memcpy(at_.back(), from[i].data(), from[i].size());
+    }
+  }
+  template <class T>
+  std::vector<T*> pointers() const {
+    std::vector<T*> p;
+    for (uint8_t* at : at_) p.push_back(reinterpret_cast<T*>(at));
+    return p;
+  }
+  Memory copy(size_t i) const {
+    const auto size = static_cast<int64_t>(memory_[i].size()) - (at_[i] - memory_[i].data());
+    Memory m(size);
+    if (size > 0) std::memcpy(m.data(), at_[i], static_cast<size_t>(size));
+    return m;
+  }
+
+ private:
+  std::vector<Memory> memory_;
+  std::vector<uint8_t*> at_;
+};
+
+void check(const cuda::Status& s) { CHECK(s.call == nullptr, s.call == nullptr ? "" : s.call); }
+
+struct Case {
+  Codec codec;
+  std::vector<Leaf> shapes;
+  int64_t chunks = 1, batch = 1, ranks = 2;
+  bool feedback = false;
+  int64_t shift = 0;  // elements that leaves begin behind an aligned address
+};
+
+void compare(const Case& k, Random& r) {
+  Message m(k.codec, k.shapes, k.chunks, k.batch, r);
+  const Layout& l = m.layout;
+  const std::string context = describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
+  std::vector<int64_t> sizes, fours(k.shapes.size(), 4);
+  for (const Leaf& leaf : k.shapes) sizes.push_back(size_of(leaf.dtype));
+  if (k.feedback) {
+    for (const Leaf& leaf : k.shapes) m.residuals.push_back(as_leaf(DType::kF32, numbers(k.batch * leaf.size, r)));
+  }
+  const Memory workspace(cuda::workspace_bytes(l, k.batch));
+  const auto garbage = [&](DType* as) {
+    std::vector<Memory> v;
+    for (const Leaf& leaf : k.shapes) v.emplace_back(k.batch * leaf.size * size_of(as ? *as : leaf.dtype), uint8_t{0x54});
+    return v;
+  };
+  DType f32 = DType::kF32;
+
+  // What travels raw may be the NaN of a sum, of which the processor chooses the bits.
+  const bool raw = k.codec.kind == Kind::kRaw || k.codec.skip_incomplete;
+  const auto same_sum = [&](const Memory& a, const Memory& b) { return raw ? same_numbers(DType::kF32, a, b) : a == b; };
+
+  const Shifted leaves(m.leaves, sizes, k.shift), old(m.residuals, fours, k.shift);
+  const bool in_place = r.below(2) == 0;
+  std::vector<Memory> lost = k.feedback ? garbage(&f32) : std::vector<Memory>();
+  const Shifted apart(lost, fours, k.shift);
+  const auto& results = in_place ? old : apart;
+  const Memory expected = encode(m, one_thread(), 0xAB, k.feedback ? &lost : nullptr);
+  const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
+  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(), k.feedback ? old.pointers<const float>().data() : nullptr,
+                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), workspace.data()}, nullptr));
+  CHECK(payload == expected, context);
+  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
+
+  const auto compare_decoded = [&](const Memory& from, const char* what) {
+    const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
+    const Shifted out(garbage(nullptr), sizes, k.shift);
+    check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data()}, nullptr));
+    for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
+  };
+  compare_decoded(expected, "decode ");
+  // Any bytes decode, products that are not exact with one rounding, as in all vector units.
+  if (std::string(cpu::kernels().name) != "portable") {
+    Memory any = expected.copy();
+    for (size_t i = 0; i < any.size(); ++i) any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
+    compare_decoded(any, "decode any bytes ");
+  }
+
+  std::vector<Memory> messages;
+  messages.push_back(expected.copy());
+  for (int64_t i = 1; i < k.ranks; ++i) messages.push_back(encode(Message(k.codec, k.shapes, k.chunks, k.batch, r), one_thread()));
+  const bool own = r.below(2) == 0;
+  std::vector<int32_t> where;
+  for (int64_t row = 0; row < k.batch; ++row) {
+    where.push_back(static_cast<int32_t>(r.below(k.chunks)));
+    where.push_back(own ? static_cast<int32_t>(r.below(k.ranks)) : -1);
+  }
+  const Memory payloads = gather(l, k.batch, messages, where);
+  const float divisor = r.pick({1.0f, 3.0f, 8.0f, 7.0f});
+  const Sum sum{m, k.ranks, payloads, where, divisor};
+  const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
+  const auto own_leaves = leaves.pointers<const void>();
+  const auto reduce = [&](float* const* to, uint8_t* to_payload) {
+    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, m.ids.data(),
+                        m.keys.data(), workspace.data()}, nullptr));
+  };
+  const Memory reduced(k.batch * l.chunk_bytes, 0x54);
+  reduce(nullptr, reduced.data());
+  CHECK(same_sum(reduced, sum.payload(one_thread())), "reduce " + context + ranks);
+  if (k.chunks > 1) return;
+  const std::vector<Memory> right = sum.leaves(one_thread());
+  const Shifted out(garbage(&f32), fours, k.shift);
+  reduce(out.pointers<float>().data(), nullptr);
+  for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
+}
+
+void every_codec() {
+  Random r{1};
+  size_t turn = 0;
+  const auto run = [&](const Codec& codec, int64_t largest) {
+    Case k{codec, {}};
+    const int64_t bucket = std::max<int64_t>(codec.bucket_size, 1);
+    for (int64_t i = r.below(3); i >= 0; --i) {
+      // Whole buckets, with a short one, less than one.
+      const int64_t size = r.below(3) == 0 ? r.below(2 * bucket) : r.below(3) == 0 ? bucket * (1 + r.below(4)) : r.below(largest);
+      k.shapes.push_back({size, r.pick(kDTypes)});
+    }
+    k.chunks = r.pick({1, 1, 2, 3, 7});
+    k.batch = 1 + (r.below(4) == 0) * 2;
+    k.ranks = r.below(8) == 0 ? 9 : 1 + r.below(4);
+    k.feedback = turn % 3 == 0;
+    k.shift = turn % 4 == 3 ? 1 + r.below(7) : 0;
+    compare(k, r);
+    ++turn;
+  };
+  for (const int64_t bucket : {32, 64, 128, 256, 512, 1024, 2048, 4096}) {
+    for (const Codec& codec : codecs(bucket)) run(codec, 6000);
+  }
+  for (const int64_t bucket : {1, 7, 16, 100, 121, 300, 1000}) {
+    for (const Codec& codec : codecs(bucket)) run(codec, 1500);
+  }
+  for (int i = 0; i < 6; ++i) {
+    for (const Codec& codec : codecs_without_buckets()) run(codec, 6000);
+  }
+}
+
+// Buckets of a whole block and larger ones, which several blocks share; 33000 is more than a group of a sum's blocks.
+void large_buckets() {
+  Random r{2};
+  size_t turn = 0;
+  for (const int64_t bucket : {8192, 9000, 33000}) {
+    for (const Codec& codec : codecs(bucket)) {
+      const bool rare = codec.kind == Kind::kSign || codec.kind == Kind::kByteGrad || codec.kind == Kind::kFloat8;
+      if (!rare && ++turn % 8 != 0) continue;  // time
+      compare({codec, {{bucket + 1 + r.below(bucket), r.pick(kDTypes)}, {17, DType::kF32}}, 1 + r.below(2), 1, 2, r.below(2) == 0, r.below(2)}, r);
+    }
+  }
+  for (const bool compatible : {false, true}) compare({{Kind::kByteGrad, 8, 0, false, false, compatible}, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
+}
+
+// More pieces than a table holds, of many rows and chunks.
+void many_leaves() {
+  Random r{3};
+  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false}, Codec{Kind::kCast, 1, 0, true, false, false}}) {
+    Case k{codec, {}, 5, 3};
+    for (int i = 0; i < 90; ++i) k.shapes.push_back({r.below(200), r.pick(kDTypes)});
+    compare(k, r);
+  }
+}
+
+void nothing() {
+  const void* const in[2] = {};
+  void* const out[2] = {};
+  const int64_t ids[2] = {};
+  const uint32_t key[2] = {};
+  const int32_t where[2] = {2, 1};
+  for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
+    const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);
+    for (const int64_t batch : {0, 1}) {
+      check(cuda::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr}, nullptr));
+      check(cuda::decode({l, batch, nullptr, out}, nullptr));
+      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, ids, key, nullptr}, nullptr));
+    }
+  }
+}
+
+// A chunk that there is not, as `where` may say: it is device memory, which nobody has checked.
+void no_such_chunk() {
+  Random r{4};
+  const Message m({Kind::kMaxMin, 4, 64, false, false, false}, {{1000, DType::kF32}}, 3, 1, r);
+  const Memory payloads(2 * m.layout.chunk_bytes), result(m.layout.chunk_bytes);
+  for (const int32_t chunk : {-1, 3, INT32_MAX}) {
+    const int32_t where[2] = {chunk, 0};
+    check(cuda::reduce({m.layout, 1, 2, payloads.data(), where, nullptr, 1.0f, nullptr, result.data(), m.ids.data(), nullptr, nullptr}, nullptr));
+    CHECK(result == Memory(m.layout.chunk_bytes), std::to_string(chunk));
+  }
+}
+
+}  // namespace
+}  // namespace jaxcgx::test
+
+int main() {
+  using namespace jaxcgx::test;
+  nothing();
+  no_such_chunk();
+  many_leaves();
+  every_codec();
+  large_buckets();
+  return finish();
+}

@@ -1,0 +1,49 @@
+"""A small program that runs every operation on the GPU and compares with the CPU: python everything.py [repetitions]"""
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcgx as cgx
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+CODECS = [
+    *(cgx.MaxMin(bits, 512) for bits in range(1, 9)), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 33), cgx.MaxMin(4, 9000),
+    cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True), cgx.ByteGrad(), cgx.AbsMax(8, 256), cgx.AbsMax(3, 64), cgx.Float8(),
+    cgx.Float8("e5m2", 33), cgx.Cast("bfloat16"), cgx.Cast("float16", "stochastic"), cgx.Sign(), cgx.Sign(9000), cgx.Raw(),
+]  # fmt: skip
+LEAVES = [np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(dtype))
+          for i, (n, dtype) in enumerate([(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")])]
+
+
+def step(codec):
+    """Two rounds of everything in one program; the second is of what the first left. No arithmetic but the operations'."""
+    layout = Layout.of(codec, LEAVES, chunks=2)
+
+    def run(leaves, residuals, key):
+        for _ in range(2):
+            payload, residuals = ops.encode(layout, leaves, key, residuals)
+            summed = ops.reduce(layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
+            leaves = ops.decode(layout, payload)
+        return payload, summed, residuals, leaves
+
+    return jax.jit(run if codec.stochastic else lambda leaves, residuals, _: run(leaves, residuals, None))
+
+
+def on(platform, repetitions=1):
+    args = jax.device_put((LEAVES, [np.full(x.shape, 0.01, np.float32) for x in LEAVES], np.array([1, 2], np.uint32)), jax.devices(platform)[0])
+    return [[jax.tree.map(np.asarray, f(*args)) for _ in range(repetitions)] for f in map(step, CODECS)]
+
+
+def main(repetitions):
+    for codec, (expected,), results in zip(CODECS, on("cpu"), on("gpu", repetitions)):
+        for got in results:
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                assert a.tobytes() == b.tobytes(), codec
+    print("the same bytes")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

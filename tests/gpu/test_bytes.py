@@ -1,0 +1,177 @@
+"""The GPU gives the bytes of the CPU: encode, decode, reduce, feedback, over the messages that the reference is compared over."""
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_golden
+from hypothesis import strategies as st
+
+import jaxcgx as cgx
+from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+from strategies import LAYOUTS, layouts, spaces, values
+
+pytestmark = pytest.mark.gpu
+EXAMPLES = hypothesis.settings().max_examples
+
+
+def both(f, *args):
+    """The results of f on the CPU and on the GPU."""
+    return [jax.tree.map(np.asarray, f(*jax.device_put(args, jax.devices(platform)[0]))) for platform in ("cpu", "gpu")]
+
+
+def on_cpu(make):
+    """Numbers are made on the CPU: what a GPU makes of denormals is not in question here."""
+
+    @functools.wraps(make)
+    def made(*args, **kwargs):
+        with jax.default_device(jax.devices("cpu")[0]):
+            return make(*args, **kwargs)
+
+    return made
+
+
+values, normal = on_cpu(values), on_cpu(normal)
+
+
+def check_encode(layout, leaves, key, residuals=None):
+    """The payload, if CPU and GPU make the same of the leaves, and of the payload."""
+    expected, got = both(functools.partial(ops.encode, layout), leaves, key, residuals)
+    payload, new = (expected, []) if residuals is None else expected
+    got, got_new = (got, []) if residuals is None else got
+    assert_same_bytes(got, payload)
+    for a, b in zip(got_new, new, strict=True):
+        assert_same_values(a, b)
+    check_decode(layout, payload)
+    return payload
+
+
+def check_decode(layout, payload):
+    for a, b in zip(*both(functools.partial(ops.decode, layout), payload), strict=True):
+        assert_same_values(b, a)
+
+
+def check_reduce(layout, payloads, own, rank, key, divisor=3.0):
+    for chunk in range(layout.chunks):
+        reduce = functools.partial(ops.reduce, layout, chunk=chunk, rank=rank, divisor=divisor)
+        run = lambda p, own, key: reduce(p, own=own, encoded=True, key=key)
+        assert_same_bytes(*both(run, payloads[:, chunk], own, key)[::-1])
+        if layout.chunks == 1:
+            for a, b in zip(*both(lambda p, own: reduce(p, own=own), payloads[:, chunk], own), strict=True):
+                assert_same_values(b, a)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@hypothesis.given(**spaces, lost=st.integers(-150, 20))
+def test_encode_and_decode(layout, seed, exponent, special, lost):
+    leaves = values(layout, seed, exponent, special)
+    check_encode(layout, leaves, native_key(layout.codec))
+    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
+    check_encode(layout, leaves, native_key(layout.codec), residuals)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("with_own", (False, True))
+@hypothesis.settings(max_examples=EXAMPLES // 4)
+@hypothesis.given(**spaces, rank=st.integers(0, 2))
+def test_reduce(layout, with_own, seed, exponent, special, rank):
+    key = native_key(layout.codec)
+    ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(3)]
+    payloads = np.stack([check_encode(layout, leaves, key) for leaves in ranks])
+    check_reduce(layout, payloads, ranks[rank] if with_own else None, rank, key)
+
+
+@hypothesis.settings(max_examples=5 * EXAMPLES)
+@hypothesis.given(layout=layouts(), key=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), **spaces)
+def test_any_layout(layout, key, seed, exponent, special):
+    leaves = values(layout, seed, exponent, special)
+    payload = check_encode(layout, leaves, np.array(key, np.uint32) if layout.codec.stochastic else None)
+    # any bytes at all, metadata included
+    check_decode(layout, np.random.RandomState(seed).randint(0, 256, payload.shape).astype(np.uint8))
+
+
+SIZES = 1, 7, 31, 32, 33, 64, 100, 128, 256, 512, 1000, 1024, 2048, 2049, 4096, 5000, 8192, 8193, 20_000, 100_000
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make", [
+    *(functools.partial(cgx.MaxMin, bits) for bits in range(1, 9)), *(functools.partial(cgx.AbsMax, bits) for bits in (2, 3, 4, 8)),
+    lambda size: cgx.MaxMin(4, size, "stochastic"), lambda size: cgx.MaxMin(8, size, skip_incomplete=True),
+    functools.partial(cgx.Float8, "e4m3"), functools.partial(cgx.Float8, "e5m2"), cgx.Sign,
+], ids=lambda make: str(getattr(make, "args", make)))  # fmt: skip
+def test_buckets_of_every_size(make, size):
+    codec = make(size) if not isinstance(make, functools.partial) else make(bucket_size=size)
+    leaves = [normal(123_457), normal(50_001, 1, jnp.bfloat16), normal(3, 2), normal(20_000, 3, jnp.float16)]
+    layout, key = Layout.of(codec, leaves, chunks=3), native_key(codec)
+    residuals = [normal(x.shape, 5, scale=0.1) for x in leaves]
+    payload = check_encode(layout, leaves, key, residuals)
+    check_reduce(layout, np.stack([payload] * 9), leaves, 4, key)
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS[::3]))
+def test_a_thousand_leaves(codec):
+    rng, dtypes = np.random.RandomState(0), [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]
+    leaves = [rng.standard_normal(1 + 37 * i % 3000).astype(dtypes[i % 3]) for i in range(1000)]
+    layout, key = Layout.of(codec, leaves, chunks=2), native_key(codec)
+    payload = check_encode(layout, leaves, key, [np.zeros(x.shape, np.float32) for x in leaves])
+    check_reduce(layout, np.stack([payload, payload]), None, 0, key)
+
+
+@pytest.mark.parametrize("codec", **each_codec(CODECS[::3]))
+def test_batches(codec):
+    x = normal((2, 3, 700))
+    keys = np.arange(12, dtype=np.uint32).reshape(2, 3, 2)
+    layout = Layout(codec, ((700,),), (jnp.float32,), 2)
+
+    def run(x, keys):
+        payload = jax.vmap(jax.vmap(lambda x, k: ops.encode(layout, [x], k if codec.stochastic else None)))(x, keys)
+        return payload, jax.vmap(jax.vmap(lambda p: ops.decode(layout, p)[0]))(payload)
+
+    (expected, decoded), (got, got_decoded) = both(run, x, keys)
+    assert_same_bytes(got, expected)
+    assert_same_values(got_decoded, decoded)
+
+
+def test_a_leaf_of_more_than_2_to_31_elements():
+    gpu = jax.devices("gpu")[0]
+    n, codec = 2**31 + 70_000, cgx.MaxMin(4)
+    if gpu.memory_stats()["bytes_limit"] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of GPU memory")
+    layout = Layout(codec, ((n,),), (jnp.bfloat16,))
+    end = Layout(codec, ((70_000,),), (jnp.bfloat16,))
+    tail = normal(70_000, dtype=jnp.bfloat16)
+    payload = jax.jit(lambda tail: ops.encode(layout, [jnp.zeros(n, jnp.bfloat16).at[2**31 :].set(tail)]))(jax.device_put(tail, gpu))
+    (leaf,) = ops.decode(layout, payload)
+    expected = ops.decode(end, ops.encode(end, [jax.device_put(tail, jax.devices("cpu")[0])]))[0]
+    assert_same_bytes(leaf[2**31 :], expected)
+    assert not leaf[: 2**31].any()
+
+
+def test_a_chunk_that_does_not_exist_does_no_harm():
+    layout = Layout.of(cgx.MaxMin(4, 64), [normal(1000)], chunks=2)
+    payloads = np.zeros((3, layout.chunk_bytes), np.uint8)
+    for chunk, rank in ((2, 0), (-1, 0), (2**31 - 1, 0), (0, 3), (0, -1), (0, -(2**31))):
+        out = ops.reduce(layout, payloads, chunk=jnp.int32(chunk), rank=jnp.int32(rank), own=[normal(1000)], encoded=True)
+        assert jax.block_until_ready(out).shape == (layout.chunk_bytes,)
+    check_encode(layout, [normal(1000)], None)
+
+
+@test_golden.each(test_golden.ENCODE)
+def test_golden_encode(case):
+    test_golden.check_encode(case, ops.encode)
+    layout = test_golden.layout_of(case)
+    check_decode(layout, np.asarray(test_golden.stacked(case, "payload")))
+
+
+@test_golden.each(test_golden.REDUCE)
+def test_golden_reduce(case):
+    test_golden.test_kernels_reduce(case)
+
+
+def test_noise_is_that_of_the_cpu():
+    layout = Layout.of(cgx.MaxMin(2, 128, "stochastic"), [normal(100_000)], ids=[2**31 - 1])
+    check_encode(layout, [normal(100_000)], KEY)

@@ -1,0 +1,154 @@
+"""The GPU handlers inside programs: CUDA graphs, shard_map, several processes, and under the sanitizers."""
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import normal
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+pytestmark = pytest.mark.gpu
+EVERYTHING = pathlib.Path(__file__).parent / "everything.py"
+
+
+def start(*command, **env):
+    """A process that shares the GPU with this one."""
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
+    return subprocess.Popen([str(c) for c in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(*processes, timeout=300):
+    """Their output; None, and they are stopped, where it comes too late."""
+    try:
+        return [p.communicate(timeout=timeout)[0] for p in processes]
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        for p in processes:
+            p.kill()
+
+
+def test_cuda_graphs(tmp_path):
+    """Every operation may be captured, and the graph replayed, also when its buffers have moved."""
+    flags = f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    process = start(sys.executable, "-P", EVERYTHING, 8, XLA_FLAGS=flags)
+    (output,) = finish(process) or ["it did not end"]
+    assert process.returncode == 0 and "the same bytes" in output, output
+    # XLA puts what it captures into a command buffer, in the program or in the list of thunks made from it.
+    captured = [p.name for p in tmp_path.iterdir() if re.search(r"command_?buffer", p.read_text(errors="replace"), re.IGNORECASE)
+                and "jaxcgx" in p.read_text(errors="replace")]
+    assert captured, f"no command buffer in any of {sorted(p.name for p in tmp_path.iterdir())}"
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 10_000), cgx.ByteGrad()], ids=repr)
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_shard_map_on_one_gpu(codec, check_vma):
+    x, key = normal(100_000), jnp.array([3, 4], jnp.uint32)
+
+    def exchange(x, key):
+        layout = Layout.of(codec, [x])
+        payloads = jax.lax.all_gather(ops.encode(layout, [x], key if codec.stochastic else None)[0], "d")
+        return ops.reduce(layout, payloads)[0]
+
+    def on(platform):
+        mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices(platform)[:1])
+        f = jax.shard_map(exchange, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check_vma)
+        return np.asarray(jax.jit(f)(*jax.device_put((x, key), jax.devices(platform)[0])))
+
+    np.testing.assert_array_equal(on("gpu"), on("cpu"))
+
+
+MPI = """
+import jax, mpi4jax, numpy as np
+from mpi4py import MPI
+import jaxcgx as cgx
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+comm, (gpu, *_), (cpu, *_) = MPI.COMM_WORLD, jax.devices("gpu"), jax.devices("cpu")
+leaves = [np.random.RandomState(r).standard_normal(50_000).astype(np.float32) for r in range(comm.size)]
+layout = Layout.of(cgx.MaxMin(4), leaves[:1])
+payload = ops.encode(layout, [jax.device_put(leaves[comm.rank], gpu)])[0]
+with jax.default_device(cpu):  # the bytes travel from the host
+    payloads = mpi4jax.allgather(jax.device_put(payload, cpu), comm=comm)
+mean = ops.reduce(layout, jax.device_put(payloads, gpu), divisor=comm.size)[0]
+one = jax.numpy.stack([ops.encode(layout, [jax.device_put(x, cpu)])[0] for x in leaves])
+np.testing.assert_array_equal(mean, ops.reduce(layout, one, divisor=comm.size)[0])
+print("rank", comm.rank, "of", comm.size, "agrees")
+"""
+
+
+def test_two_processes_on_one_gpu_over_mpi(tmp_path):
+    pytest.importorskip("mpi4jax", reason="mpi4jax is not installed")
+    if not shutil.which("mpirun"):
+        pytest.skip("there is no mpirun on the PATH")
+    program = tmp_path / "program.py"
+    program.write_text(MPI)
+    (output,) = finish(start("mpirun", "-np", "2", "--oversubscribe", sys.executable, "-P", program,
+                             OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")) or ["it did not end"]
+    assert all(f"rank {r} of 2 agrees" in output for r in range(2)), output
+
+
+NCCL = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jaxcgx as cgx
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+rank = int(sys.argv[1])
+jax.distributed.initialize(sys.argv[2], 2, rank, local_device_ids=[0])
+x = np.random.RandomState(0).standard_normal((2, 50_000)).astype(np.float32)
+layout = Layout(cgx.MaxMin(4), ((50_000,),), ("float32",))
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices())
+mean = jax.shard_map(lambda x: ops.reduce(layout, jax.lax.all_gather(ops.encode(layout, [x[0]])[0], "d"), divisor=2)[0][None],
+                     mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x[rank : rank + 1])
+got = np.asarray(jax.jit(mean)(mine).addressable_shards[0].data)[0]
+payloads = [ops.encode(layout, [jax.device_put(row, jax.local_devices(backend="cpu")[0])])[0] for row in x]
+np.testing.assert_array_equal(got, ops.reduce(layout, jax.numpy.stack(payloads), divisor=2)[0])
+print("rank", rank, "agrees")
+"""
+
+
+def test_two_nccl_ranks_on_one_gpu(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(NCCL)
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = "localhost:%d" % s.getsockname()[1]
+    # NCCL's multi-rank mode wants both ranks' kernels on the GPU at once: few blocks.
+    env = dict(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_MAX_CTAS="4", CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    outputs = finish(*(start(sys.executable, "-P", program, r, address, **env) for r in range(2)), timeout=180)
+    if outputs is None:
+        pytest.skip("two NCCL ranks on one GPU did not end in 180 s")
+    if any(re.search("duplicate gpu|ncclInvalidUsage|invalid usage", o, re.IGNORECASE) for o in outputs):
+        pytest.skip("this NCCL does not allow two ranks on one GPU")
+    for r, output in enumerate(outputs):
+        assert f"rank {r} agrees" in output, output
+
+
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
+def test_sanitizer(tool):
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if not sanitizer:
+        pytest.skip("there is no compute-sanitizer")
+    # XLA probes the driver with calls that may fail: only what kernels do counts.
+    options = ["--report-api-errors=no"] if tool == "memcheck" else []
+    process = start(sanitizer, f"--tool={tool}", "--error-exitcode=9", *options, sys.executable, "-P", EVERYTHING)
+    (output,) = finish(process, timeout=550) or [f"{tool} did not end in 550 s"]
+    if "Device not supported" in output:
+        pytest.skip("compute-sanitizer does not support this device")
+    assert process.returncode == 0 and "the same bytes" in output, output

@@ -1,0 +1,155 @@
+"""The CUDA half, as far as it can be seen without a GPU: what is lowered, and what the handlers say of themselves.
+
+`make cuda` runs this with a build that has the CUDA half.
+"""
+import ctypes
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import KEY, normal
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+
+pytestmark = pytest.mark.skipif(not (ops._native and ops._native.build_info()["cuda"]),
+                                reason="this build has no CUDA half (`make cuda` tests one that has)")
+
+LEAVES = (normal((3, 100)), normal(20_000, dtype=jnp.bfloat16))
+LARGE = cgx.MaxMin(4, 10_000)  # buckets that several blocks share
+
+
+def lower(f, *args, **options):
+    return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def the_call(text):
+    """(target, attributes, operand types, result types) of the one custom call in a lowered program."""
+    (found,) = re.findall(r"stablehlo\.custom_call @(\w+)\((.*)\n?", text)
+    target, rest = found
+    operands, results = re.search(r": \((.*?)\) -> (.*)$", rest).groups()
+    types = lambda s: re.findall(r"tensor<([^>]*)>", s)
+    return target, rest, types(operands), types(results)
+
+
+def encode(layout, key=None):
+    return lambda leaves: ops.encode(layout, leaves, key)
+
+
+def test_encode():
+    layout = Layout.of(cgx.MaxMin(4, 64), LEAVES, chunks=3)
+    target, attributes, operands, results = the_call(lower(encode(layout), LEAVES))
+    assert target == "jaxcgx_encode"
+    assert operands == ["3x100xf32", "20000xbf16"] and results == [f"3x{layout.chunk_bytes}xui8"]
+    assert "operand_layouts = [dense<[1, 0]> : tensor<2xindex>, dense<0> : tensor<1xindex>]" in attributes
+    assert "result_layouts = [dense<[1, 0]> : tensor<2xindex>]" in attributes
+
+
+def test_the_workspace_is_a_hidden_result():
+    layout = Layout.of(LARGE, LEAVES)
+    target, attributes, _, results = the_call(lower(encode(layout), LEAVES))
+    # a bucket of the first leaf and two of the second, of two parts each
+    assert results == [f"1x{layout.chunk_bytes}xui8", f"{4 * 3 * (8 + 2 * 2)}xui8"]
+    assert "result_layouts = [dense<[1, 0]> : tensor<2xindex>, dense<0> : tensor<1xindex>]" in attributes
+    assert jax.eval_shape(encode(layout), LEAVES).shape == (1, layout.chunk_bytes)
+    text = lower(jax.vmap(encode(layout)), [jnp.stack([x] * 5) for x in LEAVES])
+    assert the_call(text)[3] == [f"5x1x{layout.chunk_bytes}xui8", f"{5 * 4 * 3 * (8 + 2 * 2)}xui8"]
+
+
+@pytest.mark.parametrize(("codec", "floats"), [
+    (cgx.MaxMin(4, 8192), 0), (cgx.MaxMin(4, 8193), 3 * (8 + 2 * 2)), (cgx.Sign(8193), 3 * (8 + 2 * 66)),
+    (cgx.AbsMax(4, 30_000), 8 + 4 * 2), (cgx.ByteGrad(), 8 + 3 * 2), (cgx.Raw(), 0), (cgx.Cast(), 0),
+])  # fmt: skip
+def test_the_size_of_the_workspace(codec, floats):
+    layout = Layout.of(codec, [normal(20_000)])
+    assert ops._native.workspace_bytes(**layout.attributes, batch=7) == 4 * 7 * floats
+
+
+def test_the_size_of_an_impossible_workspace_is_refused():
+    with pytest.raises(ValueError, match="batch out of range: -1"):
+        ops._native.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1)
+
+
+def test_feedback_overwrites_the_residuals():
+    layout = Layout.of(cgx.MaxMin(4, 10_000, "stochastic"), LEAVES)
+    residuals = [x.astype(jnp.float32) for x in LEAVES]
+    text = lower(lambda x, r: ops.encode(layout, x, KEY, r), LEAVES, residuals, donate_argnums=1)
+    _, attributes, operands, results = the_call(text)
+    assert operands == ["3x100xf32", "20000xbf16", "3x100xf32", "20000xf32", "2xui32"]
+    assert results == [f"1x{layout.chunk_bytes}xui8", "3x100xf32", "20000xf32", "144xui8"]  # the workspace comes last
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", attributes)
+    assert aliases == [("1", "2"), ("2", "3")]
+
+
+def test_decode():
+    layout = Layout.of(LARGE, LEAVES)
+    payload = jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
+    target, _, operands, results = the_call(lower(functools.partial(ops.decode, layout), payload))
+    assert (target, operands, results) == ("jaxcgx_decode", [f"1x{layout.chunk_bytes}xui8"], ["3x100xf32", "20000xbf16"])
+
+
+@pytest.mark.parametrize("encoded", (False, True))
+def test_reduce(encoded):
+    layout = Layout.of(LARGE, LEAVES)
+    payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
+    target, _, operands, results = the_call(lower(lambda p, x: ops.reduce(layout, p, own=x, encoded=encoded), payloads, LEAVES))
+    assert target == "jaxcgx_reduce" and operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xbf16"]
+    assert results == ([f"{layout.chunk_bytes}xui8", "144xui8"] if encoded else ["3x100xf32", "20000xf32"])
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_inside_shard_map(check_vma):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+
+    def step(x):
+        payloads = jax.lax.all_gather(cgx.encode(x, LARGE), "d")
+        return ops.reduce(Layout.of(LARGE, [x]), payloads, divisor=4)[0]
+
+    f = jax.shard_map(step, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
+    text = lower(f, jax.ShapeDtypeStruct((80_000,), jnp.float32))
+    assert re.findall(r"@(jaxcgx_\w+)", text) == ["jaxcgx_encode", "jaxcgx_reduce"] and "tensor<96xui8>" in text
+
+
+def test_the_cpu_has_no_workspace():
+    layout = Layout.of(LARGE, LEAVES)
+    text = jax.jit(encode(layout)).trace(LEAVES).lower(lowering_platforms=("cpu",)).as_text()
+    assert the_call(text)[3] == [f"1x{layout.chunk_bytes}xui8"]
+
+
+def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
+    """XLA asks a handler about itself through an extension of the call frame: XLA_FFI_Metadata in xla/ffi/api/c_api.h,
+    of the jaxlib that the build requirements pin."""
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    word = ctypes.c_size_t
+
+    def traits(capsule):
+        metadata = (word * 8)(64, 24)  # size, version (size, extension, numbers), traits
+        extension = (word * 4)(32, 1, 0, ctypes.addressof(metadata))  # size, "metadata", next, metadata
+        frame = (word * 21)(21 * 8, ctypes.addressof(extension))
+        handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(pointer_of(capsule, None))
+        assert not handler(ctypes.addressof(frame))
+        return metadata[4] & 0xFFFFFFFF
+
+    handlers = ops._native.handlers()
+    assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1]
+    assert [traits(h) for h in handlers["cpu"].values()] == [0, 0, 0]
+    assert handlers["CUDA"].keys() == handlers["cpu"].keys()
+
+
+def test_a_codec_without_kernels_runs_in_jnp():
+    class Mine(cgx.MaxMin):
+        pass
+
+    assert "custom_call @jaxcgx" not in lower(lambda x: cgx.encode(x, Mine()), np.ones(9, np.float32))
+
+
+def test_what_the_build_says():
+    cuda = ops._native.build_info()["cuda"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", cuda["toolkit"])
+    assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", a) for a in cuda["architectures"])

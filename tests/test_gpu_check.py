@@ -1,0 +1,100 @@
+"""scripts/gpu_check without a GPU, and the report that it writes, of invented measurements."""
+import importlib.machinery
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def load(path, monkeypatch):
+    """A script as a module."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, loader))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def gpu_check(monkeypatch):
+    return load(ROOT / "scripts/gpu_check", monkeypatch)
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # which it adds to
+    return load(ROOT / "benchmarks/gpu_kernels.py", monkeypatch)
+
+
+def run(*arguments):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}  # scripts import their neighbours
+    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=env)
+
+
+@pytest.mark.parametrize(("script", "arguments", "status", "words"), [
+    ("scripts/gpu_check", [], 1, "gpu_check: no GPU: "),
+    ("scripts/gpu_check", ["everything"], 2, "PART: expected test or bench, got everything"),
+    ("benchmarks/gpu_kernels.py", [], 1, "gpu_kernels.py: no GPU: "),
+    ("benchmarks/gpu_kernels.py", ["--size", "0"], 2, "--repeats and --size: expected at least 1"),
+])  # fmt: skip
+def test_what_is_refused(script, arguments, status, words):
+    result = run(ROOT / script, *arguments)
+    assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_missing_tools_are_named(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check, "PACKAGES", ["no-such-package"])
+    monkeypatch.setattr(gpu_check.cuda, "nvcc", lambda: None)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(SystemExit) as error:
+        gpu_check.find_tools()
+    for words in ("pip install no-such-package", "nvcc on the PATH", "cmake on the PATH"):
+        assert words in str(error.value)
+
+
+TESTS = """<testsuites><testsuite name="pytest" tests="4" time="12.34">
+<testcase classname="tests.gpu.test_bytes" name="test_one" time="1"/>
+<testcase classname="tests.gpu.test_bytes" name="test_two" time="1"><failure message="differs">...</failure></testcase>
+<testcase classname="tests.gpu.test_bytes" name="test_three" time="1"><error message="broken">...</error></testcase>
+<testcase classname="tests.gpu.test_execution" name="test_four" time="0"><skipped message="mpi4jax is not installed"/></testcase>
+</testsuite></testsuites>"""
+ABOUT = dict(date="2026-01-02", commit="abc1234", device="NVIDIA H200", compute_capability="9.0", versions=dict(python="3.12.3", jax="0.11.2"))
+
+
+def test_the_report(gpu_check, gpu_kernels, tmp_path):
+    (tmp_path / "tests.xml").write_text(TESTS)
+    tests = gpu_check.read_tests(tmp_path / "tests.xml")
+    assert tests["passed"] == 1 and len(tests["failed"]) == 2
+
+    times = iter([[[0.5, 0.25], [0.5, 0.25], [0.6, 0.3]], [[0.5, 1.0]] * 3])  # of a copy and of an operation
+    gpu_kernels.kernels = types.SimpleNamespace(**vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array(next(times))))
+    size = 1 << 30
+    fast, slow = (gpu_kernels.measured(None, size, None, moved=size, sets=1, repeats=3) for _ in range(2))
+    assert fast["share"] == 1.0 and slow["share"] == 0.25 and fast["bytes"] == size
+    bench = dict(size_bytes=size, repeats=3, rows=[dict(name="encode MaxMin 4", goal=0.9) | fast, dict(name="decode MaxMin 4", goal=0.9) | slow],
+                 rivals=[dict(name="jnp: encode MaxMin 4") | slow, dict(name="Triton: encode MaxMin 4", why_not="ModuleNotFoundError: No module named 'torch'")])
+    bench |= dict(ok=True, table=gpu_kernels.lines(bench))
+
+    first = gpu_check.write(tmp_path / "results", ABOUT | dict(tests=tests | dict(ok=False)))
+    assert first.name == "gpu-nvidia-h200.md" and "encode MaxMin 4" not in first.read_text()
+    path = gpu_check.write(tmp_path / "results", ABOUT | dict(kernels=bench))  # keeps the tests of the same commit
+    text = path.read_text()
+    for words in ("NVIDIA H200 (compute capability 9.0), python 3.12.3, jax 0.11.2, commit abc1234.", "Tests: 1 passed, 2 failed, 1 skipped in 12 s.",
+                  "- FAILED: tests.gpu.test_bytes::test_two", "- skipped: tests.gpu.test_execution::test_four: mpi4jax is not installed",
+                  "not measured: ModuleNotFoundError"):
+        assert words in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    assert ["encode MaxMin 4", "4295", "0.2500", "4295", "1.000", "0.90", "✓"] in rows
+    assert ["decode MaxMin 4", "4295", "1.0000", "1074", "0.250", "0.90", "✗"] in rows
+    assert json.loads(path.with_suffix(".json").read_text())["kernels"]["rows"][0]["share"] == 1.0
+    other = gpu_check.write(tmp_path / "results", ABOUT | dict(commit="def", kernels=dict(ok=False, error="out of memory")))
+    assert "The benchmark failed: out of memory" in other.read_text() and "Tests:" not in other.read_text()

@@ -1,0 +1,59 @@
+// XLA FFI handlers of platform CUDA. They launch kernels and do nothing else, so that XLA may capture them into graphs.
+#include "handlers/cuda.h"
+
+#include "cuda/cuda.h"
+#include "handlers/cuda_error.h"
+#include "handlers/operations.h"
+
+namespace jaxcgx {
+namespace {
+
+struct Cuda {
+  using Context = cudaStream_t;
+
+  static int64_t workspace_bytes(const Layout& layout, int64_t batch) { return cuda::workspace_bytes(layout, batch); }
+
+  // It lies on the device: the kernel checks it.
+  static ffi::Error check_where(const int32_t*, int64_t, int64_t, int64_t, bool) { return ffi::Error::Success(); }
+
+  template <class... Fields>
+  static ffi::Error encode(Context stream, void* workspace, const Fields&... fields) {
+    return error_of("encode", cuda::encode({fields..., workspace}, stream));
+  }
+  template <class... Fields>
+  static ffi::Error decode(Context stream, const Fields&... fields) {
+    return error_of("decode", cuda::decode({fields...}, stream));
+  }
+  template <class... Fields>
+  static ffi::Error reduce(Context stream, void* workspace, const Fields&... fields) {
+    return error_of("reduce", cuda::reduce({fields..., workspace}, stream));
+  }
+
+  static ffi::Error error_of(const std::string& op, cuda::Status status) {
+    switch (status.error) {
+      case cudaSuccess: return ffi::Error::Success();
+      case cudaErrorNoKernelImageForDevice:
+      case cudaErrorInvalidDeviceFunction: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+      default:
+        return ffi::Error::Internal(failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
+    }
+  }
+
+  // As in "NVIDIA H200 (sm_90)". Asks the device.
+  static std::string this_gpu() {
+    int device = 0;
+    cudaDeviceProp gpu;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&gpu, device) != cudaSuccess) return "unknown";
+    return std::string(gpu.name) + " (sm_" + std::to_string(gpu.major) + std::to_string(gpu.minor) + ")";
+  }
+};
+
+}  // namespace
+
+#define CGX_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_STREAM.CGX_ENCODE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_STREAM.CGX_DECODE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_STREAM.CGX_REDUCE, {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxcgx

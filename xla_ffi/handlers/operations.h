@@ -1,0 +1,140 @@
+// The operations as XLA calls them, the same on every platform: check every buffer against the message, then run.
+//
+// A Platform has a Context, what XLA hands its handlers (threads or a stream); encode, decode and reduce, which take it,
+// the workspace and what cpu/cpu.h says of an operation; workspace_bytes; and check_where, for what of `where` the host
+// can read. The workspace, where it is not empty, is one more result behind an operation's own.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "handlers/message.h"
+
+namespace jaxcgx {
+
+inline ffi::AnyBuffer& the_buffer(ffi::AnyBuffer& operand) { return operand; }
+inline ffi::AnyBuffer& the_buffer(ffi::Result<ffi::AnyBuffer>& result) { return *result; }
+
+// A buffer of the operands or the results, checked.
+template <class T, class Buffers>
+ffi::Error find(const std::string& op, const std::string& name, const Buffers& buffers, size_t at, ffi::DataType type, int64_t batch,
+                int64_t count, T** out) {
+  auto found = buffers.template get<ffi::AnyBuffer>(at);
+  if (found.has_error()) return found.error();
+  ffi::AnyBuffer& buffer = the_buffer(*found);
+  CGX_RETURN_IF_ERROR(expect(op, name, buffer, type, batch, count));
+  *out = static_cast<T*>(buffer.untyped_data());
+  return ffi::Error::Success();
+}
+
+// The buffers of a list of leaves, each checked.
+template <class T, class Buffers>
+ffi::Error find_leaves(const std::string& op, const std::string& name, const Layout& l, int64_t batch, const Buffers& buffers, size_t first,
+                       std::optional<DType> dtype, std::vector<T*>* out) {
+  out->resize(l.leaves.size());
+  for (size_t i = 0; i < l.leaves.size(); ++i) {
+    const ffi::DataType type = type_of(dtype.value_or(l.leaves[i].dtype));
+    CGX_RETURN_IF_ERROR(find(op, name + " " + std::to_string(i), buffers, first + i, type, batch, l.leaves[i].size, &(*out)[i]));
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error expect_count(const std::string& op, const char* name, size_t got, size_t expected) {
+  if (got == expected) return ffi::Error::Success();
+  return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
+}
+
+// Operands: leaves, residuals (with feedback), keys (stochastic). Results: payload, new residuals.
+template <class Platform>
+ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
+                  Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch, bool feedback) {
+  const std::string op = "encode";
+  auto layout = make_layout(op, codec, sizes, dtypes, ids, chunks, batch);
+  if (layout.has_error()) return layout.error();
+  const Layout& l = *layout;
+  const size_t n = l.leaves.size(), inputs = feedback ? 2 * n : n, outputs = feedback ? n + 1 : 1;
+  const int64_t workspace_bytes = Platform::workspace_bytes(l, batch);
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (l.codec.stochastic ? 1 : 0)));
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
+  std::vector<const void*> leaves;
+  std::vector<const float*> residuals;
+  std::vector<float*> new_residuals;
+  const uint32_t* keys = nullptr;
+  uint8_t *payload = nullptr, *workspace = nullptr;
+  CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, args, 0, std::nullopt, &leaves));
+  if (feedback) {
+    CGX_RETURN_IF_ERROR(find_leaves(op, "residual", l, batch, args, n, DType::kF32, &residuals));
+    CGX_RETURN_IF_ERROR(find_leaves(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
+  }
+  if (l.codec.stochastic) CGX_RETURN_IF_ERROR(find(op, "keys", args, inputs, ffi::DataType::U32, batch, 2, &keys));
+  CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
+  if (workspace_bytes > 0) CGX_RETURN_IF_ERROR(find(op, "workspace", rets, outputs, ffi::DataType::U8, 1, workspace_bytes, &workspace));
+  return Platform::encode(context, workspace, l, batch, leaves.data(), ids.begin(), keys, feedback ? residuals.data() : nullptr,
+                          new_residuals.data(), payload);
+}
+
+// Operand: payload. Results: leaves.
+template <class Platform>
+ffi::Error decode(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
+                  Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch) {
+  const std::string op = "decode";
+  auto layout = make_layout(op, codec, sizes, dtypes, ids, chunks, batch);
+  if (layout.has_error()) return layout.error();
+  const Layout& l = *layout;
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), 1));
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), l.leaves.size()));
+  const uint8_t* payload = nullptr;
+  std::vector<void*> leaves;
+  CGX_RETURN_IF_ERROR(find(op, "payload", args, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
+  CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, rets, 0, std::nullopt, &leaves));
+  return Platform::decode(context, l, batch, payload, leaves.data());
+}
+
+// Operands: payloads, where, own leaves (with own), keys (where the result is encoded and the codec stochastic).
+// Results: the sum as fp32 leaves, or as a payload.
+template <class Platform>
+ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
+                  Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch, int64_t ranks, bool own, bool encoded, float divisor) {
+  const std::string op = "reduce";
+  auto layout = make_layout(op, codec, sizes, dtypes, ids, chunks, batch);
+  if (layout.has_error()) return layout.error();
+  const Layout& l = *layout;
+  if (ranks < 1 || ranks > (1 << 20)) return invalid(op, "ranks out of range: " + std::to_string(ranks));
+  if (!encoded && chunks != 1) return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(chunks));
+  if (!(divisor > 0.0f)) return invalid(op, "the divisor is not positive");
+  const size_t n = l.leaves.size(), inputs = own ? n + 2 : 2, outputs = encoded ? 1 : n;
+  const int64_t workspace_bytes = encoded ? Platform::workspace_bytes(l, batch) : 0;
+  const bool keyed = encoded && l.codec.stochastic;
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (keyed ? 1 : 0)));
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
+  const uint8_t* payloads = nullptr;
+  const int32_t* where = nullptr;
+  const uint32_t* keys = nullptr;
+  std::vector<const void*> own_leaves;
+  std::vector<float*> leaves;
+  uint8_t *payload = nullptr, *workspace = nullptr;
+  CGX_RETURN_IF_ERROR(find(op, "payloads", args, 0, ffi::DataType::U8, batch, ranks * l.chunk_bytes, &payloads));
+  CGX_RETURN_IF_ERROR(find(op, "where", args, 1, ffi::DataType::S32, batch, 2, &where));
+  CGX_RETURN_IF_ERROR(Platform::check_where(where, batch, chunks, ranks, own));
+  if (own) CGX_RETURN_IF_ERROR(find_leaves(op, "own leaf", l, batch, args, 2, std::nullopt, &own_leaves));
+  if (keyed) CGX_RETURN_IF_ERROR(find(op, "keys", args, inputs, ffi::DataType::U32, batch, 2, &keys));
+  if (encoded) {
+    CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, l.chunk_bytes, &payload));
+  } else {
+    CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, rets, 0, DType::kF32, &leaves));
+  }
+  if (workspace_bytes > 0) CGX_RETURN_IF_ERROR(find(op, "workspace", rets, outputs, ffi::DataType::U8, 1, workspace_bytes, &workspace));
+  return Platform::reduce(context, workspace, l, batch, ranks, payloads, where, own ? own_leaves.data() : nullptr, divisor, leaves.data(),
+                          payload, ids.begin(), keys);
+}
+
+// What the handlers of the operations are bound to. The context is bound before.
+#define CGX_MESSAGE                                                                                                     \
+  RemainingArgs().RemainingRets().Attr<CodecAttr>("codec").Attr<Sizes>("sizes").Attr<Sizes>("dtypes").Attr<Sizes>("ids") \
+      .Attr<int64_t>("chunks").Attr<int64_t>("batch")
+#define CGX_ENCODE CGX_MESSAGE.Attr<bool>("feedback")
+#define CGX_DECODE CGX_MESSAGE
+#define CGX_REDUCE CGX_MESSAGE.Attr<int64_t>("ranks").Attr<bool>("own").Attr<bool>("encoded").Attr<float>("divisor")
+
+}  // namespace jaxcgx
