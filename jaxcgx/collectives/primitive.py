@@ -61,7 +61,7 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         sizes, n = tuple(size for size, _ in batch), len(batch)
         gone = axes if invarying(**params) else ()
         leaves, _ = split(avals, params)
-        return [_compat.result_aval([aval], sizes + shape(aval.shape[n:], axes=axes, **params), aval.dtype, invarying=gone)
+        return [_compat.result_aval([aval], sizes + shape(aval.shape[n:], axes=axes, **params), aval.dtype, n, gone)
                 for aval in leaves], _compat.axis_effects(bound)
 
     primitive.def_effectful_abstract_eval(abstract)

@@ -3,6 +3,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -21,18 +22,30 @@ class Axes:
         """Row r goes to rank r; row r of the result came from rank r."""
         return lax.all_to_all(rows, self.names, 0, 0, tiled=True)
 
+    @property
+    def at_once(self):
+        """Whether JAX takes the axes together: vmap(axis_name=...) knows how to gather over one axis, and to permute one."""
+        return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
     def all_gather(self, row):
         """Every rank's row, in rank order."""
-        # vmap(axis_name=...) only knows how to gather over one axis at a time; a mesh does all at once.
-        mesh = set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
         rows = row
-        for names in [self.names] if mesh else [(n,) for n in reversed(self.names)]:
+        for names in [self.names] if self.at_once else [(n,) for n in reversed(self.names)]:
             rows = lax.all_gather(rows, names)
         return rows.reshape(self.size, *row.shape)
 
+    def permute(self, row, pairs):
+        """The row of the rank that is paired with this one, (from, to)."""
+        if self.at_once:
+            return lax.ppermute(row, self.names, pairs)
+        source = np.zeros(self.size, np.int32)
+        for sender, receiver in pairs:
+            source[receiver] = sender
+        return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
+
     def shift(self, row):
         """The row of the rank before; the last rank's for the first."""
-        return lax.ppermute(row, self.names, [(r, (r + 1) % self.size) for r in range(self.size)])
+        return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])
 
 
 class Leaders:
@@ -50,7 +63,7 @@ class Leaders:
     def _send(self, row, distance):
         """The row of the leader that many ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
-        return lax.ppermute(row, self.names + self.inner.names, pairs)
+        return Axes(self.names + self.inner.names).permute(row, pairs)
 
     def _collect(self, row_for):
         """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""

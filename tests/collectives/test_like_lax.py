@@ -1,0 +1,207 @@
+"""The same shapes, dtypes and values as lax's collectives, wherever a named axis may be bound."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import normal
+from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
+
+ONE_EACH = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
+X = whole_numbers((4, 4, 8, 12))
+PAIRS = whole_numbers((2, 4, 8, 16, 24))
+DEVICES = jax.devices()[:4]
+
+
+@functools.lru_cache
+def expected(two=False):
+    """What lax makes of X on a mesh of one axis, or of PAIRS on one of two."""
+    names, sizes, x = (("a", "b"), (2, 4), PAIRS) if two else ("a", (4,), X)
+    return on_ranks(twins(names, None)[1], mesh(*sizes), check_vma=False)(x)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma):
+    assert_same(on_ranks(twins("a", EXACT)[0], mesh(4), check_vma)(X), expected())
+
+
+def test_eager_shard_map():
+    assert_same(on_ranks(twins("a", EXACT, ONE_EACH)[0], mesh(4), jit=False)(X), expected())
+
+
+def test_explicit_mesh():
+    explicit = mesh(4, axis_type=AxisType.Explicit)
+    sharded = jax.device_put(X, NamedSharding(explicit, P("a")))
+    assert_same(on_ranks(twins("a", EXACT)[0], explicit)(sharded), expected())
+
+
+@pytest.mark.short
+def test_pmap():
+    assert_same(jax.pmap(twins("a", EXACT)[0], axis_name="a", devices=DEVICES)(X), expected())
+
+
+@pytest.mark.short
+def test_vmap_with_an_axis_name():
+    assert_same(jax.jit(jax.vmap(twins("a", EXACT)[0], axis_name="a"))(X), expected())
+    assert_same(jax.vmap(twins("a", EXACT, ONE_EACH)[0], axis_name="a", in_axes=2)(jnp.moveaxis(X, 0, 2)), expected())
+
+
+@pytest.mark.parametrize(("codec", "check_vma"), [
+    (EXACT, True), (EXACT, False), ({"a": EXACT, "b": EXACT}, True), ({"a": EXACT, "b": cgx.Raw()}, False),
+    ({"a": cgx.Raw(), "b": EXACT}, True),
+], ids=str)  # fmt: skip
+def test_tuples_of_axes(codec, check_vma):
+    assert_same(on_ranks(twins(("a", "b"), codec)[0], mesh(2, 4), check_vma)(PAIRS), expected(two=True))
+
+
+def test_three_axes():
+    x = whole_numbers((2, 2, 2, 8, 16, 24))
+    for codec in (EXACT, {"a": EXACT, "b": EXACT, "c": cgx.Raw()}):
+        compressed, plain = twins(("a", "b", "c"), codec, ONE_EACH)
+        assert_same(on_ranks(compressed, mesh(2, 2, 2))(x), on_ranks(plain, mesh(2, 2, 2))(x))
+
+
+# Under check_vma JAX has no collectives over what vmap maps.
+@pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
+def test_axes_of_vmap(codec):
+    compressed = twins(("a", "b"), codec)[0]
+    assert_same(jax.jit(jax.vmap(jax.vmap(compressed, axis_name="b"), axis_name="a"))(PAIRS), expected(two=True))
+    assert_same(on_ranks(jax.vmap(compressed, axis_name="b"), mesh(2), check_vma=False)(PAIRS), expected(two=True))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_vmap_inside_shard_map(check_vma):
+    x = whole_numbers((4, 3, 4, 8, 12))
+    compressed, plain = twins("a", EXACT, ONE_EACH)
+    looped = lambda x: jax.tree.map(lambda *y: jnp.stack(y), *map(plain, x))
+    assert_same(on_ranks(jax.vmap(compressed), mesh(4), check_vma)(x), on_ranks(looped, mesh(4), check_vma)(x))
+
+
+def test_vmap_is_one_exchange():
+    run = on_ranks(jax.vmap(jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule="two_shot"), in_axes=2)), mesh(4))
+    x = whole_numbers((4, 2, 5, 6, 3))
+    np.testing.assert_array_equal(run(x)[0], jnp.moveaxis(x.sum(0), 3, 1))
+    program = run.lower(x).compile().as_text()
+    assert program.count(" all-to-all(") == program.count(" all-gather(") == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("wrap", ["scan", "remat", "while", "cond"])
+def test_control_flow(wrap, check_vma):
+    def around(f):
+        if wrap == "remat":
+            return jax.checkpoint(f)
+        if wrap == "cond":
+            return lambda x: lax.cond(jnp.bool_(True), f, lambda x: jax.tree.map(lambda y: 0 * y, f(x)), x)
+        if wrap == "while":
+            return lambda x: lax.fori_loop(0, 2, lambda i, y: f(x), jax.tree.map(lambda y: 0 * y, f(x)))
+        return lambda x: jax.tree.map(lambda y: y[1], lax.scan(lambda i, x: (i + 1, f(x)), 0, jnp.stack([2 * x, x]))[1])
+
+    assert_same(on_ranks(around(twins("a", EXACT, ONE_EACH)[0]), mesh(4), check_vma)(X), expected())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_manual_over_one_axis_of_two(axis_type):
+    """Along 'b' nothing is sharded; the compiler may do there what it likes."""
+    both = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
+    x = jax.device_put(X, NamedSharding(both, P("a")))
+
+    def body(x):
+        return jax.tree.map(lambda y: y[None], twins("a", EXACT)[0](x[0]))
+
+    got = jax.jit(jax.shard_map(body, mesh=both, axis_names={"a"}, in_specs=P("a"), out_specs=P("a")))(x)
+    assert_same(got, expected())
+
+
+@pytest.mark.parametrize("schedule", ["auto", "two_shot", "one_shot", "ring"])
+def test_schedules_and_the_leader_form(schedule):
+    """All in one program: one axis, two together, a codec for each, by shards and by a leader."""
+    codecs = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]
+
+    def body(x):
+        sums = [f(x, ("a", "b"), codec, schedule=schedule, leader=leader) for f in (cgx.compressed_psum, cgx.compressed_pmean)
+                for codec in codecs for leader in (False, True) if isinstance(codec, dict) or not leader]
+        scattered = [] if schedule == "two_shot" else [
+            cgx.compressed_psum_scatter(x, ("a", "b"), codec, schedule=schedule, tiled=True) for codec in codecs]
+        return sums, scattered
+
+    sums, scattered = on_ranks(body, mesh(2, 4), check_vma=schedule != "two_shot")(PAIRS)
+    assert len(sums) == 14
+    for i, got in enumerate(sums):
+        np.testing.assert_array_equal(got, expected(two=True)["psum {}" if i < 7 else "pmean {}"])
+    for got in scattered:
+        np.testing.assert_array_equal(got, expected(two=True)["psum_scatter {'scatter_dimension': 0, 'tiled': True}"])
+
+
+def test_schedules_under_vmap():
+    x = whole_numbers((2, 3, 50))
+    dict_codec = {"a": EXACT, "b": EXACT}
+
+    def body(x):
+        return [cgx.compressed_psum(x, ("a", "b"), codec, schedule=schedule, leader=leader) for schedule in ("two_shot", "one_shot", "ring")
+                for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))]
+
+    for got in jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a")(x):
+        np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
+
+
+@pytest.mark.short
+def test_what_is_the_same_everywhere_may_leave_so():
+    """psum, pmean and all_gather(to="invarying") are typed as one value that all ranks share, and nothing else is."""
+    leave = lambda f: jax.jit(jax.shard_map(lambda x: f(x[0]), mesh=mesh(4), in_specs=P("a"), out_specs=P()))(X)
+    gather = functools.partial(cgx.compressed_all_gather, axis_name="a", codec=EXACT)
+    np.testing.assert_array_equal(leave(lambda x: cgx.compressed_psum(x, "a", EXACT)), X.sum(0))
+    np.testing.assert_array_equal(leave(lambda x: cgx.compressed_pmean(x, "a", EXACT, schedule="ring")), X.mean(0))
+    np.testing.assert_array_equal(leave(lambda x: gather(x, to="invarying")), X)
+    for f in (gather, lambda x: cgx.compressed_psum_scatter(x, "a", EXACT), lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, EXACT)):
+        with pytest.raises(ValueError, match="out_specs"):
+            leave(f)
+
+
+def test_a_leaf_varies_over_what_it_did_whatever_else_is_in_its_message():
+    """'w' differs along 'b' and 'n' does not: the sum of 'n' over 'a' may leave as the same on all ranks."""
+    codec, specs = cgx.MaxMin(4, rounding="stochastic"), {"n": P("a"), "w": P("a", "b")}
+
+    @functools.partial(jax.shard_map, mesh=mesh(2, 4), in_specs=(specs,), out_specs={"n": P(), "w": P(None, "b")})
+    def run(tree):
+        return cgx.compressed_psum(tree, "a", codec, key=jax.random.key(0), own="encoded")
+
+    out = jax.jit(run)({"n": normal((4, 30)), "w": normal((4, 8))})
+    copies = [np.asarray(shard.data) for shard in out["n"].addressable_shards]
+    assert all((copy == copies[0]).all() for copy in copies)
+
+
+@pytest.mark.short
+def test_trees():
+    """Leaves of every dtype and size keep theirs; what can't be compressed is summed as lax does."""
+    tree = {"w": whole_numbers((4, 3, 100)), "b": [whole_numbers((4, 17), 1, jnp.bfloat16), whole_numbers((4, 3), 2, jnp.float16)],
+            "scalar": whole_numbers((4,), 3), "count": whole_numbers((4, 5), 4, jnp.int32), "empty": jnp.zeros((4, 2, 0)),
+            "nothing": None, "complex": whole_numbers((4, 2), 5).astype(jnp.complex64)}
+    schedules = ("auto", "two_shot", "one_shot", "ring")
+    run = lambda sum, mean: on_ranks(lambda t: [f(t, s) for s in schedules for f in (sum, mean)], mesh(4))(tree)
+    got = run(lambda t, s: cgx.compressed_psum(t, "a", EXACT, schedule=s), lambda t, s: cgx.compressed_pmean(t, "a", EXACT, schedule=s))
+    plain = run(lambda t, s: lax.psum(t, "a"), lambda t, s: lax.pmean(t, "a"))
+    assert jax.tree.structure(got) == jax.tree.structure(plain)
+    assert_same(dict(enumerate(jax.tree.leaves(got))), dict(enumerate(jax.tree.leaves(plain))))
+
+
+def test_empty_trees():
+    empty = [{}, [], None, (None, {})]
+    got = on_ranks(lambda x: (x, [cgx.compressed_psum(tree, "a", EXACT) for tree in empty]), mesh(4))(X)
+    assert got[1] == empty
+
+
+@pytest.mark.short
+def test_dtypes_of_the_others():
+    parts = {dtype: whole_numbers((4, 4, 3), 1, dtype) for dtype in ("float32", "bfloat16", "int32")}
+    for op, kwargs in dict(psum_scatter={}, all_gather={}, all_to_all=dict(split_axis=0, concat_axis=0)).items():
+        compressed = lambda t: getattr(cgx, f"compressed_{op}")(t, "a", codec=EXACT, **kwargs)
+        plain = lambda t: jax.tree.map(lambda x: getattr(lax, op)(x, "a", **kwargs), t)
+        assert_same(on_ranks(compressed, mesh(4))(parts), on_ranks(plain, mesh(4))(parts))

@@ -1,0 +1,70 @@
+"""Ranks for the tests of the collectives: meshes, programs on them, and each collective beside lax's."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+NAMES = ("a", "b", "c")
+EXACT = cgx.Cast("bfloat16")  # loses nothing of whole numbers up to 256
+
+
+@functools.lru_cache
+def mesh(*sizes, axis_type=AxisType.Auto):
+    """Axes 'a', 'b', 'c' of these sizes."""
+    n = int(np.prod(sizes))
+    return jax.make_mesh(sizes, NAMES[: len(sizes)], axis_types=(axis_type,) * len(sizes), devices=jax.devices()[:n])
+
+
+def on_ranks(f, mesh, check_vma=True, jit=True, **kwargs):
+    """f on every rank. Arguments and results carry the axes of the mesh in front, so that all ranks' results come back."""
+    n, spec = mesh.devices.ndim, P(*mesh.axis_names)
+
+    def body(*args):
+        out = f(*jax.tree.map(lambda x: x.reshape(x.shape[n:]), args))
+        return jax.tree.map(lambda x: x.reshape((1,) * n + x.shape), out)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma, **kwargs)
+    return jax.jit(mapped) if jit else mapped
+
+
+def whole_numbers(shape, seed=0, dtype=jnp.float32):
+    return jnp.asarray(np.random.RandomState(seed).randint(-4, 5, shape)).astype(dtype)
+
+
+# What of leaves [size, 2 size, 3 size] the collectives are asked, by name. lax itself mistakes negative dimensions.
+CASES = {
+    "psum": [{}],
+    "pmean": [{}],
+    "psum_scatter": [dict(scatter_dimension=d, tiled=True) for d in (0, 1, -1)] + [{}, dict(scatter_dimension=-3)],
+    "all_gather": [dict(axis=d) for d in (0, 1, -1, -2)] + [dict(axis=d, tiled=True) for d in (0, 2, -2)],
+    "all_to_all": [dict(split_axis=s, concat_axis=c, tiled=True) for s, c in ((0, 0), (0, 1), (1, 0), (-1, 1))]
+    + [dict(split_axis=s, concat_axis=c) for s, c in ((0, 0), (0, 2), (-3, -1))],
+}
+
+
+def twins(axes, codec, cases=CASES, **options):
+    """(functions of a leaf that do all cases compressed, and with lax): {case: result}."""
+    def compressed(x):
+        return {f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, codec=codec, **kwargs, **options)
+                for op in cases for kwargs in cases[op]}
+
+    def plain(x):
+        ndim = lambda kwargs: x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
+        positive = lambda kwargs: {k: v if k == "tiled" else v % ndim(kwargs) for k, v in kwargs.items()}
+        return {f"{op} {kwargs}": getattr(lax, op)(x, axes, **positive(kwargs)) for op in cases for kwargs in cases[op]}
+
+    return compressed, plain
+
+
+def assert_same(got, expected):
+    """The same values, shapes and dtypes, of all cases that were computed."""
+    assert got
+    for case, y in got.items():
+        assert y.dtype == expected[case].dtype, case
+        np.testing.assert_array_equal(np.asarray(y), np.asarray(expected[case]), err_msg=str(case))
