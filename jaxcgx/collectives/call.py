@@ -67,6 +67,15 @@ def check_key(op, codecs, key, names):
     return words
 
 
+def check_tracked(op, names):
+    """Whether JAX tracks what varies over the axes (shard_map's check_vma): over all of them or none."""
+    tracked = _compat.tracked_axes(names)
+    if tracked and (others := [name for name in names if name not in tracked]):
+        raise ValueError(f"{op}: argument 'axis_name': expected axes of a mesh or axes of vmap, got both: vmap's {', '.join(map(repr, others))} "
+                         "among axes over which shard_map checks what varies; call it for one after the other, or pass check_vma=False")
+    return bool(tracked)
+
+
 def check_varying(op, names, paths, leaves):
     """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
     tracked = [name for name in names if name in _compat.tracked_axes(names)]
@@ -147,7 +156,7 @@ class Call:
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
         self.leaves = [check_array(op, path, leaf) for path, leaf in zip(self.paths, leaves)]
-        self.tracked = bool(_compat.tracked_axes(self.names))
+        self.tracked = check_tracked(op, self.names)
         if local:  # the leaves are what is exchanged: each rank's own
             check_varying(op, self.names, self.paths, self.leaves)
         self.raw = {}  # why a leaf travels as it is

@@ -97,3 +97,18 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
 
     with pytest.raises(ValueError, match=r"compressed_pmean: argument 'x', leaf \['bias'\]: expected .* sharded over 'model'"):
         jax.jit(step)(place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
+
+
+def test_axes_of_vmap_and_of_a_checked_mesh():
+    """lax refuses both together too; unchecked they work."""
+    mesh = mesh_of(AxisType.Auto)
+
+    def gradient(check_vma):
+        def step(x):
+            return jax.grad(lambda x: (jax.vmap(lambda row: cgx.compressed_psum(row, ("v", "data"), CODEC), axis_name="v")(x) * 2).sum())(x)
+
+        return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))(X)
+
+    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': .* got both: vmap's 'v' among axes"):
+        gradient(True)
+    np.testing.assert_array_equal(gradient(False), np.full(X.shape, 2.0 * 16))
