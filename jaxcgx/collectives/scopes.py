@@ -11,7 +11,7 @@ import jax
 
 from jaxcgx.codecs.base import Codec
 
-_TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{8})(?![\w.+-])")
+_TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning = {}
 
 
@@ -82,7 +82,7 @@ def _plain(text):
 
 def scope(meaning):
     """A named scope for a Message, a Leaf or an Exchange."""
-    tag = hashlib.blake2b(repr(meaning).encode(), digest_size=4).hexdigest()
+    tag = hashlib.blake2b(repr(meaning).encode(), digest_size=5).hexdigest()
     _meaning[tag] = meaning
     return jax.named_scope(f"jaxcgx.{meaning.name}.{tag}")
 

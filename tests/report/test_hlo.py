@@ -60,7 +60,6 @@ ENTRY %main.1_spmd (x: f32[8], y: u8[2,16], p: pred[8]) -> f32[8] {
 """
 
 
-@pytest.mark.short
 def test_every_collective_of_a_program_is_found():
     found = hlo.collectives(PROGRAM)
     assert [(c.operation, c.operands, c.times, c.branch) for c in found] == [
