@@ -56,7 +56,7 @@ def twins(axes, codec, cases=CASES, **options):
 
     def plain(x):
         ndim = lambda kwargs: x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
-        positive = lambda kwargs: {k: v if k == "tiled" else v % ndim(kwargs) for k, v in kwargs.items()}
+        positive = lambda kwargs: {k: v if k in ("tiled", "to") else v % ndim(kwargs) for k, v in kwargs.items()}
         return {f"{op} {kwargs}": getattr(lax, op)(x, axes, **positive(kwargs)) for op in cases for kwargs in cases[op]}
 
     return compressed, plain

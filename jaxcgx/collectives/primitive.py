@@ -68,6 +68,9 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
 
     def batched(axis, operands, dims, *, batch, axes, **params):
         ours = axis.name in axes
+        if not ours and all(d is None for d in dims):  # vmap asks even about what it does not map
+            results = primitive.bind(*operands, batch=batch, axes=axes, **params)
+            return results, [None] * len(results)
         moved = [jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
         batch = ((axis.size, axis.name if ours else None), *batch)
         results = primitive.bind(*moved, batch=batch, axes=axes, **params)

@@ -1,0 +1,159 @@
+"""Derivatives are those of lax's collectives, sent as compressed as the values."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxcgx as cgx
+from helpers import normal, sent
+from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
+
+SOME = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
+X, V = whole_numbers((4, 4, 8, 12)), whole_numbers((4, 4, 8, 12), 1)
+CHECKS = pytest.mark.parametrize("check_vma", [True, False])
+
+
+def weighted(tree):
+    """A sum with whole weights that tell every element's place."""
+    return sum((y * (jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 7 - 3)).sum() for y in jax.tree.leaves(tree))
+
+
+def derivatives(f, all_of_them=True):
+    def run(x, v):
+        loss, both = lambda x: weighted(f(x)), jnp.stack([x, v])
+        y, back = jax.vjp(f, x)
+        found = {"jvp": jax.jvp(f, (x,), (v,)), "grad": jax.grad(loss)(x),
+                 "vjp": back(jax.tree.map(lambda y: 0 * y + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 5, y))}
+        if all_of_them:
+            total = lambda c, x: (c + x, None)
+            found |= {
+                "linearize": jax.linearize(f, x)[1](v),
+                "grad of grad": jax.grad(lambda x: (jax.grad(lambda x: loss(x * x))(x) * v).sum())(x),
+                "grad of remat": jax.grad(lambda x: weighted(jax.checkpoint(f)(2 * x)))(x),
+                "grad of scan": jax.grad(lambda x: loss(lax.scan(total, 0 * x, jnp.stack([x, x]))[0]))(x),
+                "scan of grad": lax.scan(lambda c, x: (c, jax.grad(loss)(x)), 0, both)[1],
+                "vmap of grad": jax.vmap(jax.grad(loss))(both),
+                "grad of vmap": jax.grad(lambda xs: weighted(jax.vmap(f)(xs)))(both),
+                "vmap of jvp": jax.vmap(lambda v: jax.jvp(f, (x,), (v,))[1])(both),
+            }
+        return {jax.tree_util.keystr(path): y for path, y in jax.tree_util.tree_leaves_with_path(found)}
+
+    return run
+
+
+@functools.lru_cache
+def expected(check_vma):
+    return on_ranks(derivatives(twins("a", None, SOME)[1]), mesh(4), check_vma)(X, V)
+
+
+@pytest.mark.short
+@CHECKS
+def test_shard_map(check_vma):
+    assert_same(on_ranks(derivatives(twins("a", EXACT, SOME)[0]), mesh(4), check_vma)(X, V), expected(check_vma))
+
+
+def test_pmap():
+    run = jax.pmap(derivatives(twins("a", EXACT, SOME)[0], all_of_them=False), axis_name="a", devices=jax.devices()[:4])
+    assert_same(run(X, V), expected(check_vma=False))
+
+
+def test_vmap_with_an_axis_name():
+    compressed, plain = twins("a", EXACT, SOME)
+    assert_same(jax.jit(jax.vmap(derivatives(compressed, all_of_them=False), axis_name="a"))(X, V), expected(check_vma=False))
+    of_all = lambda f: jax.grad(lambda x: weighted(jax.vmap(f, axis_name="a")(x)))
+    np.testing.assert_array_equal(jax.jit(of_all(compressed))(X), jax.jit(of_all(plain))(X))
+
+
+@CHECKS
+@pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
+def test_two_axes(codec, check_vma):
+    """Every case by its own gradient, and the invarying gather with them; psum by every schedule, by shards and by leaders."""
+    x = whole_numbers((2, 2, 4, 8, 12))
+    cases = {**SOME, "all_gather": [dict(axis=0), dict(axis=1, tiled=True)] + [dict(axis=2, tiled=True, to="invarying")] * check_vma}
+    compressed, plain = twins(("a", "b"), codec, cases)
+
+    def gradients(f):
+        return lambda x: {case: jax.grad(lambda x: weighted(f(x)[case]))(x) for case in jax.eval_shape(f, x)}
+
+    def sums(x):
+        return {f"{schedule} {leader}": jax.grad(lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), codec, schedule=schedule, leader=leader)))(x)
+                for schedule in ("two_shot", "one_shot", "ring") for leader in ([False, True] if isinstance(codec, dict) else [False])}
+
+    lax_gradients = on_ranks(gradients(plain), mesh(2, 2), check_vma)(x)
+    assert_same(on_ranks(gradients(compressed), mesh(2, 2), check_vma)(x), lax_gradients)
+    for got in on_ranks(sums, mesh(2, 2), check_vma)(x).values():
+        np.testing.assert_array_equal(got, lax_gradients["pmean {}"])
+
+
+@pytest.mark.short
+@CHECKS
+def test_some_leaves_of_a_message(check_vma):
+    """Those that are not differentiated travel along as zeros; integers and leaves without elements have their usual tangents."""
+    def body(x, y):
+        rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}
+        loss = lambda x: weighted(cgx.compressed_psum({"x": x, "y": y * y, **rest}, "a", EXACT)["x"])
+        both = lambda x, y: weighted(list(cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)[::2]))
+        return jax.grad(loss)(x), jax.grad(both, (0, 1))(x, y)
+
+    def plain(x, y):
+        return (jax.grad(lambda x: weighted(lax.psum(x, "a")))(x),
+                jax.grad(lambda x, y: weighted(lax.all_gather((x, 2 * x), "a")), (0, 1))(x, y))
+
+    flat = lambda out: dict(enumerate(jax.tree.leaves(out)))
+    assert_same(flat(on_ranks(body, mesh(4), check_vma)(X, V)), flat(on_ranks(plain, mesh(4), check_vma)(X, V)))
+
+
+def test_jacobians():
+    x = whole_numbers((2, 3))
+    for derivative in (jax.jacfwd, jax.jacrev, lambda f: jax.hessian(lambda x: f(x) ** 2)):
+        got, plain = (jax.jit(derivative(jax.vmap(f, axis_name="a")))(x) for f in (
+            lambda x: cgx.compressed_psum(x, "a", EXACT), lambda x: lax.psum(x, "a")))
+        np.testing.assert_array_equal(got, plain)
+
+
+@CHECKS
+@pytest.mark.parametrize("op", ["psum_scatter", "all_gather", "all_to_all"])
+def test_a_codec_for_each_direction(op, check_vma):
+    """Forward through 2 bits, backward untouched: the gradient of a linear loss is lax's, whatever numbers it is of."""
+    kwargs = dict(split_axis=0, concat_axis=0, tiled=True) if op == "all_to_all" else dict(tiled=True)
+    weights = normal((4, 32, 6), 1)
+    lossy, raw = cgx.MaxMin(2, 64), cgx.Raw()
+
+    def body(x, w):
+        def gradient(f):
+            return jax.value_and_grad(lambda x: (f(x) * w[: f(x).shape[0]]).sum())(x)
+
+        compressed = functools.partial(getattr(cgx, f"compressed_{op}"), axis_name="a", **kwargs)
+        return [gradient(f) for f in (lambda x: getattr(lax, op)(x, "a", **kwargs), lambda x: compressed(x, codec=lossy, backward_codec=raw),
+                                      lambda x: compressed(x, codec=raw, backward_codec=lossy))]
+
+    (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(normal((4, 8, 6)), weights)
+    np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # but for the order of a sum
+    np.testing.assert_allclose(same_value, value, rtol=1e-5)
+    assert (np.abs(lossy_value - value) > 1e-3).any() and (np.abs(lossy_gradient - gradient) > 1e-3).any()
+
+
+@CHECKS
+def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma):
+    codec, key = cgx.MaxMin(4, 64, rounding="stochastic"), jax.random.key(0)
+
+    def exchange(x):
+        return cgx.compressed_all_to_all(x, "a", 0, 0, codec, key=key, tiled=True)
+
+    def body(x):
+        f = {"psum": lambda x: cgx.compressed_psum(x, "a", codec, key=key, schedule="two_shot"), "all_to_all": exchange,
+             "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, key=key, tiled=True),
+             "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, tiled=True)}
+        return {name: jax.vjp(g, x)[1](g(x)) for name, g in f.items()}
+
+    run = on_ranks(body, mesh(4), check_vma)
+    x = normal((4, 64, 9))
+    program = run.lower(x).compile().as_text()
+    assert sent(program) == {("all-to-all", "u8"), ("all-gather", "u8")}
+    # This all_to_all is its own transpose. The same numbers both ways lose something else.
+    there, back, exact = on_ranks(lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0],
+                                             lax.all_to_all(x, "a", 0, 0, tiled=True)), mesh(4), check_vma)(x)
+    assert abs(np.corrcoef((there - exact).ravel(), (back - exact).ravel())[0, 1]) < 0.1
