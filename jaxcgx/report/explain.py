@@ -29,7 +29,7 @@ class Collective:
     function: str  # of jaxcgx; "" for a collective that is not of jaxcgx
     codec: str
     schedule: str
-    leaves: tuple  # paths
+    leaves: tuple  # paths; of collectives that XLA joined, JAX 0.9 names one
     name: str  # XLA's op_name: where in the traced program it comes from
 
 

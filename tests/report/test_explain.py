@@ -312,7 +312,7 @@ def test_names_that_mean_something_else_elsewhere():
     tree = {'a/b(c:d) "e" \n\\': jnp.zeros(70), "ü" * 100: jnp.zeros(3, jnp.int32), "x" * 300: jnp.zeros(3, jnp.int32)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), tree)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    assert sorted(path for c in found.collectives for path in c.leaves) == sorted(paths)
+    assert sorted([path for c in found.collectives if c.dtype == "uint8" for path in c.leaves] + [leaf.path for leaf in found.raw]) == sorted(paths)
     assert all(re.fullmatch(r"[\w<>()/:.+-]{0,300}", c.name) for c in found.collectives)
 
 
