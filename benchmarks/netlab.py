@@ -4,7 +4,7 @@ A host is a network namespace and a name that resolves to its address; a virtual
 a namespace of its own, and a token bucket at each end of the cable limits what goes through it. The queues are long
 enough that nothing is dropped, and there is no delay but theirs. Needs root and iproute2.
 
-    python benchmarks/netlab.py --hosts 2 --rate 1gbit -- python train.py {rank} {hosts} {address}
+    python benchmarks/netlab.py --hosts 2 --mbit 1000 -- python train.py {rank} {hosts} {address}
 
 runs a command in every host at once, {address} being that of host 0, and exits with the worst status.
 """
@@ -18,15 +18,15 @@ import sys
 import tempfile
 
 PREFIX = "jaxcgx-lab"
-# What may pass at once. The links of one switch are never idle for long, so no more than some packets.
-BURST, QUEUE = "32kb", "400ms"
+BURST = 1e-3  # seconds at the full rate that may pass at once; with less a busy machine doesn't reach the rate
+QUEUE = "400ms"
 
 
 def why_not():
     """Why there can be no hosts here; "" where there can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
+    missing = [tool for tool in ("ip", "tc", "unshare", "setpriv") if not shutil.which(tool)]
     return f"{', '.join(missing)} not found: install iproute2 and util-linux" if missing else ""
 
 
@@ -34,8 +34,10 @@ def _ip(*arguments):
     subprocess.run(["ip", *arguments], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def _limit(namespace, device, rate):
-    _ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE)
+def _limit(namespace, device, mbit):
+    burst = max(16_000, int(mbit * 1e6 / 8 * BURST))  # bytes
+    _ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst),
+        "latency", QUEUE)
 
 
 def _sweep():
@@ -47,10 +49,10 @@ def _sweep():
 
 
 class Lab:
-    """Hosts 0 to n - 1; to be used with `with`, which removes them and ends what runs in them."""
+    """Hosts 0 to n - 1, on links of `mbit` Mbit/s each way; to be used with `with`, which removes them and ends what runs in them."""
 
-    def __init__(self, hosts, rate):
-        self.hosts, self.rate, self.running = hosts, rate, []
+    def __init__(self, hosts, mbit):
+        self.hosts, self.mbit, self.running = hosts, mbit, []
 
     def address(self, host):
         return f"10.77.0.{host + 1}"
@@ -87,13 +89,14 @@ class Lab:
             _ip("-n", host, "address", "add", f"{self.address(i)}/24", "dev", "eth0")
             for device in "eth0", "lo":
                 _ip("-n", host, "link", "set", device, "up")
-            _limit(host, "eth0", self.rate)
-            _limit(switch, port, self.rate)
+            _limit(host, "eth0", self.mbit)
+            _limit(switch, port, self.mbit)
 
     def start(self, host, command, **options):
         """A process in a host. Its mounts are its own, so /etc/hosts, where Gloo finds the address, can be another there."""
         inside = f'hostname host{host} && mount --bind "$0" /etc/hosts && exec "$@"'
-        command = ["ip", "netns", "exec", self._namespace(host), "unshare", "--uts", "sh", "-c", inside, self.names.name, *map(str, command)]
+        command = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._namespace(host), "unshare", "--uts", "sh", "-c", inside, self.names.name,
+                   *map(str, command)]
         self.running.append(subprocess.Popen(command, **options))
         return self.running[-1]
 
@@ -123,10 +126,10 @@ def signals_raise():
 def main():
     parser = argparse.ArgumentParser(description="Run a command in every host of a network with limited links.")
     parser.add_argument("--hosts", type=int, default=2, metavar="N")
-    parser.add_argument("--rate", default="1gbit", help="of every link, in tc's words (default: 1gbit)")
+    parser.add_argument("--mbit", type=int, default=1000, metavar="N", help="Mbit/s of every link, each way (default: 1000)")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    with signals_raise(), Lab(args.hosts, args.rate) as lab:
+    with signals_raise(), Lab(args.hosts, args.mbit) as lab:
         def fill(word, rank):
             return word.replace("{rank}", str(rank)).replace("{hosts}", str(args.hosts)).replace("{address}", lab.address(0))
 

@@ -1,0 +1,259 @@
+"""compressed_psum against lax.psum between processes: on loopback, and between hosts whose links have a limited rate.
+
+    python benchmarks/collectives.py [--networks REGEX] [--repeats 7] [--size MIB ...] [--out DIR]
+
+Every process has one device. The hosts (netlab.py) need root; without it only the tables of loopback are made.
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcgx as cgx
+import netlab
+from jaxcgx.collectives import costs
+from kernels import repeat
+from report import RESULTS, Report, header, line, mark, median, rounded
+
+CODEC = cgx.MaxMin(4)
+SCHEDULES = "two_shot", "one_shot", "ring"
+SPEEDUP, SHARE = 4.0, 0.9  # the goals: on loopback over psum, between hosts of the ideal ratio
+ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # of a size in MiB, in one program
+LIMIT = 900  # seconds that the processes of a network may take
+
+
+class Network:
+    """Processes, and what joins them: links of some Mbit/s, or with None loopback."""
+
+    def __init__(self, name, processes, mbit, sizes):
+        self.name, self.processes, self.mbit, self.sizes = name, processes, mbit, sizes
+
+
+NETWORKS = [
+    Network("loopback, 2 processes", 2, None, [0.0625, 1, 16, 64]),
+    Network("1 Gbit/s, 2 hosts", 2, 1000, [0.0625, 1, 16, 64]),
+    Network("1 Gbit/s, 4 hosts", 4, 1000, [0.0625, 1, 16, 64]),
+    Network("100 Mbit/s, 2 hosts", 2, 100, [0.0625, 1, 16]),
+]
+
+NOTES = f"""\
+- ms: of one exchange, in rank 0, in a compiled loop that writes its results to the same pages again and again, as a training
+  step with donated state does. Programs take turns; psum over each is formed in every turn, and the medians stand here.
+- ideal: raw bytes over wire bytes. share: what "auto" reaches of it, psum over its time. Goals: {SPEEDUP:g} times as fast as psum with
+  64 MiB on loopback, and a share of {SHARE:.2f} with 64 MiB between hosts.
+- All hosts share the processors of one machine: their kernels take turns where true hosts would work at once.
+- predicted: of the schedule that "auto" takes, by jaxcgx/collectives/costs.py.
+"""
+
+
+# In a process
+
+
+class Mesh:
+    """One device of every process."""
+
+    def __init__(self, processes):
+        self.mesh = jax.make_mesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        self.sharding = NamedSharding(self.mesh, PartitionSpec("data"))
+
+    def array(self, local):
+        return jax.make_array_from_process_local_data(self.sharding, local)
+
+    def compiled(self, function, *args, **options):
+        spec = PartitionSpec("data")
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(mapped, **options).lower(*args).compile()
+
+
+class Loop:
+    """A step from (input, old result) to (input, result), many times in one program (see kernels.Loop)."""
+
+    def __init__(self, mesh, step, carry, iterations):
+        self.carry, self.iterations = jax.tree.map(mesh.array, carry), iterations
+        self.program = mesh.compiled(lambda carry: repeat(lambda x, _: (x, step(x)), carry, iterations), self.carry, donate_argnums=0)
+
+    def __call__(self):
+        self.carry = jax.block_until_ready(self.program(self.carry))
+
+
+class Call:
+    """A step as a program of its own, whose result lies on fresh pages."""
+
+    iterations = 1
+
+    def __init__(self, mesh, step, x):
+        self.x = mesh.array(x)
+        self.program = mesh.compiled(step, self.x)
+
+    def __call__(self):
+        jax.block_until_ready(self.program(self.x))
+
+
+def reductions():
+    return {"psum": lambda x: lax.psum(x, "data")} | {
+        schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule) for schedule in SCHEDULES}
+
+
+def parts(mesh, x, ranks, iterations):
+    """What the exchanges consist of."""
+    wire = CODEC.wire_bytes(x.shape, x.dtype) // ranks * ranks
+    payload, share = np.zeros(wire, np.uint8), np.zeros(wire // ranks, np.uint8)
+
+    def all_to_all(rows):
+        return lax.all_to_all(rows.reshape(ranks, -1), "data", 0, 0, tiled=True).reshape(-1)
+
+    return {
+        "encode": Loop(mesh, lambda x: cgx.encode(x, CODEC), (x, np.zeros(CODEC.wire_bytes(x.shape, x.dtype), np.uint8)), iterations),
+        "encode and decode": Loop(mesh, lambda x: cgx.roundtrip(x, CODEC), (x, x), iterations),
+        "all_to_all of a payload": Loop(mesh, all_to_all, (payload, payload), iterations),
+        "all_gather of a share": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (share, payload), iterations),
+        "all_gather of a payload": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (payload, np.tile(payload, ranks)), iterations),
+    }
+
+
+def run_rank(address, rank, processes, repeats, sizes, more):
+    """Measures everything together with the other ranks; prints {size: {program: ms of every repetition}}."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, processes, rank)
+    mesh = Mesh(processes)
+    together = Call(mesh, lambda x: lax.psum(x, "data"), np.zeros(1, np.int32))  # so that all ranks start at once
+    results = {}
+    for size in sizes:
+        x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
+        iterations = ITERATIONS[size] if size in ITERATIONS else 4
+        programs = {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}
+        if more and size == sizes[-1]:
+            programs |= parts(mesh, x, processes, iterations)
+            programs |= {f"{name}, one call": Call(mesh, step, x) for name, step in reductions().items()}
+        times = {name: [] for name in programs}
+        for turn in range(repeats + 1):
+            for name, program in programs.items():
+                together()
+                start = time.perf_counter()
+                program()
+                if turn:
+                    times[name].append((time.perf_counter() - start) * 1e3 / program.iterations)
+        results[size] = times
+    print("RESULTS", json.dumps(results), flush=True)
+
+
+# In the process that starts the others
+
+
+def measure(network, repeats):
+    """What rank 0 prints, {size: {program: ms of every repetition}}."""
+    # Below the ports that connections get by themselves; hosts have all ports for themselves.
+    port = random.randrange(20_000, 32_000)
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(netlab.Lab(network.processes, network.mbit)) if network.mbit else None
+        address = f"{lab.address(0) if lab else '127.0.0.1'}:{port}"
+        running = []
+        for rank in range(network.processes):
+            worker = dict(address=address, rank=rank, processes=network.processes, repeats=repeats, sizes=network.sizes, more=not network.mbit)
+            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(worker)]
+            start = lab.start if lab else lambda host, command, **options: subprocess.Popen(command, **options)
+            running.append(start(rank, command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
+                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+            stack.callback(running[-1].wait)
+            stack.callback(running[-1].kill)
+        output, _ = running[0].communicate(timeout=LIMIT)
+        for line in output.splitlines():
+            if line.startswith("RESULTS "):
+                return {float(size): times for size, times in json.loads(line.removeprefix("RESULTS ")).items()}
+    raise RuntimeError(f"collectives.py: rank 0 of {network.name} failed")
+
+
+def megabytes(size):
+    return f"{size:g} MiB" if size >= 1 else f"{size * 1024:g} KiB"
+
+
+def row(network, size, times):
+    """The figures of a size on a network."""
+    elements = int(size * 2**18)
+    raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
+    auto = costs.choose(network.processes, raw, wire)
+    ratios = {name: median(np.divide(times["psum"], times[name])) for name in SCHEDULES}
+    return dict(
+        network=network.name, processes=network.processes, size_bytes=raw, wire_bytes=wire,
+        ms={name: median(times[name]) for name in ("psum", *SCHEDULES)},
+        speedup=ratios,
+        auto=auto, fastest=max(ratios, key=ratios.get),
+        predicted_ms=round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4),
+        ideal=round(raw / wire, 4), share=round(ratios[auto] / (raw / wire), 4),
+        ms_of_repetitions={name: rounded(ms) for name, ms in times.items()},
+    )
+
+
+def row_line(r, goal):
+    ms, auto = r["ms"], r["auto"]
+    size = r["size_bytes"] / 2**20
+    reached = "" if size < 64 else mark(r["share"] >= SHARE if goal == SHARE else r["speedup"][auto] >= SPEEDUP)
+    return line([megabytes(size), *(f"{ms[name]:.2f}" for name in ("psum", *SCHEDULES)), auto, r["fastest"], f"{r['predicted_ms']:.2f}",
+                 f"{r['speedup'][auto]:.2f}", f"{r['ideal']:.2f}", f"{r['share']:.3f}", reached], 10)
+
+
+HEAD = ("size", "psum ms", "two_shot ms", "one_shot ms", "ring ms", "auto", "fastest", "predicted", "speed-up", "ideal", "share", "goal")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description="compressed_psum against lax.psum between processes.")
+    parser.add_argument("--networks", metavar="REGEX", help="only the networks whose names match")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="repetitions (default: 7)")
+    parser.add_argument("--size", type=float, nargs="+", metavar="MIB", help="float32 input in MiB (default: 1/16 to 64)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written (default: "
+                        "benchmarks/results, but nowhere when other options are given)")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.repeats < 1 or min(args.size or [1]) <= 0:
+        parser.error("--repeats and --size: expected positive numbers")
+    given = [f"--{name}={value}" for name, value in vars(args).items() if name != "out" and value != parser.get_default(name)]
+    args.command = shlex.join(["python", "benchmarks/collectives.py", *given]) if given else "make bench-collectives"
+    args.out = args.out or (None if given else RESULTS)
+    return args
+
+
+def main():
+    args = parse()
+    if args.rank:
+        return run_rank(**json.loads(args.rank))
+    networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
+    if not networks:
+        sys.exit(f"collectives.py: no network matches {args.networks!r}")
+    report = Report(args.command, args.repeats, codec=str(CODEC), rows=[], parts=[], left_out={})
+    for network in networks:
+        if network.mbit and (why := netlab.why_not()):
+            report.data["left_out"][network.name] = why
+            report.show("", f"{network.name}: not measured, {why}.")
+            continue
+        network.sizes = args.size or network.sizes
+        results = measure(network, args.repeats)
+        report.show("", f"{network.name}, float32, {CODEC}.", "", *header(*HEAD, width=10))
+        for size, times in results.items():
+            report.data["rows"].append(row(network, size, {name: ms for name, ms in times.items() if name in ("psum", *SCHEDULES)}))
+            report.show(row_line(report.data["rows"][-1], SHARE if network.mbit else SPEEDUP))
+        if not network.mbit:
+            report.show("", f"What {megabytes(size)} take on loopback, both processes at it at once.", "", *header("part", "ms"))
+            for name, ms in times.items():
+                report.data["parts"].append(dict(name=name, ms=median(ms), ms_of_repetitions=rounded(ms)))
+                report.show(line([name, f"{median(ms):.2f}"]))
+    report.show("", *NOTES.splitlines())
+    if args.out:
+        report.write(args.out, "collectives")
+
+
+if __name__ == "__main__":
+    with netlab.signals_raise():
+        main()
