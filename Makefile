@@ -20,7 +20,7 @@ INSTALLED := .venv/installed-$(SOURCES)
 BUILD_ENV := .venv/build
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench clean check
+.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench bench-collectives clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -58,6 +58,9 @@ matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
+
+bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
+	@.venv/bin/python benchmarks/collectives.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix build
