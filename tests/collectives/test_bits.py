@@ -1,0 +1,161 @@
+"""Which bits come out: the same on every rank, in every run, and, where that is asked for, from every message."""
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from helpers import GRIDS, as_bits, assert_same_bytes, normal
+from ranks import mesh, on_ranks
+
+STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
+KEY = jax.random.key(3)
+SIZES = (0, 1, 2, 7, 17, 511, 513, 3001)
+FORMS = [dict(schedule=schedule, leader=leader) for schedule in ("two_shot", "one_shot", "ring") for leader in (False, True)]
+
+
+def tree(*ranks):
+    """Leaves of many sizes and of every dtype, a scalar among them."""
+    leaves = {f"{n}": normal((*ranks, n), n, dtype) for n, dtype in zip(SIZES, 3 * ("float32", "bfloat16", "float16"))}
+    return {**leaves, "scalar": normal(ranks, 1), "matrix": normal((*ranks, 30, 40), 2)}
+
+
+def assert_same_on_all_ranks(tree, axes=1):
+    for x in jax.tree.leaves(tree):
+        bits = as_bits(x).reshape(math.prod(x.shape[:axes]), -1 if x.size else 0)
+        assert (bits == bits[0]).all()
+
+
+def one_axis(t, codec=STOCHASTIC, **kwargs):
+    return cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, **kwargs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_replicas_are_identical_and_runs_reproducible(ranks):
+    run = on_ranks(lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "auto")], mesh(ranks), check_vma=False)
+    got = run(tree(ranks))
+    assert_same_on_all_ranks(got)
+    jax.tree.map(assert_same_bytes, got, run(tree(ranks)))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("inner", [STOCHASTIC, cgx.Raw(), cgx.ByteGrad()], ids=lambda codec: type(codec).__name__)
+def test_replicas_of_hierarchies_are_identical(inner):
+    codecs = {"a": STOCHASTIC, "b": inner}
+    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), codecs, key=KEY, **form) for form in FORMS]
+    assert_same_on_all_ranks(on_ranks(f, mesh(2, 4), check_vma=False)(tree(2, 4)), axes=2)
+
+
+def test_gathered_copies_are_identical():
+    """The owner decodes its own bytes too."""
+    f = lambda t: (cgx.compressed_all_gather(t, "a", STOCHASTIC, key=KEY),
+                   cgx.compressed_all_gather(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY))
+    one, two = on_ranks(f, mesh(2, 4), check_vma=False)(tree(2, 4))
+    assert_same_on_all_ranks(two, axes=2)
+    for column in range(4):
+        assert_same_on_all_ranks(jax.tree.map(lambda x: x[:, column], one))
+
+
+def test_one_rank_returns_its_input():
+    nan = tree(1) | {"nan": jnp.array([[jnp.nan, -0.0, jnp.inf, 1e-45]])}
+    f = lambda t: [one_axis(t, schedule=s, own=own) for s, own in (("two_shot", "encoded"), ("one_shot", "raw"), ("ring", "raw"))]
+    for got in on_ranks(f, mesh(1))(nan):
+        jax.tree.map(assert_same_bytes, got, nan)
+    mean = on_ranks(lambda t: cgx.compressed_pmean(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY), mesh(1, 1))
+    same = tree(1, 1)
+    jax.tree.map(assert_same_bytes, mean(same), same)
+    others = on_ranks(lambda x: (cgx.compressed_psum_scatter(x, "a", STOCHASTIC, key=KEY, own="encoded", tiled=True),
+                                 cgx.compressed_all_gather(x, "a", STOCHASTIC, key=KEY, tiled=True),
+                                 cgx.compressed_all_to_all(x, "a", 0, 0, STOCHASTIC, key=KEY, tiled=True)), mesh(1))
+    for got in others(same["matrix"][0]):
+        assert_same_bytes(got, same["matrix"][0])
+
+
+def test_constants_are_exact(ranks=5):
+    """On each rank another constant, of which sums and means are whole."""
+    each = lambda c: jax.tree.map(lambda x: jnp.full_like(x, c), tree())
+    x = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[each(ranks * r - 5) for r in range(ranks)])
+    codecs = [STOCHASTIC, cgx.MaxMin(1, 33), cgx.ByteGrad(), cgx.AbsMax(8)]
+
+    def f(t):
+        return [sum_of(t, "a", c, key=KEY if c.stochastic else None, schedule=s) for c in codecs for s in ("two_shot", "one_shot", "ring")
+                for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
+
+    total = sum(ranks * r - 5 for r in range(ranks))
+    for i, got in enumerate(on_ranks(f, mesh(ranks))(x)):
+        jax.tree.map(lambda y: np.testing.assert_array_equal(np.asarray(y, np.float32), total / ranks if i % 2 else total), got)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_on_one_rank_makes_exactly_its_bucket_nan_everywhere(bad):
+    clean = {"x": normal((4, 1000)), "y": normal((4, 5), 1), "z": normal((4, 130), 2, jnp.bfloat16)}
+    dirty = clean | {"x": clean["x"].at[2, 100].set(bad), "z": clean["z"].at[0, 129].set(bad)}
+    f = lambda t: [one_axis(t, codec=cgx.MaxMin(4, 64), schedule=s) for s in ("two_shot", "one_shot", "ring")]
+    run = on_ranks(f, mesh(4), check_vma=False)
+    for got, whole in zip(run(dirty), run(clean)):
+        for name, buckets in dict(x=slice(64, 128), y=slice(0), z=slice(128, 130)).items():
+            y, expected = (np.array(t[name], np.float32) for t in (got, whole))
+            assert np.isnan(y[:, buckets]).all()
+            y[:, buckets] = expected[:, buckets]
+            np.testing.assert_array_equal(y, expected)
+
+
+def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
+    x = normal((2, 4, 1000)).at[1, 2, 600].set(jnp.nan)  # shares of 250; this is element 100 of the third
+    for leader, buckets in ((False, slice(564, 628)), (True, slice(576, 640))):
+        f = lambda t: cgx.compressed_psum(t, ("a", "b"), {"a": cgx.MaxMin(4, 64), "b": cgx.Raw()}, leader=leader)
+        nan = np.isnan(on_ranks(f, mesh(2, 4))(x))
+        assert nan[:, :, buckets].all() and nan.sum() == 8 * 64
+
+
+ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str)
+def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
+    """All leaves in one message, few in each, each alone; and so cut into chunks elsewhere."""
+    def f(t):
+        return [[cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, fusion_mb=mb, **options)
+                 for mb in (64, 0.002, 1e-6)] for options in ENCODED]
+
+    for one, few, alone in on_ranks(f, mesh(3))(tree(3)):
+        jax.tree.map(assert_same_bytes, one, few)
+        jax.tree.map(assert_same_bytes, one, alone)
+
+
+@pytest.mark.parametrize("leader", [False, True])
+def test_nor_in_hierarchies(leader):
+    def f(t):
+        return [cgx.compressed_psum(t, ("a", "b"), {"a": STOCHASTIC, "b": inner}, key=KEY, fusion_mb=mb, own="encoded", schedule="two_shot", leader=leader)
+                for inner in (STOCHASTIC, cgx.Raw()) for mb in (64, 0.002)]
+
+    one, few, raw_one, raw_few = on_ranks(f, mesh(2, 2))(tree(2, 2))
+    jax.tree.map(assert_same_bytes, (one, raw_one), (few, raw_few))
+
+
+def test_with_own_raw_bits_depend_on_who_owns_what():
+    """The price of less error, which is less by about the part of one rank's."""
+    x = normal((3, 3000))
+    f = lambda x, own: cgx.compressed_psum({"x": x, "y": x}, "a", STOCHASTIC, key=KEY, schedule="two_shot", own=own)["x"]
+    alone = on_ranks(lambda x: one_axis([x], schedule="two_shot")[0], mesh(3))(x)
+    together = on_ranks(functools.partial(f, own="raw"), mesh(3))(x)
+    assert (alone != together).any()
+    encoded = on_ranks(functools.partial(f, own="encoded"), mesh(3))(x)
+    error = lambda y: ((np.asarray(y) - x.sum(0)) ** 2).mean()
+    assert error(together) < error(encoded)
+
+
+def test_every_codec_on_every_schedule():
+    """The bits of a sum that is put together by hand from round trips."""
+    codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16")]
+    x = normal((3, 1000))
+    f = lambda t: [cgx.compressed_psum(t, "a", c, **options) for c in codecs for options in ENCODED]
+    got = iter(on_ranks(f, mesh(3))(x))
+    for codec in codecs:
+        total = sum((cgx.roundtrip(row, codec) for row in x), jnp.zeros(1000))
+        for expected in (cgx.roundtrip(total, codec), total):
+            np.testing.assert_allclose(next(got)[0], expected, rtol=1e-4, atol=1e-4)
