@@ -102,13 +102,13 @@ def check_flag(codec: Codec, field: str):
     object.__setattr__(codec, field, bool(value))
 
 
-def check_codec(name: str, codec) -> Codec:
+def check_codec(name: str, codec, argument="codec") -> Codec:
     if not isinstance(codec, Codec):
-        raise TypeError(f"{name}: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
+        raise TypeError(f"{name}: argument '{argument}': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
     try:
         hash(codec)
     except TypeError:
-        raise TypeError(f"{name}: argument 'codec': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
+        raise TypeError(f"{name}: argument '{argument}': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
                         "dataclass(frozen=True)") from None
     return codec
 

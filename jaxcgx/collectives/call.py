@@ -2,7 +2,9 @@
 import math
 import numbers
 import operator
+import sys
 import warnings
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
 def check_axes(op, axis_name):
     """The names as a tuple, every one of them bound."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not names or len(set(names)) < len(names):
+    single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
+    if not names or not single or len(set(names)) < len(names):
         raise ValueError(f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")
     for name in names:
         try:
@@ -35,12 +38,12 @@ def check_axes(op, axis_name):
 def check_codecs(op, argument, codec, names):
     """((axes, codec), ...), outermost first: one exchange over all axes together, or one for each axis."""
     if not isinstance(codec, dict):
-        return ((names, check_codec(op, codec)),)
+        return ((names, check_codec(op, codec, argument)),)
     missing, unknown = [n for n in names if n not in codec], [n for n in codec if n not in names]
     if missing or unknown:
         wrong = [f"{', '.join(map(repr, found))} {what}" for found, what in ((missing, "missing"), (unknown, "not among them")) if found]
         raise ValueError(f"{op}: argument '{argument}': expected a codec for each axis of {names}, got {codec} ({'; '.join(wrong)})")
-    return tuple(((name,), check_codec(op, codec[name])) for name in names)
+    return tuple(((name,), check_codec(op, codec[name], argument)) for name in names)
 
 
 def check_choice(op, argument, value, choices):
@@ -58,13 +61,21 @@ def check_key(op, codecs, key, names):
         return None
     if not drawing:
         warnings.warn(f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(codecs)))} draws no random numbers: the key is not used",
-                      stacklevel=4)
+                      stacklevel=_callers_level())
         return None
     words = key_words(op, key)
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
         raise ValueError(f"{op}: argument 'key': expected the same key on every rank, got one that varies over "
                          f"{', '.join(map(repr, axes))}; the noise of every rank is another one all the same")
     return words
+
+
+def _callers_level():
+    """The stacklevel of a warning that points to the first line outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcgx."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def check_tracked(op, names):

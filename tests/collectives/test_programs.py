@@ -1,0 +1,110 @@
+"""The compiled programs: bytes on the wire, one exchange a message, nothing else."""
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import normal, sent
+from ranks import mesh, on_ranks
+
+CODEC = cgx.MaxMin(4)
+OPERATIONS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+
+
+def program(f, mesh, *args, out=P(), **kwargs):
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=P(*mesh.axis_names), out_specs=out, **kwargs)
+    return jax.jit(mapped).lower(*args).compile()
+
+
+def exchanges(compiled):
+    text = compiled.as_text()
+    return {op: n for op in OPERATIONS if (n := len(re.findall(rf" {op}(?:-start)?\(", text)))}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("options", "expected"), [
+    (dict(schedule="two_shot"), {("all-to-all", "u8"), ("all-gather", "u8")}),
+    (dict(schedule="one_shot"), {("all-gather", "u8")}),
+    (dict(schedule="ring"), {("collective-permute", "u8"), ("all-gather", "u8")}),
+], ids=str)  # fmt: skip
+def test_bytes_on_the_wire(options, expected):
+    x = {"w": normal((4, 5000)), "b": normal((4, 17), dtype=jnp.bfloat16), "n": jnp.ones((4, 3), jnp.int32)}
+    compiled = program(lambda t: cgx.compressed_psum(t, "a", CODEC, **options), mesh(4), x)
+    assert sent(compiled.as_text()) == expected | {("all-reduce", "s32")}
+
+
+@pytest.mark.parametrize("leader", [False, True])
+def test_bytes_on_the_wire_of_hierarchies(leader):
+    f = lambda x, inner: cgx.compressed_psum(x, ("a", "b"), {"a": CODEC, "b": inner}, leader=leader, schedule="two_shot")
+    for inner in (CODEC, cgx.Raw()):
+        wires = sent(program(lambda x: f(x, inner), mesh(2, 4), normal((16, 2000))).as_text())
+        # the leader's bytes reach the others by a sum with zeros; in a node what is raw is summed as lax does
+        assert {dtype for _, dtype in wires} == ({"u8", "f32"} if leader and inner.raw else {"u8"})
+
+
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
+def test_a_thousand_leaves_are_as_many_exchanges_as_messages(schedule):
+    tree = [jnp.zeros((4, 25, 20))] * 1000  # 2,000 bytes each: 262 fit into half a MiB
+    step = lambda mb: exchanges(program(lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree))
+    once = {"two_shot": {"all-to-all": 1, "all-gather": 1}, "one_shot": {"all-gather": 1}}[schedule]
+    assert step(64) == once
+    assert step(0.5) == {op: 4 for op in once}
+
+
+def test_other_collectives_share_messages_too():
+    tree = [normal((4, 4, n)) for n in range(1, 30)]
+    for op, expected in dict(psum_scatter={"all-to-all": 1}, all_gather={"all-gather": 1}, all_to_all={"all-to-all": 1}).items():
+        kwargs = dict(split_axis=0, concat_axis=0) if op == "all_to_all" else {}
+        f = lambda t: [x[None] for x in getattr(cgx, f"compressed_{op}")([x[0] for x in t], "a", codec=CODEC, **kwargs)]
+        compiled = program(f, mesh(4), tree, out=P("a"))
+        assert exchanges(compiled) == expected and {dtype for _, dtype in sent(compiled.as_text())} == {"u8"}
+
+
+def test_no_copies_of_leaves():
+    """Kernels read leaves where they lie: what is allocated besides results is bytes of the wire."""
+    tree = [normal((4, 50_000 + i)) for i in range(20)]
+    compiled = program(lambda t: cgx.compressed_psum([x[0] for x in t], "a", CODEC, schedule="two_shot"), mesh(4), tree)
+    wire = sum(CODEC.wire_bytes(x[0].shape, x.dtype) for x in tree)
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * wire < sum(x[0].nbytes for x in tree)
+
+
+def test_donated_leaves_are_overwritten():
+    x = normal((4, 50_000))
+    f = lambda x: x - cgx.compressed_pmean(x, "a", CODEC)
+    step = jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P("a")), donate_argnums=0)
+    compiled = step.lower(x).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == x.nbytes // 4
+    expected = np.asarray(x) - np.asarray(on_ranks(lambda x: cgx.compressed_pmean(x, "a", CODEC), mesh(4))(x))
+    donated = jnp.array(x)
+    np.testing.assert_allclose(step(donated), expected, atol=1e-6)
+
+
+def bare(compiled):
+    """The program without the places that it comes from."""
+    text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
+    return [line for line in text.splitlines() if not re.match(r"\d+ |FileNames|FunctionNames|FileLocations|StackFrames", line)]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_raw_is_the_program_of_lax(check_vma):
+    raw, both = cgx.Raw(), {"a": cgx.Raw(), "b": cgx.Raw()}
+    tree = {"w": normal((2, 4, 4, 24)), "h": normal((2, 4, 4, 8), dtype=jnp.bfloat16), "n": jnp.ones((2, 4, 4, 8), jnp.int32)}
+    pairs = [
+        (lambda t: cgx.compressed_psum(t, ("a", "b"), both), lambda t: lax.psum(t, ("a", "b"))),
+        (lambda t: cgx.compressed_pmean(t, "a", raw), lambda t: lax.pmean(t, "a")),
+        (lambda t: cgx.compressed_psum_scatter(t, "b", raw, scatter_dimension=1, tiled=True),
+         lambda t: jax.tree.map(lambda x: lax.psum_scatter(x, "b", scatter_dimension=1, tiled=True), t)),
+        (lambda t: cgx.compressed_all_gather(t, ("a", "b"), raw, axis=1), lambda t: lax.all_gather(t, ("a", "b"), axis=1)),
+        (lambda t: cgx.compressed_all_to_all(t, "b", 0, 1, raw), lambda t: jax.tree.map(lambda x: lax.all_to_all(x, "b", 0, 1), t)),
+        (lambda t: jax.grad(lambda w: (cgx.compressed_psum(w, "a", raw) ** 2).sum())(t["w"]),
+         lambda t: jax.grad(lambda w: (lax.psum(w, "a") ** 2).sum())(t["w"])),
+    ]  # fmt: skip
+    for pair in pairs:
+        ours, plain = (bare(on_ranks(f, mesh(2, 4), check_vma).lower(tree).compile()) for f in pair)
+        assert ours == plain
