@@ -136,6 +136,17 @@ def test_large_leaves_are_the_same_in_parallel(codec):
     assert_same_bytes(payload, reference_encode(layout)(leaves, native_key(codec)))
 
 
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_large_sums_are_the_same_written_around_the_caches(divisor):
+    leaves = [normal(2**21 + 5)]
+    layout = Layout.of(cgx.MaxMin(4), leaves)
+    payloads = jnp.concatenate([ops.encode(layout, leaves), ops.encode(layout, [leaves[0][::-1]])])
+    (total,) = ops.reduce(layout, payloads, divisor=divisor)
+    where = jnp.zeros(2, jnp.int32)
+    (expected,) = reference_reduce(layout, divisor, False, False)(payloads, where, leaves, None)
+    assert_same_bytes(total, expected)
+
+
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000)], ids=repr)
 def test_buckets_larger_than_a_task(codec):
     leaves = [normal(250_000)]

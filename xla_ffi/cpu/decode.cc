@@ -1,20 +1,12 @@
 #include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
-namespace {
-
-// From this size on decoded leaves are written around the caches: they would not stay there anyway.
-constexpr int64_t kStreamBytes = int64_t{8} << 20;
-
-}  // namespace
 
 void decode(const Decode& a, const Pool& pool) {
   const Layout& l = a.layout;
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
-  int64_t bytes = 0;
-  for (const Leaf& leaf : l.leaves) bytes += a.batch * leaf.size * size_of(leaf.dtype);
-  const Write write = bytes >= kStreamBytes ? Write::kAround : Write::kOver;
+  const Write write = write_of_leaves(l, a.batch);
 
   const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
   spans.each(pool, [&](const Span& s) {

@@ -35,7 +35,7 @@ struct Kernels {
   // out[i] = x[i] - y[i], or old[i] where that is not finite; out may be old
   void (*residual)(const float* x, const float* y, const float* old, int64_t n, float* out);
   void (*scale)(const float* x, int64_t n, float factor, float* out);
-  void (*divide)(const float* x, int64_t n, float divisor, float* out);
+  void (*divide)(const float* x, int64_t n, float divisor, float* out, Write write);
   // Widens `stats` by n values; starts from Stats{inf, -inf}.
   void (*stats)(const float* x, int64_t n, Stats* stats);
   // Continues a sum of magnitudes, in the order of codec/sign.h; n is whole blocks but for the last call.

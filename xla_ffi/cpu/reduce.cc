@@ -9,10 +9,14 @@ void reduce(const Reduce& a, const Pool& pool) {
   const int meta_count = meta_floats(l.codec.kind);
 
   // base of every rank's bucket first, then unit * value of one rank after another: the order is part of the wire.
-  const auto sum = [&](const Span& s, int64_t at, int64_t n, float* out) -> const float* {
+  // `last` is how `out` is written for the last time.
+  const auto sum_to = [&](const Span& s, int64_t at, int64_t n, float* out, Write last) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     const uint8_t* payloads = a.payloads + s.row * a.ranks * l.chunk_bytes;
     const int64_t own = a.own != nullptr ? a.where[2 * s.row + 1] : -1;
+    alignas(64) float undivided[kTile];
+    float* const result = out;
+    if (a.divisor != 1.0f) out = undivided;
     const auto add_own = [&](bool first) {
       const DType dtype = l.leaves[i].dtype;
       const void* x = at_element(a.own[i], dtype, s.row * l.leaves[i].size + at);
@@ -35,7 +39,8 @@ void reduce(const Reduce& a, const Pool& pool) {
           if (r != own) base = base + meta(r, 1);
         }
       }
-      Write write = Write::kOver;
+      const bool once = out == result && a.own == nullptr && a.ranks <= Terms::kMost;
+      Write write = once ? last : Write::kOver;
       Terms terms;
       const auto flush = [&] {
         decode_codes(terms, n, base, out, write);
@@ -60,21 +65,25 @@ void reduce(const Reduce& a, const Pool& pool) {
         }
       }
     }
-    if (a.divisor != 1.0f) k.divide(out, n, a.divisor, out);
-    return out;
+    if (a.divisor != 1.0f) k.divide(undivided, n, a.divisor, result, last);
   };
 
   const Spans spans(l, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1);
   if (a.payload != nullptr) {
     for (int64_t row = 0; row < a.batch; ++row) clear_gaps(l, a.where[2 * row], a.payload + row * l.chunk_bytes);
+    const auto sum = [&](const Span& s, int64_t at, int64_t n, float* out) -> const float* {
+      sum_to(s, at, n, out, Write::kOver);
+      return out;
+    };
     const auto keep = [](const Span&, int64_t, int64_t, const float*, const float*) {};
     Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, false).run(spans, pool);
     return;
   }
+  const Write write = write_of_leaves(l, a.batch);
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-      sum(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at);
+      sum_to(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at, write);
     });
   });
 }

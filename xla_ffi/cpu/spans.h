@@ -14,6 +14,14 @@ constexpr int64_t kSpan = Sign::kSumGroup;  // elements of a span, at most
 constexpr int64_t kTile = 2048;             // elements that are handled while they sit in the first cache
 constexpr int64_t kTask = 32768;            // elements that are worth a task
 
+// How float32 leaves of the layout are written: from some size on around the caches, where they would not stay anyway.
+inline Write write_of_leaves(const Layout& layout, int64_t batch) {
+  constexpr int64_t kStreamElements = int64_t{2} << 20;
+  int64_t elements = 0;
+  for (const Leaf& leaf : layout.leaves) elements += batch * leaf.size;
+  return elements >= kStreamElements ? Write::kAround : Write::kOver;
+}
+
 struct Span {
   const Piece* piece;
   int64_t row;           // of the batch
