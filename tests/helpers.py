@@ -1,5 +1,6 @@
 """What several test files use."""
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +87,9 @@ def custom_calls(fn, *args):
 
 def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
     return jnp.asarray(np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)).astype(dtype)
+
+
+def all_captured(thunks):
+    """Whether all custom calls in XLA's list of thunks are below something, and that can only be a command buffer."""
+    calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)
+    return "kCommandBuffer" in thunks and bool(calls) and all(calls)

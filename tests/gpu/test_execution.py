@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import normal
+from helpers import all_captured, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -37,12 +37,6 @@ def finish(*processes, timeout=300):
     finally:
         for p in processes:
             p.kill()
-
-
-def all_captured(thunks):
-    """Whether all custom calls in XLA's list of thunks are below something, and that can only be a command buffer."""
-    calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)
-    return "kCommandBuffer" in thunks and bool(calls) and all(calls)
 
 
 def test_cuda_graphs(tmp_path):
