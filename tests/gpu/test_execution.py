@@ -67,6 +67,15 @@ def test_shard_map_on_one_gpu(codec, check_vma):
     np.testing.assert_array_equal(on("gpu"), on("cpu"))
 
 
+@pytest.mark.parametrize(("hidden", "words"), [((), "results: got 1, expected 2"), (((47,),), "workspace has 47 elements, expected 48")])
+def test_a_call_without_its_workspace_is_refused(hidden, words):
+    layout = Layout(cgx.MaxMin(4, 9000), ((9000,),), (jnp.float32,))
+    results = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((1, layout.chunk_bytes), *hidden)]
+    call = jax.ffi.ffi_call("jaxcgx_encode", results)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=words):
+        jax.block_until_ready(call(normal(9000), **layout.attributes, batch=np.int64(1), feedback=False))
+
+
 MPI = """
 import jax, mpi4jax, numpy as np
 from mpi4py import MPI
