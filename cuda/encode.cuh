@@ -63,6 +63,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     __shared__ float of_warp[2][kThreads / 32];
     of_warp[0][warp] = lo, of_warp[1][warp] = hi;
     __syncthreads();
+#pragma unroll 1
     for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
@@ -81,11 +82,13 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     if (threads <= 4) {
       sum = block;
     } else if (threads <= 32) {
+#pragma unroll 1
       for (uint32_t i = 0; i < threads; i += 4) sum += __shfl_sync(kWarp, block, (threadIdx.x & (32 - threads)) + i);
     } else {
       __shared__ float of_block[kThreads / 4];
       of_block[threadIdx.x / 4] = block;
       __syncthreads();
+#pragma unroll 1
       for (uint32_t i = 0; i < threads / 4; ++i) sum += of_block[first_warp * 8 + i];
     }
   }
@@ -132,7 +135,7 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   }
   if (there) {
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-    store_codes<kBits>(chunk + e.codes, q, lanes);
+    store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);
     if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
       store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)), g);
     }

@@ -68,34 +68,35 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   const float base = meta.base(m, p.rank);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
-  const uint8_t* codes = payloads + e.codes;
+  const uint8_t* codes = payloads + e.codes + q.codes(kBits);
   if constexpr (!kSum) {
     Words<Scalar, kBits> lanes[4];
     load_codes<kBits>(codes, q, lanes);
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
-  // Payloads whose loads are under way at a time.
-  constexpr uint32_t kAhead = kBits <= 4 ? 4 : 2;
-  for (uint32_t first = 0; first < m.ranks; first += kAhead) {
+  const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
+  constexpr uint32_t kAhead = kBits <= 4 ? 4 : 2;  // payloads whose loads are under way at a time
+  for (uint32_t rank = 0; rank < m.ranks;) {
+    if (rank == p.rank) {
+      load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
+                [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+      ++rank, codes += m.chunk_bytes;
+      continue;
+    }
+    const uint32_t stop = rank < p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];
-    float step[kAhead];
+    float unit[kAhead];
+    const uint8_t* from = codes;
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t rank = first + i;
-      if (rank >= m.ranks || rank == p.rank) continue;
-      load_codes<kBits>(codes + rank * m.chunk_bytes, q, lanes[i]);
-      step[i] = meta.unit(rank);
+    for (uint32_t i = 0; i < kAhead; ++i, from += m.chunk_bytes) {
+      if (rank + i >= stop) break;
+      load_codes<kBits>(from, q, lanes[i]);
+      unit[i] = *reinterpret_cast<const float*>(from + to_meta);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t rank = first + i;
-      if (rank >= m.ranks) break;
-      if (rank == p.rank) {
-        load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
-                  [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
-      } else {
-        plus_quad<C, kBits>(lanes[i], step[i], top, x);
-      }
+    for (uint32_t i = 0; i < kAhead; ++i, ++rank, codes += m.chunk_bytes) {
+      if (rank >= stop) break;
+      plus_quad<C, kBits>(lanes[i], unit[i], top, x);
     }
   }
   if (m.divisor == 1.0f) return;
