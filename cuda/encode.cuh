@@ -151,9 +151,9 @@ struct Variant {
   static constexpr bool stochastic = kStochastic;
 };
 
-// The dispatch table of everything that encodes: a row a codec.
-template <class Fn>
-Status with_encoder(const Codec& c, Fn f) {
+// The dispatch table: a row a codec. Decoding knows no rounding, and ByteGrad as MaxMin.
+template <bool kEncode, class Fn>
+Status with_variant(const Codec& c, Fn f) {
   const auto width = [&](auto stochastic) {
     constexpr bool kStochastic = decltype(stochastic)::value;
     switch (c.bits) {
@@ -169,8 +169,8 @@ Status with_encoder(const Codec& c, Fn f) {
   };
   switch (c.kind) {
     case Kind::kMaxMin:
-    case Kind::kAbsMax: return c.stochastic ? width(std::true_type()) : width(std::false_type());
-    case Kind::kByteGrad: return f(Variant<ByteGrad, 8, false>());
+    case Kind::kAbsMax: return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
+    case Kind::kByteGrad: return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
     case Kind::kFloat8: return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
     case Kind::kSign: return f(Variant<Sign, 1, false>());
     case Kind::kRaw:
@@ -178,13 +178,9 @@ Status with_encoder(const Codec& c, Fn f) {
   }
   return {};
 }
-// Of everything that decodes. ByteGrad is decoded as MaxMin.
 template <class Fn>
-Status with_decoder(const Codec& c, Fn f) {
-  if (c.kind == Kind::kByteGrad) return f(Variant<Levels, 8, false>());
-  Codec nearest = c;
-  nearest.stochastic = false;
-  return with_encoder(nearest, f);
-}
+Status with_encoder(const Codec& c, Fn f) { return with_variant<true>(c, f); }
+template <class Fn>
+Status with_decoder(const Codec& c, Fn f) { return with_variant<false>(c, f); }
 
 }  // namespace jaxcgx::cuda

@@ -75,7 +75,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
-  constexpr uint32_t kAhead = kBits <= 4 ? 4 : 2;  // payloads whose loads are under way at a time
+  constexpr uint32_t kAhead = kBits <= 4 && kBits != 3 ? 4 : 2;  // payloads whose loads are under way at a time
   for (uint32_t rank = 0; rank < m.ranks;) {
     if (rank == p.rank) {
       load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
