@@ -103,7 +103,7 @@ def examine() -> Report:
     except ImportError as error:
         if not registration.REFERENCE:
             problems.append(Problem(str(error), registration.REMEDY))
-    cuda = native and native["cuda"]
+    cuda = native and native.get("cuda")
     gpus = _gpus(cuda["architectures"] if cuda else [])
     for gpu in gpus if native and not registration.REFERENCE else []:
         if not gpu.covered:
