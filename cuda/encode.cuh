@@ -100,7 +100,7 @@ CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBit
 CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
   float* meta = reinterpret_cast<float*>(chunk) + at;
-  if (meta_floats(m.codec.kind) == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
+  if (m.meta == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
   else *meta = unit_of(g);
 }
 
@@ -124,7 +124,8 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     int32_t word[4];
     if constexpr (kStochastic) {
       const Extra& extra = t.extras[p.index];
-      draw(word, m.keys + 2 * p.row, (static_cast<uint64_t>(extra.start) / kBlock + static_cast<uint64_t>(q.block)) * kLanes + q.place * 4 + j, extra.id);
+      const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
+      draw(word, m.keys + 2 * p.row, block * kLanes + q.place * 4 + j, extra.id);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -137,13 +138,13 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
     store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);
     if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
-      store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)), g);
+      store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta), g);
     }
   }
   return g;
 }
 
-// What a kernel is told about a codec whose fast kernels exist as templates: calls f(C, bits, stochastic).
+// A codec as kernels are compiled for it.
 template <class C, int kBits, bool kStochastic>
 struct Variant {
   using Codec = C;

@@ -33,7 +33,8 @@ CGX_D uint32_t narrow(DType dtype, float x) {
   return x == x ? half : 0x7fc0u;
 #endif
 #endif
-  return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0) : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
+  return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0)
+                                                    : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
 }
 
 CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
@@ -48,6 +49,7 @@ CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
 // makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
 // draw of Philox serves the eight rows of each of its lanes; and it reads four elements of each row, 16 bytes,
 // beside the next thread's: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes.
+// Rows read across a whole warp would be whole lines, but their codes lie in eight threads (benchmarks/notes/gpu-kernels.md).
 struct Quad {
   int64_t block;   // counted from the piece's first
   uint32_t place;  // of the quad in its block
