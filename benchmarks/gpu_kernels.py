@@ -31,7 +31,7 @@ from kernels import BUCKET, RANKS, mark, median, rounded
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
-SETS = 8  # of leaves: 512 MiB
+SETS = 4  # of leaves: 256 MiB
 
 NOTES = f"""\
 - share: the bytes that must move (every input read once, every output written once), at the bandwidth of a device-to-device

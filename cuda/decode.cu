@@ -7,7 +7,7 @@ namespace {
 
 // kSum: the sum of several payloads, to fp32.
 template <class C, int kBits, bool kSum>
-__global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
+__global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Entry& e = t.entries[p.index];

@@ -63,6 +63,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     __shared__ float of_warp[2][kThreads / 32];
     of_warp[0][warp] = lo, of_warp[1][warp] = hi;
     __syncthreads();
+#pragma unroll 1
     for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
@@ -81,11 +82,13 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     if (threads <= 4) {
       sum = block;
     } else if (threads <= 32) {
+#pragma unroll 1
       for (uint32_t i = 0; i < threads; i += 4) sum += __shfl_sync(kWarp, block, (threadIdx.x & (32 - threads)) + i);
     } else {
       __shared__ float of_block[kThreads / 4];
       of_block[threadIdx.x / 4] = block;
       __syncthreads();
+#pragma unroll 1
       for (uint32_t i = 0; i < threads / 4; ++i) sum += of_block[first_warp * 8 + i];
     }
   }
@@ -97,7 +100,7 @@ CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBit
 CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
   float* meta = reinterpret_cast<float*>(chunk) + at;
-  if (meta_floats(m.codec.kind) == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
+  if (m.meta == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
   else *meta = unit_of(g);
 }
 
@@ -121,7 +124,8 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     int32_t word[4];
     if constexpr (kStochastic) {
       const Extra& extra = t.extras[p.index];
-      draw(word, m.keys + 2 * p.row, (static_cast<uint64_t>(extra.start) / kBlock + static_cast<uint64_t>(q.block)) * kLanes + q.place * 4 + j, extra.id);
+      const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
+      draw(word, m.keys + 2 * p.row, block * kLanes + q.place * 4 + j, extra.id);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -132,15 +136,15 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   }
   if (there) {
     uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-    store_codes<kBits>(chunk + e.codes, q, lanes);
+    store_codes<kBits>(chunk + e.codes + q.codes(kBits), q, lanes);
     if ((unit << 5 & ((1u << m.log_bucket) - 1)) == 0) {
-      store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)), g);
+      store_meta(m, chunk, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta), g);
     }
   }
   return g;
 }
 
-// What a kernel is told about a codec whose fast kernels exist as templates: calls f(C, bits, stochastic).
+// A codec as kernels are compiled for it.
 template <class C, int kBits, bool kStochastic>
 struct Variant {
   using Codec = C;
@@ -148,9 +152,9 @@ struct Variant {
   static constexpr bool stochastic = kStochastic;
 };
 
-// The dispatch table of everything that encodes: a row a codec.
-template <class Fn>
-Status with_encoder(const Codec& c, Fn f) {
+// The dispatch table: a row a codec. Decoding knows no rounding, and ByteGrad as MaxMin.
+template <bool kEncode, class Fn>
+Status with_variant(const Codec& c, Fn f) {
   const auto width = [&](auto stochastic) {
     constexpr bool kStochastic = decltype(stochastic)::value;
     switch (c.bits) {
@@ -166,8 +170,8 @@ Status with_encoder(const Codec& c, Fn f) {
   };
   switch (c.kind) {
     case Kind::kMaxMin:
-    case Kind::kAbsMax: return c.stochastic ? width(std::true_type()) : width(std::false_type());
-    case Kind::kByteGrad: return f(Variant<ByteGrad, 8, false>());
+    case Kind::kAbsMax: return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
+    case Kind::kByteGrad: return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
     case Kind::kFloat8: return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
     case Kind::kSign: return f(Variant<Sign, 1, false>());
     case Kind::kRaw:
@@ -175,13 +179,9 @@ Status with_encoder(const Codec& c, Fn f) {
   }
   return {};
 }
-// Of everything that decodes. ByteGrad is decoded as MaxMin.
 template <class Fn>
-Status with_decoder(const Codec& c, Fn f) {
-  if (c.kind == Kind::kByteGrad) return f(Variant<Levels, 8, false>());
-  Codec nearest = c;
-  nearest.stochastic = false;
-  return with_encoder(nearest, f);
-}
+Status with_encoder(const Codec& c, Fn f) { return with_variant<true>(c, f); }
+template <class Fn>
+Status with_decoder(const Codec& c, Fn f) { return with_variant<false>(c, f); }
 
 }  // namespace jaxcgx::cuda

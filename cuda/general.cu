@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
   uint8_t* codes = chunk + e.codes + l.codes(kBits, m);
   each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
-  if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * meta_floats(m.codec.kind), g);
+  if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
   if (residual.old == nullptr) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -203,6 +203,7 @@ Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Mess
       const int64_t whole = fast ? p.coded / p.bucket : 0, rest = p.coded - whole * p.bucket;
       if (rest == 0) continue;
       const int64_t count = div_up(rest, p.bucket), bits = code_bits(c);
+      if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
       Item item(l, leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)), whole * meta_floats(c.kind));
       item.entry.count = static_cast<uint32_t>(count);
       item.extra.last = rest - (count - 1) * p.bucket;

@@ -108,7 +108,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
   for (int r = 0; r < kRows; ++r) x[r] = 0.0f;
   if (l.rows == 0) return;
   const uint8_t* payloads = payloads_of(m, p);
-  const Metadata meta(m, payloads, e.meta + l.bucket * meta_floats(m.codec.kind));
+  const Metadata meta(m, payloads, e.meta + l.bucket * m.meta);
   const int32_t top = top_of(m.codec);
   const float base = meta.base(m, p.rank);
 #pragma unroll
@@ -129,9 +129,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
       for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top);
     }
   }
-  if (m.divisor == 1.0f) return;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) x[r] = divide(x[r], m);
+  divide(m, x);
 }
 
 // Over the threads of a bucket, in the order of warps; every thread of the block must come here.

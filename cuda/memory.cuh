@@ -33,7 +33,8 @@ CGX_D uint32_t narrow(DType dtype, float x) {
   return x == x ? half : 0x7fc0u;
 #endif
 #endif
-  return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0) : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
+  return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0)
+                                                    : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
 }
 
 CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
@@ -48,6 +49,7 @@ CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
 // makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
 // draw of Philox serves the eight rows of each of its lanes; and it reads four elements of each row, 16 bytes,
 // beside the next thread's: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes.
+// Rows read across a whole warp would be whole lines, but their codes lie in eight threads (benchmarks/notes/gpu-kernels.md).
 struct Quad {
   int64_t block;   // counted from the piece's first
   uint32_t place;  // of the quad in its block
@@ -59,6 +61,7 @@ struct Quad {
     place = unit & ((1u << log_quads) - 1);
     lanes = 4u << log_quads;
   }
+  CGX_D int64_t codes(int bits) const { return block * (lanes * static_cast<uint32_t>(bits)); }  // where its block's begin
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }  // of row 0; the next row is `lanes` away
 };
 
@@ -128,13 +131,14 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
   }
 }
 
-// kWords neighbouring words of 4 bytes. Blocks of fewer lanes than 16 are not always aligned for more.
-template <int kWords>
+// kWords neighbouring words of 4 bytes. kAligned: as a whole; else they may be, as blocks of fewer than 16 lanes of codes
+// of several fields are.
+template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
-  if (kWords == 4 && aligned(at, 16)) {
+  if (kWords == 4 && (kAligned || aligned(at, 16))) {
     const uint4 v = __ldcs(reinterpret_cast<const uint4*>(at));
     w[0] = v.x, w[1 % kWords] = v.y, w[2 % kWords] = v.z, w[3 % kWords] = v.w;
-  } else if (kWords == 2 && aligned(at, 8)) {
+  } else if (kWords == 2 && (kAligned || aligned(at, 8))) {
     const uint2 v = __ldcs(reinterpret_cast<const uint2*>(at));
     w[0] = v.x, w[1 % kWords] = v.y;
   } else {
@@ -142,11 +146,11 @@ CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
     for (int i = 0; i < kWords; ++i) w[i] = __ldcs(reinterpret_cast<const uint32_t*>(at) + i);
   }
 }
-template <int kWords>
+template <bool kAligned, int kWords>
 CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
-  if (kWords == 4 && aligned(at, 16)) {
+  if (kWords == 4 && (kAligned || aligned(at, 16))) {
     *reinterpret_cast<uint4*>(at) = {w[0], w[1 % kWords], w[2 % kWords], w[3 % kWords]};
-  } else if (kWords == 2 && aligned(at, 8)) {
+  } else if (kWords == 2 && (kAligned || aligned(at, 8))) {
     *reinterpret_cast<uint2*>(at) = {w[0], w[1 % kWords]};
   } else {
 #pragma unroll
@@ -154,51 +158,51 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
   }
 }
 
-// The words of a quad, from and to the codes of its piece.
+// The words of a quad, from and to its block.
 template <int kBits>
-CGX_D void load_codes(const uint8_t* codes, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
-  codes += q.block * (q.lanes * kBits);
+CGX_D void load_codes(const uint8_t* block, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
+  constexpr bool kAligned = (kBits & (kBits - 1)) == 0;
   uint32_t w[4];
   const auto each = [&](auto set) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) set(lane[j], j);
   };
   if constexpr (kBits & 12) {
-    load_words(codes + q.place * 16, w);
+    load_words<kAligned>(block + q.place * 16, w);
     each([&](auto& l, int j) { l.a = static_cast<int32_t>(w[j]); });
-    codes += q.lanes * 4;
+    block += q.lanes * 4;
   }
   if constexpr (kBits & 8) {
-    load_words(codes + q.place * 16, w);
+    load_words<kAligned>(block + q.place * 16, w);
     each([&](auto& l, int j) { l.b = static_cast<int32_t>(w[j]); });
   }
   if constexpr (kBits & 2) {
     uint32_t c[2];
-    load_words(codes + q.place * 8, c);
+    load_words<kAligned>(block + q.place * 8, c);
     each([&](auto& l, int j) { l.c = static_cast<int32_t>(c[j / 2] >> (16 * (j & 1)) & 0xffff); });
-    codes += q.lanes * 2;
+    block += q.lanes * 2;
   }
   if constexpr (kBits & 1) {
     uint32_t d[1];
-    load_words(codes + q.place * 4, d);
+    load_words<true>(block + q.place * 4, d);
     each([&](auto& l, int j) { l.d = static_cast<int32_t>(d[0] >> (8 * j) & 0xff); });
   }
 }
 template <int kBits>
-CGX_D void store_codes(uint8_t* codes, const Quad& q, const Words<Scalar, kBits> (&lane)[4]) {
-  codes += q.block * (q.lanes * kBits);
+CGX_D void store_codes(uint8_t* block, const Quad& q, const Words<Scalar, kBits> (&lane)[4]) {
+  constexpr bool kAligned = (kBits & (kBits - 1)) == 0;
   const auto word = [](int32_t x) { return static_cast<uint32_t>(x); };
   if constexpr (kBits & 12) {
-    store_words(codes + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
-    codes += q.lanes * 4;
+    store_words<kAligned>(block + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
+    block += q.lanes * 4;
   }
-  if constexpr (kBits & 8) store_words(codes + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
+  if constexpr (kBits & 8) store_words<kAligned>(block + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
   if constexpr (kBits & 2) {
-    store_words(codes + q.place * 8, {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
-    codes += q.lanes * 2;
+    store_words<kAligned>(block + q.place * 8, {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
+    block += q.lanes * 2;
   }
   if constexpr (kBits & 1) {
-    store_words(codes + q.place * 4, {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
+    store_words<true>(block + q.place * 4, {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
   }
 }
 

@@ -59,7 +59,9 @@ CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int6
   uint32_t done = 0;
   if (aligned(source, 16) && aligned(target, 16)) {
     done = bytes & ~15u;
-    for (uint32_t i = threadIdx.x * 16; i < done; i += kThreads * 16) *reinterpret_cast<uint4*>(target + i) = __ldcs(reinterpret_cast<const uint4*>(source + i));
+    for (uint32_t i = threadIdx.x * 16; i < done; i += kThreads * 16) {
+      *reinterpret_cast<uint4*>(target + i) = __ldcs(reinterpret_cast<const uint4*>(source + i));
+    }
   }
   for (uint32_t i = done + threadIdx.x * 2; i < bytes; i += kThreads * 2) {
     *reinterpret_cast<uint16_t*>(target + i) = *reinterpret_cast<const uint16_t*>(source + i);
@@ -77,12 +79,8 @@ CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Ele
       for (int j = 0; j < 4; ++j) x[r][j] = rank == 0 ? row[j] : x[r][j] + row[j];
     });
   }
-  if (m.divisor == 1.0f) return;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[r][j] = divide(x[r][j], m);
-  }
+  for (int r = 0; r < kRows; ++r) divide(m, x[r]);
 }
 
 __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_constant__ Table<true, true> t) {
@@ -118,7 +116,8 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   for (int j = 0; j < 4; ++j) {
     int32_t word[4];
     const bool stochastic = m.codec.stochastic && extra.work == kCoded;
-    if (stochastic) draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(extra.start / kBlock + elements.q.block) * kLanes + elements.q.place * 4 + j, extra.id);
+    const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + elements.q.block);
+    if (stochastic) draw(word, m.keys + 2 * p.row, block * kLanes + elements.q.place * 4 + j, extra.id);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       uint32_t half = 0;

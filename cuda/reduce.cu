@@ -8,7 +8,7 @@ namespace jaxcgx::cuda {
 namespace {
 
 template <class C, int kBits, bool kStochastic>
-__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ Table<kStochastic, false> t) {
+__global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Table<kStochastic, false> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Entry& e = t.entries[p.index];
@@ -42,7 +42,8 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   if (is_fast(l.codec)) {
     const Status s = with_encoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      return launch_fast(l, a.batch, leaves, Launches(m, stream, reduce_kernel<typename V::Codec, V::bits, V::stochastic>, "reduce kernel", kThreads));
+      const auto kernel = reduce_kernel<typename V::Codec, V::bits, V::stochastic>;
+      return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads));
     });
     if (s.call != nullptr) return s;
   }

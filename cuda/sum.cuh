@@ -8,15 +8,25 @@ namespace jaxcgx::cuda {
 
 // a / divisor, rounded once, without a division: the quotient by the rounded reciprocal is corrected twice by its exact
 // remainder (Markstein). Small numbers are scaled first, as in cpu/.
-CGX_D float divide(float a, const Message& m) {
-  if (m.exact) return a * m.inverse;
+CGX_D float divide(float a, float divisor, float inverse) {
   const bool tiny = fabsf(a) < 0x1p-60f;
-  const float scaled = tiny ? a * 0x1p80f : a;
-  float q = scaled * m.inverse;
-  if (!is_finite(q) || q == 0.0f) return q;  // the remainder would be a NaN, or a zero lose its sign
+  const float scaled = tiny ? a * 0x1p80f : a, first = scaled * inverse;
+  float q = first;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, m.divisor, scaled), m.inverse, q);
+  for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
+  // The remainder of an infinity would be a NaN, and a zero would lose its sign.
+  q = is_finite(first) && first != 0.0f ? q : first;
   return tiny ? q * 0x1p-80f : q;
+}
+template <int n>
+CGX_D void divide(const Message& m, float (&x)[n]) {
+  if (m.exact) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] *= m.inverse;
+  } else {
+#pragma unroll
+    for (int i = 0; i < n; ++i) x[i] = divide(x[i], m.divisor, m.inverse);
+  }
 }
 
 // The metadata of a bucket in the payload of each rank.
@@ -26,7 +36,7 @@ struct Metadata {
   int floats;
 
   CGX_D Metadata(const Message& m, const uint8_t* payloads, int64_t at)
-      : next(m.chunk_bytes / 4), floats(meta_floats(m.codec.kind)) {
+      : next(m.chunk_bytes / 4), floats(m.meta) {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
   CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
@@ -63,47 +73,44 @@ template <class C, int kBits, bool kSum>
 CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_t unit, float (&x)[kRows][4]) {
   const Quad q(unit, m.log_bucket);
   const uint8_t* payloads = payloads_of(m, p);
-  const Metadata meta(m, payloads, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(meta_floats(m.codec.kind)));
+  const Metadata meta(m, payloads, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta));
   const int32_t top = top_of(m.codec);
   const float base = meta.base(m, p.rank);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
-  const uint8_t* codes = payloads + e.codes;
+  const uint8_t* codes = payloads + e.codes + q.codes(kBits);
   if constexpr (!kSum) {
     Words<Scalar, kBits> lanes[4];
     load_codes<kBits>(codes, q, lanes);
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
-  // Payloads whose loads are under way at a time.
-  constexpr uint32_t kAhead = kBits <= 4 ? 4 : 2;
-  for (uint32_t first = 0; first < m.ranks; first += kAhead) {
+  const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
+  constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2 : kBits <= 4 ? 4 : 1;  // payloads whose loads are under way at a time: registers
+  for (uint32_t rank = 0; rank < m.ranks;) {
+    if (rank == p.rank) {
+      load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
+                [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+      ++rank, codes += m.chunk_bytes;
+      continue;
+    }
+    const uint32_t stop = rank < p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];
-    float step[kAhead];
+    float unit[kAhead];
+    const uint8_t* from = codes;
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t rank = first + i;
-      if (rank >= m.ranks || rank == p.rank) continue;
-      load_codes<kBits>(codes + rank * m.chunk_bytes, q, lanes[i]);
-      step[i] = meta.unit(rank);
+    for (uint32_t i = 0; i < kAhead; ++i, from += m.chunk_bytes) {
+      if (rank + i >= stop) break;
+      load_codes<kBits>(from, q, lanes[i]);
+      unit[i] = *reinterpret_cast<const float*>(from + to_meta);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t rank = first + i;
-      if (rank >= m.ranks) break;
-      if (rank == p.rank) {
-        load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
-                  [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
-      } else {
-        plus_quad<C, kBits>(lanes[i], step[i], top, x);
-      }
+    for (uint32_t i = 0; i < kAhead; ++i, ++rank, codes += m.chunk_bytes) {
+      if (rank >= stop) break;
+      plus_quad<C, kBits>(lanes[i], unit[i], top, x);
     }
   }
-  if (m.divisor == 1.0f) return;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) x[r][j] = divide(x[r][j], m);
-  }
+  for (int r = 0; r < kRows; ++r) divide(m, x[r]);
 }
 
 }  // namespace jaxcgx::cuda

@@ -32,6 +32,7 @@ struct Residual {
 // What is the same for all pieces.
 struct Message {
   Codec codec;
+  int32_t meta;             // floats of a bucket's metadata
   uint8_t* payload;         // of slot s (reduce: of row r) at s * chunk_bytes
   const uint8_t* payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
   int64_t chunk_bytes;
@@ -141,10 +142,12 @@ struct Item {
 inline Message message_of(const Layout& l) {
   Message m = {};
   m.codec = l.codec;
+  m.meta = meta_floats(l.codec.kind);
   m.chunk_bytes = l.chunk_bytes;
   m.chunks = static_cast<uint32_t>(l.chunks());
   m.ranks = 1;
   m.divisor = m.inverse = 1.0f;
+  m.exact = true;
   while (int64_t{1} << m.log_bucket < l.codec.bucket_size) ++m.log_bucket;
   return m;
 }

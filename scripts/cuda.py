@@ -46,26 +46,27 @@ def path_for(python):
 
 
 def build(folder, python, compiler, **defines):
-    """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements: (wheel, log)."""
+    """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements; and the log of the
+    build that compiled the kernels."""
     defines = {"JAXCGX_CUDA": "ON"} | defines
-    wheels, log, stamp = folder / "wheel", folder / "log.txt", folder / "checksum"
-    made_from = f"{matrix.checksum()} {compiler} {defines}"
-    if not (stamp.exists() and stamp.read_text() == made_from):
+    settings = {"build-dir": str(folder / "make")} | {f"cmake.define.{name}": value for name, value in defines.items()}
+    wheels, report, stamp = folder / "wheel", folder / "kernels.txt", folder / "kernels"
+    kernels = f"{matrix.checksum('CMakeLists.txt', 'cuda', 'xla_ffi/codec')} {compiler} {defines}"
+    fresh = not (stamp.exists() and stamp.read_text() == kernels)
+    if fresh:  # the report must be on all kernels, not on those that a build compiled last
         stamp.unlink(missing_ok=True)
-        # The report must be on all kernels, not on those compiled last.
-        for old in wheels, folder / "make/CMakeFiles/jaxcgx_cuda.dir":
-            shutil.rmtree(old, ignore_errors=True)
-        wheels.mkdir(parents=True)
-        settings = {"build-dir": str(folder / "make")} | {f"cmake.define.{name}": value for name, value in defines.items()}
-        with log.open("w") as out:
-            result = subprocess.run(
-                [python, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})"],
-                stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)})
-        if result.returncode:
-            sys.exit(f"{log.read_text()}\ncuda: the build failed; {log} has what is above")
-        stamp.write_text(made_from)
-    return next(wheels.glob("*.whl")), log
+        shutil.rmtree(folder / "make", ignore_errors=True)
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    log = report if fresh else folder / "log.txt"
+    with log.open("w") as out:
+        result = matrix.run(python, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})",
+                            stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
+                            env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)})
+    if result.returncode:
+        sys.exit(f"{log.read_text()}\ncuda: the build failed; {log} has what is above")
+    stamp.write_text(kernels)
+    return next(wheels.glob("*.whl")), report
 
 
 def environment(folder, wheel, python, base):
@@ -89,9 +90,10 @@ def main():
         return
     folder = ROOT / "build/cuda"
     print(f"== CUDA: compiling for every architecture with {compiler}", flush=True)
-    wheel, log = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON")
+    wheel, report = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON")
     print("== CUDA: registers, spills and stack frames", flush=True)
-    matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", log, check=True)
+    if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", report).returncode:
+        sys.exit(1)
     print("== CUDA: tests without a GPU", flush=True)
     inside = environment(folder, wheel, sys.executable, sysconfig.get_path("purelib"))
     if not test(inside, "tests/native/test_cuda.py"):

@@ -77,14 +77,16 @@ def find(version):
     return None, why
 
 
-def checksum():
-    """Of everything that a wheel is made from."""
-    files = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "README.md"]
-    for folder in "jaxcgx", "xla_ffi", "cuda":
-        files += (p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and "__pycache__" not in p.parts)
+WHEEL = "CMakeLists.txt", "pyproject.toml", "README.md", "jaxcgx", "xla_ffi", "cuda"  # what a wheel is made from
+
+
+def checksum(*paths):
+    """Of files, and of everything in folders."""
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    for path in paths:
+        for file in sorted([ROOT / path, *(ROOT / path).rglob("*")]):
+            if file.is_file() and "__pycache__" not in file.parts:
+                digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -105,7 +107,7 @@ def wheel(version, python):
     """The path of the wheel for Python `version`."""
     folder = WORK / version
     stamp = folder / "checksum"
-    if not (stamp.exists() and stamp.read_text() == checksum()):
+    if not (stamp.exists() and stamp.read_text() == checksum(*WHEEL)):
         print(f"== Python {version}: building the wheel", flush=True)
         # Pip's build isolation would build everything again (see the Makefile).
         builder = venv(python, folder / "env", version)
@@ -115,7 +117,7 @@ def wheel(version, python):
             old.unlink()
         pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
             f"--config-settings=build-dir={folder}/build", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
-        stamp.write_text(checksum())
+        stamp.write_text(checksum(*WHEEL))
     return next(folder.glob("*.whl"))
 
 

@@ -1,6 +1,9 @@
 """What several test files use."""
 import functools
+import importlib.machinery
+import importlib.util
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +96,19 @@ def sent(program):
     """What a compiled program exchanges, {(operation, dtype)}."""
     return {(operation, dtype) for dtype, operation in re.findall(
         r"= \(?(\w+)\[.*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", program)}
+
+
+def all_captured(thunks):
+    """Whether all custom calls in XLA's list of thunks are below something, and that can only be a command buffer."""
+    calls = re.findall(r"^( *)\d+: kCustomCall", thunks, re.MULTILINE)
+    return "kCommandBuffer" in thunks and bool(calls) and all(calls)
+
+
+def load_script(path, monkeypatch):
+    """A script as a module, with its neighbours."""
+    monkeypatch.syspath_prepend(str(path.parent))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, loader))
+    loader.exec_module(module)
+    return module

@@ -1,6 +1,4 @@
 """scripts/gpu_check without a GPU, and the report that it writes, of invented measurements."""
-import importlib.machinery
-import importlib.util
 import json
 import os
 import pathlib
@@ -11,28 +9,20 @@ import types
 import numpy as np
 import pytest
 
+from helpers import load_script
+
 ROOT = pathlib.Path(__file__).parent.parent
-
-
-def load(path, monkeypatch):
-    """A script as a module."""
-    monkeypatch.syspath_prepend(str(path.parent))
-    loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.stem, loader))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def gpu_check(monkeypatch):
-    return load(ROOT / "scripts/gpu_check", monkeypatch)
+    return load_script(ROOT / "scripts/gpu_check", monkeypatch)
 
 
 @pytest.fixture
 def gpu_kernels(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")  # which it adds to
-    return load(ROOT / "benchmarks/gpu_kernels.py", monkeypatch)
+    return load_script(ROOT / "benchmarks/gpu_kernels.py", monkeypatch)
 
 
 def run(*arguments):

@@ -34,12 +34,14 @@ class Report:
     path: str  # of the package
     native: dict | None  # the native module's build_info(); None: there is none of this version
     gpus: list  # that JAX sees
+    hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
     reference: str | None  # the variable JAXCGX_REFERENCE
     problems: list
 
     def __str__(self):
         native = self.native or {}
         cuda = native.get("cuda")
+        none = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
         rows = {
             **self.versions,
             "installed in": self.path,
@@ -47,7 +49,7 @@ class Report:
             "CPU kernels": native.get("kernels", "none"),
             "CUDA half": f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}" if cuda else "none",
             "GPUs": "; ".join(f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
-                              for g in self.gpus) or "JAX sees none",
+                              for g in self.gpus) or none,
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
         lines = [f"{name:18}{value}" for name, value in rows.items()]
@@ -101,10 +103,11 @@ def examine() -> Report:
     except ImportError as error:
         if not registration.REFERENCE:
             problems.append(Problem(str(error), registration.REMEDY))
-    cuda = native and native["cuda"]
+    cuda = native and native.get("cuda")
     gpus = _gpus(cuda["architectures"] if cuda else [])
     for gpu in gpus if native and not registration.REFERENCE else []:
         if not gpu.covered:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
             problems.append(Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY))
-    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, os.environ.get("JAXCGX_REFERENCE"), problems)
+    hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, os.environ.get("JAXCGX_REFERENCE"), problems)

@@ -51,7 +51,8 @@ struct Case {
 void compare(const Case& k, Random& r) {
   Message m(k.codec, k.shapes, k.chunks, k.batch, r);
   const Layout& l = m.layout;
-  const std::string context = describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
+  const std::string context =
+      describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
   std::vector<int64_t> sizes, fours(k.shapes.size(), 4);
   for (const Leaf& leaf : k.shapes) sizes.push_back(size_of(leaf.dtype));
   if (k.feedback) {
@@ -76,10 +77,13 @@ void compare(const Case& k, Random& r) {
   const auto& results = in_place ? old : apart;
   const Memory expected = encode(m, one_thread(), 0xAB, k.feedback ? &lost : nullptr);
   const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
-  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(), k.feedback ? old.pointers<const float>().data() : nullptr,
+  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
+                      k.feedback ? old.pointers<const float>().data() : nullptr,
                       k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), workspace.data()}, nullptr));
   CHECK(payload == expected, context);
-  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
+  for (size_t i = 0; i < lost.size(); ++i) {
+    CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
+  }
 
   const auto compare_decoded = [&](const Memory& from, const char* what) {
     const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
@@ -164,13 +168,16 @@ void large_buckets() {
       compare({codec, {{bucket + 1 + r.below(bucket), r.pick(kDTypes)}, {17, DType::kF32}}, 1 + r.below(2), 1, 2, r.below(2) == 0, r.below(2)}, r);
     }
   }
-  for (const bool compatible : {false, true}) compare({{Kind::kByteGrad, 8, 0, false, false, compatible}, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
+  for (const bool compatible : {false, true}) {
+    compare({{Kind::kByteGrad, 8, 0, false, false, compatible}, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
+  }
 }
 
 // More pieces than a table holds, of many rows and chunks.
 void many_leaves() {
   Random r{3};
-  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false}, Codec{Kind::kCast, 1, 0, true, false, false}}) {
+  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false},
+                             Codec{Kind::kCast, 1, 0, true, false, false}}) {
     Case k{codec, {}, 5, 3};
     for (int i = 0; i < 90; ++i) k.shapes.push_back({r.below(200), r.pick(kDTypes)});
     compare(k, r);

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import normal
+from helpers import all_captured, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -45,10 +45,8 @@ def test_cuda_graphs(tmp_path):
     process = start(sys.executable, "-P", EVERYTHING, 8, XLA_FLAGS=flags)
     (output,) = finish(process) or ["it did not end"]
     assert process.returncode == 0 and "the same bytes" in output, output
-    # XLA puts what it captures into a command buffer, in the program or in the list of thunks made from it.
-    captured = [p.name for p in tmp_path.iterdir() if re.search(r"command_?buffer", p.read_text(errors="replace"), re.IGNORECASE)
-                and "jaxcgx" in p.read_text(errors="replace")]
-    assert captured, f"no command buffer in any of {sorted(p.name for p in tmp_path.iterdir())}"
+    thunks = [p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
+    assert all_captured("\n".join(thunks)), "\n".join(thunks)
 
 
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 10_000), cgx.ByteGrad()], ids=repr)
@@ -67,6 +65,15 @@ def test_shard_map_on_one_gpu(codec, check_vma):
         return np.asarray(jax.jit(f)(*jax.device_put((x, key), jax.devices(platform)[0])))
 
     np.testing.assert_array_equal(on("gpu"), on("cpu"))
+
+
+@pytest.mark.parametrize(("hidden", "words"), [((), "results: got 1, expected 2"), (((47,),), "workspace has 47 elements, expected 48")])
+def test_a_call_without_its_workspace_is_refused(hidden, words):
+    layout = Layout(cgx.MaxMin(4, 9000), ((9000,),), (jnp.float32,))
+    results = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((1, layout.chunk_bytes), *hidden)]
+    call = jax.ffi.ffi_call("jaxcgx_encode", results)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=words):
+        jax.block_until_ready(call(normal(9000), **layout.attributes, batch=np.int64(1), feedback=False))
 
 
 MPI = """

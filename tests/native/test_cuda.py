@@ -4,7 +4,11 @@
 """
 import ctypes
 import functools
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import KEY, normal
+from helpers import KEY, all_captured, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -153,3 +157,44 @@ def test_what_the_build_says():
     cuda = ops._native.build_info()["cuda"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", cuda["toolkit"])
     assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", a) for a in cuda["architectures"])
+
+
+# JAX knows no platform of GPUs where there is none, so it is told that "gpu" means CUDA.
+COMPILE = """
+import os, sys
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+os.environ["XLA_FLAGS"] = "--xla_gpu_graph_min_graph_size=1 --xla_dump_to=" + sys.argv[1]
+import jax, numpy as np
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jaxcgx as cgx
+
+known = xla_bridge.canonicalize_platform
+xla_bridge.canonicalize_platform = lambda platform: "cuda" if platform in ("cuda", "gpu") else known(platform)
+target = '''
+gpu_device_info {
+  threads_per_block_limit: 1024  threads_per_warp: 32  shared_memory_per_block: 49152  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048  core_count: 132  fpus_per_core: 128  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535  memory_bandwidth: 3352320000000  l2_cache_size: 52428800  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584  shared_memory_per_block_optin: 232448  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536  driver_version: "13.0.0"
+}
+platform_name: "CUDA"  dnn_version_info { major: 9 minor: 7 }  runtime_version { major: 13 }  device_description_str: "H100"
+'''
+gpus = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target, topology="1x1x1").devices
+x = jax.ShapeDtypeStruct((100_000,), np.float32, sharding=NamedSharding(Mesh(np.array(gpus), ("d",)), P()))
+compiled = jax.jit(lambda x: cgx.roundtrip(x, cgx.MaxMin(4, 10_000))).trace(x).lower().compile()
+assert compiled.as_text().count('custom_call_target="jaxcgx_') == 2
+"""
+
+
+@pytest.mark.skipif(not any(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)),
+                    reason="needs JAX's CUDA plugin")
+def test_xla_compiles_the_calls_and_captures_them_into_a_graph(tmp_path):
+    """XLA's compiler for GPUs needs none."""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    result = subprocess.run([sys.executable, "-P", "-c", COMPILE, tmp_path], env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    thunks = "\n".join(p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
+    assert all_captured(thunks), thunks

@@ -1,4 +1,5 @@
 """What `python -m jaxcgx doctor` says, of installations that are whole and of those that are not."""
+import dataclasses
 import importlib.metadata
 import os
 import subprocess
@@ -53,6 +54,12 @@ def test_without_a_gpu(pretend):
     assert report.problems == [] and report.gpus == [] and report.native["kernels"] == "avx2"
     assert report.versions["jaxcgx"] == importlib.metadata.version("jaxcgx")
     assert "CUDA half         none" in str(report) and "JAX sees none" in str(report) and str(report).endswith("no problems")
+
+
+def test_a_gpu_that_jax_does_not_see(pretend):
+    pretend()
+    report = dataclasses.replace(doctor.examine(), hidden=True)
+    assert "JAX sees none; this machine has one: pip install 'jax[cuda13]'" in str(report)
 
 
 def test_a_gpu_that_the_build_has_code_for(pretend):

@@ -33,7 +33,8 @@ struct Cuda {
     switch (status.error) {
       case cudaSuccess: return ffi::Error::Success();
       case cudaErrorNoKernelImageForDevice:
-      case cudaErrorInvalidDeviceFunction: return ffi::Error(ffi::ErrorCode::kFailedPrecondition, no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+      case cudaErrorInvalidDeviceFunction:
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
       default:
         return ffi::Error::Internal(failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
     }

@@ -54,15 +54,15 @@ ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, f
   if (layout.has_error()) return layout.error();
   const Layout& l = *layout;
   const size_t n = l.leaves.size(), inputs = feedback ? 2 * n : n, outputs = feedback ? n + 1 : 1;
-  const int64_t workspace_bytes = Platform::workspace_bytes(l, batch);
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (l.codec.stochastic ? 1 : 0)));
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
   std::vector<const void*> leaves;
   std::vector<const float*> residuals;
   std::vector<float*> new_residuals;
   const uint32_t* keys = nullptr;
   uint8_t *payload = nullptr, *workspace = nullptr;
   CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, args, 0, std::nullopt, &leaves));
+  const int64_t workspace_bytes = Platform::workspace_bytes(l, batch);  // no overflow: there are leaves of these sizes
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
   if (feedback) {
     CGX_RETURN_IF_ERROR(find_leaves(op, "residual", l, batch, args, n, DType::kF32, &residuals));
     CGX_RETURN_IF_ERROR(find_leaves(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
@@ -104,10 +104,8 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   if (!encoded && chunks != 1) return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(chunks));
   if (!(divisor > 0.0f)) return invalid(op, "the divisor is not positive");
   const size_t n = l.leaves.size(), inputs = own ? n + 2 : 2, outputs = encoded ? 1 : n;
-  const int64_t workspace_bytes = encoded ? Platform::workspace_bytes(l, batch) : 0;
   const bool keyed = encoded && l.codec.stochastic;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (keyed ? 1 : 0)));
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
   const uint8_t* payloads = nullptr;
   const int32_t* where = nullptr;
   const uint32_t* keys = nullptr;
@@ -115,6 +113,8 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   std::vector<float*> leaves;
   uint8_t *payload = nullptr, *workspace = nullptr;
   CGX_RETURN_IF_ERROR(find(op, "payloads", args, 0, ffi::DataType::U8, batch, ranks * l.chunk_bytes, &payloads));
+  const int64_t workspace_bytes = encoded ? Platform::workspace_bytes(l, batch) : 0;  // no overflow: there are payloads of these sizes
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
   CGX_RETURN_IF_ERROR(find(op, "where", args, 1, ffi::DataType::S32, batch, 2, &where));
   CGX_RETURN_IF_ERROR(Platform::check_where(where, batch, chunks, ranks, own));
   if (own) CGX_RETURN_IF_ERROR(find_leaves(op, "own leaf", l, batch, args, 2, std::nullopt, &own_leaves));

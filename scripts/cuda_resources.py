@@ -1,0 +1,37 @@
+"""Fails where a fast CUDA kernel spills registers or has a stack frame in local memory.
+
+    python scripts/cuda_resources.py LOG...
+
+LOG is what nvcc printed with -Xptxas=-v, for any number of files and architectures. The kernels of cuda/general.cu and
+cuda/plain.cu may spill: they do what the fast ones leave over.
+"""
+import collections
+import pathlib
+import re
+import sys
+
+ENTRY = re.compile(r"Compiling entry function '(?P<kernel>\w+)' for '(?P<arch>\w+)'.*?"
+                   r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
+                   r"Used (?P<registers>\d+) registers", re.DOTALL)
+FAST = re.compile(r"(encode|decode|reduce)_kernel")
+
+
+def main(logs):
+    entries = [m.groupdict() for log in logs for m in ENTRY.finditer(pathlib.Path(log).read_text())]
+    by_arch, bad = collections.defaultdict(list), []
+    for e in entries:
+        if not (fast := FAST.search(e["kernel"])):
+            continue
+        by_arch[e["arch"], fast[0]].append(int(e["registers"]))
+        if int(e["stack"]) or int(e["stores"]) or int(e["loads"]):
+            bad.append("{kernel} for {arch}: {stack} bytes of stack, {stores} stored, {loads} loaded in spills".format(**e))
+    if not by_arch:
+        sys.exit(f"cuda_resources: no fast kernel in {', '.join(map(str, logs))}: compile with -Xptxas=-v")
+    for (arch, kernel), registers in sorted(by_arch.items(), key=lambda item: (int(re.sub(r"\D", "", item[0][0])), item[0][1])):
+        print(f"{arch:8} {kernel:14} {len(registers):3} variants, {min(registers):3} to {max(registers):3} registers")
+    if bad:
+        sys.exit("\n".join(["cuda_resources: fast kernels in local memory:", *bad]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
