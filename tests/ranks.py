@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
+from jaxcgx._compat import all_gather as gather
 
 NAMES = ("a", "b", "c")
 EXACT = cgx.Cast("bfloat16")  # loses nothing of whole numbers up to 256
@@ -57,7 +58,8 @@ def twins(axes, codec, cases=CASES, **options):
     def plain(x):
         ndim = lambda kwargs: x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
         positive = lambda kwargs: {k: v if k in ("tiled", "to") else v % ndim(kwargs) for k, v in kwargs.items()}
-        return {f"{op} {kwargs}": getattr(lax, op)(x, axes, **positive(kwargs)) for op in cases for kwargs in cases[op]}
+        return {f"{op} {kwargs}": (gather if "to" in kwargs else getattr(lax, op))(x, axes, **positive(kwargs))
+                for op in cases for kwargs in cases[op]}
 
     return compressed, plain
 
