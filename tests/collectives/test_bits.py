@@ -41,7 +41,6 @@ def test_replicas_are_identical_and_runs_reproducible(ranks):
     jax.tree.map(assert_same_bytes, got, run(tree(ranks)))
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("inner", [STOCHASTIC, cgx.Raw(), cgx.ByteGrad()], ids=lambda codec: type(codec).__name__)
 def test_replicas_of_hierarchies_are_identical(inner):
     codecs = {"a": STOCHASTIC, "b": inner}
@@ -114,7 +113,6 @@ def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
 ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str)
 def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
     """All leaves in one message, few in each, each alone; and so cut into chunks elsewhere."""

@@ -198,7 +198,6 @@ def test_empty_trees():
     assert got[1] == empty
 
 
-@pytest.mark.short
 def test_dtypes_of_the_others():
     parts = {dtype: whole_numbers((4, 4, 3), 1, dtype) for dtype in ("float32", "bfloat16", "int32")}
     for op, kwargs in dict(psum_scatter={}, all_gather={}, all_to_all=dict(split_axis=0, concat_axis=0)).items():

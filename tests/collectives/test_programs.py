@@ -26,7 +26,6 @@ def exchanges(compiled):
     return {op: n for op in OPERATIONS if (n := len(re.findall(rf" {op}(?:-start)?\(", text)))}
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("options", "expected"), [
     (dict(schedule="two_shot"), {("all-to-all", "u8"), ("all-gather", "u8")}),
     (dict(schedule="one_shot"), {("all-gather", "u8")}),
