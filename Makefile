@@ -43,7 +43,7 @@ pytest: $(INSTALLED) ## the Python tests
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"
 	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
-	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_WERROR=ON >/dev/null && \
+	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF -DJAXCGX_WERROR=ON >/dev/null && \
 	cmake --build build/cpp -- --quiet && \
 	ctest --test-dir build/cpp --output-on-failure --parallel 2
 
