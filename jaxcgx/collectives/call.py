@@ -73,9 +73,16 @@ def check_key(op, codecs, key, names):
 def _callers_level():
     """The stacklevel of a warning that points to the first line outside of this package."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcgx."):
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def check_own(op, own, schedule):
+    check_choice(op, "own", own, ("raw", "encoded"))
+    if own == "encoded" and schedule == "ring":
+        raise ValueError(f"{op}: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's "
+                         "part as it is")
 
 
 def check_tracked(op, names):
@@ -112,13 +119,13 @@ def check_flag(op, argument, value):
         raise TypeError(f"{op}: argument '{argument}': expected True or False, got {value!r}")
 
 
-def check_array(op, path, leaf):
+def check_array(op, argument, path, leaf):
     try:
         leaf = jnp.asarray(leaf)
     except (TypeError, ValueError):
-        raise TypeError(f"{op}: argument 'x'{_at(path)}: expected an array, got {leaf!r}") from None
+        raise TypeError(f"{op}: argument '{argument}'{_at(path)}: expected an array, got {leaf!r}") from None
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
-        raise ValueError(f"{op}: argument 'x'{_at(path)}: expected an array that a device has as it is, got {jax.typeof(leaf)}, sharded over "
+        raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected an array that a device has as it is, got {jax.typeof(leaf)}, sharded over "
                          f"{', '.join(map(repr, cut))}. To compress the local shards, wrap the call in a jax.shard_map over these axes, "
                          "as docs/meshes.md shows")
     return leaf
@@ -155,7 +162,7 @@ def check_divisible(op, argument, dimension, leaf, path, size, tiled):
 class Call:
     """The checked arguments that every collective has."""
 
-    def __init__(self, op, x, axis_name, codec, key, strict, fusion_mb, backward_codec=None, local=True):
+    def __init__(self, op, x, axis_name, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True):
         self.op, self.names = op, check_axes(op, axis_name)
         self.stages = check_codecs(op, "codec", codec, self.names)
         self.backward = [c for _, c in check_codecs(op, "backward_codec", codec if backward_codec is None else backward_codec, self.names)]
@@ -166,7 +173,7 @@ class Call:
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
-        self.leaves = [check_array(op, path, leaf) for path, leaf in zip(self.paths, leaves)]
+        self.leaves = [check_array(op, argument, path, leaf) for path, leaf in zip(self.paths, leaves)]
         self.tracked = check_tracked(op, self.names)
         if local:  # the leaves are what is exchanged: each rank's own
             check_varying(op, self.names, self.paths, self.leaves)
@@ -174,7 +181,7 @@ class Call:
         for i, leaf in enumerate(self.leaves):
             reason = plan.why_raw(leaf, codecs) or (self.size == 1 and "there is one rank") or None
             if reason and strict and leaf.dtype not in DTYPES:
-                raise TypeError(f"{op}: argument 'x'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
+                raise TypeError(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
             if reason:
                 self.raw[i] = reason
 
@@ -200,7 +207,7 @@ class Call:
         results = [None] * len(self.leaves)
         for i, reason in self.raw.items():
             leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
-            size = leaf.size * jnp.dtype(leaf.dtype).itemsize
+            size = leaf.size * leaf.dtype.itemsize
             with scopes.scope(scopes.Leaf(self.op, self.names, path, str(leaf.dtype), size, reason)):
                 results[i] = plain(self.leaves[i], i)
         coded = [i for i in range(len(self.leaves)) if i not in self.raw]

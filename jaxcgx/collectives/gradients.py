@@ -49,12 +49,13 @@ def sync_in_backward(params, axis_name, codec, *, key=None, schedule="auto", own
             ...
 
     The gradients have the bits of `compressed_pmean(grads, ...)` at the end of the pass with the same arguments, which
-    `compressed_pmean` explains. Smaller messages (`fusion_mb`) start earlier; more of them cost more latency.
+    `compressed_pmean` explains. Smaller messages (`fusion_mb`) start earlier; more of them cost more latency. Reverse mode
+    only. The loss is this rank's own: one that is averaged over the axis inside has its gradients divided by the ranks twice.
     """
     op = "sync_in_backward"
     names = check_axes(op, axis_name)
     call, plain, compressed, schedule = psum.prepare(op, params, axis_name, codec, key, schedule, own, leader, strict, fusion_mb,
-                                                     mean=True, local=False)
+                                                     mean=True, argument="params", local=False)
     def identity(leaves, key, exchange):
         """The leaves; their cotangents go through `exchange(cotangents, key)`."""
         varying = [_compat.varying_axes(x) for x in leaves]

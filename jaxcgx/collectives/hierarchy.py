@@ -31,6 +31,7 @@ def _by_shards(stages, leaves, ids, key, schedule, own, divisor):
         shards = schedules.reduce_scatter("one_shot", Axes(names), codec, shards, ids, others, own)
     (names, codec), others = stages[0], schedules.stage_key(key, 0, stages[1:])
     shards = _exchange(Axes(names), codec, shards, ids, others, schedule, own, divisor)
+    shards = [x.astype(leaf.dtype) for x, leaf in zip(shards, leaves)]
     for i, (names, codec) in inner:
         further_in = schedules.stage_key(key, len(stages) + i, stages[i + 1 :])  # further out all have the same by now
         shards = schedules.all_gather(Axes(names), codec, shards, ids, further_in)
@@ -47,16 +48,17 @@ def _cut(x, sizes):
 
 
 def _by_leaders(stages, leaves, ids, key, schedule, own, divisor):
+    dtypes, leaves = [x.dtype for x in leaves], [x.astype(jnp.float32) for x in leaves]
     for i, (names, codec) in reversed(list(enumerate(stages))[1:]):
         others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
         leaves = _exchange(Axes(names), codec, leaves, ids, schedules.stage_key(key, i, others), "two_shot", own, 1.0)
     (names, codec), inner = stages[0], sum((names for names, _ in stages[1:]), ())
-    return _exchange(Leaders(names, inner), codec, leaves, ids, schedules.stage_key(key, 0, ()), schedule, own, divisor)
+    sums = _exchange(Leaders(names, inner), codec, leaves, ids, schedules.stage_key(key, 0, ()), schedule, own, divisor)
+    return [x.astype(dtype) for x, dtype in zip(sums, dtypes)]
 
 
 def _exchange(axes, codec, leaves, ids, key, schedule, own, divisor):
-    """The sum over one stage, divided."""
+    """The sum over one stage of float32 leaves, divided."""
     if axes.size > 1 and not codec.raw:
         return schedules.allreduce(schedule, axes, codec, leaves, ids, key, own, divisor)
-    sums = lax.psum(leaves, axes.names)
-    return [(x.astype(jnp.float32) / divisor).astype(x.dtype) for x in sums] if divisor != 1.0 else sums
+    return [x / divisor for x in lax.psum(leaves, axes.names)]

@@ -2,7 +2,7 @@
 from jax import lax
 
 from jaxcgx.collectives import hierarchy, primitive, schedules
-from jaxcgx.collectives.call import SCHEDULES, Call, check_choice, check_flag
+from jaxcgx.collectives.call import SCHEDULES, Call, check_choice, check_flag, check_own
 from jaxcgx.transports.xla import Axes
 
 
@@ -38,14 +38,11 @@ def _reduce(*args, **kwargs):
     return call.run(plain, compressed, schedule)
 
 
-def prepare(op, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, local=True):
+def prepare(op, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, argument="x", local=True):
     """A checked call, what reduces a leaf and what a message (as Call.run wants them), and the schedule."""
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, local=local)
+    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, argument=argument, local=local)
     check_choice(op, "schedule", schedule, SCHEDULES)
-    check_choice(op, "own", own, ("raw", "encoded"))
-    if own == "encoded" and schedule == "ring":
-        raise ValueError(f"{op}: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's "
-                         "part as it is")
+    check_own(op, own, schedule)
     check_flag(op, "leader", leader)
     if leader and len(call.stages) < 2:
         raise ValueError(f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
@@ -78,7 +75,7 @@ def _shape(shape, **params):
 # a cotangent may differ from rank to rank, and the transpose of psum is psum.
 def _transpose(avals, cts, key, *, batch, axes, divisor, tracked, **params):
     if not tracked:
-        return primitive.bind(psum_p, cts, key, batch=batch, axes=axes, divisor=divisor, tracked=tracked, **params)
+        return primitive.bind(psum_p, cts, schedules.fold(key, schedules.BACK), batch=batch, axes=axes, divisor=divisor, tracked=tracked, **params)
     return [ct / divisor for ct in cts]
 
 

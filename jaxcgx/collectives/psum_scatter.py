@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.collectives import all_gather, primitive, rows, schedules
-from jaxcgx.collectives.call import Call, check_choice, check_dimension, check_divisible
+from jaxcgx.collectives.call import Call, check_choice, check_dimension, check_divisible, check_own
 from jaxcgx.transports.xla import Axes
 
 
@@ -18,7 +18,7 @@ def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=
     op = "compressed_psum_scatter"
     call = Call(op, x, axis_name, codec, key, strict, fusion_mb, backward_codec)
     check_choice(op, "schedule", schedule, ("auto", "one_shot", "ring"))
-    check_choice(op, "own", own, ("raw", "encoded"))
+    check_own(op, own, schedule)
     schedule = "one_shot" if schedule == "auto" else schedule
     dims = []
     for leaf, path in zip(call.leaves, call.paths):
@@ -40,7 +40,8 @@ def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=
 
 
 def _run(leaves, key, *, axes, codec, backward, ids, schedule, own):
-    return schedules.reduce_scatter(schedule, Axes(axes), codec, leaves, ids, key, own)
+    sums = schedules.reduce_scatter(schedule, Axes(axes), codec, leaves, ids, key, own)
+    return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
 
 
 def _shape(shape, **params):

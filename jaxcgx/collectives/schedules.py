@@ -113,13 +113,12 @@ def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
 
 
 def reduce_scatter(schedule, axes, codec, leaves, ids, key, own):
-    """Of leaves [ranks, ...] the sum over ranks of the row of this rank."""
+    """Of leaves [ranks, ...] the sum over ranks of the row of this rank, in float32."""
     if axes.size == 1:
-        return [x[0] for x in leaves]
+        return [x[0].astype(jnp.float32) for x in leaves]
     first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, axes.size)
     with scope(Exchange.of(schedule, parts.layout)):
-        sums = first(axes, parts, key, own, 1.0, False)
-    return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
+        return first(axes, parts, key, own, 1.0, False)
 
 
 def _decode_rows(layout, payloads):

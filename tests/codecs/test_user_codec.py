@@ -1,4 +1,5 @@
 """A codec written by a user in jnp goes where a built-in one goes."""
+
 import dataclasses
 
 import jax
@@ -9,45 +10,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import KEY, assert_same_bytes, custom_calls, normal
+from helpers import KEY, Halves, Truncate, assert_same_bytes, custom_calls, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves(cgx.Codec):
-    """Sixteen levels of magnitude, a byte each, rounded with noise; one scale a bucket."""
-
-    bucket_size: int = 10
-    meta = 1
-    stochastic = True
-
-    def code_bytes(self, n, dtype):
-        return n
-
-    def encode_buckets(self, x, noise):
-        scale = jnp.abs(x).max(-1, keepdims=True) / 7
-        level = jnp.floor(x / jnp.where(scale == 0, 1, scale) + 8 + noise / 65536)
-        return scale, level.astype(jnp.uint8)
-
-    def decode_buckets(self, meta, codes, n):
-        return meta * (codes.astype(jnp.float32) - 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Truncate(cgx.Codec):
-    """The upper half of each float32: no buckets, no metadata."""
-
-    def code_bytes(self, n, dtype):
-        return 2 * n
-
-    def encode_buckets(self, x, noise):
-        halves = lax.bitcast_convert_type(x, jnp.uint16)[..., 1]
-        return jnp.zeros((len(x), 0), jnp.float32), lax.bitcast_convert_type(halves, jnp.uint8).reshape(len(x), -1)
-
-    def decode_buckets(self, meta, codes, n):
-        halves = lax.bitcast_convert_type(codes.reshape(-1, n, 2), jnp.uint16)
-        return lax.bitcast_convert_type(halves.astype(jnp.uint32) << 16, jnp.float32)
 
 
 @pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxcgx as cgx
-from helpers import GRIDS, as_bits, assert_same_bytes, normal
+from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, normal
 from ranks import mesh, on_ranks
 
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
@@ -147,8 +147,30 @@ def test_with_own_raw_bits_depend_on_who_owns_what():
     assert error(together) < error(encoded)
 
 
-def test_every_codec_on_every_schedule():
-    """The bits of a sum that is put together by hand from round trips."""
+@pytest.mark.parametrize("leader", [False, True])
+@pytest.mark.parametrize("inner", [cgx.Raw(), cgx.MaxMin(4)], ids=repr)
+def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader):
+    """Eight times 30,000 is more than a float16 holds; the mean is not."""
+    f = lambda x: cgx.compressed_pmean(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader)
+    x = jnp.full((2, 4, 600), 30000, jnp.float16)
+    np.testing.assert_array_equal(on_ranks(f, mesh(2, 4))(x), x)
+
+
+@pytest.mark.parametrize("codec", [cgx.ByteGrad(), cgx.Sign(64), cgx.Float8(), cgx.MaxMin(4, 64, skip_incomplete=True), Truncate()], ids=repr)
+def test_replicas_of_every_codec_agree_on_every_schedule(codec):
+    key = jax.random.key(0) if codec.stochastic else None
+    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), c, schedule=s, key=key, **kwargs)
+                   for s in ("two_shot", "one_shot", "ring")
+                   for c, kwargs in ((codec, {}), ({"a": codec, "b": codec}, {}), ({"a": codec, "b": cgx.Raw()}, dict(leader=True)))]
+    x = normal((2, 3, 1000))
+    for y in on_ranks(f, mesh(2, 3))(x):
+        y = np.asarray(y).reshape(6, -1)
+        assert (as_bits(y) == as_bits(y)[0]).all()
+        assert np.corrcoef(y[0], np.asarray(x).sum((0, 1)))[0, 1] > 0.5
+
+
+def test_some_codecs_on_some_schedules():
+    """A sum that is put together by hand from round trips."""
     codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16")]
     x = normal((3, 1000))
     f = lambda t: [cgx.compressed_psum(t, "a", c, **options) for c in codecs for options in ENCODED]

@@ -56,6 +56,7 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
     (lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, schedule="two_shot", tiled=True), ValueError, "compressed_psum_scatter: argument 'schedule': expected one of 'auto', 'one_shot', 'ring', got 'two_shot'"),
     (lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, schedule="ring"), ValueError, "compressed_all_gather: argument 'schedule': expected one of 'auto', 'one_shot', got 'ring'"),
     (lambda x, same: psum(x, own="mine"), ValueError, "compressed_psum: argument 'own': expected one of 'raw', 'encoded', got 'mine'"),
+    (lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, own="encoded", schedule="ring", tiled=True), ValueError, "compressed_psum_scatter: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's part as it is"),
     (lambda x, same: psum(x, own="encoded", schedule="ring"), ValueError, "compressed_psum: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's part as it is"),
     (lambda x, same: psum(x, leader=True), ValueError, "compressed_psum: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a dict"),
     (lambda x, same: psum(x, leader="yes"), TypeError, "compressed_psum: argument 'leader': expected True or False, got 'yes'"),

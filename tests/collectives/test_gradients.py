@@ -111,6 +111,15 @@ def test_identity_forward_and_layer_by_layer():
     np.testing.assert_array_equal(forward(weights[0], X), jax.jit(lambda w, x: jnp.tanh(x @ w))(weights[0], X))
 
 
+def test_leaves_without_gradients_pass():
+    """Integers, random keys."""
+    def step(params, x):
+        return jax.grad(lambda w: (cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"] * x.sum()).sum())(params["w"])
+
+    grads = on_mesh(step, True)({"w": jnp.ones(70), "key": jax.random.key(0), "n": jnp.arange(3)}, X)
+    np.testing.assert_allclose(grads, X.sum() / RANKS, rtol=1e-4)
+
+
 def test_varying_parameters_get_varying_gradients():
     def step(params, x):
         mine = lax.pcast(params, "data", to="varying")
@@ -127,3 +136,5 @@ def test_errors():
         cgx.local_value_and_grad(lambda x: x, "data")(1.0)
     with pytest.raises(NameError, match="sync_in_backward: argument 'axis_name': no axis 'data'"):
         cgx.sync_in_backward(PARAMS, "data", CODEC)
+    with pytest.raises(TypeError, match=r"sync_in_backward: argument 'params', leaf \['n'\]: int32 is not float32.* strict=True"):
+        on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", CODEC, strict=True), True)(PARAMS, X)
