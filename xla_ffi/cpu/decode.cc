@@ -1,3 +1,4 @@
+#include "cpu/pages.h"
 #include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
@@ -7,6 +8,7 @@ void decode(const Decode& a, const Pool& pool) {
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
   const Write write = write_of_leaves(l, a.batch);
+  for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
 
   const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
   spans.each(pool, [&](const Span& s) {

@@ -1,4 +1,5 @@
 #include "cpu/encode.h"
+#include "cpu/pages.h"
 
 namespace jaxcgx::cpu {
 
@@ -30,6 +31,7 @@ void encode(const Encode& a, const Pool& pool) {
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));
   };
 
+  ask_for_large_pages(a.payload, a.batch * l.chunks() * l.chunk_bytes);
   const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
