@@ -38,7 +38,7 @@ build: $(INSTALLED) ## build and install into .venv
 
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n 2 --dist loadfile
 
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"

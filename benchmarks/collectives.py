@@ -51,11 +51,12 @@ NETWORKS = [
 
 NOTES = f"""\
 - ms: of one exchange, in rank 0, in a compiled loop that writes its results to the same pages again and again, as a training
-  step with donated state does. Programs take turns; psum over each is formed in every turn, and the medians stand here.
-- ideal: raw bytes over wire bytes. share: what "auto" reaches of it, psum over its time. Goals: {SPEEDUP:g} times as fast as psum with
-  64 MiB on loopback, and a share of {SHARE:.2f} with 64 MiB between hosts.
+  step with donated state does; "calls": each a call of a compiled program, whose result lies on fresh pages. Programs take
+  turns; psum over each is formed in every turn, and the medians stand here.
+- ideal: raw bytes over wire bytes. share: how much of it "auto" reaches, psum over its time. Goals: {SPEEDUP:g} times as fast as psum
+  with 64 MiB on loopback, and a share of {SHARE:.2f} with 64 MiB between hosts.
 - All hosts share the processors of one machine: their kernels take turns where true hosts would work at once.
-- predicted: of the schedule that "auto" takes, by jaxcgx/collectives/costs.py.
+- predicted: the time of "auto", by jaxcgx/collectives/costs.py, whose constants are of 1 Gbit/s.
 """
 
 
@@ -125,19 +126,13 @@ def parts(mesh, x, ranks, iterations):
 
 
 def run_rank(address, rank, processes, repeats, sizes, more):
-    """Measures everything together with the other ranks; prints {size: {program: ms of every repetition}}."""
+    """Measures everything together with the other ranks, and prints the times."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)
     together = Call(mesh, lambda x: lax.psum(x, "data"), np.zeros(1, np.int32))  # so that all ranks start at once
-    results = {}
-    for size in sizes:
-        x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
-        iterations = ITERATIONS[size] if size in ITERATIONS else 4
-        programs = {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}
-        if more and size == sizes[-1]:
-            programs |= parts(mesh, x, processes, iterations)
-            programs |= {f"{name}, one call": Call(mesh, step, x) for name, step in reductions().items()}
+
+    def measure(size, programs, what):
         times = {name: [] for name in programs}
         for turn in range(repeats + 1):
             for name, program in programs.items():
@@ -146,7 +141,16 @@ def run_rank(address, rank, processes, repeats, sizes, more):
                 program()
                 if turn:
                     times[name].append((time.perf_counter() - start) * 1e3 / program.iterations)
-        results[size] = times
+        return dict(size=size, what=what, ms=times)
+
+    results = []
+    for size in sizes:
+        x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
+        iterations = ITERATIONS.get(size, 4)
+        results.append(measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop"))
+        if more and size == sizes[-1]:
+            results.append(measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls"))
+            results.append(measure(size, parts(mesh, x, processes, iterations), "parts"))
     print("RESULTS", json.dumps(results), flush=True)
 
 
@@ -154,7 +158,7 @@ def run_rank(address, rank, processes, repeats, sizes, more):
 
 
 def measure(network, repeats):
-    """What rank 0 prints, {size: {program: ms of every repetition}}."""
+    """What rank 0 prints: [{size, what, ms of every repetition of every program}]."""
     # Below the ports that connections get by themselves; hosts have all ports for themselves.
     port = random.randrange(20_000, 32_000)
     with contextlib.ExitStack() as stack:
@@ -172,7 +176,7 @@ def measure(network, repeats):
         output, _ = running[0].communicate(timeout=LIMIT)
         for line in output.splitlines():
             if line.startswith("RESULTS "):
-                return {float(size): times for size, times in json.loads(line.removeprefix("RESULTS ")).items()}
+                return json.loads(line.removeprefix("RESULTS "))
     raise RuntimeError(f"collectives.py: rank 0 of {network.name} failed")
 
 
@@ -180,29 +184,27 @@ def megabytes(size):
     return f"{size:g} MiB" if size >= 1 else f"{size * 1024:g} KiB"
 
 
-def row(network, size, times):
+def row(network, size, what, times):
     """The figures of a size on a network."""
     elements = int(size * 2**18)
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
     auto = costs.choose(network.processes, raw, wire)
-    ratios = {name: median(np.divide(times["psum"], times[name])) for name in SCHEDULES}
-    return dict(
-        network=network.name, processes=network.processes, size_bytes=raw, wire_bytes=wire,
-        ms={name: median(times[name]) for name in ("psum", *SCHEDULES)},
-        speedup=ratios,
-        auto=auto, fastest=max(ratios, key=ratios.get),
-        predicted_ms=round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4),
-        ideal=round(raw / wire, 4), share=round(ratios[auto] / (raw / wire), 4),
-        ms_of_repetitions={name: rounded(ms) for name, ms in times.items()},
-    )
+    speedup = {name: median(np.divide(times["psum"], times[name])) for name in SCHEDULES}
+    figures = dict(network=network.name, processes=network.processes, what=what, size_bytes=raw, wire_bytes=wire,
+                   ms={name: median(ms) for name, ms in times.items()}, speedup=speedup, auto=auto, fastest=max(speedup, key=speedup.get),
+                   ideal=round(raw / wire, 4), share=round(speedup[auto] * wire / raw, 4))
+    if network.mbit == 1000:
+        figures["predicted_ms"] = round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4)
+    if size == 64:
+        figures["reached"] = figures["share"] >= SHARE if network.mbit else speedup[auto] >= SPEEDUP
+    return figures | dict(ms_of_repetitions={name: rounded(ms) for name, ms in times.items()})
 
 
-def row_line(r, goal):
-    ms, auto = r["ms"], r["auto"]
-    size = r["size_bytes"] / 2**20
-    reached = "" if size < 64 else mark(r["share"] >= SHARE if goal == SHARE else r["speedup"][auto] >= SPEEDUP)
-    return line([megabytes(size), *(f"{ms[name]:.2f}" for name in ("psum", *SCHEDULES)), auto, r["fastest"], f"{r['predicted_ms']:.2f}",
-                 f"{r['speedup'][auto]:.2f}", f"{r['ideal']:.2f}", f"{r['share']:.3f}", reached], 10)
+def row_line(r):
+    name = megabytes(r["size_bytes"] / 2**20) + (", calls" if r["what"] == "calls" else "")
+    predicted = f"{r['predicted_ms']:.2f}" if "predicted_ms" in r else ""
+    return line([name, *(f"{ms:.2f}" for ms in r["ms"].values()), r["auto"], r["fastest"], predicted, f"{r['speedup'][r['auto']]:.2f}",
+                 f"{r['ideal']:.2f}", f"{r['share']:.3f}", mark(r["reached"]) if "reached" in r else ""], 13)
 
 
 HEAD = ("size", "psum ms", "two_shot ms", "one_shot ms", "ring ms", "auto", "fastest", "predicted", "speed-up", "ideal", "share", "goal")
@@ -240,14 +242,16 @@ def main():
             continue
         network.sizes = args.size or network.sizes
         results = measure(network, args.repeats)
-        report.show("", f"{network.name}, float32, {CODEC}.", "", *header(*HEAD, width=10))
-        for size, times in results.items():
-            report.data["rows"].append(row(network, size, {name: ms for name, ms in times.items() if name in ("psum", *SCHEDULES)}))
-            report.show(row_line(report.data["rows"][-1], SHARE if network.mbit else SPEEDUP))
-        if not network.mbit:
-            report.show("", f"What {megabytes(size)} take on loopback, both processes at it at once.", "", *header("part", "ms"))
-            for name, ms in times.items():
-                report.data["parts"].append(dict(name=name, ms=median(ms), ms_of_repetitions=rounded(ms)))
+        report.show("", f"{network.name}, float32, {CODEC}.", "", *header(*HEAD, width=13))
+        for r in results:
+            if r["what"] != "parts":
+                report.data["rows"].append(row(network, r["size"], r["what"], r["ms"]))
+                report.show(row_line(report.data["rows"][-1]))
+                continue
+            report.show("", f"Parts of an exchange of {megabytes(r['size'])} on loopback, both processes at it at once.", "",
+                        *header("part", "ms"))
+            for name, ms in r["ms"].items():
+                report.data["parts"].append(dict(name=name, size_mib=r["size"], ms=median(ms), ms_of_repetitions=rounded(ms)))
                 report.show(line([name, f"{median(ms):.2f}"]))
     report.show("", *NOTES.splitlines())
     if args.out:

@@ -1,5 +1,4 @@
 """A codec written by a user in jnp goes where a built-in one goes."""
-
 import dataclasses
 
 import jax
