@@ -6,10 +6,14 @@ import subprocess
 import sys
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import load_script
+import jaxcgx as cgx
+from helpers import load_script, normal, one_nan
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -88,3 +92,26 @@ def test_the_report(gpu_check, gpu_kernels, tmp_path):
     assert json.loads(path.with_suffix(".json").read_text())["kernels"]["rows"][0]["share"] == 1.0
     other = gpu_check.write(tmp_path / "results", ABOUT | dict(commit="def", kernels=dict(ok=False, error="out of memory")))
     assert "The benchmark failed: out of memory" in other.read_text() and "Tests:" not in other.read_text()
+
+
+@pytest.mark.parametrize("codec", [cgx.Raw(), cgx.MaxMin(4, 64, skip_incomplete=True)], ids=repr)
+def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
+    leaves = [normal(100).at[-1].set(np.nan), normal(30, 1, jnp.bfloat16).at[-1].set(np.nan)]
+    layout = Layout.of(codec, leaves, chunks=2)
+    payload = np.asarray(ops.encode(layout, leaves))
+    assert (one_nan(layout, payload) == payload).all()
+    free = []
+    for at in np.ndindex(payload.shape):
+        other = payload.copy()
+        other[at] ^= 1
+        if (one_nan(layout, other) == payload).all():
+            free.append(at)
+        assert (one_nan(layout, other[at[0]], at[0]) == one_nan(layout, other)[at[0]]).all()
+    assert len(free) == 3  # of the only float32 that is NaN, but for the byte of its sign
+
+
+@pytest.mark.parametrize(("expression", "expected"), [
+    ("gpu", True), ("gpu and not short", True), ("(gpu)", True), ("", False), ("not gpu", False), ("short", False), ("gpus", False)])
+def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
+    conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "for_gpu"))
+    assert conftest.for_gpu(types.SimpleNamespace(option=types.SimpleNamespace(markexpr=expression))) == expected
