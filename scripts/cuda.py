@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 
 import matrix
 
@@ -79,12 +78,13 @@ def architectures(report):
     return ",".join("sm_" + a.removesuffix("-real") for a in found.split(";") if not a.endswith("-virtual"))
 
 
-def environment(folder, wheel, python, base):
-    """The Python of an environment in `folder` that has the wheel, and the packages in the folder `base`."""
+def environment(folder, wheel):
+    """The Python of an environment in `folder` that has the wheel, and all packages of the Python that runs this."""
     inside = folder / "env/bin/python"
-    matrix.run(python, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
+    matrix.run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
     site = matrix.output(inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    pathlib.Path(site, "base.pth").write_text(f"{base}\n")
+    folders = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
+    pathlib.Path(site, "base.pth").write_text("".join(f"{p}\n" for p in folders))
     shutil.unpack_archive(wheel, site, "zip")
     return inside
 
@@ -105,7 +105,7 @@ def main():
     if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", architectures(report), report).returncode:
         sys.exit(1)
     print("== CUDA: tests without a GPU", flush=True)
-    inside = environment(folder, wheel, sys.executable, sysconfig.get_path("purelib"))
+    inside = environment(folder, wheel)
     if not test(inside, "tests/native/test_cuda.py"):
         sys.exit(1)
 
