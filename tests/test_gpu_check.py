@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 import types
 
 import jax.numpy as jnp
@@ -157,3 +158,13 @@ def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
 def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
     conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "for_gpu"))
     assert conftest.for_gpu(types.SimpleNamespace(option=types.SimpleNamespace(markexpr=expression))) == expected
+
+
+def test_processes_end_with_all_that_they_started(monkeypatch, tmp_path):
+    execution = load_script(ROOT / "tests/gpu/test_execution.py", monkeypatch)
+    assert execution.finish(*(execution.start("bash", "-c", f"seq {n}; exit {n % 2}") for n in (30_000, 3)))[1] == "1\n2\n3\n"
+    assert execution.finish(execution.start("bash", "-c", f"sleep 600 & echo $! > {tmp_path}/child; wait"), timeout=1) is None
+    child = pathlib.Path("/proc", (tmp_path / "child").read_text().strip(), "stat")
+    end = time.monotonic() + 30
+    while child.exists() and child.read_text().split()[2] != "Z":  # nobody may have waited for it yet
+        assert time.monotonic() < end
