@@ -231,14 +231,18 @@ def lines(data):
     """The tables of what main measured."""
     out = [f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of {data['repeats']} repetitions.", "",
            *kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", "")]
+    missing = lambda r, cells: f"| {r['name']} | not measured: {r['why_not']} |" + " |" * cells
     for r in data["rows"]:
+        if "why_not" in r:
+            out.append(missing(r, 5))
+            continue
         goal = ("", "") if r["goal"] is None else (f"{r['goal']:.2f}", mark(r["share"] >= r["goal"]))
         out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
                                  f"{r['share']:.3f}", *goal]))
     out += ["", *kernels.header("other quantizers", "copy GB/s", "ms", "GB/s", "share")]
     for r in data["rivals"]:
         if "why_not" in r:
-            out.append(f"| {r['name']} | not measured: {r['why_not']} | | | |")
+            out.append(missing(r, 3))
         else:
             out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
                                      f"{r['share']:.3f}"]))
@@ -249,6 +253,14 @@ def reason(error):
     """Why something was not measured, in one line."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".replace("|", "/")
+
+
+def attempt(row, make, *args):
+    """`row` with what `measured` says of a loop that is made here, or why it could not be."""
+    try:
+        return row | make(*args)
+    except Exception as error:  # one that does not run is a row that says so
+        return row | dict(why_not=reason(error))
 
 
 def parse():
@@ -274,23 +286,24 @@ def main():
     size = args.size << 20
     data = dict(device=device.device_kind, size_bytes=size, repeats=args.repeats, iterations=ITERATIONS, bucket_size=BUCKET, rows=[], rivals=[])
     copy = Copy(size)
-    for name, (make, operation, codec, dtype, goal) in rows().items():
+
+    def run(make, operation, codec, dtype):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal(size // 4, np.float32), dtype)
+        return measured(copy, size, *make(operation, codec, x), args.repeats)
+
+    for name, (*what, goal) in rows().items():
         if re.search(args.rows, name):
-            x = jnp.asarray(np.random.default_rng(0).standard_normal(size // 4, np.float32), dtype)
-            data["rows"].append(dict(name=name, goal=goal) | measured(copy, size, *make(operation, codec, x), args.repeats))
-            print(name, data["rows"][-1]["share"], flush=True)
+            data["rows"].append(attempt(dict(name=name, goal=goal), run, *what))
+            print(name, data["rows"][-1].get("share", "was not measured"), flush=True)
     for name, make in rivals().items():
         if re.search(args.rows, name):
-            row = dict(name=name)
-            try:
-                row |= measured(copy, size, *make(size // 4), 1, args.repeats)
-            except Exception as error:  # a rival that does not run is a row that says so
-                row["why_not"] = reason(error)
-            data["rivals"].append(row)
+            data["rivals"].append(attempt(dict(name=name), lambda make: measured(copy, size, *make(size // 4), 1, args.repeats), make))
     data["table"] = lines(data)
     print("", *data["table"], sep="\n")
     if args.out:
         args.out.write_text(json.dumps(data, indent=1) + "\n")
+    if missing := [r["name"] for r in data["rows"] if "why_not" in r]:
+        sys.exit(f"gpu_kernels.py: not measured: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

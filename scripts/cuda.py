@@ -2,14 +2,14 @@
 
 A wheel with code for every architecture, warnings as errors; the compiler's report on registers, spills and stack
 frames; the tests of the CUDA half that need no GPU. Where there is no CUDA compiler, one comes from PyPI into
-.venv/build. Everything else lies in build/cuda.
+.venv/build; where that fails, this is skipped, or with JAXCGX_REQUIRE_CUDA=1 an error. Everything else lies in build/cuda.
 """
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 
 import matrix
 
@@ -31,7 +31,10 @@ def nvcc_from_pypi():
     try:
         matrix.pip(python, "install", *COMPILER)
     except subprocess.CalledProcessError:
-        print("cuda: SKIPPED: there is no CUDA compiler (nvcc) on the PATH, and pip could not install one (see above)")
+        why = "there is no CUDA compiler (nvcc) on the PATH, and pip could not install one (see above)"
+        if os.environ.get("JAXCGX_REQUIRE_CUDA"):
+            sys.exit(f"cuda: {why}")
+        print(f"cuda: SKIPPED: {why}")
         return None
     site = matrix.output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     home = pathlib.Path(site, "nvidia/cu13")
@@ -69,12 +72,19 @@ def build(folder, python, compiler, **defines):
     return next(wheels.glob("*.whl")), report
 
 
-def environment(folder, wheel, python, base):
-    """The Python of an environment in `folder` that has the wheel, and the packages in the folder `base`."""
+def architectures(report):
+    """Those that a build makes machine code for, as the compiler calls them: sm_80,sm_90"""
+    (found,) = re.findall(r"^-- CUDA half: .*architectures (.*)$", report.read_text(), re.MULTILINE)
+    return ",".join("sm_" + a.removesuffix("-real") for a in found.split(";") if not a.endswith("-virtual"))
+
+
+def environment(folder, wheel):
+    """The Python of an environment in `folder` that has the wheel, and all packages of the Python that runs this."""
     inside = folder / "env/bin/python"
-    matrix.run(python, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
+    matrix.run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder / "env", check=True)
     site = matrix.output(inside, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    pathlib.Path(site, "base.pth").write_text(f"{base}\n")
+    folders = [p for p in sys.path if pathlib.Path(p).name in ("site-packages", "dist-packages")]
+    pathlib.Path(site, "base.pth").write_text("".join(f"{p}\n" for p in folders))
     shutil.unpack_archive(wheel, site, "zip")
     return inside
 
@@ -92,10 +102,10 @@ def main():
     print(f"== CUDA: compiling for every architecture with {compiler}", flush=True)
     wheel, report = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON")
     print("== CUDA: registers, spills and stack frames", flush=True)
-    if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", report).returncode:
+    if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", architectures(report), report).returncode:
         sys.exit(1)
     print("== CUDA: tests without a GPU", flush=True)
-    inside = environment(folder, wheel, sys.executable, sysconfig.get_path("purelib"))
+    inside = environment(folder, wheel)
     if not test(inside, "tests/native/test_cuda.py"):
         sys.exit(1)
 

@@ -1,8 +1,8 @@
-"""Fails where a fast CUDA kernel spills registers or has a stack frame in local memory.
+"""Fails where a fast CUDA kernel spills registers or has a stack frame in local memory, or where there is no report on it.
 
-    python scripts/cuda_resources.py LOG...
+    python scripts/cuda_resources.py sm_80,sm_90 LOG...
 
-LOG is what nvcc printed with -Xptxas=-v, for any number of files and architectures. The kernels of cuda/general.cu and
+LOG is what nvcc printed with -Xptxas=-v, for any number of files, and at least for these architectures. The kernels of cuda/general.cu and
 cuda/plain.cu may spill: they do what the fast ones leave over.
 """
 import collections
@@ -13,10 +13,10 @@ import sys
 ENTRY = re.compile(r"Compiling entry function '(?P<kernel>\w+)' for '(?P<arch>\w+)'.*?"
                    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
                    r"Used (?P<registers>\d+) registers", re.DOTALL)
-FAST = re.compile(r"(encode|decode|reduce)_kernel")
+FAST = re.compile(r"(?:encode|decode|reduce)_kernel")
 
 
-def main(logs):
+def main(architectures, *logs):
     entries = [m.groupdict() for log in logs for m in ENTRY.finditer(pathlib.Path(log).read_text())]
     by_arch, bad = collections.defaultdict(list), []
     for e in entries:
@@ -25,8 +25,9 @@ def main(logs):
         by_arch[e["arch"], fast[0]].append(int(e["registers"]))
         if int(e["stack"]) or int(e["stores"]) or int(e["loads"]):
             bad.append("{kernel} for {arch}: {stack} bytes of stack, {stores} stored, {loads} loaded in spills".format(**e))
-    if not by_arch:
-        sys.exit(f"cuda_resources: no fast kernel in {', '.join(map(str, logs))}: compile with -Xptxas=-v")
+    wanted = [(a, f"{k}_kernel") for a in architectures.split(",") for k in ("decode", "encode", "reduce")]
+    if missing := [f"{kernel} for {arch}" for arch, kernel in wanted if (arch, kernel) not in by_arch]:
+        sys.exit(f"cuda_resources: no report on {', '.join(missing)}: compile with -Xptxas=-v")
     for (arch, kernel), registers in sorted(by_arch.items(), key=lambda item: (int(re.sub(r"\D", "", item[0][0])), item[0][1])):
         print(f"{arch:8} {kernel:14} {len(registers):3} variants, {min(registers):3} to {max(registers):3} registers")
     if bad:
@@ -34,4 +35,4 @@ def main(logs):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

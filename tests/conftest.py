@@ -1,6 +1,7 @@
 """Eight CPU devices in every test, strict dtypes, and the hypothesis profiles. GPUs are for `pytest -m gpu` alone."""
 import functools
 import os
+import re
 
 import hypothesis
 import jax
@@ -15,7 +16,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def for_gpu(config):
-    return config.option.markexpr == "gpu"
+    return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
 
 
 def pytest_configure(config):

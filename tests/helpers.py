@@ -88,6 +88,18 @@ def assert_same_values(a, b):
     np.testing.assert_array_equal(as_bits(a)[~nan], as_bits(b)[~nan])
 
 
+def one_nan(layout, payload, chunk=None):
+    """A payload, or one of its chunks, whose raw float32 numbers have only one NaN: of a sum it is the processor's choice."""
+    payload = np.array(payload)
+    for row, pieces in zip(np.atleast_2d(payload), layout.pieces if chunk is None else [layout.pieces[chunk]], strict=True):
+        for p in pieces:
+            if layout.dtypes[p.leaf] == np.float32:
+                for at, count in [(p.tail, p.raw)] + [(p.codes, p.coded)] * isinstance(layout.codec, cgx.Raw):
+                    x = row[at : at + 4 * count].view(np.float32)
+                    x[np.isnan(x)] = np.nan
+    return payload
+
+
 # The reference compiles slowly, so each layout's program is kept.
 @functools.lru_cache(maxsize=None)
 def reference_encode(layout, feedback=False):

