@@ -56,8 +56,8 @@ struct Decode {
 };
 Status decode(const Decode& args, cudaStream_t stream);
 
-// Sums one chunk of `ranks` messages in rank order, in fp32, and divides by `divisor`. A chunk that the layout does
-// not have leaves the result as it is.
+// Sums one chunk of `ranks` messages in rank order, in fp32, and divides by `divisor`. Of a chunk or an own rank that
+// there is not, every number is NaN.
 struct Reduce {
   const Layout& layout;
   int64_t batch, ranks;

@@ -35,6 +35,7 @@ Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Me
 }
 
 Status decode(const Decode& a, cudaStream_t stream) {
+  if (const Status s = check_size(a.layout, a.batch); s.call != nullptr) return s;
   Message m = message_of(a.layout);
   m.payloads = a.payload;
   return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m, stream);

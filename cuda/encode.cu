@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 Status encode(const Encode& a, cudaStream_t stream) {
   const Layout& l = a.layout;
   const Leaves leaves{a.leaves, a.residuals, a.new_residuals, a.leaf_ids};
+  if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
   Message m = message_of(l);
   m.payload = a.payload;
   m.keys = a.keys;

@@ -8,9 +8,6 @@
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kThreads = 128;                 // of a block, 32 elements each: the largest bucket
-constexpr int64_t kTile = kThreads * kRows * 4;
-
 // Blocks of such buckets of stochastic codecs must be blocks of noise too.
 inline bool is_fast(const Codec& c) {
   return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;

@@ -79,6 +79,10 @@ CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Ele
       for (int j = 0; j < 4; ++j) x[r][j] = rank == 0 ? row[j] : x[r][j] + row[j];
     });
   }
+  if (p.rank == kNowhere) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = float_of(kNaNBits);
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) divide(m, x[r]);
 }

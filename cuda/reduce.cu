@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
 Status reduce(const Reduce& a, cudaStream_t stream) {
   const Layout& l = a.layout;
   const Leaves leaves{a.own, nullptr, a.leaves, a.leaf_ids};
+  if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
   Message m = message_of(l);
   m.payload = a.payload;
   m.payloads = a.payloads;

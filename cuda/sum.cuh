@@ -42,6 +42,7 @@ struct Metadata {
   CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
   // The bases of all ranks are summed before anything else is added. Of a single payload it is the base itself.
   CGX_D float base(const Message& m, uint32_t own) const {
+    if (own == kNowhere) return float_of(kNaNBits);
     if (floats < 2) return 0.0f;
     if (!m.sums) return first[1];
     float base = 0.0f;

@@ -29,6 +29,9 @@ struct Residual {
   float* lost;
 };
 
+constexpr uint32_t kThreads = 128;  // of a block of the fast kernels, 32 elements each: the largest bucket
+constexpr int64_t kTile = kThreads * kRows * 4;
+
 // What is the same for all pieces.
 struct Message {
   Codec codec;
@@ -68,9 +71,11 @@ struct Table {
 };
 static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<true, true>) <= kParameterBytes, "");
 
+constexpr uint32_t kNowhere = 0xffffffffu;
+
 // Where a block is. Blocks of the same y share a slot.
 struct Place {
-  uint32_t row, slot, rank;  // rank: the own one; ranks: none
+  uint32_t row, slot, rank;  // rank: the own one; ranks: none; kNowhere: `where` names what there is not
   int index;                 // in the table; -1: nothing to do
   uint32_t tile;             // counted from the entry's first
 };
@@ -84,9 +89,10 @@ CGX_D Place place_of(const T& t) {
   p.row = p.slot = t.first + blockIdx.y;
   if (m.where != nullptr) {
     const auto chunk = static_cast<uint32_t>(m.where[2 * p.row]);
-    if (chunk >= m.chunks) return p;
     if (m.own) p.rank = static_cast<uint32_t>(m.where[2 * p.row + 1]);
-    p.slot = p.row * m.chunks + chunk;
+    const bool nowhere = chunk >= m.chunks || (m.own && p.rank >= m.ranks);
+    if (nowhere) p.rank = kNowhere;  // of chunk 0, which every layout has, and NaN
+    p.slot = p.row * m.chunks + (nowhere ? 0 : chunk);
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
@@ -138,6 +144,15 @@ struct Item {
     if (b.results != nullptr) residual.lost = b.results[i] + element;
   }
 };
+
+// An error where the numbers in a table, of 30 and 32 bits, do not suffice for a message.
+inline Status check_size(const Layout& l, int64_t batch) {
+  const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
+  bool fits = batch <= (int64_t{1} << 30) / l.chunks() && workspace_bytes(l, batch) / 4 <= UINT32_MAX;
+  for (const int64_t end : l.meta_end) fits = fits && end / 4 <= UINT32_MAX;
+  for (const Piece& p : l.pieces) fits = fits && units(p.coded) <= UINT32_MAX && units(p.raw) <= UINT32_MAX;
+  return fits ? Status() : Status{"table of pieces", cudaErrorInvalidConfiguration};
+}
 
 inline Message message_of(const Layout& l) {
   Message m = {};

@@ -98,7 +98,8 @@ def test_calls(call, error, words):
     (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "got float32[2"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS[:, 1:], encoded=True), "reduce: argument 'payloads'"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS), "reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got 2; pass encoded=True"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0), "reduce: argument 'divisor': expected a positive number, got 0"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 0"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]), "reduce: argument 'own': expected 2 arrays, got 1"),
 ])  # fmt: skip
 def test_operations(call, words):

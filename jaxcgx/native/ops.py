@@ -215,13 +215,14 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
 
     chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
     float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.chunk_bytes], for
-    which stochastic codecs need a key, uint32[2]. chunk and rank may be traced.
+    which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there is not
+    the CPU's kernels make an error, the GPU's, which can't stop, NaNs.
     """
     _check("reduce", "payloads", [payloads], [(*jnp.shape(payloads)[:1], layout.chunk_bytes)], ["uint8"])
     if own is not None:
         _check("reduce", "own", own := list(own), layout.shapes, layout.dtypes)
-    if not divisor > 0:
-        raise ValueError(f"reduce: argument 'divisor': expected a positive number, got {divisor}")
+    if not divisor >= 2.0**-126:  # of a smaller one 1 / divisor may be infinite
+        raise ValueError(f"reduce: argument 'divisor': expected a positive number, 2^-126 or more, got {divisor}")
     if not encoded and layout.chunks != 1:
         raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
     if not layout.shapes:

@@ -1,6 +1,7 @@
 // The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and touch
 // nothing else.
 #include "check.h"
+#include "cpu/kernels.h"
 #include "cuda/cuda.h"
 #include "message.h"
 
@@ -92,11 +93,13 @@ void compare(const Case& k, Random& r) {
     for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
   };
   compare_decoded(expected, "decode ");
-  // Any bytes decode, products that are not exact with one rounding, as in all vector units.
-  if (std::string(cpu::kernels().name) != "portable") {
+  // Any bytes decode, products that are not exact with one rounding: as AVX2's kernels have it.
+  const char* const best = cpu::kernels().name;
+  if (cpu::select_kernels("avx2")) {
     Memory any = expected.copy();
     for (size_t i = 0; i < any.size(); ++i) any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
     compare_decoded(any, "decode any bytes ");
+    cpu::select_kernels(best);
   }
 
   std::vector<Memory> messages;
@@ -200,16 +203,73 @@ void nothing() {
   }
 }
 
-// A chunk that there is not, as `where` may say: it is device memory, which nobody has checked.
-void no_such_chunk() {
+// A chunk or an own rank that there is not, as `where` may say: it is device memory, which nobody has checked. All is NaN,
+// and nothing of the result is left as it was.
+void nowhere() {
   Random r{4};
-  const Message m({Kind::kMaxMin, 4, 64, false, false, false}, {{1000, DType::kF32}}, 3, 1, r);
-  const Memory payloads(2 * m.layout.chunk_bytes), result(m.layout.chunk_bytes);
-  for (const int32_t chunk : {-1, 3, INT32_MAX}) {
-    const int32_t where[2] = {chunk, 0};
-    check(cuda::reduce({m.layout, 1, 2, payloads.data(), where, nullptr, 1.0f, nullptr, result.data(), m.ids.data(), nullptr, nullptr}, nullptr));
-    CHECK(result == Memory(m.layout.chunk_bytes), std::to_string(chunk));
+  std::vector<Codec> all = codecs_without_buckets();
+  for (const int64_t bucket : {64, 100, 9000}) {
+    for (const Codec& codec : codecs(bucket)) all.push_back(codec);
   }
+  size_t turn = 0;
+  for (const Codec& codec : all) {
+    const int64_t chunks = 1 + turn % 2;
+    const Message m(codec, {{10000, DType::kF32}, {77, DType::kBF16}}, chunks, 2, r);
+    const Layout& l = m.layout;
+    const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2));
+    const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});
+    const bool rank = turn++ % 4 < 2;
+    const std::vector<int32_t> where{rank ? 0 : bad, rank ? bad : 0, 0, 1};  // the second row is right
+    const auto own = pointers<const void>(m.leaves);
+    const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload) {
+      check(cuda::reduce({l, 2, 2, payloads.data(), at.data(), own.data(), 1.0f, to, payload, m.ids.data(), m.keys.data(), workspace.data()}, nullptr));
+    };
+    const Memory a(2 * l.chunk_bytes, 0x54), b(2 * l.chunk_bytes, 0xAB), right(2 * l.chunk_bytes);
+    reduce(where, nullptr, a.data());
+    reduce(where, nullptr, b.data());
+    reduce({0, 1, 0, 1}, nullptr, right.data());
+    CHECK(a == b, describe(l));
+    const auto row = static_cast<size_t>(l.chunk_bytes);
+    CHECK(std::memcmp(a.data() + row, right.data() + row, row) == 0, describe(l));
+    Memory message(chunks * l.chunk_bytes, 0);
+    std::memcpy(message.data(), a.data(), row);
+    const std::vector<Memory> decoded = decode(l, 1, message, one_thread());
+    for (int64_t k = 0; k < l.first[1]; ++k) {
+      const Piece& p = l.pieces[static_cast<size_t>(k)];
+      for (int64_t i = p.start; i < p.start + p.coded + p.raw; ++i) {
+        const uint8_t* leaf = decoded[static_cast<size_t>(p.leaf)].data();
+        uint16_t half[2] = {};
+        if (p.leaf == 0) std::memcpy(half, leaf + 4 * i, 4);
+        else std::memcpy(half + 1, leaf + 2 * i, 2);
+        CHECK((half[1] & 0x7fff) >= 0x7f80 && (half[1] & 0x7f) != 0, describe(l));
+      }
+    }
+    if (chunks > 1) continue;
+    std::vector<Memory> sums;
+    for (const Leaf& leaf : l.leaves) sums.emplace_back(2 * leaf.size * 4, 0);
+    reduce(where, pointers<float>(sums).data(), nullptr);
+    for (size_t i = 0; i < sums.size(); ++i) {
+      for (int64_t j = 0; j < l.leaves[i].size; ++j) CHECK(std::isnan(sums[i].floats()[j]), describe(l));
+    }
+  }
+}
+
+// Messages that a table has no room for are refused before anything is touched.
+void too_large() {
+  const void* const in[1] = {};
+  const int64_t ids[1] = {};
+  const Codec maxmin{Kind::kMaxMin, 4, 512, false, false, false}, tiny{Kind::kMaxMin, 4, 32, false, false, false}, raw{Kind::kRaw, 0, 0, false, false, false};
+  const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
+    const Layout l(codec, {{size, DType::kF32}}, chunks);
+    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
+           cuda::decode({l, batch, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
+           cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
+               cudaErrorInvalidConfiguration;
+  };
+  CHECK(refused(maxmin, 1, 1, (int64_t{1} << 30) + 1), "slots");
+  CHECK(refused(maxmin, 1, 1 << 20, (1 << 10) + 1), "slots of many chunks");
+  CHECK(refused(tiny, int64_t{1} << 36, 1, 1), "metadata");
+  CHECK(refused(raw, int64_t{1} << 37, 1, 1), "tiles");
 }
 
 }  // namespace
@@ -218,7 +278,8 @@ void no_such_chunk() {
 int main() {
   using namespace jaxcgx::test;
   nothing();
-  no_such_chunk();
+  nowhere();
+  too_large();
   many_leaves();
   every_codec();
   large_buckets();

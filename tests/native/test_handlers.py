@@ -65,7 +65,8 @@ def test_a_right_call_passes():
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE - 2], [(PAYLOAD[1:], "uint8")], {}, "chunk -1 of 2"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(ranks=np.int64(0)), "ranks out of range"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(ranks=np.int64(3)), "payloads has"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(0)), "divisor is not positive"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(0)), "divisor is not a positive number"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(2**-127)), "2^-126 or more"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [((100,), "float32"), ((7,), "float32")], dict(encoded=False), "of one chunk, got 2"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + jnp.array([0, 5], jnp.int32), *LEAVES], [(PAYLOAD[1:], "uint8")], dict(own=True), "own rank 5 of 2"),
 ])  # fmt: skip

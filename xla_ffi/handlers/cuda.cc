@@ -13,7 +13,7 @@ struct Cuda {
 
   static int64_t workspace_bytes(const Layout& layout, int64_t batch) { return cuda::workspace_bytes(layout, batch); }
 
-  // It lies on the device: the kernel checks it.
+  // It lies on the device: the kernel checks it, and answers with NaNs.
   static ffi::Error check_where(const int32_t*, int64_t, int64_t, int64_t, bool) { return ffi::Error::Success(); }
 
   template <class... Fields>

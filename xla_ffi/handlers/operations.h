@@ -102,7 +102,8 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   const Layout& l = *layout;
   if (ranks < 1 || ranks > (1 << 20)) return invalid(op, "ranks out of range: " + std::to_string(ranks));
   if (!encoded && chunks != 1) return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(chunks));
-  if (!(divisor > 0.0f)) return invalid(op, "the divisor is not positive");
+  // Of a smaller one 1 / divisor may be infinite.
+  if (!(divisor >= 0x1p-126f)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
   const size_t n = l.leaves.size(), inputs = own ? n + 2 : 2, outputs = encoded ? 1 : n;
   const bool keyed = encoded && l.codec.stochastic;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (keyed ? 1 : 0)));
