@@ -214,34 +214,10 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
-// Adds unit * value of every row to its sum.
 template <class C, int kBits, bool kFused>
-CGX_HD void plus(F (&sum)[kRows], F unit, const Words<Vector, kBits>& words) {
-#if defined(CGX_LOOKUP)
-  if constexpr (kFused && (kBits == 1 || kBits == 2 || kBits == 4)) {
-    // Four bits of a word are the codes of kTables rows, and select their products from as many tables: the shift serves
-    // all of these rows, and nothing has to be masked or converted.
-    constexpr int kTables = 4 / kBits;
-    F table[kTables];
-#pragma GCC unroll 4
-    for (int k = 0; k < kTables; ++k) {
-      table[k] = unit * C::template value<Vector, kBits>(shr(iota(), k * kBits) & splat_i((1 << kBits) - 1));
-    }
-    const I word = kBits == 4 ? words.a : kBits == 2 ? words.c : words.d;
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; row += kTables) {
-      const I index = shr(word, row * kBits);
-#pragma GCC unroll 4
-      for (int k = 0; k < kTables; ++k) sum[row + k] = sum[row + k] + lookup(table[k], index);
-    }
-    return;
-  }
-#endif
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; ++row) {
-    const F value = C::template value<Vector, kBits>(words.get(row));
-    sum[row] = kFused ? multiply_add(unit, value, sum[row]) : sum[row] + unit * value;
-  }
+CGX_HD F plus(F so_far, F unit, I code) {
+  const F value = C::template value<Vector, kBits>(code);
+  return kFused ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
 // kFused: unit * value is always exact, so that one rounding is as good as two.
@@ -255,7 +231,9 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     for (int row = 0; row < kRows; ++row) sum[row] = write == Write::kOnto ? load(out + row * kLanes) : splat_f(base);
     for (int64_t r = 0; r < t.ranks; ++r) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
-      plus<C, kBits, kFused>(sum, splat_f(t.unit[r]), words);
+      const F unit = splat_f(t.unit[r]);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -271,7 +249,9 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     sum[row] = write == Write::kOnto ? load(out + row * lanes, in_row(n, lanes, row)) : splat_f(base);
   for (int64_t r = 0; r < t.ranks; ++r) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
-    plus<C, kBits, kFused>(sum, splat_f(t.unit[r]), words);
+    const F unit = splat_f(t.unit[r]);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));

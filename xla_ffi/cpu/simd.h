@@ -67,8 +67,6 @@ CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
-#define CGX_LOOKUP  // what only this instruction set has:
-CGX_HD F lookup(F table, I index) { return {_mm512_permutexvar_ps(index.v, table.v)}; }  // by the low four bits
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
 // Philox multiplies 32 by 32 bits, and the units do that for every other lane: its words stay as two vectors of
