@@ -81,7 +81,9 @@ void reduce(const Reduce& a, const Pool& pool) {
     return;
   }
   const Write write = write_of_leaves(l, a.batch);
-  for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * int64_t{sizeof(float)});
+  for (size_t i = 0; i < l.leaves.size(); ++i) {
+    if (l.leaves[i].size > 0) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * int64_t{sizeof(float)});
+  }
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
