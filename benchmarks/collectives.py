@@ -110,7 +110,7 @@ def reductions():
 
 def parts(mesh, x, ranks, iterations):
     """What the exchanges consist of."""
-    wire = CODEC.wire_bytes(x.shape, x.dtype) // ranks * ranks
+    wire = CODEC.wire_bytes(x.shape, x.dtype) // (4 * ranks) * 4 * ranks
     payload, share = np.zeros(wire, np.uint8), np.zeros(wire // ranks, np.uint8)
 
     def all_to_all(rows):
@@ -121,11 +121,12 @@ def parts(mesh, x, ranks, iterations):
         "encode and decode": Loop(mesh, lambda x: cgx.roundtrip(x, CODEC), (x, x), iterations),
         "all_to_all of a payload": Loop(mesh, all_to_all, (payload, payload), iterations),
         "all_gather of a share": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (share, payload), iterations),
+        "psum of float32 of a payload's size": Loop(mesh, lambda x: lax.psum(x, "data"), (payload.view(np.float32),) * 2, iterations),
         "all_gather of a payload": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (payload, np.tile(payload, ranks)), iterations),
     }
 
 
-def run_rank(address, rank, processes, repeats, sizes, more):
+def run_rank(address, rank, processes, repeats, sizes, calls):
     """Measures everything together with the other ranks, and prints the times."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
@@ -148,8 +149,9 @@ def run_rank(address, rank, processes, repeats, sizes, more):
         x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
         iterations = ITERATIONS.get(size, 4)
         results.append(measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop"))
-        if more and size == sizes[-1]:
-            results.append(measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls"))
+        if size == sizes[-1]:
+            if calls:
+                results.append(measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls"))
             results.append(measure(size, parts(mesh, x, processes, iterations), "parts"))
     print("RESULTS", json.dumps(results), flush=True)
 
@@ -166,7 +168,7 @@ def measure(network, repeats):
         address = f"{lab.address(0) if lab else '127.0.0.1'}:{port}"
         running = []
         for rank in range(network.processes):
-            worker = dict(address=address, rank=rank, processes=network.processes, repeats=repeats, sizes=network.sizes, more=not network.mbit)
+            worker = dict(address=address, rank=rank, processes=network.processes, repeats=repeats, sizes=network.sizes, calls=not network.mbit)
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(worker)]
             start = lab.start if lab else lambda host, command, **options: subprocess.Popen(command, **options)
             running.append(start(rank, command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
@@ -248,10 +250,10 @@ def main():
                 report.data["rows"].append(row(network, r["size"], r["what"], r["ms"]))
                 report.show(row_line(report.data["rows"][-1]))
                 continue
-            report.show("", f"Parts of an exchange of {megabytes(r['size'])} on loopback, both processes at it at once.", "",
+            report.show("", f"Parts of an exchange of {megabytes(r['size'])}, all processes at it at once.", "",
                         *header("part", "ms"))
             for name, ms in r["ms"].items():
-                report.data["parts"].append(dict(name=name, size_mib=r["size"], ms=median(ms), ms_of_repetitions=rounded(ms)))
+                report.data["parts"].append(dict(network=network.name, name=name, size_mib=r["size"], ms=median(ms), ms_of_repetitions=rounded(ms)))
                 report.show(line([name, f"{median(ms):.2f}"]))
     report.show("", *NOTES.splitlines())
     if args.out:

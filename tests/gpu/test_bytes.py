@@ -111,7 +111,7 @@ SIZES = 1, 7, 31, 32, 33, 64, 100, 128, 256, 512, 1000, 1024, 2048, 2049, 4096, 
     *(functools.partial(cgx.MaxMin, bits) for bits in range(1, 9)), *(functools.partial(cgx.AbsMax, bits) for bits in (2, 3, 4, 8)),
     lambda size: cgx.MaxMin(4, size, "stochastic"), lambda size: cgx.MaxMin(8, size, skip_incomplete=True),
     functools.partial(cgx.Float8, "e4m3"), functools.partial(cgx.Float8, "e5m2"), cgx.Sign,
-], ids=lambda make: str(getattr(make, "args", make)))  # fmt: skip
+], ids=lambda make: repr(make(1)))  # fmt: skip
 def test_buckets_of_every_size(make, size):
     codec = make(size) if not isinstance(make, functools.partial) else make(bucket_size=size)
     leaves = [normal(123_457), normal(50_001, 1, jnp.bfloat16), normal(3, 2), normal(20_000, 3, jnp.float16)]
