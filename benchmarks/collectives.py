@@ -223,7 +223,11 @@ def parse():
     args = parser.parse_args()
     if args.repeats < 1 or min(args.size or [1]) <= 0:
         parser.error("--repeats and --size: expected positive numbers")
-    given = [f"--{name}={value}" for name, value in vars(args).items() if name != "out" and value != parser.get_default(name)]
+    given = []
+    for name in "networks", "repeats", "size":
+        value = getattr(args, name)
+        if value != parser.get_default(name):
+            given += [f"--{name}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in (value if name == "size" else [value]))]
     args.command = shlex.join(["python", "benchmarks/collectives.py", *given]) if given else "make bench-collectives"
     args.out = args.out or (None if given else RESULTS)
     return args
