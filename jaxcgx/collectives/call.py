@@ -96,7 +96,8 @@ def check_tracked(op, names):
 
 def check_varying(op, names, paths, leaves):
     """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
-    tracked = [name for name in names if name in _compat.tracked_axes(names)]
+    found = _compat.tracked_axes(names)
+    tracked = [name for name in names if name in found]
     for path, leaf in zip(paths, leaves):
         same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
         if same:

@@ -11,7 +11,8 @@ from jaxcgx.collectives.call import check_axes
 
 def _vary(x, names):
     """The tree, varying over the axes where JAX tracks that."""
-    return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, _compat.tracked_axes(names)), x)
+    tracked = _compat.tracked_axes(names)
+    return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
 def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=False, allow_int=False):

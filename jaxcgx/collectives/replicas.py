@@ -75,8 +75,7 @@ def check_replicas(tree, axis_name):
     sums = [_checksum(jnp.asarray(leaf)) for _, leaf in found]
     if not sums:
         return Replicas(jnp.zeros((0, Axes(names).size), bool), (), axis_name)
-    sums = [_compat.vary(x, frozenset().union(_compat.tracked_axes(names), *map(_compat.varying_axes, sums))) for x in sums]
-    every = jnp.stack(sums)
+    every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(names))
     with scopes.scope(scopes.Message("check_replicas", names, paths)):
         for name in reversed(names):
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
