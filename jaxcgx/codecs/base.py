@@ -1,4 +1,5 @@
 """What a codec is, and encoding and decoding one array."""
+import dataclasses
 import enum
 import functools
 import operator
@@ -65,6 +66,17 @@ class Kind(enum.IntEnum):
     """Kind in xla_ffi/codec/base.h."""
 
     RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN = range(7)
+
+
+def spell(value):
+    """A codec, or what has codecs in it, as somebody would write it: without what it is by default."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
+    if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    said = [f for i, f in enumerate(fields) if i == 0 or getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"
 
 
 def native_codec(kind: Kind, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):

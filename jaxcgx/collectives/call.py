@@ -17,8 +17,6 @@ from jaxcgx.collectives import costs, schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
 
-SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
-
 
 def check_axes(op, axis_name):
     """The names as a tuple, every one of them bound."""

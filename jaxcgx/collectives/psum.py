@@ -2,7 +2,8 @@
 from jax import lax
 
 from jaxcgx.collectives import hierarchy, primitive, schedules
-from jaxcgx.collectives.call import SCHEDULES, Call, check_choice, check_flag, check_own
+from jaxcgx.collectives.call import Call, check_choice, check_flag, check_own
+from jaxcgx.plan import SCHEDULES
 from jaxcgx.transports.xla import Axes
 
 

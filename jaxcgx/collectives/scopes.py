@@ -9,7 +9,7 @@ import re
 
 import jax
 
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.base import Codec, spell
 
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning = {}
@@ -66,13 +66,6 @@ class Exchange:
     @property
     def name(self):
         return f"{self.schedule}.{_plain(spell(self.codec))}"
-
-
-def spell(codec):
-    """A codec as somebody would write it: without what it is by default."""
-    fields = dataclasses.fields(codec) if dataclasses.is_dataclass(codec) else ()
-    said = [f for i, f in enumerate(fields) if i == 0 or getattr(codec, f.name) != f.default]
-    return f"{type(codec).__name__}({', '.join(f'{f.name}={getattr(codec, f.name)!r}' for f in said)})"
 
 
 def _plain(text):

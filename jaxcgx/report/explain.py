@@ -8,8 +8,10 @@ import re
 import jax
 import numpy as np
 
+from jaxcgx.codecs.base import spell
 from jaxcgx.collectives import scopes
 from jaxcgx.report import hlo
+from jaxcgx.table import table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
 
@@ -72,15 +74,15 @@ class Explanation:
         parts = []
         if self.collectives:
             rows = [_row(c, count) for c, count in collections.Counter(self.collectives).items()]
-            parts.append(_table(("operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"), rows))
+            parts.append(table(("operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"), rows))
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
-            parts.append(_table(("left raw", "dtype", "bytes", "function", "because"), rows))
+            parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         totals = [(_axes(axes), *sent) for axes, sent in self.totals.items() if sent[0]]
         if len(totals) != 1:
             totals.append(("in all", self.bytes, self.raw_bytes))
         rows = [(axes, f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}") for axes, sent, raw in totals]
-        parts.append(_table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
+        parts.append(table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -200,7 +202,7 @@ def _collective(found, axes):
         operation=found.operation, axes=names, ranks=ranks, dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
         bytes=sent, raw_bytes=round(sent * saving), times=found.times, branch=found.branch,
         function=_joined([c.function for c in calls] or [name.split(".")[0] for name in unknown[:1]]),
-        codec="unknown" if unknown else _joined(scopes.spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
+        codec="unknown" if unknown else _joined(spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
         schedule=_joined(e.schedule for e in exchanges), leaves=tuple(itertools.chain(*(c.leaves for c in calls))), name=found.name)
 
 
@@ -224,11 +226,3 @@ def _row(c, count):
     first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
     return (c.operation, _axes(c.axes), c.dtype, f"{c.bytes:,}", often + " at most" * c.branch, c.function or "not jaxcgx", c.codec, c.schedule,
             f"{first} and {more} more" if more > 0 else first)
-
-
-def _table(head, rows):
-    """Columns under their heads, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [[cell.rjust(w) if name in ("bytes", "uncompressed", "ratio") else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
-             for row in (head, ["-" * w for w in widths], *rows)]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,0 +1,162 @@
+"""Which leaf gets which codec: rules, guards, what is an error."""
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcgx as cgx
+
+FOUR, EIGHT, TWO = cgx.MaxMin(4), cgx.MaxMin(8), cgx.MaxMin(2, 128)
+TREE = {
+    "block": [{"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(2000)}, {"kernel": jnp.zeros((128, 64), jnp.bfloat16), "scale": jnp.zeros(7)}],
+    "count": jnp.zeros((40, 40), jnp.int32), "embed": jnp.zeros((1000, 64)), "none": jnp.zeros((0, 3)), "temperature": jnp.zeros(()),
+}
+
+
+def assign(plan, tree=TREE):
+    """{path: (codec, why it is raw)}."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
+    return dict(zip(names, plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found]), strict=True))
+
+
+def codecs(plan, tree=TREE):
+    return {name: codec for name, (codec, _) in assign(plan, tree).items()}
+
+
+@pytest.mark.short
+def test_guards():
+    assert assign(cgx.Plan(FOUR)) == {
+        "block/0/bias": (cgx.Raw(), "it has one dimension, and the plan has skip_1d=True"),
+        "block/0/kernel": (FOUR, None),
+        "block/1/kernel": (FOUR, None),
+        "block/1/scale": (cgx.Raw(), "it has 7 elements, fewer than the plan's min_size=1024"),
+        "count": (FOUR, None),  # what no codec can take is not the guards' business
+        "embed": (FOUR, None),
+        "none": (FOUR, None),
+        "temperature": (cgx.Raw(), "it has 1 element, fewer than the plan's min_size=1024"),
+    }
+    assert assign(cgx.Plan(FOUR, min_size=0))["temperature"] == (cgx.Raw(), "it has no dimension, and the plan has skip_1d=True")
+    assert assign(cgx.Plan(FOUR, min_size=7, skip_1d=False))["block/1/scale"] == (FOUR, None)
+    assert set(assign(cgx.Plan(FOUR, min_size=0, skip_1d=False)).values()) == {(FOUR, None)}
+
+
+@pytest.mark.parametrize(("rule", "held"), [
+    ("kernel$", {"block/0/kernel", "block/1/kernel"}),
+    ("^block/1/", {"block/1/kernel", "block/1/scale"}),
+    (lambda path, leaf: leaf.dtype == jnp.bfloat16, {"block/1/kernel"}),
+    (cgx.Rule(EIGHT, min_size=2000, max_size=8192), {"block/0/bias", "block/0/kernel", "block/1/kernel"}),
+    (cgx.Rule(EIGHT, ndim=1), {"block/0/bias", "block/1/scale"}),
+    (cgx.Rule(EIGHT, path="block", where=lambda path, leaf: leaf.shape[0] == 64), {"block/0/kernel"}),
+    (cgx.Rule(EIGHT), set(codecs(cgx.Plan(FOUR)))),
+], ids=["regex", "anchor", "predicate", "sizes", "ndim", "both", "all"])  # fmt: skip
+def test_conditions(rule, held):
+    plan = cgx.Plan(FOUR, [rule if isinstance(rule, cgx.Rule) else (rule, EIGHT)], min_size=0, skip_1d=False)
+    assert codecs(plan) == {name: EIGHT if name in held else FOUR for name in codecs(cgx.Plan(FOUR))}
+
+
+def test_a_root_leaf_has_an_empty_path():
+    assert codecs(cgx.Plan(FOUR, [("^$", EIGHT)]), jnp.zeros((64, 64))) == {"": EIGHT}
+
+
+def test_guards_are_stronger_than_rules():
+    plan = cgx.Plan(FOUR, [("scale", EIGHT), cgx.Rule(EIGHT, ndim=1, priority=9)])
+    assert {name: why for name, (codec, why) in assign(plan).items() if codec == cgx.Raw()} == {
+        name: why for name, (codec, why) in assign(cgx.Plan(FOUR)).items() if codec == cgx.Raw()}
+
+
+def test_the_highest_priority_counts():
+    rules = [cgx.Rule(EIGHT, path="kernel"), cgx.Rule(TWO, path="block/0", priority=1), cgx.Rule(FOUR, path="0/kernel", priority=-1)]
+    found = codecs(cgx.Plan(cgx.Raw(), rules))
+    assert (found["block/0/kernel"], found["block/1/kernel"], found["embed"]) == (TWO, EIGHT, cgx.Raw())
+
+
+def test_rules_may_agree():
+    assert codecs(cgx.Plan(FOUR, [("0/kernel", EIGHT), ("kernel", cgx.MaxMin(8))]))["block/0/kernel"] == EIGHT
+
+
+def test_codecs_by_axis():
+    wide = {"node": EIGHT, "local": cgx.Raw()}
+    plan = cgx.Plan({"node": FOUR, "local": cgx.Raw()}, [("embed", wide), ("0/kernel", TWO)], schedule={"node": "ring", "local": "auto"})
+    found = codecs(plan)
+    assert found["embed"] == wide and isinstance(found["embed"], dict)
+    assert found["block/0/kernel"] == TWO and found["block/1/kernel"] == {"node": FOUR, "local": cgx.Raw()}
+    wide["node"] = FOUR
+    assert codecs(plan)["embed"]["node"] == EIGHT  # the plan has its own
+
+
+@pytest.mark.short
+def test_plans_are_static_under_jit():
+    def make():
+        rules = [("kernel", {"node": EIGHT, "local": FOUR}), cgx.Rule(TWO, ndim=2, priority=-1)]
+        return cgx.Plan({"node": FOUR, "local": cgx.Raw()}, rules, schedule={"local": "auto", "node": "ring"})
+
+    a, b = make(), make()
+    assert a == b and hash(a) == hash(b) and a != cgx.Plan(FOUR)
+    traces = []
+    run = jax.jit(lambda x, plan: traces.append(plan) or x, static_argnums=1)
+    run(1.0, a), run(1.0, b)
+    assert len(traces) == 1
+
+
+def test_a_predicate_sees_no_values():
+    def rule(path, leaf):
+        seen.append(leaf)
+        return True
+
+    seen = []
+    codecs(cgx.Plan(FOUR, [(rule, EIGHT)]), {"w": jnp.ones((64, 64))})
+    assert seen == [jax.ShapeDtypeStruct((64, 64), jnp.float32)]
+
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: cgx.Plan("maxmin"), TypeError, "Plan: argument 'default': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"),
+    (lambda: cgx.Plan({}), ValueError, "Plan: argument 'default': expected a codec for each axis, got {}"),
+    (lambda: cgx.Plan({"a": 4}), TypeError, "Plan: argument 'default': expected a codec such as"),
+    (lambda: cgx.Plan(FOUR, "kernel"), TypeError, "Plan: argument 'rules': expected a list, got 'kernel'"),
+    (lambda: cgx.Plan(FOUR, ["kernel"]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), got 'kernel'"),
+    (lambda: cgx.Plan(FOUR, [(3, FOUR)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
+    (lambda: cgx.Plan(FOUR, [("a", FOUR, 1)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
+    (lambda: cgx.Plan(FOUR, [("a", 4)]), TypeError, "Rule: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
+    (lambda: cgx.Plan(FOUR, [("a(", FOUR)]), ValueError, "Rule: argument 'path': expected a regular expression, got 'a(': missing ), unterminated subpattern at position 1"),
+    (lambda: cgx.Rule(FOUR, path=b"a"), TypeError, "Rule: argument 'path': expected a regular expression as a string, got b'a'"),
+    (lambda: cgx.Rule(FOUR, where="a"), TypeError, "Rule: argument 'where': expected a function of a path and a leaf, got 'a'"),
+    (lambda: cgx.Rule(FOUR, min_size=-1), ValueError, "Rule: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1"),
+    (lambda: cgx.Rule(FOUR, max_size=1.5), TypeError, "Rule: argument 'max_size': expected an integer of at least 0"),
+    (lambda: cgx.Rule(FOUR, ndim=-1), ValueError, "Rule: argument 'ndim': expected an integer of at least 0"),
+    (lambda: cgx.Rule(FOUR, min_size=8, max_size=7), ValueError, "Rule: argument 'max_size': expected at least min_size=8, got 7"),
+    (lambda: cgx.Rule(FOUR, priority="high"), TypeError, "Rule: argument 'priority': expected an integer, got 'high'"),
+    (lambda: cgx.Plan(FOUR, min_size=-1), ValueError, "Plan: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1"),
+    (lambda: cgx.Plan(FOUR, min_size=1.5), TypeError, "Plan: argument 'min_size': expected an integer of at least 0"),
+    (lambda: cgx.Plan(FOUR, skip_1d=1), TypeError, "Plan: argument 'skip_1d': expected True or False, got 1"),
+    (lambda: cgx.Plan(FOUR, fusion_mb=0), ValueError, "Plan: argument 'fusion_mb': expected a positive number, got 0"),
+    (lambda: cgx.Plan(FOUR, fusion_mb="64"), ValueError, "Plan: argument 'fusion_mb': expected a positive number, got '64'"),
+    (lambda: cgx.Plan(FOUR, schedule="tree"), ValueError, "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 'tree'"),
+    (lambda: cgx.Plan(FOUR, schedule={"node": 3}), ValueError, "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 3"),
+    (lambda: cgx.Plan(FOUR, leader=None), TypeError, "Plan: argument 'leader': expected True or False, got None"),
+])  # fmt: skip
+def test_bad_plans(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(("rules", "error", "words"), [
+    ([("kernal", EIGHT)], ValueError, "test: argument 'x': expected a leaf for every rule of the plan, got none for Rule(codec=MaxMin(bits=8), path='kernal') "
+     "among 'block/0/bias', 'block/0/kernel', 'block/1/kernel', 'block/1/scale', 'count' and 3 more; correct the rule or take it out"),
+    ([("kernel", EIGHT), cgx.Rule({"a": TWO}, min_size=2000)], ValueError, "test: argument 'x', leaf 'block/0/kernel': expected one codec, got two: "
+     "Rule(codec=MaxMin(bits=8), path='kernel') and Rule(codec={'a': MaxMin(bits=2, bucket_size=128)}, min_size=2000) of the plan have the same priority; "
+     "give one of them a higher one"),
+    ([(lambda path, leaf: path, EIGHT)], TypeError, "of the plan: expected True or False for leaf 'block/0/bias', got 'block/0/bias'"),
+], ids=["no leaf", "two rules", "predicate"])  # fmt: skip
+def test_errors_of_assigning(rules, error, words):
+    with pytest.raises(error) as caught:
+        assign(cgx.Plan(FOUR, rules))
+    assert words in str(caught.value)
+
+
+def test_of_few_leaves_all_are_named():
+    with pytest.raises(ValueError, match="among 'b', 'w'; correct"):
+        assign(cgx.Plan(FOUR, [("kernel", EIGHT)]), {"w": jnp.zeros(3), "b": jnp.zeros(3)})
+    with pytest.raises(ValueError, match="among no leaves; correct"):
+        assign(cgx.Plan(FOUR, [("kernel", EIGHT)]), {})
