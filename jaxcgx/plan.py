@@ -131,6 +131,12 @@ class Plan:
                 raise ValueError(f"Plan: argument 'schedule': expected one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
         check_flag(self, "leader")
 
+    @property
+    def codecs(self):
+        """All codecs that a leaf may get."""
+        given = [self.default, *(rule.codec for rule in self.rules)]
+        return [codec for each in given for codec in (each.values() if isinstance(each, dict) else [each])]
+
     def assign(self, op, argument, paths, leaves):
         """For each leaf its codec, or codecs by axis, and why it travels raw if a guard says so, else None.
 
