@@ -23,16 +23,16 @@ def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bit
         raise TypeError(f"{op}: argument 'codecs': expected a list of codecs, got {codecs!r}")
     for codec in codecs:
         check_key(op, check_codec(op, codec, "codecs"), key)
-    names = () if axis_name is None else check_axes(op, axis_name)
-    if key is not None and names:  # ranks draw independent noise
-        key = jax.random.fold_in(key, lax.axis_index(names))
+    net = None if axis_name is None else check_axes(op, axis_name)
+    if key is not None and net is not None:  # ranks draw independent noise
+        key = jax.random.fold_in(key, net.rank)
     found = [(spell_path(path), jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
         raise ValueError(f"{op}: argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none")
     rows = jnp.stack([_row(leaf, codecs, None if key is None else jax.random.fold_in(key, i)) for i, (_, leaf) in enumerate(found)])
-    if names:
-        rows = lax.psum(rows, names)
+    if net is not None:
+        rows = net.plain_psum(rows)
     n = len(codecs)
     return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], tuple(path for path, _ in found), tuple(leaf.shape for _, leaf in found),
                               tuple(str(leaf.dtype) for _, leaf in found), tuple(codecs))

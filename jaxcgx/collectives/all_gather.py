@@ -6,41 +6,43 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.collectives import primitive, psum_scatter, rows, schedules
-from jaxcgx.collectives.call import Call, check_choice, check_dimension
-from jaxcgx.transports.xla import Axes
+from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension
 
 
 def compressed_all_gather(x, axis_name, codec, *, key=None, axis=0, tiled=False, to="varying", schedule="auto", backward_codec=None,
-                          strict=False, fusion_mb=64):
+                          strict=False, fusion_mb=None):
     """Every rank's `x`, as `jax.lax.all_gather`. What a rank sends it too takes from its bytes: every rank has the same.
 
     axis, tiled, to: as in lax ("varying" or "invarying"). schedule: "one_shot" is the only one. backward_codec: of the
     transpose, which is compressed_psum_scatter; the same codec by default. A dict of codecs gathers over the outermost
     axis first, a share each. The rest as in `compressed_psum`.
     """
-    op = "compressed_all_gather"
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, backward_codec)
+    return gather("compressed_all_gather", x, check_axes("compressed_all_gather", axis_name), codec, key, axis, tiled, to, schedule, backward_codec, strict, fusion_mb)
+
+
+def gather(op, x, net, codec, key, axis, tiled, to, schedule, backward_codec, strict, fusion_mb):
+    call = Call(op, x, net, codec, key, strict, fusion_mb, backward_codec)
     check_choice(op, "schedule", schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))
     dims = [check_dimension(op, "axis", axis, leaf, path, extra=0 if tiled else 1) for leaf, path in zip(call.leaves, call.paths)]
 
     def plain(leaf, i):
-        return _compat.all_gather(leaf, call.names, axis=dims[i], tiled=tiled, to=to)
+        return net.plain_all_gather(leaf, dims[i], tiled, to)
 
-    def compressed(leaves, key, ids):
+    def compressed(leaves, key, ids, route):
         shapes = [x.shape for x in leaves]
-        for j, (names, codec) in enumerate(call.stages):
-            leaves = primitive.bind(all_gather_p, leaves, call.stage_key(key, j, call.stages[j + 1 :]), axes=names, ranks=Axes(names).size,
-                                    codec=codec, backward=call.backward[j], ids=ids, to=to)
-        n = len(call.stages)
+        for j, (part, codec) in enumerate(route.stages):
+            leaves = primitive.bind(all_gather_p, leaves, route.key(key, j, route.stages[j + 1 :]), net=part, ranks=part.size,
+                                    codec=codec, backward=route.backward[j], ids=ids, to=to)
+        n = len(route.stages)
         gathered = [jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim))).reshape(call.size, *s) for x, s in zip(leaves, shapes)]
         return [rows.join(x, dims[i], tiled) for x, i in zip(gathered, ids)]
 
-    return call.run(plain, compressed, "one_shot")
+    return call.run(plain, compressed)
 
 
-def _run(leaves, key, *, axes, ranks, codec, backward, ids, to):
-    return schedules.all_gather(Axes(axes), codec, leaves, ids, key)
+def _run(leaves, key, *, net, ranks, codec, backward, ids, to):
+    return schedules.all_gather(net, codec, leaves, ids, key)
 
 
 def _shape(shape, *, ranks, **params):
@@ -50,13 +52,13 @@ def _shape(shape, *, ranks, **params):
 # Rank r's leaf is in row r of every rank: its cotangent is the sum of theirs, psum_scatter. Where the result is typed as one
 # value that all ranks share ("invarying"), so is its cotangent, and rank r takes row r of it. An axis of vmap has no such
 # type: its cotangents are rows, most of them zero, that psum_scatter adds; ranks of a mesh among them would count double.
-def _transpose(avals, cts, key, *, axes, ranks, codec, backward, to, batch, **params):
+def _transpose(avals, cts, key, *, net, ranks, codec, backward, to, batch, **params):
     mapped = math.prod(size for size, name in batch if name is not None)
     if to == "invarying":
         if mapped == 1:
-            return [lax.dynamic_index_in_dim(ct, lax.axis_index(axes), len(batch), keepdims=False) for ct in cts]
+            return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
         cts = [ct * (mapped / ranks) for ct in cts]
-    return primitive.bind(psum_scatter.psum_scatter_p, cts, schedules.fold(key, schedules.BACK), axes=axes, codec=backward, backward=codec,
+    return primitive.bind(psum_scatter.psum_scatter_p, cts, schedules.fold(key, schedules.BACK), net=net, codec=backward, backward=codec,
                           schedule="one_shot", own="raw", batch=batch, **params)
 
 

@@ -3,20 +3,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.collectives import primitive, rows, schedules
-from jaxcgx.collectives.call import Call, check_choice, check_dimension, check_divisible
-from jaxcgx.transports.xla import Axes
+from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible
 
 
 def compressed_all_to_all(x, axis_name, split_axis, concat_axis, codec, *, key=None, tiled=False, schedule="auto", backward_codec=None,
-                          strict=False, fusion_mb=64):
+                          strict=False, fusion_mb=None):
     """Slice r of `x` along `split_axis` to rank r, and the slices that come along `concat_axis`, as `jax.lax.all_to_all`.
 
     split_axis, concat_axis, tiled: as in lax. schedule: "one_shot" is the only one. backward_codec: of the transpose,
     which is the exchange back; the same codec by default. A dict of codecs exchanges over one axis after another,
     innermost first. The rest as in `compressed_psum`.
     """
-    op = "compressed_all_to_all"
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, backward_codec)
+    return exchange("compressed_all_to_all", x, check_axes("compressed_all_to_all", axis_name), codec, split_axis, concat_axis, key, tiled, schedule, backward_codec, strict, fusion_mb)
+
+
+def exchange(op, x, net, codec, split_axis, concat_axis, key, tiled, schedule, backward_codec, strict, fusion_mb):
+    call = Call(op, x, net, codec, key, strict, fusion_mb, backward_codec)
     check_choice(op, "schedule", schedule, ("auto", "one_shot"))
     dims = []
     for leaf, path in zip(call.leaves, call.paths):
@@ -24,23 +26,23 @@ def compressed_all_to_all(x, axis_name, split_axis, concat_axis, codec, *, key=N
         check_divisible(op, "split_axis", dims[-1][0], leaf, path, call.size, tiled)
 
     def plain(leaf, i):
-        return lax.all_to_all(leaf, call.names, *dims[i], tiled=tiled)
+        return net.plain_all_to_all(leaf, *dims[i], tiled)
 
-    def compressed(leaves, key, ids):
-        parts = [rows.by_axis(rows.split(x, dims[i][0], call.size, tiled), call.stages) for x, i in zip(leaves, ids)]
-        for j, (names, codec) in reversed(list(enumerate(call.stages))):
+    def compressed(leaves, key, ids, route):
+        parts = [rows.by_axis(rows.split(x, dims[i][0], call.size, tiled), route.stages) for x, i in zip(leaves, ids)]
+        for j, (part, codec) in reversed(list(enumerate(route.stages))):
             parts = [jnp.moveaxis(x, j, 0) for x in parts]
-            parts = primitive.bind(all_to_all_p, parts, call.stage_key(key, j, call.others(j)), axes=names, codec=codec,
-                                   backward=call.backward[j], ids=ids)
+            parts = primitive.bind(all_to_all_p, parts, route.key(key, j, route.others(j)), net=part, codec=codec,
+                                   backward=route.backward[j], ids=ids)
             parts = [jnp.moveaxis(x, 0, j) for x in parts]
-        parts = [x.reshape(call.size, *x.shape[len(call.stages) :]) for x in parts]
+        parts = [x.reshape(call.size, *x.shape[len(route.stages) :]) for x in parts]
         return [rows.join(x, dims[i][1], tiled) for x, i in zip(parts, ids)]
 
-    return call.run(plain, compressed, "one_shot")
+    return call.run(plain, compressed)
 
 
-def _run(leaves, key, *, axes, codec, backward, ids):
-    return schedules.all_to_all(Axes(axes), codec, leaves, ids, key)
+def _run(leaves, key, *, net, codec, backward, ids):
+    return schedules.all_to_all(net, codec, leaves, ids, key)
 
 
 def _shape(shape, **params):

@@ -1,5 +1,5 @@
 """A call of a collective: its arguments checked, its leaves put into messages."""
-import math
+import dataclasses
 import numbers
 import operator
 import sys
@@ -13,13 +13,14 @@ from jax import lax
 
 from jaxcgx import _compat, plan
 from jaxcgx.codecs.base import check_codec
-from jaxcgx.collectives import costs, schedules, scopes
+from jaxcgx.collectives import schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
+from jaxcgx.transports.xla import Axes
 
 
 def check_axes(op, axis_name):
-    """The names as a tuple, every one of them bound."""
+    """The transport over the axes, every one of them bound."""
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
     if not names or not single or len(set(names)) < len(names):
@@ -30,18 +31,24 @@ def check_axes(op, axis_name):
         except NameError:
             raise NameError(f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
                             f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})") from None
-    return names
+    return Axes(names)
 
 
-def check_codecs(op, argument, codec, names):
-    """((axes, codec), ...), outermost first: one exchange over all axes together, or one for each axis."""
-    if not isinstance(codec, dict):
-        return ((names, check_codec(op, codec, argument)),)
-    missing, unknown = [n for n in names if n not in codec], [n for n in codec if n not in names]
+def check_each(op, argument, given, net, what):
+    """Of a dict its values for the parts of a transport, outermost first."""
+    missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
     if missing or unknown:
         wrong = [f"{', '.join(map(repr, found))} {what}" for found, what in ((missing, "missing"), (unknown, "not among them")) if found]
-        raise ValueError(f"{op}: argument '{argument}': expected a codec for each axis of {names}, got {codec} ({'; '.join(wrong)})")
-    return tuple(((name,), check_codec(op, codec[name], argument)) for name in names)
+        raise ValueError(f"{op}: argument '{argument}': expected {what} for each axis of {tuple(net.parts)}, got {given} ({'; '.join(wrong)})")
+    return [given[name] for name in net.parts]
+
+
+def check_stages(op, argument, codec, net):
+    """((transport, codec), ...), outermost first: one exchange over all ranks together, or one for each part."""
+    if not isinstance(codec, dict):
+        return ((net, check_codec(op, codec, argument)),)
+    codecs = check_each(op, argument, codec, net, "a codec")
+    return tuple((part, check_codec(op, codec, argument)) for part, codec in zip(net.parts.values(), codecs))
 
 
 def check_choice(op, argument, value, choices):
@@ -49,8 +56,8 @@ def check_choice(op, argument, value, choices):
         raise ValueError(f"{op}: argument '{argument}': expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def check_key(op, codecs, key, names):
-    """The key's words if a codec draws noise, else None."""
+def check_key(op, codecs, possible, key, names):
+    """The key's words if one of the codecs draws noise, else None. possible: codecs that another tree would travel with."""
     drawing = [codec for codec in codecs if codec.stochastic]
     if key is None:
         if drawing:
@@ -58,7 +65,9 @@ def check_key(op, codecs, key, names):
                              "pass key=jax.random.key(...), the same on every rank and another one every step")
         return None
     if not drawing:
-        warnings.warn(f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(codecs)))} draws no random numbers: the key is not used",
+        if any(codec.stochastic for codec in possible):
+            return None
+        warnings.warn(f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(possible)))} draws no random numbers: the key is not used",
                       stacklevel=_callers_level())
         return None
     words = key_words(op, key)
@@ -105,6 +114,22 @@ def check_varying(op, names, paths, leaves):
                 "already, uncompressed, because the parameters don't vary over that axis. Take it with "
                 "jaxcgx.local_value_and_grad, or differentiate with respect to "
                 "jax.lax.pcast(params, axis_name, to='varying').")
+
+
+def check_residuals(op, tree, leaves, paths, residuals):
+    """A residual for each leaf, or None."""
+    try:
+        found = tree.flatten_up_to(residuals)
+    except (TypeError, ValueError):
+        raise ValueError(f"{op}: argument 'residuals': expected a tree like x, {tree}, got {jax.tree_util.tree_structure(residuals)}") from None
+    for path, leaf, given in zip(paths, leaves, found):
+        if given is None:
+            continue
+        expected = f"float32{list(leaf.shape)}" if leaf.dtype in DTYPES else "None"
+        got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else repr(given)
+        if got != expected:
+            raise ValueError(f"{op}: argument 'residuals'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got {got}")
+    return found
 
 
 def check_positive(op, argument, value):
@@ -158,63 +183,88 @@ def check_divisible(op, argument, dimension, leaf, path, size, tiled):
                          + ("" if tiled else "; pass tiled=True to split a longer one"))
 
 
-class Call:
-    """The checked arguments that every collective has."""
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How leaves travel: over one transport after another, outermost first, with a codec for each."""
 
-    def __init__(self, op, x, axis_name, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True):
-        self.op, self.names = op, check_axes(op, axis_name)
-        self.stages = check_codecs(op, "codec", codec, self.names)
-        self.backward = [c for _, c in check_codecs(op, "backward_codec", codec if backward_codec is None else backward_codec, self.names)]
-        self.size = math.prod(map(lax.axis_size, self.names))
-        codecs = [codec for _, codec in self.stages] + self.backward
-        self.key = check_key(op, codecs, key, self.names)
-        check_flag(op, "strict", strict)
-        self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
-        found, self.tree = jax.tree_util.tree_flatten_with_path(x)
-        self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
-        self.leaves = [check_array(op, argument, path, leaf) for path, leaf in zip(self.paths, leaves)]
-        self.tracked = check_tracked(op, self.names)
-        if local:  # the leaves are what is exchanged: each rank's own
-            check_varying(op, self.names, self.paths, self.leaves)
-        self.raw = {}  # why a leaf travels as it is
-        for i, leaf in enumerate(self.leaves):
-            reason = plan.why_raw(leaf, codecs) or (self.size == 1 and "there is one rank") or None
-            if reason and strict and leaf.dtype not in DTYPES:
-                raise TypeError(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
-            if reason:
-                self.raw[i] = reason
+    stages: tuple  # ((transport, codec), ...)
+    backward: tuple  # the codecs of the transpose
+
+    @property
+    def codecs(self):
+        return [codec for _, codec in self.stages] + list(self.backward)
 
     def others(self, j):
         """The stages but one."""
         return self.stages[:j] + self.stages[j + 1 :]
 
-    def stage_key(self, key, j, stages):
-        """The key of stage j: other noise for ranks that differ in the axes of `stages`."""
+    def key(self, key, j, stages):
+        """The key of stage j: other noise for ranks that differ in the transports of `stages`."""
         return schedules.stage_key(key, j, stages) if len(self.stages) > 1 else key
 
-    def schedule(self, leader):
-        """What "auto" takes for the exchange over the outermost axes, for all messages of the call alike."""
-        (names, codec), coded = self.stages[0], [x for i, x in enumerate(self.leaves) if i not in self.raw]
-        ranks = math.prod(map(lax.axis_size, names))
-        share = 1 if leader else self.size // ranks  # inner ranks take a share each
-        return costs.choose(ranks, sum(4 * x.size for x in coded) // share,
-                            sum(codec.wire_bytes(x.shape, x.dtype) for x in coded) // share)
 
-    def run(self, plain, compressed, schedule):
-        """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids)` for each message.
-        The scopes are what `explain` finds in the compiled program."""
+class Call:
+    """The checked arguments that every collective has. Leaves of one route share messages."""
+
+    def __init__(self, op, x, net, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True):
+        self.op, self.net = op, net
+        check_flag(op, "strict", strict)
+        found, self.tree = jax.tree_util.tree_flatten_with_path(x)
+        self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+        self.leaves = [check_array(op, argument, path, leaf) for path, leaf in zip(self.paths, leaves)]
+        self.tracked = check_tracked(op, net.names)
+        if local:  # the leaves are what is exchanged: each rank's own
+            check_varying(op, net.names, self.paths, self.leaves)
+        self.size = net.size
+        used, possible = [], []
+        stages, guarded = self._assign("codec", codec, used, possible)
+        backward = stages if backward_codec is None else self._assign("backward_codec", backward_codec, used, possible)[0]
+        self.key = check_key(op, used, possible, key, net.names)
+        self.routes = [Route(there, tuple(codec for _, codec in back)) for there, back in zip(stages, backward)]
+        if fusion_mb is None:
+            fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
+        self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
+        self.raw = {}  # why a leaf travels as it is
+        for i, (leaf, route) in enumerate(zip(self.leaves, self.routes)):
+            reason = guarded[i] or plan.why_raw(leaf, route.codecs) or (self.size == 1 and "there is one rank") or None
+            if reason and strict and leaf.dtype not in DTYPES:
+                raise TypeError(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
+            if reason:
+                self.raw[i] = reason
+        self.groups = {}  # of the others, those of a route
+        for i, route in enumerate(self.routes):
+            if i not in self.raw:
+                self.groups.setdefault(route, []).append(i)
+
+    def _assign(self, argument, codec, used, possible):
+        """For each leaf its stages, and why a plan leaves it raw. The codecs go into `used` and `possible` (see check_key)."""
+        if not isinstance(codec, plan.Plan):
+            stages = check_stages(self.op, argument, codec, self.net)
+            used += [codec for _, codec in stages]
+            possible += [codec for _, codec in stages]
+            return [stages] * len(self.leaves), [None] * len(self.leaves)
+        assigned = codec.assign(self.op, argument, self.paths, self.leaves)
+        found = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
+        used += [codec for stages in found for _, codec in stages]
+        possible += codec.codecs
+        return found, [reason for _, reason in assigned]
+
+    def run(self, plain, compressed):
+        """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids, route)` for
+        each message. The scopes are what `explain` finds in the compiled program."""
         results = [None] * len(self.leaves)
         for i, reason in self.raw.items():
             leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
             size = leaf.size * leaf.dtype.itemsize
-            with scopes.scope(scopes.Leaf(self.op, self.names, path, str(leaf.dtype), size, reason)):
+            with scopes.scope(scopes.Leaf(self.op, self.net.names, path, str(leaf.dtype), size, reason)):
                 results[i] = plain(self.leaves[i], i)
-        coded = [i for i in range(len(self.leaves)) if i not in self.raw]
-        for message in plan.messages([self.leaves[i] for i in coded], self.limit):
-            ids = tuple(coded[k] for k in message)
-            paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
-            with scopes.scope(scopes.Message(self.op, self.names, paths)):
-                done = compressed([self.leaves[i] for i in ids], self.key, ids)
-            for i, y in zip(ids, done):
-                results[i] = y
+        for route, coded in self.groups.items():
+            key = self.key if any(codec.stochastic for codec in route.codecs) else None
+            for message in plan.messages([self.leaves[i] for i in coded], self.limit):
+                ids = tuple(coded[k] for k in message)
+                paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
+                with scopes.scope(scopes.Message(self.op, self.net.names, paths)):
+                    done = compressed([self.leaves[i] for i in ids], key, ids, route)
+                for i, y in zip(ids, done):
+                    results[i] = y
         return jax.tree_util.tree_unflatten(self.tree, results)

@@ -30,7 +30,7 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
 
     @functools.wraps(fun)
     def value_and_grad(*args, **kwargs):
-        names, args = check_axes("local_value_and_grad", axis_name), list(args)
+        names, args = check_axes("local_value_and_grad", axis_name).names, list(args)
         for i in argnums if isinstance(argnums, (tuple, list)) else [argnums]:
             if -len(args) <= i < len(args):  # else jax says it better
                 args[i] = _vary(args[i], names)
@@ -39,7 +39,7 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
     return value_and_grad
 
 
-def sync_in_backward(params, axis_name, codec, *, key=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=64):
+def sync_in_backward(params, axis_name, codec, *, key=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
     """`params` as they are; in the backward pass their gradients become the compressed mean over the axis.
 
     Every message is exchanged as soon as the gradients of its leaves are known, while the rest of the backward pass still
@@ -54,16 +54,17 @@ def sync_in_backward(params, axis_name, codec, *, key=None, schedule="auto", own
     only. The loss is this rank's own: one that is averaged over the axis inside has its gradients divided by the ranks twice.
     """
     op = "sync_in_backward"
-    names = check_axes(op, axis_name)
-    call, plain, compressed, schedule = psum.prepare(op, params, axis_name, codec, key, schedule, own, leader, strict, fusion_mb,
-                                                     mean=True, argument="params", local=False)
+    net = check_axes(op, axis_name)
+    call, plain, compressed = psum.prepare(op, params, net, codec, key, schedule, own, leader, strict, fusion_mb,
+                                           mean=True, argument="params", local=False)
+
     def identity(leaves, key, exchange):
         """The leaves; their cotangents go through `exchange(cotangents, key)`."""
         varying = [_compat.varying_axes(x) for x in leaves]
 
         @jax.custom_vjp
         def f(leaves, key):
-            return _vary(leaves, names)
+            return _vary(leaves, net.names)
 
         def backward(key, cts):
             return [_compat.vary(x, axes) for x, axes in zip(exchange(cts, key), varying)], None
@@ -76,4 +77,7 @@ def sync_in_backward(params, axis_name, codec, *, key=None, schedule="auto", own
             return leaf  # has no gradient
         return identity([leaf], None, lambda cts, _: [plain(cts[0], i)])[0]
 
-    return call.run(one, lambda leaves, key, ids: identity(leaves, key, lambda cts, key: compressed(cts, key, ids)), schedule)
+    def message(leaves, key, ids, route):
+        return identity(leaves, key, lambda cts, key: compressed(cts, key, ids, route))
+
+    return call.run(one, message)

@@ -1,41 +1,54 @@
-"""Sums over several axes, each with a codec of its own: little over the slow network, all of it over the fast one.
+"""Sums over several transports, each with a codec of its own: little over the slow network, all of it over the fast one.
 
-Shards: reduce-scatter over the inner axes, the exchange over the outermost one, of a shard on every inner rank, all-gather
+Shards: reduce-scatter over the inner ranks, the exchange over the outermost ones, of a shard on every inner rank, all-gather
 back. Every inner rank talks to its peers on the other nodes, so every network card works.
 
-Leader (CGX's intra-broadcast): sum over the inner axes, an exchange among the inner ranks 0 alone, and their bytes
+Leader (CGX's intra-broadcast): sum over the inner ranks, an exchange among the inner ranks 0 alone, and their bytes
 to the others, who decode the same.
+
+Feedback is of what the outermost exchange loses. Residuals are added before the innermost sum, so that it doesn't matter
+which of the ranks holds one.
 """
 import math
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import schedules
-from jaxcgx.transports.xla import Axes, Leaders
+from jaxcgx.collectives import feedback, schedules
 
 
-def allreduce(stages, leaves, ids, key, schedule, own, leader, divisor):
-    """The leaves' sum over all stages ((axes, codec), ...), outermost first, divided by `divisor`."""
-    how = _by_leaders if leader else _by_shards
-    return how(stages, leaves, ids, key, schedule, own, divisor)
+def allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, divisor):
+    """The leaves' sum over all stages ((transport, codec), ...), outermost first, divided by `divisor`; and residuals."""
+    fed = residuals is not None
+    if fed:
+        leaves, lost = feedback.carry(leaves, residuals)
+    if leader:
+        sums, more = _by_leaders(net.leaders(), stages, leaves, fed, ids, key, schedule, own, divisor)
+    else:
+        sums, more = _by_shards(stages, leaves, fed, ids, key, schedule, own, divisor)
+    return sums, [a + b for a, b in zip(lost, more)] if fed else None
 
 
 # Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not depend
 # on what else is in the message. Raw() stages send bytes too: leaves share a message, for which XLA has no reduce-scatter.
-def _by_shards(stages, leaves, ids, key, schedule, own, divisor):
+def _by_shards(stages, leaves, fed, ids, key, schedule, own, divisor):
     inner = list(enumerate(stages))[1:]
-    shards = [_cut(x, [Axes(names).size for _, (names, _) in reversed(inner)]) for x in leaves]
-    for i, (names, codec) in reversed(inner):
+    sizes = [net.size for _, (net, _) in reversed(inner)]
+    shards = [_cut(x, sizes) for x in leaves]
+    for i, (net, codec) in reversed(inner):
         others = schedules.stage_key(key, i, stages[:i] + stages[i + 1 :])
-        shards = schedules.reduce_scatter("one_shot", Axes(names), codec, shards, ids, others, own)
-    (names, codec), others = stages[0], schedules.stage_key(key, 0, stages[1:])
-    shards = _exchange(Axes(names), codec, shards, ids, others, schedule, own, divisor)
+        half = "ring" if schedule[i] == "ring" else "one_shot"
+        shards = schedules.reduce_scatter(half, net, codec, shards, ids, others, own)
+    (net, codec), others = stages[0], schedules.stage_key(key, 0, stages[1:])
+    shards, lost = _exchange(net, codec, shards, fed, ids, others, schedule[0], own, divisor)
     shards = [x.astype(leaf.dtype) for x, leaf in zip(shards, leaves)]
-    for i, (names, codec) in inner:
+    for i, (net, codec) in inner:
         further_in = schedules.stage_key(key, len(stages) + i, stages[i + 1 :])  # further out all have the same by now
-        shards = schedules.all_gather(Axes(names), codec, shards, ids, further_in)
-    return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shards, leaves)]
+        shards = schedules.all_gather(net, codec, shards, ids, further_in)
+    if fed:
+        ranks = [net.rank for _, (net, _) in reversed(inner)]
+        lost = [_place(x, ranks, sizes).reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(lost, leaves)]
+    return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shards, leaves)], lost
 
 
 def _cut(x, sizes):
@@ -47,18 +60,25 @@ def _cut(x, sizes):
     return flat.reshape(*sizes, share)
 
 
-def _by_leaders(stages, leaves, ids, key, schedule, own, divisor):
+def _place(share, ranks, sizes):
+    """[*sizes, share], zero but for the share of one rank."""
+    return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(ranks)].set(share)
+
+
+def _by_leaders(leaders, stages, leaves, fed, ids, key, schedule, own, divisor):
     dtypes, leaves = [x.dtype for x in leaves], [x.astype(jnp.float32) for x in leaves]
-    for i, (names, codec) in reversed(list(enumerate(stages))[1:]):
+    for i, (net, codec) in reversed(list(enumerate(stages))[1:]):
         others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
-        leaves = _exchange(Axes(names), codec, leaves, ids, schedules.stage_key(key, i, others), "two_shot", own, 1.0)
-    (names, codec), inner = stages[0], sum((names for names, _ in stages[1:]), ())
-    sums = _exchange(Leaders(names, inner), codec, leaves, ids, schedules.stage_key(key, 0, ()), schedule, own, divisor)
-    return [x.astype(dtype) for x, dtype in zip(sums, dtypes)]
+        leaves, _ = _exchange(net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0)
+    sums, lost = _exchange(leaders, stages[0][1], leaves, fed, ids, schedules.stage_key(key, 0, ()), schedule[0], own, divisor)
+    if fed:
+        lost = [jnp.where(leaders.speaks, x, 0) for x in lost]
+    return [x.astype(dtype) for x, dtype in zip(sums, dtypes)], lost
 
 
-def _exchange(axes, codec, leaves, ids, key, schedule, own, divisor):
-    """The sum over one stage of float32 leaves, divided."""
-    if axes.size > 1 and not codec.raw:
-        return schedules.allreduce(schedule, axes, codec, leaves, ids, key, own, divisor)
-    return [x / divisor for x in lax.psum(leaves, axes.names)]
+def _exchange(net, codec, leaves, fed, ids, key, schedule, own, divisor):
+    """The sum over one stage of float32 leaves, divided; and with `fed` what it lost."""
+    zeros = [jnp.zeros_like(x, jnp.float32) for x in leaves] if fed else None
+    if net.size > 1 and not codec.raw:
+        return schedules.allreduce(schedule, net, codec, leaves, zeros, ids, key, own, divisor)
+    return [x / divisor for x in map(net.plain_psum, leaves)], zeros

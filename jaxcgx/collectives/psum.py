@@ -1,70 +1,119 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
-from jax import lax
+import math
 
-from jaxcgx.collectives import hierarchy, primitive, schedules
-from jaxcgx.collectives.call import Call, check_choice, check_flag, check_own
-from jaxcgx.plan import SCHEDULES
-from jaxcgx.transports.xla import Axes
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.collectives import costs, feedback, hierarchy, primitive, schedules
+from jaxcgx.collectives.call import Call, check_axes, check_choice, check_each, check_flag, check_own, check_residuals
+from jaxcgx.plan import SCHEDULES, Plan
 
 
-def compressed_psum(x, axis_name, codec, *, key=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=64):
+def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, schedule="auto", own="raw", leader=False, strict=False,
+                    fusion_mb=None):
     """The sum of `x` over a named axis, as `jax.lax.psum`, sent in the codec's bytes.
 
     x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed; others go through lax.psum, or
-    with `strict=True` are an error. All leaves share messages of up to `fusion_mb` MiB, each one exchange.
+    with `strict=True` are an error. All leaves of a codec share messages of up to `fusion_mb` MiB (64), each one exchange.
 
     axis_name: one name, or a tuple of names. codec: a codec for an exchange over all of them together; or a dict with a
     codec for each name, which come outermost first: `{"node": MaxMin(4), "local": Raw()}` sums over the inner axes by
     reduce-scatter, over the outermost by the compressed exchange of each shard, and gathers back. With `leader=True` only
     rank 0 of the inner axes takes part in the outer exchange and the others get its result: fewer messages between
-    nodes, one network card in use.
+    nodes, one network card in use. Or a `Plan`, which says it for every leaf.
 
     key: a random key for codecs that round stochastically, the same on every rank and another one every step.
-    schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/collectives/costs.py explains.
-    own: what a rank adds of its own part to the sum it owns: "raw", as it is (less error), or "encoded", as the others
-    see it; the same key then gives the same bits whatever the messages.
+    schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/collectives/costs.py explains; or a dict with one for
+    each name. own: what a rank adds of its own part to the sum it owns: "raw", as it is (less error), or "encoded", as the
+    others see it; the same key then gives the same bits whatever the messages.
+
+    residuals: what earlier calls lost, to be given back (error feedback): a tree like `x` of this rank's float32 arrays,
+    zeros at first. The result is then a pair, the sum and the new residuals: over all ranks, sum + new residuals = x +
+    residuals. None in place of a leaf: no feedback for it. With `own="encoded"` what the sum's own encoding loses stays
+    lost; of a hierarchy, what the inner axes lose.
 
     Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
     """
-    return _reduce("compressed_psum", x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, mean=False)
+    op = "compressed_psum"
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, schedule, own, leader, strict, fusion_mb, mean=False)
 
 
-def compressed_pmean(x, axis_name, codec, *, key=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=64):
+def compressed_pmean(x, axis_name, codec, *, key=None, residuals=None, schedule="auto", own="raw", leader=False, strict=False,
+                     fusion_mb=None):
     """The mean of `x` over a named axis, as `jax.lax.pmean`: compressed_psum, divided in float32 before the last encoding."""
-    return _reduce("compressed_pmean", x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, mean=True)
+    op = "compressed_pmean"
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, schedule, own, leader, strict, fusion_mb, mean=True)
 
 
-def _reduce(*args, **kwargs):
-    call, plain, compressed, schedule = prepare(*args, **kwargs)
-    return call.run(plain, compressed, schedule)
+def reduce(op, x, net, codec, key, residuals, schedule, own, leader, strict, fusion_mb, *, mean):
+    call, plain, compressed = prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=residuals is not None)
+    if residuals is None:
+        return call.run(plain, compressed)
+    lost = check_residuals(op, call.tree, call.leaves, call.paths, residuals)
+
+    def plain_fed(leaf, i):
+        if lost[i] is None:
+            return plain(leaf, i)
+        (leaf,), (lost[i],) = feedback.carry([leaf], [lost[i]])
+        return plain(leaf, i)
+
+    def compressed_fed(leaves, key, ids, route):
+        given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
+        done = compressed(leaves, key, ids, route, given)
+        for i, new in zip(ids, done[len(leaves) :]):
+            lost[i] = new if lost[i] is not None else None
+        return done[: len(leaves)]
+
+    results = call.run(plain_fed, compressed_fed)
+    return results, jax.tree_util.tree_unflatten(call.tree, lost)
 
 
-def prepare(op, x, axis_name, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, argument="x", local=True):
-    """A checked call, what reduces a leaf and what a message (as Call.run wants them), and the schedule."""
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, argument=argument, local=local)
-    check_choice(op, "schedule", schedule, SCHEDULES)
-    check_own(op, own, schedule)
+def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, fed=False, argument="x", local=True):
+    """A checked call, what reduces a leaf and what reduces a message, as Call.run wants them."""
+    call = Call(op, x, net, codec, key, strict, fusion_mb, argument=argument, local=local)
     check_flag(op, "leader", leader)
-    if leader and len(call.stages) < 2:
+    if isinstance(codec, Plan):
+        schedule = codec.schedule if schedule == "auto" else schedule
+        leader = leader or codec.leader
+    if leader and any(len(route.stages) < 2 for route in call.groups):
         raise ValueError(f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
                          "dict with a codec for each name")
-    if schedule == "auto":
-        schedule = call.schedule(leader)
+    asked = check_each(op, "schedule", schedule, net, "a schedule") if isinstance(schedule, dict) else [schedule]
+    for name in asked:
+        check_choice(op, "schedule", name, SCHEDULES)
+        check_own(op, own, name)
+    if fed and asked[0] == "ring":
+        raise ValueError(f"{op}: argument 'schedule': expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes sums "
+                         "of several ranks on the way")
+    chosen = {route: _choose(route, [call.leaves[i] for i in ids], asked, leader) for route, ids in call.groups.items()}
 
-    def compressed(leaves, key, ids):
-        return primitive.bind(psum_p, leaves, key, axes=call.names, stages=call.stages, ids=ids, schedule=schedule, own=own,
+    def compressed(leaves, key, ids, route, residuals=None):
+        return primitive.bind(psum_p, leaves, key, residuals, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own,
                               leader=leader, divisor=float(call.size) if mean else 1.0, tracked=call.tracked)
 
     def plain(leaf, i):
-        return (lax.pmean if mean else lax.psum)(leaf, call.names)
+        return (net.plain_pmean if mean else net.plain_psum)(leaf)
 
-    return call, plain, compressed, schedule
+    return call, plain, compressed
 
 
-def _run(leaves, key, *, axes, stages, ids, schedule, own, leader, divisor, tracked):
+def _choose(route, leaves, asked, leader):
+    """A schedule for each stage. What "auto" takes for the outermost is what costs least, for all messages of a route alike."""
+    (net, codec), schedule = route.stages[0], asked[0]
+    if schedule == "auto":
+        share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
+        schedule = costs.choose(net.size, sum(4 * x.size for x in leaves) // share,
+                                sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves) // share)
+    inner = asked[1:] or ["auto"] * (len(route.stages) - 1)
+    return (schedule, *("two_shot" if name == "auto" else name for name in inner))
+
+
+def _run(leaves, key, residuals=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):
     if len(stages) > 1:
-        return hierarchy.allreduce(stages, leaves, ids, key, schedule, own, leader, divisor)
-    return schedules.allreduce(schedule, Axes(axes), stages[0][1], leaves, ids, key, own, divisor)
+        results, lost = hierarchy.allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, divisor)
+    else:
+        results, lost = schedules.allreduce(schedule[0], net, stages[0][1], leaves, residuals, ids, key, own, divisor)
+    return [*results, *(lost or [])]
 
 
 def _shape(shape, **params):
@@ -74,9 +123,9 @@ def _shape(shape, **params):
 # What is summed over ranks that don't differ is differentiated by a copy for each: where JAX tracks what varies
 # (check_vma), the transpose of a sum is the cast from one to each (pcast), and no byte is sent. Where it doesn't track,
 # a cotangent may differ from rank to rank, and the transpose of psum is psum.
-def _transpose(avals, cts, key, *, batch, axes, divisor, tracked, **params):
+def _transpose(avals, cts, key, *, batch, net, divisor, tracked, **params):
     if not tracked:
-        return primitive.bind(psum_p, cts, schedules.fold(key, schedules.BACK), batch=batch, axes=axes, divisor=divisor, tracked=tracked, **params)
+        return primitive.bind(psum_p, cts, schedules.fold(key, schedules.BACK), batch=batch, net=net, divisor=divisor, tracked=tracked, **params)
     return [ct / divisor for ct in cts]
 
 

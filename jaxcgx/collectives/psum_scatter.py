@@ -3,20 +3,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.collectives import all_gather, primitive, rows, schedules
-from jaxcgx.collectives.call import Call, check_choice, check_dimension, check_divisible, check_own
-from jaxcgx.transports.xla import Axes
+from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible, check_own
 
 
 def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=0, tiled=False, schedule="auto", own="raw",
-                            backward_codec=None, strict=False, fusion_mb=64):
+                            backward_codec=None, strict=False, fusion_mb=None):
     """The sum of `x` over a named axis, of which every rank keeps its slice, as `jax.lax.psum_scatter`.
 
     scatter_dimension, tiled: as in lax. schedule: "one_shot" (every slice straight to its owner), "ring", or "auto", which
     is "one_shot". backward_codec: of the transpose, which is compressed_all_gather; the same codec by default. A dict of
     codecs scatters over the innermost axis first, so that the others carry a share each. The rest as in `compressed_psum`.
     """
-    op = "compressed_psum_scatter"
-    call = Call(op, x, axis_name, codec, key, strict, fusion_mb, backward_codec)
+    return reduce_scatter("compressed_psum_scatter", x, check_axes("compressed_psum_scatter", axis_name), codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb)
+
+
+def reduce_scatter(op, x, net, codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb):
+    call = Call(op, x, net, codec, key, strict, fusion_mb, backward_codec)
     check_choice(op, "schedule", schedule, ("auto", "one_shot", "ring"))
     check_own(op, own, schedule)
     schedule = "one_shot" if schedule == "auto" else schedule
@@ -26,21 +28,21 @@ def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=
         check_divisible(op, "scatter_dimension", dims[-1], leaf, path, call.size, tiled)
 
     def plain(leaf, i):
-        return lax.psum_scatter(leaf, call.names, scatter_dimension=dims[i], tiled=tiled)
+        return net.plain_psum_scatter(leaf, dims[i], tiled)
 
-    def compressed(leaves, key, ids):
-        parts = [rows.by_axis(rows.split(x, dims[i], call.size, tiled), call.stages) for x, i in zip(leaves, ids)]
-        for j, (names, codec) in reversed(list(enumerate(call.stages))):
+    def compressed(leaves, key, ids, route):
+        parts = [rows.by_axis(rows.split(x, dims[i], call.size, tiled), route.stages) for x, i in zip(leaves, ids)]
+        for j, (part, codec) in reversed(list(enumerate(route.stages))):
             parts = [jnp.moveaxis(x, j, 0) for x in parts]
-            parts = primitive.bind(psum_scatter_p, parts, call.stage_key(key, j, call.others(j)), axes=names, codec=codec,
-                                   backward=call.backward[j], ids=ids, schedule=schedule, own=own)
+            parts = primitive.bind(psum_scatter_p, parts, route.key(key, j, route.others(j)), net=part, codec=codec,
+                                   backward=route.backward[j], ids=ids, schedule=schedule, own=own)
         return parts
 
-    return call.run(plain, compressed, schedule)
+    return call.run(plain, compressed)
 
 
-def _run(leaves, key, *, axes, codec, backward, ids, schedule, own):
-    sums = schedules.reduce_scatter(schedule, Axes(axes), codec, leaves, ids, key, own)
+def _run(leaves, key, *, net, codec, backward, ids, schedule, own):
+    sums = schedules.reduce_scatter(schedule, net, codec, leaves, ids, key, own)
     return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
 
 

@@ -10,7 +10,6 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.collectives import scopes
 from jaxcgx.collectives.call import check_axes
-from jaxcgx.transports.xla import Axes
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])
@@ -69,15 +68,15 @@ def check_replicas(tree, axis_name):
     it is concrete, `str(result)` and `result.check()`, which name the ranks and the leaves that differ from what most
     ranks have (of two that differ, the second).
     """
-    names = check_axes("check_replicas", axis_name)
+    net = check_axes("check_replicas", axis_name)
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
     sums = [_checksum(jnp.asarray(leaf)) for _, leaf in found]
     if not sums:
-        return Replicas(jnp.zeros((0, Axes(names).size), bool), (), axis_name)
-    every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(names))
-    with scopes.scope(scopes.Message("check_replicas", names, paths)):
-        for name in reversed(names):
+        return Replicas(jnp.zeros((0, net.size), bool), (), axis_name)
+    every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(net.names))
+    with scopes.scope(scopes.Message("check_replicas", net.names, paths)):
+        for name in reversed(net.names):
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
     every = every.reshape(-1, len(sums), 2)
     same = (every[:, None] == every[None]).all(-1)  # [rank, rank, leaf]

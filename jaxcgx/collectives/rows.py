@@ -2,7 +2,6 @@
 import math
 
 import jax.numpy as jnp
-from jax import lax
 
 
 def split(x, dimension, size, tiled):
@@ -20,4 +19,4 @@ def join(rows, dimension, tiled):
 
 def by_axis(rows, stages):
     """[ranks, ...] as [ranks of the first stage, ranks of the second, ..., ...]."""
-    return rows.reshape(*(math.prod(map(lax.axis_size, names)) for names, _ in stages), *rows.shape[1:])
+    return rows.reshape(*(net.size for net, _ in stages), *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""How the bytes of one message travel among the ranks of a transport.
+"""How the bytes of one message travel among the ranks of a transport (transports/xla.py says what one is).
 
 A reduction has two halves. In the first every rank ends up with the sum of its own part of the message; in the second
 (psum only) the parts, encoded, go to everybody. What the parts are is said by `Chunks` (psum: cuts of the message, whole
@@ -14,7 +14,6 @@ from jax import lax
 from jaxcgx.collectives.scopes import Exchange, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from jaxcgx.transports.xla import Axes
 
 # What a key is folded with, so that no two encodings of an element share their noise.
 FIRST, SUM, BACK, HOP = 0, 1, 2, 3
@@ -31,9 +30,11 @@ def fold(key, *numbers):
 
 
 def stage_key(key, number, stages):
-    """The key of an exchange of several: other noise for ranks that differ in the axes of `stages`."""
-    names = sum((names for names, _ in stages), ())
-    return fold(key, number, Axes(names).rank if names else 0)
+    """The key of an exchange of several: other noise for ranks that differ in the transports of `stages`."""
+    rank = 0
+    for net, _ in stages if key is not None else ():
+        rank = rank * net.size + net.rank
+    return fold(key, number, rank)
 
 
 class Chunks:
@@ -42,8 +43,8 @@ class Chunks:
     def __init__(self, codec, leaves, ids, size):
         self.layout, self.leaves = Layout.of(codec, leaves, size, ids), leaves
 
-    def encode(self, key):
-        return ops.encode(self.layout, self.leaves, key)
+    def encode(self, key, residuals=None):
+        return ops.encode(self.layout, self.leaves, key, residuals)
 
     def reduce(self, payloads, part, place, own, divisor, encoded, key):
         """The sum of the payloads of one part, in which this rank's own leaves stand at `place`, if `own`."""
@@ -70,55 +71,71 @@ class Slices:
         return ops.reduce(self.layout, payloads, own=mine, rank=place, divisor=divisor, encoded=encoded, key=key)
 
 
-def exchange(axes, parts, key, own, divisor, encoded):
+def exchange(net, parts, key, own, divisor, encoded):
     """First half, at once: every part goes straight to its owner, who adds them up."""
-    received = axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank)))
+    received = net.all_to_all(parts.encode(fold(key, FIRST, net.rank)))
     mine = own == "raw" and not parts.layout.codec.raw  # whose bytes are the part as it is
-    return parts.reduce(received, axes.rank, axes.rank, mine, divisor, encoded, fold(key, SUM))
+    return parts.reduce(received, net.rank, net.rank, mine, divisor, encoded, fold(key, SUM))
 
 
-def ring(axes, parts, key, own, divisor, encoded):
+def ring(net, parts, key, own, divisor, encoded):
     """First half, from neighbour to neighbour: a part visits every rank and ends with its owner, encoded anew at each."""
-    part = (axes.rank - 1) % axes.size
+    part = (net.rank - 1) % net.size
     # Nothing has come yet: this rank's own part is all of the first sum, and what stands in for it is not read.
     payloads = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
-    row = parts.reduce(payloads, part, 0, True, 1.0, True, fold(key, HOP, axes.rank))
-    for hop in range(1, axes.size):
-        row, part = axes.shift(row), (part - 1) % axes.size
-        last = hop + 1 == axes.size
+    row = parts.reduce(payloads, part, 0, True, 1.0, True, fold(key, HOP, net.rank))
+    for hop in range(1, net.size):
+        row, part = net.shift(row), (part - 1) % net.size
+        last = hop + 1 == net.size
         row = parts.reduce(jnp.stack([row, row]), part, 1, True, divisor if last else 1.0, encoded or not last,
-                           fold(key, SUM) if last else fold(key, HOP + hop, axes.rank))
+                           fold(key, SUM) if last else fold(key, HOP + hop, net.rank))
     return row
 
 
 REDUCE = {"two_shot": exchange, "ring": ring}
 
 
-def one_shot(axes, codec, leaves, ids, key, divisor):
+def fed_exchange(net, parts, residuals, key, own, divisor):
+    """`exchange` with feedback: (the encoded sum, new residuals). What the first encoding of a rank's own part loses is
+    not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses."""
+    payload, lost = parts.encode(fold(key, FIRST, net.rank), residuals)
+    received = net.all_to_all(payload)
+    if own == "encoded":
+        return parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)), lost
+    return ops.reduce(parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM))
+
+
+def one_shot(net, codec, leaves, residuals, ids, key, divisor):
     """Everybody gets everybody's message and adds them up: one exchange, one quantization, more bytes."""
     layout = Layout.of(codec, leaves, 1, ids)
-    with scope(Exchange.of("one_shot", layout, 2 / axes.size)):
-        gathered = axes.all_gather(ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0])
-        return ops.reduce(layout, gathered, divisor=divisor)
+    with scope(Exchange.of("one_shot", layout, 2 / net.size)):
+        payload, lost = ops.encode(layout, leaves, fold(key, FIRST, net.rank), residuals), None
+        if residuals is not None:
+            payload, lost = payload
+        return ops.reduce(layout, net.all_gather(payload[0]), divisor=divisor), lost
 
 
-def allreduce(schedule, axes, codec, leaves, ids, key, own, divisor):
-    """The leaves' sum over all ranks divided by `divisor`, on every rank."""
+def allreduce(schedule, net, codec, leaves, residuals, ids, key, own, divisor):
+    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals."""
     if schedule == "one_shot":
-        return [x.astype(leaf.dtype) for x, leaf in zip(one_shot(axes, codec, leaves, ids, key, divisor), leaves)]
-    parts = Chunks(codec, leaves, ids, axes.size)
+        sums, lost = one_shot(net, codec, leaves, residuals, ids, key, divisor)
+        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost
+    parts, lost = Chunks(codec, leaves, ids, net.size), None
     with scope(Exchange.of(schedule, parts.layout)):
-        row = REDUCE[schedule](axes, parts, key, own, divisor, True)
-        return ops.decode(parts.layout, axes.all_gather(row))
+        if residuals is None:
+            row = REDUCE[schedule](net, parts, key, own, divisor, True)
+        else:
+            row, lost = fed_exchange(net, parts, residuals, key, own, divisor)
+        return ops.decode(parts.layout, net.all_gather(row)), lost
 
 
-def reduce_scatter(schedule, axes, codec, leaves, ids, key, own):
+def reduce_scatter(schedule, net, codec, leaves, ids, key, own):
     """Of leaves [ranks, ...] the sum over ranks of the row of this rank, in float32."""
-    if axes.size == 1:
+    if net.size == 1:
         return [x[0].astype(jnp.float32) for x in leaves]
-    first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, axes.size)
+    first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, net.size)
     with scope(Exchange.of(schedule, parts.layout)):
-        return first(axes, parts, key, own, 1.0, False)
+        return first(net, parts, key, own, 1.0, False)
 
 
 def _decode_rows(layout, payloads):
@@ -126,20 +143,20 @@ def _decode_rows(layout, payloads):
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
-def all_gather(axes, codec, leaves, ids, key):
+def all_gather(net, codec, leaves, ids, key):
     """Every rank's leaves, [ranks, ...], as everybody decodes them, their owner too."""
-    if axes.size == 1:
+    if net.size == 1:
         return [x[None] for x in leaves]
     layout = Layout.of(codec, leaves, 1, ids)
     with scope(Exchange.of("one_shot", layout)):
-        row = ops.encode(layout, leaves, fold(key, FIRST, axes.rank))[0]
-        return _decode_rows(layout, axes.all_gather(row))
+        row = ops.encode(layout, leaves, fold(key, FIRST, net.rank))[0]
+        return _decode_rows(layout, net.all_gather(row))
 
 
-def all_to_all(axes, codec, leaves, ids, key):
+def all_to_all(net, codec, leaves, ids, key):
     """Of leaves [ranks, ...] row r to rank r; row r of the result came from rank r."""
-    if axes.size == 1:
+    if net.size == 1:
         return list(leaves)
-    parts = Slices(codec, leaves, ids, axes.size)
+    parts = Slices(codec, leaves, ids, net.size)
     with scope(Exchange.of("one_shot", parts.layout)):
-        return _decode_rows(parts.layout, axes.all_to_all(parts.encode(fold(key, FIRST, axes.rank))))
+        return _decode_rows(parts.layout, net.all_to_all(parts.encode(fold(key, FIRST, net.rank))))

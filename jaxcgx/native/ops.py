@@ -63,7 +63,8 @@ def _lower(to_kernel, to_reference):
     """A lowering rule: `to_kernel` where the codec has kernels, else `to_reference`."""
 
     def rule(ctx, *operands, layout, **params):
-        chosen = to_reference if layout.codec.native is None else to_kernel
+        no_kernel = layout.codec.native is None or "own" in params and params["feedback"]
+        chosen = to_reference if no_kernel else to_kernel
         return chosen(ctx, *operands, layout=layout, **params)
 
     return rule
@@ -205,18 +206,23 @@ def _decode_abstract(payload, *, layout, batch):
 _register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _zero_jvp(decode_p))
 
 
-# reduce: payloads of one chunk to their sum, as leaves or as a payload again
+# reduce: payloads of one chunk to their sum, as leaves or as a payload again, and with feedback residuals to new residuals
 
 reduce_p = _compat.Primitive("jaxcgx_reduce")
 
 
-def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=False, key=None):
+def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=False, key=None, residuals=None):
     """The sum of payloads uint8[ranks, layout.chunk_bytes], in fp32 in rank order, divided by `divisor`.
 
     chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
     float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.chunk_bytes], for
     which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there is not
     the CPU's kernels make an error, the GPU's, which can't stop, NaNs.
+
+    residuals: float32 of the leaves' whole shapes, for a sum that is encoded. Those of the chunk's elements are added to
+    the sum before it is divided; the result is then (payload, new residuals), in which the chunk's elements are what
+    encoding lost of the sum: sum - divisor * decoded, or where that is not finite what they were. All others stay. A
+    residual that is donated is updated in place.
     """
     _check("reduce", "payloads", [payloads], [(*jnp.shape(payloads)[:1], layout.chunk_bytes)], ["uint8"])
     if own is not None:
@@ -225,29 +231,40 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
         raise ValueError(f"reduce: argument 'divisor': expected a positive number, 2^-126 or more, got {divisor}")
     if not encoded and layout.chunks != 1:
         raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
+    if residuals is not None:
+        if not encoded:
+            raise ValueError("reduce: argument 'residuals': what encoding the sum loses goes there, got encoded=False; pass encoded=True")
+        if own is not None:
+            raise ValueError("reduce: argument 'residuals': expected None with 'own', whose residual would hold what its payload lost; "
+                             "pass own=None, so that the payload counts")
+        _check("reduce", "residuals", residuals := list(residuals), layout.shapes, [jnp.float32] * len(layout.shapes))
     if not layout.shapes:
-        return payloads[0] if encoded else []
+        sums = payloads[0] if encoded else []
+        return sums if residuals is None else (sums, [])
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    operands = [payloads, where, *(own or []), *(_check_key("reduce", layout.codec, key) if encoded else [])]
-    results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded)
+    operands = [payloads, where, *(own or residuals or []), *(_check_key("reduce", layout.codec, key) if encoded else [])]
+    results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded,
+                    feedback=residuals is not None)
+    if residuals is not None:
+        return results[0], results[1:]
     return results[0] if encoded else results
 
 
-def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded):
-    n = len(layout.shapes) if own else 0
+def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded, feedback):
+    n = len(layout.shapes) if own or feedback else 0
     key = rest[n] if encoded and layout.codec.stochastic else None
-    return reference.reduce(layout, payloads, where, rest[:n] if own else None, divisor, encoded, key)
+    return reference.reduce(layout, payloads, where, rest[:n] if own else None, divisor, encoded, key, rest[:n] if feedback else None)
 
 
-def _reduce_attributes(layout, avals, own, divisor, encoded):
-    return dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor)), {}
+def _reduce_attributes(layout, avals, own, divisor, encoded, feedback):
+    attributes = dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor))
+    return attributes, {2 + i: 1 + i for i in range(len(layout.shapes))} if feedback else {}
 
 
-def _reduce_abstract(*avals, layout, batch, own, divisor, encoded):
+def _reduce_abstract(*avals, layout, batch, own, divisor, encoded, feedback):
     result = functools.partial(_compat.result_aval, avals, rows=len(batch))
-    if encoded:
-        return [result((*batch, layout.chunk_bytes), jnp.uint8)]
-    return [result((*batch, *s), jnp.float32) for s in layout.shapes]
+    payload = [result((*batch, layout.chunk_bytes), jnp.uint8)] if encoded else []
+    return [*payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback or not encoded)]
 
 
 # sum = (own + what the payloads decode to) / divisor: linear in own; the payloads are integers.

@@ -94,6 +94,12 @@ def _encode_chunk(layout, pieces, fetch, key):
     return jnp.concatenate(parts), kept
 
 
+def _lost(x, decoded, old):
+    """The new residual: x - decoded, or `old` where that is not finite."""
+    new = ieee.subtract(x, decoded)
+    return jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, old)
+
+
 def encode(layout, leaves, key=None, residuals=None):
     """uint8[chunks, chunk_bytes], and the new residuals."""
     flat = _flat(leaves)
@@ -110,10 +116,8 @@ def encode(layout, leaves, key=None, residuals=None):
         chunks.append(chunk)
         if lost:
             for leaf, first, x, decoded in kept:
-                new = ieee.subtract(x, decoded)
-                old = lost[leaf][first : first + x.size]
-                finite = ieee.magnitude_bits(new) < 0x7F800000
-                lost[leaf] = lost[leaf].at[first : first + x.size].set(jnp.where(finite, new, old))
+                stretch = slice(first, first + x.size)
+                lost[leaf] = lost[leaf].at[stretch].set(_lost(x, decoded, lost[leaf][stretch]))
     return jnp.stack(chunks), [r.reshape(s) for r, s in zip(lost, layout.shapes)]
 
 
@@ -153,12 +157,14 @@ def decode(layout, payload):
     return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
-def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None):
-    """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again."""
+def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None, residuals=None):
+    """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again and the new residuals."""
     ranks = payloads.shape[0]
     own = own and _flat(own)
+    lost = [] if residuals is None else _flat(residuals)
 
     def reduce_chunk(c):
+        """What the payloads add up to, {(leaf, first element): numbers}."""
         pieces = layout.pieces[c]
         sums = {}
         for p in pieces:
@@ -185,22 +191,31 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
                     total = term if total is None else ieee.add(total, term)
                 if meta is not None and layout.codec.meta:
                     total = ieee.positive_zero(total)  # see decode_buckets in codecs/grid.py
-                if divisor != 1.0:
-                    total = ieee.divide(total, divisor)
-                sums[p.leaf, first] = total
+                if lost:
+                    total = ieee.add(total, lost[p.leaf][p.start + first :][:count])
+                sums[p.leaf, p.start + first] = total
         return sums
+
+    def divided(x):
+        return x if divisor == 1.0 else ieee.divide(x, divisor)
 
     if encoded:
 
         def chunk(c):
             sums = reduce_chunk(c)
-            encoded = _encode_chunk(layout, layout.pieces[c], lambda p, first, count: sums[p.leaf, first], key)[0]
-            return _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
+            fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
+            encoded, kept = _encode_chunk(layout, layout.pieces[c], fetch, key)
+            new = list(lost)
+            for leaf, first, x, decoded in kept if lost else ():
+                stretch, given = slice(first, first + x.size), decoded if divisor == 1.0 else ieee.multiply(decoded, divisor)
+                new[leaf] = new[leaf].at[stretch].set(_lost(sums[leaf, first], given, lost[leaf][stretch]))
+            encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
+            return [encoded, *(r.reshape(s) for r, s in zip(new, layout.shapes))]
 
         if layout.chunks == 1:
-            return [chunk(0)]
-        return [lax.switch(where[0], [lambda c=c: chunk(c) for c in range(layout.chunks)])]
+            return chunk(0)
+        return lax.switch(where[0], [lambda c=c: chunk(c) for c in range(layout.chunks)])
     leaves = [jnp.zeros(n, jnp.float32) for n in layout.sizes]
     for (leaf, first), x in reduce_chunk(0).items():
-        leaves[leaf] = leaves[leaf].at[first : first + x.size].set(x)
+        leaves[leaf] = leaves[leaf].at[first : first + x.size].set(divided(x))
     return [x.reshape(s) for x, s in zip(leaves, layout.shapes)]

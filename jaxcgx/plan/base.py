@@ -100,6 +100,12 @@ class Plan:
                    skip_1d=False, fusion_mb=env.fusion_mb, schedule=_by_axis(names, cross if hierarchy else inner, inner),
                    leader=hierarchy and env.intra_broadcast)
 
+    @property
+    def codecs(self):
+        """All codecs that a leaf may get."""
+        given = [self.default, *(rule.codec for rule in self.rules)]
+        return [codec for each in given for codec in (each.values() if isinstance(each, dict) else [each])]
+
     def assign(self, op, argument, paths, leaves):
         """For each leaf its codec, or codecs by axis, and why it travels raw if a guard says so, else None.
 

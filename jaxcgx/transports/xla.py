@@ -1,4 +1,15 @@
-"""Ranks along named axes: XLA's own collectives move the bytes."""
+"""Ranks along named axes: XLA's own collectives move the bytes.
+
+A transport is hashable, static under jit. What every one has:
+
+- `names`: the named axes of JAX that it runs over; `effects`: the other effects that what it does has in a program;
+- `size`, `rank`; `parts`: {name: transport} of the levels of a hierarchy, outermost first; `leaders()`: of its first level,
+  those that speak for the others;
+- for rows of bytes, `all_to_all`, `all_gather` and `shift`;
+- for arrays that travel as they are, what `lax` has under the name: `plain_psum`, `plain_pmean`, `plain_psum_scatter`,
+  `plain_all_gather` and `plain_all_to_all`.
+"""
+import dataclasses
 import math
 
 import jax
@@ -6,13 +17,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcgx import _compat
 
+
+@dataclasses.dataclass(frozen=True)
 class Axes:
     """The ranks of one named axis, or of several taken as one, outermost first."""
 
-    def __init__(self, names):
-        self.names = names
-        self.size = math.prod(map(lax.axis_size, names))
+    names: tuple
+
+    effects = frozenset()  # but for those of the names
+
+    @property
+    def parts(self):
+        return {name: Axes((name,)) for name in self.names}
+
+    def leaders(self):
+        return Leaders(Axes(self.names[:1]), Axes(self.names[1:]))
+
+    @property
+    def size(self):
+        return math.prod(map(lax.axis_size, self.names))
 
     @property
     def rank(self):
@@ -47,23 +72,42 @@ class Axes:
         """The row of the rank before; the last rank's for the first."""
         return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])
 
+    def plain_psum(self, x):
+        return lax.psum(x, self.names)
+
+    def plain_pmean(self, x):
+        return lax.pmean(x, self.names)
+
+    def plain_psum_scatter(self, x, scatter_dimension, tiled):
+        return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
+
+    def plain_all_gather(self, x, axis, tiled, to):
+        return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
+
+    def plain_all_to_all(self, x, split_axis, concat_axis, tiled):
+        return lax.all_to_all(x, self.names, split_axis, concat_axis, tiled=tiled)
+
 
 class Leaders:
     """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
     but what they compute between two gatherings goes nowhere."""
 
     def __init__(self, outer, inner):
-        self.names, self.outer, self.inner = outer, Axes(outer), Axes(inner)
-        self.size = self.outer.size
+        self.outer, self.inner, self.size = outer, inner, outer.size
 
     @property
     def rank(self):
         return self.outer.rank
 
+    @property
+    def speaks(self):
+        """Whether this rank is one of them."""
+        return self.inner.rank == 0
+
     def _send(self, row, distance):
         """The row of the leader that many ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
-        return Axes(self.names + self.inner.names).permute(row, pairs)
+        return Axes(self.outer.names + self.inner.names).permute(row, pairs)
 
     def _collect(self, row_for):
         """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""
@@ -75,7 +119,10 @@ class Leaders:
 
     def all_gather(self, row):
         rows = self._collect(lambda d: self._send(row, d))
-        return lax.psum(jnp.where(self.inner.rank == 0, rows, 0).astype(row.dtype), self.inner.names)
+        return lax.psum(jnp.where(self.speaks, rows, 0).astype(row.dtype), self.inner.names)
 
     def shift(self, row):
         return self._send(row, 1)
+
+    def plain_psum(self, x):
+        return self.outer.plain_psum(x)

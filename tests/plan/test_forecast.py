@@ -62,10 +62,10 @@ def mesh(*axes):
                          devices=jax.devices()[: math.prod(n for _, n in axes)])
 
 
-def sent(tree, axes, codec, **options):
+def sent(tree, axes, plan):
     """{axes: bytes} of a compiled compressed_psum."""
     names = tuple(name for name, _ in axes)
-    f = jax.shard_map(lambda x: cgx.compressed_psum(x, names, codec, **options), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False)
+    f = jax.shard_map(lambda x: cgx.compressed_psum(x, names, plan), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False)
     return {axes: total for axes, (total, _) in cgx.explain(f, tree, show=False).totals.items() if total}
 
 
@@ -73,17 +73,18 @@ def sent(tree, axes, codec, **options):
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_bytes_are_those_of_a_program(codec, ranks):
     tree = TREE["layer"] + [TREE["half"], TREE["bias"]]
-    found = cgx.Plan(codec, min_size=0, skip_1d=False).explain(tree, ranks)
-    assert sent(tree, [("data", ranks)], codec, schedule="two_shot") == {("data",): 2 * (ranks - 1) * found.bytes // ranks}
+    plan = cgx.Plan(codec, min_size=0, skip_1d=False, schedule="two_shot")
+    found = plan.explain(tree, ranks)
+    assert sent(tree, [("data", ranks)], plan) == {("data",): 2 * (ranks - 1) * found.bytes // ranks}
     assert sum(r.bytes for r in found.rows) <= found.bytes < sum(r.bytes for r in found.rows) + ranks * 1000
 
 
 @pytest.mark.parametrize("inner", [RAW, EIGHT], ids=repr)
 def test_hierarchies_by_shards(inner):
     sizes, tree = {"a": 2, "b": 2, "c": 2}, TREE["layer"]
-    codec = {"a": FOUR, "b": EIGHT, "c": inner}
-    found = cgx.Plan(codec).explain(tree, sizes)
-    assert sent(tree, list(sizes.items()), codec, schedule="two_shot") == {axes: total for axes, (total, _) in found.totals.items()}
+    plan = cgx.Plan({"a": FOUR, "b": EIGHT, "c": inner}, schedule="two_shot")
+    found = plan.explain(tree, sizes)
+    assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
     assert [(r.leaf, r.axes, r.codec, r.message, r.raw_bytes) for r in found.rows[:3]] == [
         ("0", ("a",), FOUR, 1, 4 * 7575), ("0", ("b",), EIGHT, 1, 4 * 2 * 7575), ("0", ("c",), inner, 1, 4 * 30300)]
 
@@ -98,6 +99,17 @@ def test_hierarchies_by_leaders():
 def test_codecs_of_an_axis_of_one_rank_are_not_used():
     found = cgx.Plan({"a": FOUR, "b": EIGHT}).explain({"w": jnp.zeros((64, 64))}, {"a": 1, "b": 2})
     assert [(r.axes, r.codec) for r in found.rows] == [(("b",), EIGHT)]
+
+
+def test_messages_of_several_codecs():
+    plan = cgx.Plan(FOUR, [("1", EIGHT), ("2", RAW)], min_size=0, skip_1d=False, fusion_mb=0.1, schedule="two_shot")
+    tree = TREE["layer"] * 2 + [TREE["half"], TREE["count"]]
+    found = plan.explain(tree, 5)
+    raw = sum(2 * 4 * r.bytes // 5 for r in found.rows if r.why)
+    compressed = found.bytes - sum(r.bytes for r in found.rows if r.why)
+    (total,) = sent(tree, [("data", 5)], plan).values()
+    assert total == pytest.approx(raw + 2 * 4 * compressed // 5, abs=4)
+    assert [r.message for r in found.rows] == [1, 3, None, 2, 2, None]
 
 
 def test_one_codec_over_several_axes():

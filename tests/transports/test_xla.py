@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcgx.transports.xla import Axes, Leaders
+from jaxcgx.transports.xla import Axes
 from ranks import mesh, on_ranks
 
 SIZES = (2, 3)
@@ -35,7 +35,7 @@ def test_axes(where):
 @pytest.mark.parametrize("where", ["mesh", "vmap"])
 def test_leaders(where):
     def f(x):
-        leaders = Leaders(("a",), ("b",))
+        leaders = Axes(("a", "b")).leaders()
         return leaders.rank, leaders.all_to_all(x[:2]), leaders.all_gather(x[0]), leaders.shift(x[0])
 
     rank, exchanged, gathered, shifted = on(where, f)
