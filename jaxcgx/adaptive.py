@@ -30,12 +30,13 @@ def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bit
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
         raise ValueError(f"{op}: argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none")
-    rows = jnp.stack([_row(leaf, codecs, None if key is None else jax.random.fold_in(key, i)) for i, (_, leaf) in enumerate(found)])
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(found))]
+    rows = jnp.stack([_row(leaf, codecs, key) for (_, leaf), key in zip(found, keys)])
     if net is not None:
         rows = net.plain_psum(rows)
-    n = len(codecs)
-    return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], tuple(path for path, _ in found), tuple(leaf.shape for _, leaf in found),
-                              tuple(str(leaf.dtype) for _, leaf in found), tuple(codecs))
+    n, (paths, leaves) = len(codecs), zip(*found)
+    return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], paths, tuple(leaf.shape for leaf in leaves),
+                              tuple(str(leaf.dtype) for leaf in leaves), tuple(codecs))
 
 
 def _row(x, codecs, key):

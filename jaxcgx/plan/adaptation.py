@@ -17,14 +17,14 @@ def _lgreco(op, statistics, ids, reference, alpha):
         raise ValueError(f"{op}: argument 'alpha': expected a positive number, got {alpha!r}")
     codecs = statistics.codecs
     if reference not in codecs:
-        raise ValueError(f"{op}: argument 'reference': expected one of the statistics' codecs, {', '.join(map(spell, codecs))}, got {spell(reference)}; "
-                         "pass gradient_statistics codecs that it is among")
+        raise ValueError(f"{op}: argument 'reference': expected one of the statistics' codecs, {', '.join(map(spell, codecs))}, got "
+                         f"{spell(reference)}; pass gradient_statistics codecs that it is among")
     errors = _finite(op, statistics, ids, statistics.errors)
     wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
     chosen = allocation.lgreco(wire, errors, [codecs.index(reference)] * len(ids), alpha)
     if chosen is None:
-        raise ValueError(f"{op}: argument 'alpha': expected a factor that some choice of {', '.join(map(spell, codecs))} can keep to, got {alpha}; "
-                         "a larger alpha or codecs with more bits can")
+        raise ValueError(f"{op}: argument 'alpha': expected a factor that some choice of {', '.join(map(spell, codecs))} can keep to, "
+                         f"got {alpha}; pass a larger one, or gradient_statistics codecs with more bits")
     return [codecs[c] for c in chosen]
 
 
@@ -45,8 +45,8 @@ def _finite(op, statistics, ids, values):
     values = np.asarray(values, np.float64)
     for i in ids:
         if not np.isfinite(values[i]).all():
-            raise ValueError(f"{op}: argument 'statistics', leaf {statistics.paths[i]!r}: expected finite numbers, got {values[i].tolist()}; leave out "
-                             "the steps whose gradients overflowed")
+            raise ValueError(f"{op}: argument 'statistics', leaf {statistics.paths[i]!r}: expected finite numbers, got "
+                             f"{values[i].tolist()}; leave out the steps whose gradients overflowed")
     return values[ids].tolist()
 
 

@@ -19,10 +19,10 @@ def lgreco(wire, errors, reference, alpha):
 
     wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: [leaves], a number of a candidate each.
 
-    L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b bytes. Errors are
-    never rounded down, so no discretisation can exceed the budget (they are integers, of 2^-60 of the largest sum and finer, rounded
-    up). Bytes beyond the smallest choice count in whole steps, of 1/STEPS of what the largest choice has more: the bytes of the result
-    are the least but for at most one step a leaf, and exactly the least where all differences are multiples of a step.
+    L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b bytes. Errors
+    are integers, in units of 2^-60 of the largest sum or finer, and rounded up: no discretisation can exceed the budget. Bytes
+    beyond the smallest choice count in whole steps, of 1/STEPS of what the largest choice has more: the bytes of the result are
+    the least but for at most one step a leaf, and exactly the least where all differences are multiples of a step.
     """
     if not wire:
         return []
@@ -59,8 +59,8 @@ def lgreco(wire, errors, reference, alpha):
 def kmeans(points, clusters):
     """For each point the number of its cluster, from 0, with the clusters in the order of their centres' last coordinate.
 
-    points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from centres at evenly spaced places of the points in
-    the order of their last coordinate: no random start. Of equally near centres the first counts; an empty cluster keeps its centre.
+    points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from points at evenly spaced places in the
+    order of their last coordinate: no random start. Of equally near centres the first counts; an empty cluster keeps its centre.
     """
     columns = [_standardised(column) for column in zip(*points)]
     points = list(zip(*columns))
@@ -68,7 +68,7 @@ def kmeans(points, clusters):
     centres = [points[order[(2 * k + 1) * len(points) // (2 * clusters)]] for k in range(clusters)]
     found = None
     for _ in range(100):
-        nearest = [min(range(clusters), key=lambda k: (math.fsum((a - b) ** 2 for a, b in zip(point, centres[k])), k)) for point in points]
+        nearest = [min(range(clusters), key=lambda k: _distance(point, centres[k])) for point in points]
         if nearest == found:
             break
         found = nearest
@@ -80,7 +80,12 @@ def kmeans(points, clusters):
     return [place[k] for k in found]
 
 
+def _distance(point, centre):
+    """Squared. Of what a library computes, IEEE 754 fixes sums, products and roots, but not powers."""
+    return math.fsum((a - b) * (a - b) for a, b in zip(point, centre))
+
+
 def _standardised(column):
     mean = math.fsum(column) / len(column)
-    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in column) / len(column))
+    deviation = math.sqrt(_distance(column, [mean] * len(column)) / len(column))
     return [(x - mean) / deviation if deviation else 0.0 for x in column]

@@ -53,7 +53,8 @@ class Plan:
         check_flag(self, "skip_1d")
         if isinstance(self.fusion_mb, bool) or not isinstance(self.fusion_mb, numbers.Real) or not self.fusion_mb > 0:
             raise ValueError(f"Plan: argument 'fusion_mb': expected a positive number, got {self.fusion_mb!r}")
-        object.__setattr__(self, "fusion_mb", int(self.fusion_mb) if isinstance(self.fusion_mb, numbers.Integral) else float(self.fusion_mb))
+        plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # not NumPy's, which no file could hold
+        object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
         if isinstance(self.schedule, dict):
             object.__setattr__(self, "schedule", ByAxis(self.schedule))
         for schedule in self.schedule.values() if isinstance(self.schedule, dict) else [self.schedule]:
@@ -151,20 +152,22 @@ class Plan:
         if not compressing:
             raise ValueError(f"{op}: expected a plan whose default codec compresses, got {spell(self.default)}")
         if reference is None and len(compressing) > 1:
-            raise ValueError(f"{op}: argument 'reference': expected a codec, as the plan's default {spell(self.default)} has several, got None")
+            raise ValueError(f"{op}: argument 'reference': expected a codec, as the plan's default {spell(self.default)} has several, "
+                             "got None")
         reference = compressing.pop() if reference is None else check_codec(op, reference, "reference")
         leaves = [jax.ShapeDtypeStruct(*found) for found in zip(statistics.shapes, map(jnp.dtype, statistics.dtypes))]
         ids = [i for i, (path, leaf) in enumerate(zip(statistics.paths, leaves))
                if not self._why_guarded(leaf) and not any(rule.matches(op, path, leaf) for rule in self.rules)]
         if not ids:
-            raise ValueError(f"{op}: argument 'statistics': expected a leaf that gets the plan's default codec, got none: guards and rules "
-                             "decide them all; adapt the plan without the rules of an earlier adaptation")
+            raise ValueError(f"{op}: argument 'statistics': expected a leaf that gets the plan's default codec, got none: guards and "
+                             "rules decide them all; adapt the plan without the rules of an earlier adaptation")
         chosen = adaptation.METHODS[method](op, statistics, ids, reference, alpha)
         rules = []
         for codec in dict.fromkeys(chosen):
             paths = "|".join(re.escape(statistics.paths[i]) for i, found in zip(ids, chosen) if found == codec)
-            by_axis = {axis: old if old.raw else codec for axis, old in self.default.items()} if isinstance(self.default, dict) else codec
-            rules.append(Rule(by_axis, path=f"^({paths})$"))
+            if isinstance(self.default, dict):
+                codec = {axis: old if old.raw else codec for axis, old in self.default.items()}
+            rules.append(Rule(codec, path=f"^({paths})$"))
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path):
@@ -186,8 +189,8 @@ class Plan:
         rules = [rule for rule in rules if rule.priority == max(r.priority for r in rules)]
         for rule in rules[1:]:
             if rule.codec != rules[0].codec:
-                raise ValueError(f"{op}: argument '{argument}', leaf {name!r}: expected one codec, got two: {rules[0]} and {rule} of the plan have the "
-                                 "same priority; give one of them a higher one")
+                raise ValueError(f"{op}: argument '{argument}', leaf {name!r}: expected one codec, got two: {rules[0]} and {rule} of the "
+                                 "plan have the same priority; give one of them a higher one")
         return rules[0].codec if rules else self.default, None
 
     def _why_guarded(self, leaf):

@@ -21,9 +21,11 @@ def write(plan) -> str:
     for i, rule in enumerate(plan.rules):
         where = f"rules[{i}]"
         if rule.where is not None:
-            raise ValueError(f"Plan.save: {where}: expected a rule by path, size or dimensions, got one by a predicate, which no file can hold: {rule}")
+            raise ValueError(f"Plan.save: {where}: expected a rule by path, size or dimensions, got one by a predicate, which no file can "
+                             f"hold: {rule}")
         said = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
-        lines += ["", "[[rules]]", *(f"{name} = {_value(f'{where}.{name}', value)}" for name, value in said.items() if value is not None)]
+        lines += ["", "[[rules]]"]
+        lines += [f"{name} = {_value(f'{where}.{name}', value)}" for name, value in said.items() if value is not None]
     return "\n".join(lines) + "\n"
 
 
@@ -74,7 +76,8 @@ def _rule(where, found):
 
 def _codecs(where, found):
     if not isinstance(found, dict):
-        raise ValueError(f"key '{where}': expected a codec such as {{ name = \"MaxMin\", bits = 4 }}, or one for each axis, got {found!r}")
+        raise ValueError(f"key '{where}': expected a codec such as {{ name = \"MaxMin\", bits = 4 }}, or one for each axis, "
+                         f"got {found!r}")
     if not isinstance(found.get("name"), str):
         return {axis: _codecs(f"{where}.{axis}", codec) for axis, codec in found.items()}
     if found["name"] not in CODECS:

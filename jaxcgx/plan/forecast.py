@@ -56,13 +56,13 @@ class Forecast:
         return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
 
     def __str__(self):
-        rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec), str(r.message or ""),
-                 *_numbers(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
+        head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
+        rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
+                 str(r.message or ""), *_numbers(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
         totals = [(_spell_axes(axes), *_numbers(*sizes)) for axes, sizes in self.totals.items()]
         if len(totals) != 1:
             totals.append(("in all", *_numbers(self.bytes, self.raw_bytes)))
-        return "\n\n".join([table(("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because"), rows),
-                            table(("over", "bytes", "uncompressed", "ratio"), totals)])
+        return f"{table(head, rows)}\n\n{table(('over', 'bytes', 'uncompressed', 'ratio'), totals)}"
 
 
 def _spell_axes(axes):
@@ -80,7 +80,8 @@ def forecast(plan, tree, axis_size):
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0]) if jax.tree.leaves(tree) else ((), ())
     for path, leaf in zip(paths, leaves):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, got {leaf!r}")
+            raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
+                            f"got {leaf!r}")
     rows, totals, coded = [[] for _ in leaves], {}, {}
 
     def add(over, codec, number, ids, raw, encoded, total, why=None):
@@ -93,8 +94,8 @@ def forecast(plan, tree, axis_size):
     for i, (codec, why) in enumerate(plan.assign(op, "tree", paths, leaves)):
         codecs = list(codec.values()) if isinstance(codec, dict) else [codec]
         if isinstance(codec, dict) and set(codec) != set(axes):
-            raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of {spell(codec)}, "
-                             f"got {axis_size!r}")
+            raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
+                             f"{spell(codec)}, got {axis_size!r}")
         if why := why or why_raw(leaves[i], codecs) or ("there is one rank" if ranks == 1 else None):
             size = leaves[i].size * leaves[i].dtype.itemsize
             add(axes, Raw(), None, [i], [size], [size], size, why)
@@ -117,7 +118,8 @@ def _sizes(op, axis_size):
     except TypeError:
         numbers = {}
     if not numbers or min(numbers.values()) < 1:
-        raise ValueError(f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, got {axis_size!r}")
+        raise ValueError(f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, "
+                         f"got {axis_size!r}")
     return numbers
 
 

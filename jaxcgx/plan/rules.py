@@ -82,6 +82,7 @@ def as_rule(rule):
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not (isinstance(rule[0], str) or callable(rule[0])):
-        raise TypeError(f"Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), got {rule!r}")
+        raise TypeError("Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), "
+                        f"got {rule!r}")
     condition, codec = rule
     return Rule(codec, path=condition) if isinstance(condition, str) else Rule(codec, where=condition)

@@ -26,5 +26,5 @@ class GradientStatistics:
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             raise ValueError("GradientStatistics: expected statistics of the same leaves and codecs to add, got those of "
-                             f"{len(self.paths)} leaves and {len(self.codecs)} codecs, and others of {len(other.paths)} and {len(other.codecs)}")
+                             f"{len(self.paths)} leaves and {len(self.codecs)} codecs, and of {len(other.paths)} and {len(other.codecs)}")
         return jax.tree.map(lambda a, b: a + b, self, other)

@@ -38,14 +38,16 @@ def read(path):
             name, step = re.fullmatch("(.*?)(?:@([0-9]+))?", key, re.DOTALL).groups()
             found.setdefault(int(step or 0), {})[name] = leaf = arrays[key]
             if leaf.dtype.kind in "fV" and leaf.dtype not in DTYPES:  # V: what NumPy makes of bfloat16
-                raise ValueError(f"{path}, array {key!r}: expected float32 or float16, got {leaf.dtype}; save it as .astype(numpy.float32)")
+                raise ValueError(f"{path}, array {key!r}: expected float32 or float16, got {leaf.dtype}; save it as "
+                                 ".astype(numpy.float32)")
     steps = [found[n] for n in sorted(found)]
     if not steps:
         raise ValueError(f"{path}: expected gradients, got none")
     types = [{name: (leaf.shape, leaf.dtype) for name, leaf in step.items()} for step in steps]
     for n, step in zip(sorted(found), types):
         if other := sorted(name for name, _ in step.items() ^ types[0].items()):
-            raise ValueError(f"{path}: expected the same arrays in every step, but {other[0]!r} of step {n} is not as in step {min(found)}")
+            raise ValueError(f"{path}: expected the same arrays in every step, but {other[0]!r} of step {n} is not as in step "
+                             f"{min(found)}")
     return steps
 
 
