@@ -20,7 +20,7 @@ INSTALLED := .venv/installed-$(SOURCES)
 BUILD_ENV := .venv/build
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench bench-collectives clean check
+.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench bench-collectives bench-training clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -61,6 +61,9 @@ bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
+	@.venv/bin/python benchmarks/training.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix build
