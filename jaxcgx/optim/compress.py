@@ -133,8 +133,10 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
             lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
         new = structure.unflatten(lost), moved
         if skip_nonfinite:
-            finite = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(mean)], True)
-            new = jax.tree_util.tree_map(lambda new, old: jnp.where(finite, new, old), new, old)
+            bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree_util.tree_leaves(mean))
+            if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
+                bad = lax.psum(bad, shards)
+            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, old)
         residuals, moved = jax.tree_util.tree_map(lambda x: x[None], new)
         return mean, CompressState(count, state.key, residuals, moved, found)
 

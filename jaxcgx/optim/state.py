@@ -14,20 +14,30 @@ def _ours(node):
     return hasattr(type(node), "per_rank")
 
 
-def state_specs(opt_state, axis_name):
+def state_specs(opt_state, axis_name, param_specs=None):
     """PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
 
     opt_state: a state, or its jax.eval_shape, in which states of jaxcgx stand anywhere. axis_name: the axis of the ranks, or the tuple
     of axes, that their transformations were given. What is per rank is sharded over it, all else replicated.
+    param_specs: PartitionSpecs of the parameters over other axes; what is per rank is sharded over these, too.
     """
     _check_wrappers("state_specs", opt_state)
-    rows = P(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
+    return specs_per_rank(opt_state, tuple(axis_name) if isinstance(axis_name, list) else axis_name, param_specs)
 
+
+def specs_per_rank(opt_state, rows, param_specs):
+    """`rows`: of the leading axis of what is per rank."""
     def specs(node):
         if not _ours(node):
             return P()
-        return type(node)(*(jax.tree_util.tree_map(lambda _: rows if name in node.per_rank else P(), field)
-                            for name, field in node._asdict().items()))
+        found = jax.tree_util.tree_map(lambda _: P(), node)
+        for name in node.per_rank:
+            if param_specs is None or getattr(node, name) is None:
+                field = jax.tree_util.tree_map(lambda _: P(rows), getattr(node, name))
+            else:
+                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, getattr(node, name))
+            found = found._replace(**{name: field})
+        return found
 
     return jax.tree_util.tree_map(specs, opt_state, is_leaf=_ours)
 

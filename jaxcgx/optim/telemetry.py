@@ -2,6 +2,11 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+
+TINY = 2.0**-126
 
 
 class Telemetry(NamedTuple):
@@ -25,14 +30,16 @@ def measure(net, tree, leaves, codecs, residuals, mean, lost):
         meant = leaf.astype(jnp.float32) + residual
         lost = jnp.where(jnp.isfinite(mean), lost, jnp.nan)  # there the residual says nothing: it stayed as it was
         gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
-        return jnp.stack([(lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32)])
+        return jnp.stack([(lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size)])
 
     coded = [i for i, codec in enumerate(codecs) if codec]
-    sums = net.plain_psum(jnp.stack([one(leaves[i], residuals[i], mean[i], lost[i]) for i in coded])) if coded else []
-    found = dict(zip(coded, sums))
+    found = {}
+    if coded:
+        rows = jnp.stack(_compat.match_varying(*(one(leaves[i], residuals[i], mean[i], lost[i]) for i in coded)))
+        found = dict(zip(coded, lax.psum(rows, tuple({*net.names, *_compat.varying_axes(rows)}))))  # and over the axes of shards
     nothing = jnp.zeros((), jnp.float32)
-    vnmse = [found[i][0] / jnp.where(found[i][1] == 0, 1, found[i][1]) if i in found else nothing for i in range(len(leaves))]
-    saturation = [found[i][2] / (x.size * net.size) if i in found else nothing for i, x in enumerate(leaves)]
+    share = lambda i, part, whole: found[i][part] / jnp.maximum(found[i][whole], TINY) if i in found else nothing
+    vnmse, saturation = ([share(i, *parts) for i in range(len(leaves))] for parts in ((0, 1), (2, 3)))
     uncompressed = [x.size * x.dtype.itemsize for x in leaves]
     sent = [codec[0].wire_bytes(x.shape, x.dtype) if codec else size for x, codec, size in zip(leaves, codecs, uncompressed)]
     scalars = lambda values: tree.unflatten([jnp.float32(value) for value in values])
