@@ -82,7 +82,7 @@ def test_inject_hyperparams_into_the_knobs():
     make = optax.inject_hyperparams(cgx.compress_gradients, static_args=("axis_size",))
     injected = make("data", CODEC, momentum=optax.piecewise_constant_schedule(0.5, {3: 0.5}), beta=0.5, axis_size=4)
     fixed = cgx.compress_gradients("data", CODEC, momentum=0.5, beta=0.5, axis_size=4)
-    for steps, same in ((4, True), (5, False)):
+    for steps, same in ((3, True), (4, False)):
         got, expected = (train(optax.chain(first, optax.sgd(0.1)), steps) for first in (injected, fixed))
         assert same == all(np.allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6) for name in PARAMS)
     assert {name: float(got[1][0].hyperparams[name]) for name in ("momentum", "beta")} == {"momentum": 0.25, "beta": 0.5}
