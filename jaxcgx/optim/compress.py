@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx.codecs.base import check_codec
 from jaxcgx.collectives.call import check_axes, check_flag
 from jaxcgx.collectives.psum import compressed_pmean
 from jaxcgx.collectives.schedules import fold
 from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.rules import check_codecs
 
 OP = "compress_gradients"
 
@@ -170,11 +170,7 @@ def _check_settings(plan):
 
 def _check_plan(plan):
     """What isn't a plan yet as one without guards."""
-    if isinstance(plan, Plan):
-        return plan
-    for codec in plan.values() if isinstance(plan, dict) and plan else [plan]:
-        check_codec(OP, codec, "plan")
-    return Plan(plan, min_size=0, skip_1d=False)
+    return plan if isinstance(plan, Plan) else Plan(check_codecs(OP, "plan", plan), min_size=0, skip_1d=False)
 
 
 def _flatten(tree):
