@@ -98,15 +98,18 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         paths, _, _ = _flatten(structure.unflatten(leaves))
         codecs = _codecs(each, axis_name, paths, leaves)
         if telemetry and not feedback:  # nothing else tells what is lost
-            residuals = [jnp.zeros(x.shape, jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
-        arguments = dict(codec=each, key=key if any(codec.stochastic for codec in each.codecs) else None)
+            residuals = [jnp.zeros((1, *x.shape), jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
+        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key if any(codec.stochastic for codec in each.codecs) else None)
+        lost, found = residuals, None
         if all(r is None for r in residuals):
-            mean, lost = pmean(structure.unflatten(leaves), **arguments), structure.unflatten(residuals)
+            mean = structure.flatten_up_to(send())
         else:
-            mean, lost = pmean(structure.unflatten(leaves), **arguments, residuals=structure.unflatten(residuals))
-        lost, found = structure.flatten_up_to(lost), None
+            # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would be a copy, two with the way back.
+            rows = jax.vmap(lambda given: send(residuals=given))(structure.unflatten(residuals))
+            mean, lost = map(structure.flatten_up_to, rows)
+            mean = [x.reshape(x.shape[1:]) for x in mean]
         if telemetry:
-            found = measure(check_axes(OP, axis_name), structure, leaves, codecs, residuals, structure.flatten_up_to(mean), lost)
+            found = measure(check_axes(OP, axis_name), structure, leaves, codecs, residuals, mean, lost)
         return mean, lost if feedback else [None] * len(lost), found
 
     def update(updates, state, params=None):
@@ -114,11 +117,11 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         check_axes(OP, axis_name)
         _check_state(axis_name, state, types(updates, 1))
         _, leaves, structure = _flatten(updates)
-        old = jax.tree_util.tree_map(lambda x: x.reshape(x.shape[1:]), (state.residuals, state.momentum))
-        residuals, moved = structure.flatten_up_to(old[0]), None
+        residuals, moved = structure.flatten_up_to(state.residuals), None
         if momentum is not None:
-            leaves = [jnp.asarray(momentum, u.dtype) * u + g for u, g in zip(structure.flatten_up_to(old[1]), leaves)]
-            moved = structure.unflatten(leaves)
+            moved = [jnp.asarray(momentum, u.dtype) * u + g for u, g in zip(structure.flatten_up_to(state.momentum), leaves)]
+            leaves = [u.reshape(u.shape[1:]) for u in moved]
+            moved = structure.unflatten(moved)
         key = fold(state.key, state.count) if noisy else None
         ways = [functools.partial(exchange, each, key, structure) for each in plans]
         if len(ways) > 1:
@@ -133,12 +136,11 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
             lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
         new = structure.unflatten(lost), moved
         if skip_nonfinite:
-            bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in jax.tree_util.tree_leaves(mean))
+            bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
             if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
                 bad = lax.psum(bad, shards)
-            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, old)
-        residuals, moved = jax.tree_util.tree_map(lambda x: x[None], new)
-        return mean, CompressState(count, state.key, residuals, moved, found)
+            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, (state.residuals, state.momentum))
+        return structure.unflatten(mean), CompressState(count, state.key, *new, found)
 
     return optax.GradientTransformation(init, update)
 

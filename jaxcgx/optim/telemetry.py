@@ -25,10 +25,10 @@ class Telemetry(NamedTuple):
 
 
 def measure(net, tree, leaves, codecs, residuals, mean, lost):
-    """Telemetry of leaves with their residuals before and after. codecs: of each leaf, outermost first; none if it is raw."""
+    """Telemetry of leaves with their residuals, [1, ...], before and after. codecs: of each leaf, outermost first; none if it is raw."""
     def one(leaf, residual, mean, lost):
-        meant = leaf.astype(jnp.float32) + residual
-        lost = jnp.where(jnp.isfinite(mean), lost, jnp.nan)  # there the residual says nothing: it stayed as it was
+        meant = leaf.astype(jnp.float32) + residual[0]
+        lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # there the residual says nothing: it stayed as it was
         gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
         return jnp.stack([(lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size)])
 

@@ -161,9 +161,12 @@ def test_transforms():
     assert_same_bytes(results, expected[0])
     assert_same_bytes(after, expected[1])
 
-    batch = on_ranks(jax.vmap(psum), mesh(4))(jnp.stack([x, -x], 1), jnp.stack([before, -before], 1))
-    assert_same_bytes(batch[0][:, 0], expected[0])
-    assert_same_bytes(batch[1][:, 0], expected[1])
+    for options in (dict(), dict(schedule="two_shot"), dict(schedule="two_shot", codec=Halves())):
+        one = functools.partial(psum, **options)
+        expected = on_ranks(one, mesh(4))(x, before)
+        batch = on_ranks(jax.vmap(one), mesh(4))(jnp.stack([x, -x], 1), jnp.stack([before, -before], 1))
+        assert_same_bytes(batch[0][:, 0], expected[0])
+        assert_same_bytes(batch[1][:, 0], expected[1])
 
     def twice(x, e):
         y, e = lax.scan(lambda e, _: psum(x, e)[::-1], e, None, length=2)[::-1]

@@ -218,10 +218,18 @@ def test_states_are_donated():
     optimizer = cgx.compressed(optax.sgd(0.1, momentum=0.9), "data", CODEC, axis_size=RANKS, momentum=0.9)
     state = optimizer.init(PARAMS)
     step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
-    params, state = place(PARAMS, P()), place(state, cgx.state_specs(state, "data"))
+    params, state = place(jax.tree.map(jnp.copy, PARAMS), P()), place(state, cgx.state_specs(state, "data"))
     after = step(params, state, X)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_residuals_are_overwritten_in_place():
+    optimizer = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=RANKS, schedule="one_shot")
+    state = optimizer.init(PARAMS)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    program = step.lower(PARAMS, state, X).compile().as_text()
+    assert "jaxcgx_encode" in program and not re.search(r"f32\[(1,)?30,40\]\S* copy\(", program)
 
 
 def hlo(step, *args):
