@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from tqdm import tqdm
@@ -43,31 +42,9 @@ def predict(params, images):
     return images @ params[-1]["w"] + params[-1]["b"]
 
 
-def loss_fn(params, images, labels):
+def loss_fn(params, batch):
+    images, labels = batch
     return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
-
-
-def plain_mean(grads, step):
-    return lax.pmean(grads, "data")
-
-
-def compressed_mean(codec):
-    def mean(grads, step):
-        # Stochastic rounding is right on average. Drawn anew for every step and device, its errors cancel out over
-        # both instead of adding up.
-        return cgx.compressed_pmean(grads, "data", codec, key=jax.random.fold_in(jax.random.key(SEED), step))
-
-    return mean
-
-
-def make_step(mean, optimizer, mesh):
-    def step(params, state, images, labels, number):
-        # Of this device's part of the batch: jax.value_and_grad would sum the gradients over all devices, in float32.
-        loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, images, labels)
-        updates, state = optimizer.update(mean(grads, number), state, params)
-        return optax.apply_updates(params, updates), state, lax.pmean(loss, "data")
-
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data"), P("data"), P()), out_specs=P()))
 
 
 def largest_difference(params):
@@ -76,26 +53,29 @@ def largest_difference(params):
     return max(float(np.ptp(c, axis=0).max()) for c in copies)
 
 
-def train(steps, optimizer, mesh, num_steps):
-    """Trains with each of `steps` ({name: step function}) and returns for each the curves, times and parameters."""
+def train(plans, optimizer, mesh, num_steps):
+    """Trains with each of `plans` ({name: plan}) and returns for each the curves, times and parameters."""
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
         digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target)
     accuracy = jax.jit(lambda params: (predict(params, test_images).argmax(-1) == test_labels).mean())
-    params = jax.device_put(init_params(), NamedSharding(mesh, P()))
-    runs = {name: dict(params=params, state=optimizer.init(params), losses=[], accuracies=[], times=[]) for name in steps}
+    runs = {}
+    for name, plan in plans.items():
+        training = cgx.make_train_step(loss_fn, optimizer, mesh, plan=plan)
+        params, state = training.init(init_params())
+        runs[name] = dict(step=training.step, params=params, state=state, losses=[], accuracies=[], times=[])
     rng = np.random.default_rng(SEED)
     bar = tqdm(range(num_steps), unit="step")
     for number in bar:
         chosen = rng.choice(len(images), mesh.size * BATCH_PER_DEVICE, replace=False)
-        batch = images[chosen], labels[chosen], number
+        batch = images[chosen], labels[chosen]
         for name, run in runs.items():  # taking turns, both have the same batches and see the same load of the machine
             if number == 0:
-                run["sent"] = cgx.explain(steps[name], run["params"], run["state"], *batch, show=False).bytes
+                run["sent"] = cgx.explain(run["step"], run["params"], run["state"], batch, show=False).bytes
             start = time.perf_counter()
-            run["params"], run["state"], loss = jax.block_until_ready(steps[name](run["params"], run["state"], *batch))
+            run["params"], run["state"], metrics = jax.block_until_ready(run["step"](run["params"], run["state"], batch))
             run["times"].append(time.perf_counter() - start)
-            run["losses"].append(float(loss))
+            run["losses"].append(float(metrics.loss))
             if (number + 1) % EVALUATE_EVERY == 0 or number + 1 == num_steps:
                 run["accuracies"].append((number + 1, float(accuracy(run["params"]))))
         bar.set_postfix({f"loss {name}": f"{run['losses'][-1]:.3f}" for name, run in runs.items()}, refresh=False)
@@ -137,15 +117,11 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
 
-    codec = cgx.MaxMin(bits=args.bits, rounding="stochastic")
-    # Momentum averages the rounding errors of many steps. Adam does too, but also divides by the size of gradients with
-    # their errors, and takes smaller steps the fewer the bits.
+    codec = cgx.MaxMin(bits=args.bits)  # what it loses is fed back in the next step
     optimizer = optax.sgd(0.05, momentum=0.9)
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
     compressed = f"{args.bits}-bit"
-    steps = {"float32": make_step(plain_mean, optimizer, mesh),
-             compressed: make_step(compressed_mean(codec), optimizer, mesh)}
-    runs = train(steps, optimizer, mesh, args.steps)
+    runs = train({"float32": cgx.Raw(), compressed: codec}, optimizer, mesh, args.steps)
 
     size, n = sum(leaf.size for leaf in jax.tree.leaves(runs["float32"]["params"])), args.devices
     print(f"\n{size:,} parameters, {n} devices, {args.steps} steps, {codec}\n")

@@ -11,6 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
@@ -24,13 +25,18 @@ def _bind(primitive, operands, **params):
     return primitive.bind(*_compat.match_varying(*operands), **params)
 
 
-def _lower_to_reference(function):
-    """A lowering rule to jnp."""
+def _one_by_one(function):
+    """As jax.vmap, for what switches: vmap would compute every branch of each, and JAX can't under shard_map's check_vma."""
+    return lambda *operands: lax.map(lambda each: function(*each), operands)
+
+
+def _lower_to_reference(function, over):
+    """A lowering rule to jnp. over: what maps it."""
 
     def batched(*operands, batch, **params):
         one = functools.partial(function, **params)
         for _ in batch:
-            one = jax.vmap(one)
+            one = over(one)
         return one(*map(_compat.whole, operands))
 
     return mlir.lower_fun(batched, multiple_results=True)
@@ -109,13 +115,13 @@ def _zero_jvp(primitive):
     return rule
 
 
-def _register(primitive, target, function, attributes, abstract, jvp):
+def _register(primitive, target, function, attributes, abstract, jvp, over=jax.vmap):
     primitive.multiple_results = True
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor")))
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
-    to_reference = _lower_to_reference(function)
+    to_reference = _lower_to_reference(function, over)
     if _native is None:
         mlir.register_lowering(primitive, to_reference)
         return
@@ -277,7 +283,7 @@ def _reduce_jvp(primals, tangents, **params):
                      for r, t in zip(results, own)]
 
 
-_register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp)
+_register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp, over=_one_by_one)
 
 
 # roundtrip: an array as the other end will see it

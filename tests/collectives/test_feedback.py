@@ -138,6 +138,16 @@ def test_a_codec_without_kernels():
     np.testing.assert_allclose(results[0] + total(after, 1), total(x, 1) + total(before, 1), atol=1e-5)
 
 
+def test_a_batch_of_a_codec_without_kernels():
+    one = functools.partial(psum, codec=Halves(), schedule="two_shot")
+    x, before = normal((2, 3, 50), 0), normal((2, 3, 50), 1)
+    results, after = on_ranks(jax.vmap(one), mesh(2))(x, before)
+    for i in range(3):
+        expected = on_ranks(one, mesh(2))(x[:, i], before[:, i])
+        assert_same_bytes(results[:, i], expected[0])
+        assert_same_bytes(after[:, i], expected[1])
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("sizes", [(4,), (2, 4)])
 def test_types(check_vma, sizes):

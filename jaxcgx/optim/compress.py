@@ -1,0 +1,225 @@
+"""compress_gradients: an optax transformation from every rank's gradients to their mean, in a fraction of the bytes."""
+import functools
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.collectives.call import check_axes, check_flag
+from jaxcgx.collectives.psum import compressed_pmean
+from jaxcgx.collectives.schedules import fold
+from jaxcgx.optim.extra import import_optax
+from jaxcgx.optim.telemetry import Telemetry, measure
+from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.rules import check_codecs
+
+OP = "compress_gradients"
+
+
+class CompressState(NamedTuple):
+    """What compress_gradients keeps; None where its arguments have no use for it.
+
+    What is per rank has a leading axis of the ranks and is sharded over it (`state_specs`): inside of shard_map it is of size 1.
+    """
+
+    count: Any  # int32[]: steps until now
+    key: Any  # uint32[2], the same on every rank and in every step
+    residuals: Any  # like the gradients, float32[ranks, *shape]; None for what always travels raw
+    momentum: Any  # like the gradients, [ranks, *shape]
+    telemetry: Any  # Telemetry of the last step
+
+    per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
+
+
+def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False, telemetry=False,
+                       seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
+    """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all of them.
+
+    axis_name: the axis of the ranks, or a tuple of axes. plan: a codec, {axis: codec} or a Plan; or a schedule of them, {0: plan,
+    1000: other}: `other` from step 1000 on, counted from 0. A schedule is one compiled program, in which the step chooses.
+
+    feedback: what compression loses is kept and sent later (error feedback). beta: of what a step loses; what is kept is
+    (1 - beta) * what was kept before + beta * what was lost. reset_every: forget it after every so many steps (both are
+    LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
+    what is sent late has its momentum all the same; the optimizer behind should have none.
+
+    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that skip
+    such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
+    telemetry: what a step lost, in `state.telemetry`. seed: of the noise of codecs that round stochastically.
+    axis_size: the ranks, for an `init` outside of shard_map that sees no mesh (jax.set_mesh) either. schedule, own, leader,
+    strict, fusion_mb: as in `compressed_pmean`.
+
+    Numbers may be arrays (optax.inject_hyperparams). Leaves that travel raw under every plan have no residual.
+    """
+    optax = import_optax(OP)
+    settings = _check_settings(plan)
+    plans = [each for _, each in settings]
+    for name, flag in dict(feedback=feedback, skip_nonfinite=skip_nonfinite, telemetry=telemetry).items():
+        check_flag(OP, name, flag)
+    _check_number("beta", beta, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    _check_number("reset_every", reset_every, numbers.Integral, lambda x: x > 0, "a positive integer")
+    _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    _check_number("seed", seed, numbers.Integral, lambda x: True, "an integer")
+    _check_number("axis_size", axis_size, numbers.Integral, lambda x: x > 0, "a positive integer")
+    whole = isinstance(beta, numbers.Real) and beta == 1
+    if not feedback and not (whole and reset_every is None):
+        raise ValueError(f"{OP}: argument 'feedback': expected True with 'beta' or 'reset_every', got False")
+    noisy = any(codec.stochastic for each in plans for codec in each.codecs)
+    counts = noisy or reset_every is not None or len(settings) > 1
+    pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+
+    def types(tree, ranks):
+        """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
+        paths, leaves, structure = _flatten(tree)
+        found = [_codecs(each, axis_name, paths, leaves) for each in plans]
+        lossy = [feedback and any(codecs) for codecs in zip(*found)] if leaves else []
+        row = lambda x, dtype: jax.ShapeDtypeStruct((ranks, *x.shape), dtype)
+        return CompressState(
+            count=jax.ShapeDtypeStruct((), jnp.int32) if counts else None,
+            key=jax.ShapeDtypeStruct((2,), jnp.uint32) if noisy else None,
+            residuals=structure.unflatten([row(x, jnp.float32) if has else None for x, has in zip(leaves, lossy)]),
+            momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
+            telemetry=Telemetry(*[structure.unflatten([jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves))] * 4) if telemetry else None)
+
+    def init(params):
+        ranks, axes = _ranks(axis_name, axis_size)
+        state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), types(params, ranks))
+        if noisy:
+            state = state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+        return state._replace(**{name: jax.tree_util.tree_map(lambda x: _compat.vary(x, axes), getattr(state, name))
+                                 for name in CompressState.per_rank})
+
+    def exchange(each, key, structure, leaves, residuals):
+        """The mean with one of the plans, what is lost, telemetry."""
+        paths, _, _ = _flatten(structure.unflatten(leaves))
+        codecs = _codecs(each, axis_name, paths, leaves)
+        if telemetry and not feedback:  # nothing else tells what is lost
+            residuals = [jnp.zeros((1, *x.shape), jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
+        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key if any(codec.stochastic for codec in each.codecs) else None)
+        lost, found = residuals, None
+        if all(r is None for r in residuals):
+            mean = structure.flatten_up_to(send())
+        else:
+            # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would be a copy, two with the way back.
+            rows = jax.vmap(lambda given: send(residuals=given))(structure.unflatten(residuals))
+            mean, lost = map(structure.flatten_up_to, rows)
+            mean = [x.reshape(x.shape[1:]) for x in mean]
+        if telemetry:
+            found = measure(check_axes(OP, axis_name), structure, leaves, codecs, residuals, mean, lost)
+        return mean, lost if feedback else [None] * len(lost), found
+
+    def update(updates, state, params=None):
+        del params
+        check_axes(OP, axis_name)
+        _check_state(axis_name, state, types(updates, 1))
+        _, leaves, structure = _flatten(updates)
+        residuals, moved = structure.flatten_up_to(state.residuals), None
+        if momentum is not None:
+            moved = [jnp.asarray(momentum, u.dtype) * u + g for u, g in zip(structure.flatten_up_to(state.momentum), leaves)]
+            leaves = [u.reshape(u.shape[1:]) for u in moved]
+            moved = structure.unflatten(moved)
+        key = fold(state.key, state.count) if noisy else None
+        ways = [functools.partial(exchange, each, key, structure) for each in plans]
+        if len(ways) > 1:
+            now = sum((state.count >= start).astype(jnp.int32) for start, _ in settings[1:])
+            mean, lost, found = lax.switch(now, ways, leaves, residuals)
+        else:
+            mean, lost, found = ways[0](leaves, residuals)
+        count = optax.safe_increment(state.count) if counts else None
+        if not whole:
+            lost = [None if r is None else (1 - beta) * r + beta * new for r, new in zip(residuals, lost)]
+        if reset_every is not None:
+            lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
+        new = structure.unflatten(lost), moved
+        if skip_nonfinite:
+            bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
+            if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
+                bad = lax.psum(bad, shards)
+            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, (state.residuals, state.momentum))
+        return structure.unflatten(mean), CompressState(count, state.key, *new, found)
+
+    return optax.GradientTransformation(init, update)
+
+
+def compressed(optimizer, axis_name, plan, **options):
+    """`optimizer`, an optax.GradientTransformation, for gradients of every rank's own: compress_gradients with these options before it."""
+    return import_optax("compressed").chain(compress_gradients(axis_name, plan, **options), optimizer)
+
+
+def _check_number(argument, value, kind, fits, expected):
+    """An array, of optax.inject_hyperparams, passes: its value is not known yet."""
+    if value is None and argument != "beta" and argument != "seed" or isinstance(value, jax.Array):
+        return
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{OP}: argument '{argument}': expected {expected}, got {value!r}")
+    if not fits(value):
+        raise ValueError(f"{OP}: argument '{argument}': expected {expected}, got {value!r}")
+
+
+def _check_settings(plan):
+    """[(first step, Plan)], in order."""
+    schedule = {0: plan}
+    if isinstance(plan, dict) and any(isinstance(step, numbers.Integral) for step in plan):
+        if 0 not in plan or not all(isinstance(step, numbers.Integral) and step >= 0 for step in plan):
+            raise ValueError(f"{OP}: argument 'plan': expected a schedule {{first step: plan}} that begins with step 0, got steps {list(plan)}")
+        schedule = plan
+    return [(step, _check_plan(schedule[step])) for step in sorted(schedule)]
+
+
+def _check_plan(plan):
+    """What isn't a plan yet as one without guards."""
+    return plan if isinstance(plan, Plan) else Plan(check_codecs(OP, "plan", plan), min_size=0, skip_1d=False)
+
+
+def _flatten(tree):
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [path for path, _ in found], [leaf for _, leaf in found], structure
+
+
+def _codecs(plan, axis_name, paths, leaves):
+    """Of each leaf the codecs that it is encoded with, outermost axis first; none where it travels raw."""
+    names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
+    found = []
+    for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves)):
+        codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
+        found.append([] if guarded or why_raw(leaf, codecs) else codecs)
+    return found
+
+
+def _ranks(axis_name, axis_size):
+    """Of the leading axis of what is per rank the size here, and the axes that it varies over."""
+    try:
+        return 1, _compat.tracked_axes(check_axes(OP, axis_name).names)
+    except NameError:
+        pass  # outside of shard_map
+    names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    if axis_size is None and all(name in sizes for name in names):
+        axis_size = math.prod(sizes[name] for name in names)
+    if axis_size is None:
+        raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got None; "
+                         "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
+    return axis_size, frozenset()
+
+
+def _check_state(axis_name, state, expected):
+    """That a state is one for these gradients and this plan: of these shapes and dtypes."""
+    if not isinstance(state, CompressState):
+        raise TypeError(f"{OP}: argument 'state': expected what its init returns, a CompressState, got {type(state).__name__}")
+    flatten = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    (wanted, structure), (found, other) = flatten(expected), flatten(state)
+    remedy = "it was made with another plan or other options; go on with those, or take a new one from init"
+    if structure != other:
+        raise ValueError(f"{OP}: argument 'state': expected the structure {structure}, got {other}: {remedy}")
+    spell = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+    for (path, want), (_, got) in zip(wanted, found):
+        if spell(want) == spell(got):
+            continue
+        if want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
+            remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; one of "
+                      "another number of ranks is for jaxcgx.reshard_state")
+        raise ValueError(f"{OP}: argument 'state'{jax.tree_util.keystr(path)}: expected {spell(want)}, got {spell(got)}: {remedy}")

@@ -1,0 +1,80 @@
+"""States of optimizers with arrays per rank: how they are sharded, and how they move to another number of ranks."""
+import numbers
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.optim.extra import import_optax
+
+
+def _ours(node):
+    """Whether it is a state with fields per rank."""
+    return hasattr(type(node), "per_rank")
+
+
+def state_specs(opt_state, axis_name, param_specs=None):
+    """PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
+
+    opt_state: a state, or its jax.eval_shape, in which states of jaxcgx stand anywhere. axis_name: the axis of the ranks, or the tuple
+    of axes, that their transformations were given. What is per rank is sharded over it, all else replicated.
+    param_specs: PartitionSpecs of the parameters over other axes; what is per rank is sharded over these, too.
+    """
+    _check_wrappers("state_specs", opt_state)
+    return specs_per_rank(opt_state, tuple(axis_name) if isinstance(axis_name, list) else axis_name, param_specs)
+
+
+def specs_per_rank(opt_state, rows, param_specs):
+    """`rows`: of the leading axis of what is per rank."""
+    def specs(node):
+        if not _ours(node):
+            return P()
+        found = jax.tree_util.tree_map(lambda _: P(), node)
+        for name in node.per_rank:
+            if param_specs is None or getattr(node, name) is None:
+                field = jax.tree_util.tree_map(lambda _: P(rows), getattr(node, name))
+            else:
+                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, getattr(node, name))
+            found = found._replace(**{name: field})
+        return found
+
+    return jax.tree_util.tree_map(specs, opt_state, is_leaf=_ours)
+
+
+def _check_wrappers(op, opt_state):
+    """That nothing stands around compress_gradients that keeps what it makes of every rank's own gradients in states without an
+    axis for ranks."""
+    optax = import_optax(op)
+    for wrapper, name in ((optax.MultiStepsState, "MultiSteps"), (optax.ApplyIfFiniteState, "apply_if_finite")):
+        around = lambda node: isinstance(node, wrapper) and any(map(_ours, jax.tree_util.tree_leaves(node, is_leaf=_ours)))
+        if any(map(around, jax.tree_util.tree_leaves(opt_state, is_leaf=around))):
+            raise ValueError(f"{op}: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the same on every "
+                             f"rank, got it around; write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))")
+
+
+def reshard_state(opt_state, new_size):
+    """An optimizer's state for another number of ranks. The result's arrays per rank are numpy's: put them where the new mesh wants them,
+
+        jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
+
+    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today's on a rank with as
+    many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly.
+    """
+    if isinstance(new_size, bool) or not isinstance(new_size, numbers.Integral) or new_size < 1:
+        raise ValueError(f"reshard_state: argument 'new_size': expected a positive integer, got {new_size!r}")
+
+    def spread(rows, keep):
+        if rows.shape[0] == new_size:
+            return rows
+        total = jnp.asarray(rows, jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype).sum(0)
+        each = total / (new_size if keep == "sum" else rows.shape[0])
+        return np.broadcast_to(np.asarray(each.astype(rows.dtype)), (new_size, *each.shape))
+
+    def reshard(node):
+        if not _ours(node):
+            return node
+        return node._replace(**{name: jax.tree_util.tree_map(lambda rows: spread(rows, keep), getattr(node, name))
+                                for name, keep in node.per_rank.items()})
+
+    return jax.tree_util.tree_map(reshard, opt_state, is_leaf=_ours)

@@ -1,0 +1,439 @@
+"""compress_gradients by itself: what it sends, what it keeps, what it refuses."""
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from golden import numpy_codec
+from helpers import assert_same_bytes, normal, sent
+from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+
+RANKS = 4
+GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
+compress = functools.partial(cgx.compress_gradients, "data", axis_size=RANKS)
+
+
+def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
+    """[(mean, state)] of some steps with the same gradients, each rank's own in front."""
+    state = transformation.init(jax.tree.map(lambda g: g[0], grads)) if state is None else state
+    specs = cgx.state_specs(state, "data")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma)
+    def step(grads, state):
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    found = []
+    for _ in range(steps):
+        mean, state = step(grads, state)
+        found.append((mean, state))
+    return found
+
+
+def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
+    """(mean, residuals) of compressed_pmean."""
+    residuals = jax.tree.map(jnp.zeros_like, grads) if residuals is None else residuals
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=(P(), P("data")))
+    def step(grads, residuals):
+        mean, lost = cgx.compressed_pmean(*jax.tree.map(lambda x: x[0], (grads,)), "data", plan, key=key,
+                                          residuals=jax.tree.map(lambda x: x[0], residuals), **options)
+        return mean, jax.tree.map(lambda x: x[None], lost)
+
+    return step(grads, residuals)
+
+
+def assert_trees_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert_same_bytes(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_two_steps_are_two_calls_of_the_collective(check_vma):
+    (mean, state), (again, after) = run(compress(CODEC), 2, check_vma=check_vma)
+    first = pmean(CODEC)
+    assert_trees_same((mean, state.residuals), first)
+    assert_trees_same((again, after.residuals), pmean(CODEC, residuals=first[1]))
+    assert state.count is state.key is state.momentum is state.telemetry is None
+
+
+def test_noise_is_another_one_every_step():
+    found = run(compress(STOCHASTIC, feedback=False, seed=5), 3)
+    key = jax.random.key(5, impl="threefry2x32")
+    for step, (mean, state) in enumerate(found):
+        assert_trees_same(mean, pmean(STOCHASTIC, key=jax.random.fold_in(key, step))[0])
+        assert (state.count, state.residuals) == (step + 1, {"w": None, "b": None})
+        np.testing.assert_array_equal(state.key, jax.random.key_data(key))
+
+
+@pytest.mark.parametrize("options", [dict(schedule="two_shot", own="encoded"), dict(schedule="one_shot"), dict(fusion_mb=1e-6)], ids=str)
+def test_options_of_the_collective(options):
+    (mean, state), = run(compress(CODEC, **options))
+    assert_trees_same((mean, state.residuals), pmean(CODEC, **options))
+
+
+def test_beta_keeps_some_of_what_was_kept():
+    """LoCo's: e <- (1 - beta) e + beta lost."""
+    (_, first), (_, second) = run(compress(CODEC, beta=0.25), 2)
+    lost = pmean(CODEC)[1]
+    for name, x in first.residuals.items():
+        np.testing.assert_allclose(x, 0.25 * lost[name], rtol=1e-6)
+    lost = pmean(CODEC, residuals=first.residuals)[1]
+    for name, x in second.residuals.items():
+        np.testing.assert_allclose(x, 0.75 * first.residuals[name] + 0.25 * lost[name], rtol=1e-5, atol=1e-7)
+
+
+def test_reset_forgets_every_so_many_steps():
+    found = run(compress(CODEC, reset_every=3), 7)
+    kept = [bool(jnp.any(state.residuals["w"] != 0)) for _, state in found]
+    assert kept == [True, True, False, True, True, False, True]
+    assert_trees_same(found[3][0], found[0][0])
+
+
+def test_momentum_is_corrected():
+    """Every rank sends u = m u + g."""
+    found = run(compress(CODEC, momentum=0.5), 3)
+    moved, residuals = jax.tree.map(jnp.zeros_like, GRADS), None
+    for mean, state in found:
+        moved = jax.tree.map(lambda u, g: 0.5 * u + g, moved, GRADS)
+        expected, residuals = pmean(CODEC, moved, residuals)
+        assert_trees_same((mean, state.residuals, state.momentum), (expected, residuals, moved))
+
+
+def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
+    found = run(compress(cgx.Raw(), momentum=0.9), 5)
+    trace, mean = optax.trace(0.9), jax.tree.map(lambda g: g.mean(0), GRADS)
+    state = trace.init(mean)
+    for got, _ in found:
+        expected, state = trace.update(mean, state)
+        for name in got:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_plans_leave_leaves_raw():
+    (mean, state), = run(compress(cgx.Plan(CODEC, min_size=100)))
+    assert state.residuals["b"] is None and state.residuals["w"].shape == (RANKS, 30, 40)
+    np.testing.assert_allclose(mean["b"], GRADS["b"].mean(0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.short
+def test_a_schedule_of_plans():
+    """Another setting from a step on, in one program."""
+    eight = cgx.Plan(cgx.MaxMin(8, 64), min_size=100)
+    transformation = compress({0: cgx.Raw(), 2: CODEC, 4: eight})
+    found, residuals = run(transformation, 6), None
+    for step, (mean, state) in enumerate(found):
+        codec = cgx.Raw() if step < 2 else CODEC if step < 4 else eight
+        expected, residuals = pmean(codec, residuals=residuals)
+        assert_trees_same((mean, state.residuals), (expected, residuals))
+        assert state.count == step + 1
+    optimizer = optax.chain(transformation, optax.sgd(0.1))
+    state = optimizer.init(PARAMS)
+    step, params, state = on_mesh(local_step(optimizer), state), place(PARAMS, P()), place(state, cgx.state_specs(state, "data"))
+    for _ in range(6):
+        params, state, _ = step(params, state, X)
+    assert step._cache_size() == 1
+
+
+def test_what_never_is_compressed_has_no_residual():
+    plans = {0: cgx.Plan(CODEC, min_size=100), 3: cgx.Plan(cgx.MaxMin(4), [("w", cgx.Raw())], min_size=0)}
+    state = compress(plans).init({**PARAMS, "n": jnp.zeros(3)})
+    assert {k: v if v is None else v.shape for k, v in state.residuals.items()} == {"w": (4, 30, 40), "b": None, "n": None}
+
+
+def test_a_quadratic_with_error_feedback():
+    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them: u = g + e, e <- u - Q(u), x <- x - lr mean Q(u).
+    All numbers but those of Q are multiplied by powers of two, so that every rounding is that of an addition."""
+    n, steps, rate = 40, 1000, 2.0**-4
+    centers = np.asarray(normal((RANKS, n), 5))
+    curvature = np.float32([0.5, 1, 0.25, 1])
+    codec = {"codec": "MaxMin", "bits": 2, "bucket_size": 16, "rounding": "nearest"}
+    transformation = compress(cgx.MaxMin(2, 16), schedule="one_shot")
+    state = transformation.init(jnp.zeros(n))
+    specs = cgx.state_specs(state, "data")
+
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), P("data"), specs), out_specs=(P(), specs))
+    def train(center, a, state):
+        def step(carry, _):
+            x, state = carry
+            mean, state = transformation.update(a * (x - center[0]), state)
+            x = x - rate * mean
+            return (x, state), x
+
+        (_, state), path = lax.scan(step, (jnp.zeros(n), state), length=steps)
+        return path, state
+
+    path, state = jax.jit(train)(centers, curvature, state)
+    x, lost = np.zeros(n, np.float32), np.zeros((RANKS, n), np.float32)
+    for got in np.asarray(path):
+        payloads = []
+        for r in range(RANKS):
+            gradient = (curvature[r] * (x - centers[r])).view(np.uint32)
+            (payload,), (lost[r],) = numpy_codec.encode(codec, [("float32", gradient)], residuals=[lost[r]])
+            payloads.append(payload)
+        (mean,), _ = numpy_codec.reduce(codec, [("float32", n)], payloads, divisor=RANKS)
+        x = x - np.float32(rate) * mean
+        assert_same_bytes(got, x)
+    assert_same_bytes(np.asarray(state.residuals), lost)
+    best = (curvature[:, None] * centers).sum(0) / curvature.sum()
+    assert np.abs(path[-1] - best).max() < 0.05 < np.abs(best).max()
+
+
+@pytest.mark.parametrize("plan", [CODEC, cgx.Sign(16), {0: CODEC, 500: cgx.MaxMin(4, 16), 700: cgx.Raw()}], ids=str)
+def test_nothing_is_lost_for_good(plan):
+    """x - lr mean(e) goes the way of x without compression: over 1,000 steps, with both roundings of two_shot."""
+    n, steps, rate = 40, 1000, 2.0**-4
+    centers = normal((RANKS, n), 5)
+    transformation = compress(plan, schedule="two_shot")
+    state = transformation.init(jnp.zeros(n))
+    specs = cgx.state_specs(state, "data")
+
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), P(), specs))
+    def train(center, state):
+        def step(carry, _):
+            x, exact, state = carry
+            grads = jnp.sin(x - center[0])
+            mean, state = transformation.update(grads, state)
+            return (x - rate * mean, exact - rate * lax.pmean(grads, "data"), state), None
+
+        return lax.scan(step, (jnp.zeros(n), jnp.zeros(n), state), length=steps)[0]
+
+    x, exact, state = jax.jit(train)(centers, state)
+    owed = rate * np.asarray(state.residuals, np.float64).mean(0)
+    np.testing.assert_allclose(np.asarray(x) - owed, exact, atol=2e-5)
+    assert (owed != 0).any() != isinstance(plan, dict)  # Raw() at last sends all that was kept
+
+
+@pytest.mark.short
+def test_states_are_donated():
+    optimizer = cgx.compressed(optax.sgd(0.1, momentum=0.9), "data", CODEC, axis_size=RANKS, momentum=0.9)
+    state = optimizer.init(PARAMS)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    params, state = place(jax.tree.map(jnp.copy, PARAMS), P()), place(state, cgx.state_specs(state, "data"))
+    after = step(params, state, X)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_residuals_are_overwritten_in_place():
+    optimizer = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=RANKS, schedule="one_shot")
+    state = optimizer.init(PARAMS)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    program = step.lower(PARAMS, state, X).compile().as_text()
+    assert "jaxcgx_encode" in program and not re.search(r"f32\[(1,)?30,40\]\S* copy\(", program)
+
+
+def hlo(step, *args):
+    """The compiled program without names and positions in the source."""
+    text = jax.jit(step).lower(*args).compile().as_text()
+    text = re.sub(r", metadata=\{[^{}]*\}", "", text)
+    return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"])
+def test_raw_costs_nothing(plan):
+    """The compiled program is that of optax and lax.pmean."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    wrapped = cgx.compressed(optimizer, "data", plan, axis_size=RANKS)
+    plain = optax.chain(optax.stateless(lambda grads, params: lax.pmean(grads, "data")), optimizer)
+    programs = [hlo(on_mesh(local_step(each), each.init(PARAMS)), PARAMS, each.init(PARAMS), X) for each in (wrapped, plain)]
+    assert programs[0] == programs[1]
+
+
+def test_gradients_travel_as_bytes():
+    optimizer = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=RANKS)
+    state = optimizer.init(PARAMS)
+    program = on_mesh(local_step(optimizer), state).lower(PARAMS, state, X).compile().as_text()
+    assert {dtype for _, dtype in sent(program)} == {"u8", "f32"}
+    assert program.count("all-reduce(") == 1  # the loss
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_init_inside_of_shard_map(check_vma):
+    """It sees the ranks there, and its state is one of this rank."""
+    transformation = cgx.compress_gradients("data", CODEC, momentum=0.9)
+    specs = cgx.state_specs(cgx.compress_gradients("data", CODEC, momentum=0.9, axis_size=RANKS).init(PARAMS), "data")
+    init = jax.shard_map(transformation.init, mesh=mesh_of(RANKS), in_specs=P(), out_specs=specs, check_vma=check_vma)
+    assert_trees_same(jax.jit(init)(PARAMS), compress(CODEC, momentum=0.9).init(PARAMS))
+
+
+def test_init_under_a_mesh():
+    with jax.set_mesh(mesh_of(RANKS)):
+        state = jax.jit(cgx.compress_gradients("data", CODEC).init)(PARAMS)
+    assert state.residuals["w"].shape == (RANKS, 30, 40)
+
+
+def test_in_vmap():
+    transformation = cgx.compress_gradients("data", CODEC)
+
+    def steps(grads):
+        state = transformation.init(grads)
+        _, state = transformation.update(grads, state)
+        return transformation.update(grads, state)
+
+    mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(GRADS)
+    (_, _), (expected, after) = run(compress(CODEC), 2)
+    assert_trees_same((mean, jax.tree.map(lambda x: x[:, 0], state.residuals)), (expected, after.residuals))
+
+
+def test_hierarchies():
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    axes = ("node", "local")
+    transformation = cgx.compress_gradients(axes, {"node": CODEC, "local": cgx.Raw()}, axis_size=RANKS)
+    state = transformation.init(PARAMS)
+    specs = cgx.state_specs(state, axes)
+    assert specs.residuals["w"] == P(axes)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(axes), specs), out_specs=(P(), specs))
+    def step(grads, state):
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    total = jax.tree.map(lambda g: 0.0 * g[0], GRADS)
+    for _ in range(20):
+        mean, state = step(GRADS, state)
+        total = jax.tree.map(jnp.add, total, mean)
+    for name, found in total.items():
+        owed = np.asarray(state.residuals[name]).mean(0)
+        np.testing.assert_allclose(found + owed, 20 * GRADS[name].mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_gradients_have_float32_residuals():
+    """What the sums' rounding to bfloat16 loses is lost; what the codec loses isn't."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    found = run(compress(CODEC, momentum=0.5), 3, grads)
+    for mean, state in found:
+        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((mean, state.momentum)))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.residuals))
+
+
+def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
+    """An overflow on one rank is seen by all; with skip_nonfinite nothing that is kept changes."""
+    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
+    options = dict(momentum=0.5, skip_nonfinite=True)
+    (_, before), = run(compress(CODEC, **options))
+    (mean, after), = run(compress(CODEC, **options), 1, bad, before)
+    assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
+    assert_trees_same(after, before)
+    (_, again), = run(compress(CODEC, **options), 1, GRADS, after)
+    assert_trees_same(again, run(compress(CODEC, momentum=0.5), 2)[1][1])
+    (_, eaten), = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
+    assert np.isfinite(eaten.residuals["w"]).all()
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_telemetry(feedback):
+    plan = cgx.Plan(CODEC, min_size=100)
+    (_, _), (mean, state) = run(compress(plan, feedback=feedback, telemetry=True), 2)
+    found = state.telemetry
+    residuals = jax.tree.map(jnp.zeros_like, GRADS)
+    if feedback:
+        residuals = pmean(plan)[1]
+    lost = pmean(plan, residuals=residuals)[1]["w"]
+    meant = GRADS["w"] + residuals["w"]
+    np.testing.assert_allclose(found.vnmse["w"], (lost**2).sum() / (meant**2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(found.saturation["w"], (jnp.abs(lost) >= jnp.abs(meant)).mean(), rtol=1e-5)
+    assert 0 < found.saturation["w"] < 1
+    assert (found.vnmse["b"], found.saturation["b"]) == (0, 0)
+    assert {k: (int(found.bytes[k]), int(found.uncompressed[k])) for k in PARAMS} == {
+        "w": (CODEC.wire_bytes((30, 40), jnp.float32), 4800), "b": (160, 160)}
+    assert_trees_same(mean, run(compress(plan, feedback=feedback), 2)[1][0])
+    if not feedback:
+        assert state.residuals == {"w": None, "b": None}
+
+
+def test_telemetry_of_zeros_and_of_infinities():
+    grads = {"w": jnp.zeros((RANKS, 30, 40)), "b": GRADS["b"].at[1, 0].set(jnp.inf)}
+    (_, state), = run(compress(CODEC, telemetry=True), 1, grads)
+    assert (state.telemetry.vnmse["w"], state.telemetry.saturation["w"]) == (0, 0)
+    assert not np.isfinite(state.telemetry.vnmse["b"]) and state.telemetry.saturation["b"] > 0
+
+
+def test_an_empty_tree():
+    (mean, state), = run(compress(CODEC, telemetry=True), 1, {})
+    assert mean == {} and state.residuals == {}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
+    (dict(plan={"data": 4}), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
+    (dict(plan={5: CODEC}), ValueError, "compress_gradients: argument 'plan': expected a schedule {first step: plan} that begins with step 0, got steps [5]"),
+    (dict(plan={0: CODEC, -1: CODEC}), ValueError, "that begins with step 0, got steps [0, -1]"),
+    (dict(plan={0: CODEC, "data": CODEC}), ValueError, "that begins with step 0, got steps [0, 'data']"),
+    (dict(plan={0: CODEC, 9: "raw"}), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 'raw'"),
+    (dict(feedback=1), TypeError, "compress_gradients: argument 'feedback': expected True or False, got 1"),
+    (dict(telemetry="yes"), TypeError, "compress_gradients: argument 'telemetry': expected True or False, got 'yes'"),
+    (dict(skip_nonfinite=None), TypeError, "compress_gradients: argument 'skip_nonfinite': expected True or False, got None"),
+    (dict(beta=0), ValueError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got 0"),
+    (dict(beta=None), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got None"),
+    (dict(momentum=1.0), ValueError, "compress_gradients: argument 'momentum': expected a number from 0 to below 1, got 1.0"),
+    (dict(reset_every=0), ValueError, "compress_gradients: argument 'reset_every': expected a positive integer, got 0"),
+    (dict(reset_every=2.5), TypeError, "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5"),
+    (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
+    (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
+    (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+    (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+])  # fmt: skip
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error) as caught:
+        cgx.compress_gradients("data", **{"plan": CODEC, **arguments})
+    assert words in str(caught.value)
+
+
+def test_init_must_see_the_ranks():
+    with pytest.raises(ValueError, match="compress_gradients: argument 'axis_size': expected the number of ranks of 'data', which init can't see, got None; "
+                                         r"pass it, or call init under jax.set_mesh\(mesh\) or inside jax.shard_map"):
+        cgx.compress_gradients("data", CODEC).init(PARAMS)
+    with pytest.raises(NameError, match="compress_gradients: argument 'axis_name': no axis 'data' is bound here"):
+        compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS))
+
+
+def test_rules_without_a_leaf():
+    with pytest.raises(ValueError, match="compress_gradients: argument 'plan': expected a leaf for every rule of the plan, got none for Rule.*'kernel'"):
+        compress(cgx.Plan(CODEC, [("kernel", cgx.MaxMin(8))])).init(PARAMS)
+
+
+@pytest.mark.parametrize(("state", "error", "words"), [
+    (lambda: compress(cgx.Plan(CODEC, min_size=100)).init(PARAMS), ValueError,
+     "compress_gradients: argument 'state'.residuals['b']: expected float32[1, 40], got None: it was made with another plan or other options; go on with "
+     "those, or take a new one from init"),
+    (lambda: compress(CODEC, feedback=False).init(PARAMS), ValueError, "argument 'state'.residuals['b']: expected float32[1, 40], got None"),
+    (lambda: compress(STOCHASTIC).init(PARAMS), ValueError, "argument 'state'.count: expected None, got int32[]: it was made with another plan"),
+    (lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}), ValueError,
+     "argument 'state'.residuals['w']: expected float32[1, 30, 40], got float32[1, 30, 41]: it was made with"),
+    (lambda: compress(CODEC).init({"w": PARAMS["w"]}), ValueError, "compress_gradients: argument 'state': expected the structure"),
+    (lambda: compress(CODEC, momentum=0.9).init(PARAMS), ValueError, "compress_gradients: argument 'state': expected the structure"),
+    (lambda: optax.adam(1e-3).init(PARAMS), TypeError, "compress_gradients: argument 'state': expected what its init returns, a CompressState, got tuple"),
+    (lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS), ValueError,
+     "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; shard the state over 'data', as "
+     "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state"),
+], ids=["guard", "no feedback", "no noise", "shape", "leaf", "momentum", "adam", "ranks"])  # fmt: skip
+def test_a_state_from_another_plan(state, error, words):
+    with pytest.raises(error) as caught:
+        run(compress(CODEC), 1, state=state())
+    assert words in str(caught.value)
+
+
+def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
+    """Residuals are gradients, whatever the codec."""
+    (_, state), = run(compress(CODEC))
+    (mean, _), = run(compress(cgx.MaxMin(8, 64)), 1, state=state)
+    assert_trees_same(mean, pmean(cgx.MaxMin(8, 64), residuals=state.residuals)[0])
+
+
+def test_training_with_error_feedback_reaches_what_training_without_compression_does():
+    plain = train(cgx.compressed(optax.sgd(0.5), "data", cgx.Raw(), axis_size=RANKS), 60)[2]
+    fed = train(cgx.compressed(optax.sgd(0.5), "data", CODEC, axis_size=RANKS), 60)[2]
+    assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]

@@ -1,0 +1,72 @@
+"""Models of other libraries: pytrees of their own."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcgx as cgx
+from helpers import normal
+from training import CODEC, X, mesh_of, train
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """optax relies on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_equinox():
+    eqx = pytest.importorskip("equinox", reason="needs the extra `test`")
+    model = eqx.nn.MLP(30, 1, 40, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        return ((jax.vmap(eqx.combine(params, static))(x) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+    plan = cgx.Plan(CODEC, [(r"layers/\d/weight", cgx.MaxMin(4, 64))], min_size=100)
+    plain, state, _ = train(optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss)
+    residuals = state[0].residuals
+    assert residuals.layers[0].weight.shape == (4, 40, 30) and residuals.layers[0].bias is None
+    assert loss(plain, X) < 0.5 * loss(params, X)
+    train_step = cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(4), plan=plan)
+    found, state = train_step.init(params)
+    for _ in range(30):
+        found, state, _ = train_step.step(found, state, X)
+    np.testing.assert_allclose(loss(found, X), loss(plain, X), rtol=1e-3)
+
+
+def test_flax_nnx():
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.second = nnx.Linear(30, 40, rngs=rngs), nnx.Linear(40, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(nnx.relu(self.first(x)))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, x):
+        return ((nnx.merge(graph, params)(x) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+    plan = cgx.Plan(CODEC, [("first/kernel", cgx.MaxMin(4, 64))], min_size=100)
+    found, state, losses = train(optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss)
+    assert losses[-1] < 0.5 * losses[0]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state[0].residuals)]
+    assert shapes == [(4, 30, 40)]
+    train_step = cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(4), plan=plan)
+    placed, state = train_step.init(params)
+    for _ in range(30):
+        placed, state, metrics = train_step.step(placed, state, X)
+    np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-3)
+
+
+def test_lists_and_tuples():
+    params = [(normal((30, 40), scale=0.2), jnp.zeros(40)), {"out": normal((40, 1), 1, scale=0.2)}]
+    loss = lambda p, x: ((jnp.tanh(x @ p[0][0] + p[0][1]) @ p[1]["out"] - x.mean(-1, keepdims=True)) ** 2).mean()
+    got, expected = (train(cgx.compressed(optax.sgd(0.2), "data", plan, axis_size=4), 30, params, loss_fn=loss)[2] for plan in (CODEC, cgx.Raw()))
+    assert expected[-1] < 0.8 * expected[0]
+    np.testing.assert_allclose(got[-1], expected[-1], rtol=0.05)

@@ -1,0 +1,164 @@
+"""compress_gradients among optax's transformations."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes
+from training import PARAMS, X, local_step, loss_fn, on_mesh, train
+
+CODEC = cgx.MaxMin(4, 64)
+RAW = cgx.compress_gradients("data", cgx.Raw(), axis_size=4)
+COMPRESS = cgx.compress_gradients("data", CODEC, axis_size=4)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """optax relies on it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def close(got, expected, tolerance=0.05):
+    """That training came about as far."""
+    assert expected[2][-1] < 0.8 * expected[2][0]
+    np.testing.assert_allclose(got[2][-1], expected[2][-1], rtol=tolerance)
+
+
+@pytest.mark.parametrize("behind", [
+    lambda: optax.adamw(3e-3),
+    lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(optax.cosine_decay_schedule(2.0, 40))),
+    lambda: optax.MultiSteps(optax.sgd(0.5), 2),
+    lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 30)),
+    lambda: optax.apply_if_finite(optax.adam(3e-3), 5),
+    lambda: optax.multi_transform({"w": optax.adam(3e-3), "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
+], ids=["adamw", "clip", "MultiSteps", "inject", "finite", "multi"])  # fmt: skip
+def test_in_front_of(behind):
+    close(*(train(optax.chain(first, behind()), 30) for first in (COMPRESS, RAW)))
+
+
+def test_behind_what_sees_local_gradients():
+    """Every rank clips its own."""
+    clip = optax.clip(1e-3)
+    close(*(train(optax.chain(clip, first, optax.sgd(2.0)), 30) for first in (COMPRESS, RAW)))
+
+
+def test_multi_steps_in_front_updates_every_other_step():
+    optimizer = optax.chain(COMPRESS, optax.MultiSteps(optax.sgd(0.5), 2))
+    state = optimizer.init(PARAMS)
+    step, params, seen = on_mesh(local_step(optimizer), state), PARAMS, []
+    for _ in range(4):
+        params, state, _ = step(params, state, X)
+        seen.append(float(params["w"].sum()))
+    assert seen[0] == float(PARAMS["w"].sum()) and seen[0] != seen[1] == seen[2] != seen[3]
+
+
+def test_masked():
+    """Some leaves compressed; the others have to be reduced, too."""
+    mask = {"w": True, "b": False}
+    optimizer = optax.chain(optax.masked(COMPRESS, mask), optax.masked(RAW, {"w": False, "b": True}), optax.sgd(0.5))
+    got = train(optimizer, 30)
+    same = train(optax.chain(cgx.compress_gradients("data", cgx.Plan(CODEC, min_size=100), axis_size=4), optax.sgd(0.5)), 30)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[0][name], same[0][name], rtol=1e-5, atol=1e-6)
+    assert got[1][0].inner_state.residuals == {"w": got[1][0].inner_state.residuals["w"], "b": optax.MaskedNode()}
+    alone = optax.chain(optax.masked(COMPRESS, mask), optax.sgd(0.5))
+    with pytest.raises(ValueError, match="out_specs"):  # the rest still differs from rank to rank
+        train(alone, 1)
+
+
+def test_multi_transform():
+    """A codec for each group of leaves."""
+    groups = optax.multi_transform({"few": COMPRESS, "all": RAW}, {"w": "few", "b": "all"})
+    close(train(optax.chain(groups, optax.sgd(0.5)), 30), train(optax.chain(RAW, optax.sgd(0.5)), 30))
+
+
+@pytest.mark.short
+def test_inject_hyperparams_into_the_knobs():
+    """momentum and beta may change from step to step."""
+    make = optax.inject_hyperparams(cgx.compress_gradients, static_args=("axis_size",))
+    injected = make("data", CODEC, momentum=optax.piecewise_constant_schedule(0.5, {3: 0.5}), beta=0.5, axis_size=4)
+    fixed = cgx.compress_gradients("data", CODEC, momentum=0.5, beta=0.5, axis_size=4)
+    for steps, same in ((3, True), (4, False)):
+        got, expected = (train(optax.chain(first, optax.sgd(0.1)), steps) for first in (injected, fixed))
+        assert same == all(np.allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6) for name in PARAMS)
+    assert {name: float(got[1][0].hyperparams[name]) for name in ("momentum", "beta")} == {"momentum": 0.25, "beta": 0.5}
+
+
+def test_inject_hyperparams_around_compressed():
+    def make(learning_rate):
+        return cgx.compressed(optax.sgd(learning_rate), "data", CODEC, axis_size=4)
+
+    got, expected = train(optax.inject_hyperparams(make)(learning_rate=0.5), 5), train(make(0.5), 5)
+    for name in PARAMS:
+        np.testing.assert_allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.short
+def test_a_skipped_step_costs_nothing():
+    """One rank overflows once: apply_if_finite skips the step everywhere, and with skip_nonfinite it is as if it had not been."""
+    def optimizer(skip):
+        first = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=skip)
+        return optax.chain(first, optax.apply_if_finite(optax.adam(3e-3), 5))
+
+    def run(skip, batches):
+        state = optimizer(skip).init(PARAMS)
+        step, params = on_mesh(local_step(optimizer(skip)), state), PARAMS
+        for x in batches:
+            params, state, _ = step(params, state, x)
+        return params, state
+
+    bad = X.at[13].set(jnp.inf)
+    params, state = run(True, [X, bad, X])
+    expected = run(True, [X, X])
+    assert (state[1].total_notfinite, state[1].last_finite) == (1, True)
+    for a, b in zip(jax.tree.leaves((params, state[0])), jax.tree.leaves((expected[0], expected[1][0]))):
+        assert_same_bytes(np.asarray(a), np.asarray(b))
+    eaten = run(False, [X, bad, X])[1][0]
+    assert any((np.asarray(a) != b).any() for a, b in zip(jax.tree.leaves(eaten.residuals), jax.tree.leaves(state[0].residuals)))
+
+
+def test_dynamic_loss_scaling():
+    """float16 gradients of a scaled loss, unscaled before they are compressed: when one rank overflows, all halve the scale, nobody steps, and
+    residuals stay."""
+    transformation = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=True)
+    optimizer = optax.sgd(0.5)
+
+    def step(params, state, x):
+        compress, inner, scale = state
+
+        def scaled(params):
+            half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+            return loss_fn(half, x.astype(jnp.float16)).astype(jnp.float32) * scale
+
+        loss, grads = cgx.local_value_and_grad(scaled, "data")(params)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        mean, compress = transformation.update(grads, compress)
+        fine = jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(mean)]).all()
+        updates, new = optimizer.update(mean, inner, params)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
+        params, inner = keep((optax.apply_updates(params, updates), new), (params, inner))
+        return params, (compress, inner, jnp.where(fine, scale, scale / 2)), lax.pmean(loss / scale, "data")
+
+    params, state, losses = PARAMS, (transformation.init(PARAMS), optimizer.init(PARAMS), jnp.float32(2.0**22)), []
+    run, scales = on_mesh(step, state), []
+    first = 12 * X.at[6:].multiply(0.1)  # rank 0 has the largest gradients, and overflows alone
+    for _ in range(30):
+        params, state, loss = run(params, state, first)
+        scales.append(float(state[2]))
+        losses.append(float(loss))
+    assert scales[0] == 2.0**21 and 1 < scales[-1] < 2.0**21 and scales[-1] == scales[-10]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state)))
+    assert losses[-1] < 0.8 * losses[scales.index(scales[-1])]
+
+
+def test_bfloat16_parameters():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    loss = lambda params, x: loss_fn(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+    got, expected = (train(optax.chain(first, optax.sgd(0.5)), 30, params, loss_fn=loss) for first in (COMPRESS, RAW))
+    assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(got[0]))
+    assert all(r.dtype == jnp.float32 for r in jax.tree.leaves(got[1][0].residuals))
+    close(got, expected)

@@ -1,0 +1,121 @@
+"""State per rank: its specs, other numbers of ranks, checkpoints."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes
+from training import CODEC, PARAMS, STOCHASTIC, X, compress_state, local_step, mesh_of, on_mesh, place
+
+OPTIMIZER = optax.sgd(0.2, momentum=0.5)
+
+
+def compressed(ranks, **options):
+    return cgx.compressed(OPTIMIZER, "data", STOCHASTIC, axis_size=ranks, **options)
+
+
+def train(ranks, params, state, steps, **options):
+    """(parameters, state, losses) after some more steps on as many ranks."""
+    step, losses = on_mesh(local_step(compressed(ranks, **options)), state, ranks), []
+    params, state = place(params, P(), ranks), place(state, cgx.state_specs(state, "data"), ranks)
+    for _ in range(steps):
+        params, state, loss = step(params, state, X)
+        losses.append(float(loss))
+    return params, state, losses
+
+
+@pytest.mark.short
+def test_specs_through_any_nesting():
+    plan = cgx.Plan(CODEC, min_size=100)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), cgx.compress_gradients("data", plan, axis_size=4, momentum=0.9),
+        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation())
+    state = optimizer.init(PARAMS)
+    specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    assert specs[1] == cgx.optim.CompressState(None, None, {"w": P("data"), "b": None}, {"w": P("data"), "b": P("data")}, None)
+    assert set(jax.tree.leaves((specs[0], specs[2]))) == {P()}
+    assert cgx.state_specs(state, ["node", "local"])[1].momentum["b"] == P(("node", "local"))
+
+
+@pytest.mark.parametrize(("wrap", "name"), [
+    (lambda inner: optax.MultiSteps(inner, 2), "MultiSteps"), (lambda inner: optax.apply_if_finite(inner, 5), "apply_if_finite"),
+], ids=["MultiSteps", "apply_if_finite"])  # fmt: skip
+def test_what_must_stand_behind(wrap, name):
+    state = wrap(compressed(4)).init(PARAMS)
+    with pytest.raises(ValueError, match=f"state_specs: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the same "
+                       rf"on every rank, got it around; write optax.chain\(jaxcgx.compress_gradients\(...\), optax.{name}\(optimizer, ...\)\)"):
+        cgx.state_specs((state, ()), "data")
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("kind", ["sharded", "numpy"])
+def test_resharding_keeps_the_total(kind):
+    """8 -> 6 -> 8, neither of which divides the other."""
+    params, state, _ = train(8, PARAMS, compressed(8, momentum=0.5).init(PARAMS), 3, momentum=0.5)
+    if kind == "numpy":
+        state = jax.tree.map(np.asarray, state)
+    before = compress_state(state)
+    six = cgx.reshard_state(state, 6)
+    eight = cgx.reshard_state(six, 8)
+    for found, ranks in ((compress_state(six), 6), (compress_state(eight), 8)):
+        for name, x in before.residuals.items():
+            assert found.residuals[name].shape == (ranks, *PARAMS[name].shape) and found.residuals[name].dtype == np.float32
+            np.testing.assert_allclose(np.sum(found.residuals[name], 0, np.float64), np.sum(np.asarray(x), 0, np.float64), atol=1e-6)
+            np.testing.assert_allclose(np.mean(found.momentum[name], 0), np.mean(before.momentum[name], 0), atol=1e-6)
+        assert (found.count, found.telemetry) == (3, None)
+    assert jnp.abs(before.residuals["w"].sum(0)).max() > 1e-3
+    assert jax.tree.structure(six) == jax.tree.structure(state)
+    assert_same_bytes(np.asarray(six[1][0].trace["w"]), np.asarray(state[1][0].trace["w"]))
+
+
+def test_training_goes_on_with_other_ranks():
+    state = compressed(8).init(PARAMS)
+    params, state, first = train(8, PARAMS, state, 10)
+    params, state, second = train(6, params, cgx.reshard_state(state, 6), 10)
+    params, state, third = train(8, params, cgx.reshard_state(state, 8), 10)
+    uninterrupted = train(8, PARAMS, compressed(8).init(PARAMS), 30)[2]
+    assert first[-1] > second[-1] > third[-1] and abs(third[-1] - uninterrupted[-1]) < 0.05 * uninterrupted[0]
+    assert compress_state(state).count == 30
+
+
+def test_the_same_size_changes_nothing():
+    state = train(4, PARAMS, compressed(4).init(PARAMS), 2)[1]
+    for a, b in zip(jax.tree.leaves(cgx.reshard_state(state, 4)), jax.tree.leaves(state)):
+        assert a is b
+
+
+def test_sixteen_bit_momentum_keeps_its_dtype():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = cgx.compress_gradients("data", CODEC, axis_size=4, momentum=0.9).init(params)
+    assert cgx.reshard_state(state, 3).momentum["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
+def test_bad_sizes(size):
+    with pytest.raises(ValueError, match="reshard_state: argument 'new_size': expected a positive integer, got"):
+        cgx.reshard_state(compressed(4).init(PARAMS), size)
+
+
+@pytest.mark.short
+def test_orbax_saves_and_restores(tmp_path):
+    """Save, restore, go on: the bits of the run that nothing interrupts. Restored for another size, it's reshard_state's."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    params, state, _ = train(4, PARAMS, compressed(4, momentum=0.5).init(PARAMS), 3, momentum=0.5)
+    expected = train(4, params, state, 3, momentum=0.5)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "three", (params, state))
+        checkpointer.wait_until_finished()
+        shapes = jax.eval_shape(compressed(4, momentum=0.5).init, PARAMS)
+        specs = (jax.tree.map(lambda _: P(), PARAMS), cgx.state_specs(shapes, "data"))
+        target = jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(4), spec)),
+                              (PARAMS, shapes), specs)
+        restored = checkpointer.restore(tmp_path / "three", target)
+    residual = compress_state(restored[1]).residuals["w"]
+    assert residual.sharding.spec == P("data") and residual.addressable_shards[0].data.shape == (1, 30, 40)
+    for a, b in zip(jax.tree.leaves(train(4, *restored, 3, momentum=0.5)[:2]), jax.tree.leaves(expected[:2])):
+        assert_same_bytes(np.asarray(a), np.asarray(b))

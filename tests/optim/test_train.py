@@ -1,0 +1,216 @@
+"""make_train_step: the same as by hand, on meshes of every kind."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes, normal, sent
+from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
+from training import train as by_hand
+
+OPTIMIZER = optax.sgd(0.2, momentum=0.5)
+NESTED = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map")
+
+
+def run(train, steps=5, params=PARAMS, x=X, key=None):
+    """(parameters, state, metrics of each step)."""
+    params, state = train.init(params)
+    found = []
+    for _ in range(steps):
+        params, state, metrics = train.step(params, state, x, key)
+        found.append(metrics)
+    return params, state, found
+
+
+def assert_trees_same(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
+        assert_same_bytes(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_as_by_hand(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    params, state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan=STOCHASTIC, momentum=0.5, seed=3))
+    expected = by_hand(cgx.compressed(OPTIMIZER, "data", STOCHASTIC, axis_size=4, momentum=0.5, seed=3))
+    assert_trees_same((params, state), expected[:2])
+    assert [float(m.loss) for m in metrics] == expected[2]
+    assert metrics[0].aux is metrics[0].telemetry is None
+    assert state[0].residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
+
+
+def test_the_mean_of_loss_and_aux_is_not_compressed():
+    def loss_and_aux(params, x):
+        return x.sum(), {"rows": x, "number": 3, "count": (x > 0).sum()}
+
+    train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=cgx.MaxMin(1), has_aux=True)
+    _, _, (metrics,) = run(train, 1)
+    parts = X.reshape(4, 6, 30)
+    np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics.aux["rows"], parts.mean(0), rtol=1e-5, atol=1e-7)
+    assert (metrics.aux["number"], metrics.aux["count"]) == (3, (parts > 0).sum() / 4)
+
+
+@pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
+def test_accumulation(plan):
+    """The gradient of the whole batch, sent once."""
+    def loss_and_aux(params, x):
+        return loss_fn(params, x), {"mean": x.mean(), "two": 2}
+
+    programs = {}
+    for parts in (1, 3):
+        train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=plan, has_aux=True, accumulate=parts)
+        params, state, metrics = run(train, 3)
+        programs[parts] = params, metrics, train.step.lower(params, state, X).compile().as_text().count("all-gather(")
+    for name in PARAMS if plan == cgx.Raw() else ():
+        np.testing.assert_allclose(programs[3][0][name], programs[1][0][name], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(programs[3][1][0].loss, programs[1][1][0].loss, rtol=1e-6)
+    np.testing.assert_allclose(programs[3][1][0].aux["mean"], X.mean(), rtol=1e-4)
+    assert programs[3][1][0].aux["two"] == 2 and programs[3][2] == programs[1][2] == (plan != cgx.Raw())
+
+
+def test_sixteen_bit_gradients_are_accumulated_in_float32():
+    def loss(params, x):
+        return (params * x.astype(jnp.bfloat16)).sum()
+
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh_of(2), plan=cgx.Raw(), accumulate=256)
+    params, _, _ = run(train, 1, jnp.zeros(3, jnp.bfloat16), jnp.full((512, 3), 1.0).at[::2].set(2.0**-6))
+    expected = jnp.bfloat16(-(256 + 256 * 2.0**-6) / 512)  # in bfloat16 the small ones vanish beside the sum
+    np.testing.assert_array_equal(params, jnp.full(3, expected))
+
+
+@pytest.mark.short
+def test_keys_for_the_loss():
+    """One for every rank and micro-batch."""
+    def loss(params, x, key):
+        return params.sum(), jax.random.normal(key, (3,))
+
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan=CODEC, has_aux=True, accumulate=2)
+    key = jax.random.key(5)
+    _, _, (metrics,) = run(train, 1, PARAMS["w"], X[:8], key)
+    fold = jax.random.fold_in
+    expected = np.mean([jax.random.normal(fold(fold(key, rank), part), (3,)) for rank in range(4) for part in range(2)], 0)
+    np.testing.assert_allclose(metrics.aux, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_donation(donate):
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, donate=donate)
+    given = jax.device_put(PARAMS, NamedSharding(mesh_of(4), P()))
+    before = train.init(given)
+    train.step(*before, X)
+    assert {leaf.is_deleted() for leaf in jax.tree.leaves(before)} == {donate}
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def test_one_compilation():
+    def loss(params, x):
+        traces.append(1)
+        return loss_fn(params, x)
+
+    traces = []
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan={0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(1)})
+    run(train)
+    assert len(traces) == 1 and train.step._cache_size() == 1
+
+
+def test_telemetry():
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=cgx.Plan(CODEC, min_size=100), telemetry=True)
+    _, state, metrics = run(train, 2)
+    assert 0 < metrics[1].telemetry.vnmse["w"] < 1 and metrics[1].telemetry.vnmse["b"] == 0
+    assert_trees_same(metrics[1].telemetry, state[0].telemetry)
+
+
+def test_a_hierarchy():
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    plan = {"node": cgx.MaxMin(8, 64), "local": cgx.Raw()}
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=("node", "local"), plan=plan)
+    params, state, metrics = run(train, 20)
+    plain = by_hand(cgx.compressed(OPTIMIZER, "data", cgx.Raw(), axis_size=4), 20)
+    assert state[0].residuals["w"].sharding.spec == P(("node", "local"))
+    np.testing.assert_allclose(metrics[-1].loss, plain[2][-1], rtol=1e-2)
+
+
+SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": normal((64, 30), 2, scale=0.2)}
+SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
+
+
+def tensor_parallel(plan, **options):
+    def loss(params, x):
+        return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, plan=plan, param_specs=SPECS, **options)
+
+
+@NESTED
+def test_an_axis_for_the_partitioner():
+    """Local shards are compressed; nothing is gathered that isn't without compression."""
+    train, plain = tensor_parallel(cgx.MaxMin(4, 64), telemetry=True, momentum=0.5), tensor_parallel(cgx.Raw())
+    params, state, metrics = run(train, 20, SHARDED)
+    expected = run(plain, 20, SHARDED)
+    assert expected[2][-1].loss < 0.9 * expected[2][0].loss
+    program = train.step.lower(params, state, X).compile().as_text()
+    assert ("all-gather", "u8") in sent(program) and ("all-gather", "f32") not in sent(program)
+    mesh = params["up"].sharding.mesh
+    for name, spec in SPECS.items():
+        for leaf in (params[name], state[1][0].trace[name]):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+        for leaf in (state[0].residuals[name], state[0].momentum[name]):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data", *spec)), leaf.ndim)
+    assert state[0].residuals["up"].shape == (2, 30, 64)
+    assert metrics[0].telemetry.uncompressed["up"] == 30 * 16 * 4  # of a shard
+    assert 0 < metrics[0].telemetry.vnmse["up"] < 0.1
+
+
+@NESTED
+def test_all_shards_wait_for_a_nan():
+    """Though only one of them has it."""
+    train = tensor_parallel(cgx.MaxMin(4, 64), skip_nonfinite=True)
+    params, state, _ = run(train, 1, {**SHARDED, "bias": SHARDED["bias"].at[5].set(3e38)}, 0 * X)
+    before = jax.tree.map(np.asarray, state[0].residuals)
+    _, after, _ = train.step(params, state, X.at[3, 4].set(jnp.nan))
+    assert_trees_same(after[0].residuals, before)
+
+
+def test_explain_sees_the_step():
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC)
+    report = cgx.explain(train.step, *train.init(PARAMS), X, show=False)
+    assert report.bytes < 4 * 1240
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    (dict(loss_fn=3), TypeError, "make_train_step: argument 'loss_fn': expected a function, got 3"),
+    (dict(optimizer=3), TypeError, "make_train_step: argument 'optimizer': expected an optax.GradientTransformation, got 3"),
+    (dict(mesh="data"), TypeError, "make_train_step: argument 'mesh': expected a jax.sharding.Mesh, got 'data'"),
+    (dict(data_axis="rows"), ValueError, "make_train_step: argument 'data_axis': expected an axis of the mesh, 'data', or a tuple of them, got 'rows'"),
+    (dict(data_axis=()), ValueError, "make_train_step: argument 'data_axis': expected an axis of the mesh"),
+    (dict(accumulate=0), ValueError, "make_train_step: argument 'accumulate': expected a positive integer, got 0"),
+    (dict(has_aux=1), TypeError, "make_train_step: argument 'has_aux': expected True or False, got 1"),
+    (dict(donate="no"), TypeError, "make_train_step: argument 'donate': expected True or False, got 'no'"),
+    (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as"),
+    (dict(mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)), ValueError, "make_train_step: argument 'param_specs': expected a tree of "
+     "PartitionSpecs like the parameters for a mesh with other axes than 'data', which says how they are sharded over them, got None"),
+])  # fmt: skip
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error) as caught:
+        cgx.make_train_step(**{"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh": mesh_of(4), "plan": CODEC, **arguments})
+    assert words in str(caught.value)
+
+
+def test_batches_that_cannot_be_split():
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, accumulate=4)
+    with pytest.raises(ValueError, match=r"make_train_step: argument 'accumulate': expected batches that every rank can split into 4, got float32\[6, 30\] on a rank"):
+        train.step(*train.init(PARAMS), X)
+
+
+def test_a_state_from_another_plan():
+    train, other = (cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=plan) for plan in (CODEC, cgx.Raw()))
+    with pytest.raises(ValueError, match=r"compress_gradients: argument 'state'.residuals\['b'\]: expected float32\[1, 40\], got None"):
+        train.step(*other.init(PARAMS), X)

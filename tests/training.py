@@ -1,0 +1,63 @@
+"""A small model for the tests of optim: its parameters, every rank's batch, a training step by hand."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import normal
+
+CODEC = cgx.MaxMin(2, 64)
+STOCHASTIC = cgx.MaxMin(2, 64, rounding="stochastic")
+PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
+X = normal((24, 30), 2)  # divides among 1, 2, 3, 4, 6, 8 ranks
+
+
+@functools.lru_cache
+def mesh_of(ranks):
+    return jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+
+
+def loss_fn(params, x):
+    return ((jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+
+def local_step(optimizer, loss_fn=loss_fn):
+    """One rank's part of a step."""
+    def step(params, state, x):
+        loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+
+    return step
+
+
+def on_mesh(step, state, ranks=4, **options):
+    """A step, jitted, on every rank; `state` is one of its optimizer's states."""
+    specs = cgx.state_specs(state, "data")
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(ranks), in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), **options))
+
+
+def place(tree, specs, ranks=4):
+    """A tree where a step wants it."""
+    return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh_of(ranks), spec), specs))
+
+
+def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **options):
+    """(parameters, state, losses) after some steps from a new state."""
+    state = optimizer.init(params)
+    step, losses = on_mesh(local_step(optimizer, loss_fn), state, ranks, **options), []
+    for _ in range(steps):
+        params, state, loss = step(params, state, x)
+        losses.append(float(loss))
+    return params, state, losses
+
+
+def compress_state(state):
+    """The CompressState in an optimizer's."""
+    found, = (node for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, cgx.optim.CompressState))
+              if isinstance(node, cgx.optim.CompressState))
+    return found
