@@ -1,6 +1,7 @@
 """jaxcgx: compressed gradient exchange for JAX."""
 import importlib
 
+from jaxcgx.adaptive import gradient_statistics
 from jaxcgx.codecs import AbsMax, ByteGrad, Cast, Codec, Float8, MaxMin, Raw, Sign, decode, encode, roundtrip
 from jaxcgx.collectives import (check_replicas, compressed_all_gather, compressed_all_to_all, compressed_pmean, compressed_psum,
                                 compressed_psum_scatter, local_value_and_grad, sync_in_backward)
@@ -9,7 +10,7 @@ from jaxcgx.report.explain import explain
 
 __all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Plan", "Raw", "Rule", "Sign", "check_replicas",
            "compressed_all_gather", "compressed_all_to_all", "compressed_pmean", "compressed_psum", "compressed_psum_scatter", "decode",
-           "encode", "explain", "local_value_and_grad", "roundtrip", "sync_in_backward"]
+           "encode", "explain", "gradient_statistics", "local_value_and_grad", "roundtrip", "sync_in_backward"]
 
 
 def __getattr__(name):

@@ -11,11 +11,37 @@ def doctor(_):
     return 1 if report.problems else 0
 
 
+def tune(options):
+    from jaxcgx.report import tune
+
+    try:
+        plan, words = tune.tune(options.gradients, options.plan, options.method, options.alpha, options.bits)
+        plan.save(options.out)
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"python -m jaxcgx tune: {error}")
+    print(f"{words}\n\nsaved to {options.out}")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for run, words in ((doctor, "say what this installation has, and what is wrong with it"),):
-        commands.add_parser(run.__name__, help=words, description=words.capitalize() + ".").set_defaults(run=run)
+
+    def command(run, words):
+        added = commands.add_parser(run.__name__, help=words, description=words.capitalize() + ".")
+        added.set_defaults(run=run)
+        return added
+
+    command(doctor, "say what this installation has, and what is wrong with it")
+    added = command(tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
+    added.add_argument("gradients", help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "
+                       "block/0/kernel@1 ...")
+    added.add_argument("--out", required=True, help="the TOML file that the plan is saved to")
+    added.add_argument("--plan", help="a TOML file with the plan to adapt (by default Plan.cgx())")
+    added.add_argument("--method", default="lgreco", help="lgreco (the default): fewest bytes within an error; kmeans: by size and norm")
+    added.add_argument("--alpha", type=float, default=1.0, help="for lgreco, the error allowed, as a multiple of what the plan's default "
+                       "codec makes everywhere (1.0)")
+    added.add_argument("--bits", type=int, nargs="+", default=list(range(2, 9)), help="what lgreco may choose from, besides the plan's "
+                       "own (2 to 8)")
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -155,6 +155,10 @@ def test_errors_of_assigning(rules, error, words):
     assert words in str(caught.value)
 
 
+def test_a_rule_by_size_need_not_hold():
+    assert set(codecs(cgx.Plan(FOUR, [cgx.Rule(EIGHT, min_size=10**6), cgx.Rule(EIGHT, ndim=7)])).values()) == {FOUR, cgx.Raw()}
+
+
 def test_of_few_leaves_all_are_named():
     with pytest.raises(ValueError, match="among 'b', 'w'; correct"):
         assign(cgx.Plan(FOUR, [("kernel", EIGHT)]), {"w": jnp.zeros(3), "b": jnp.zeros(3)})

@@ -1,0 +1,49 @@
+"""CGX's environment variables, as they are set for a program that ran under CGX."""
+import dataclasses
+import os
+import re
+
+_FLAG = {"0": False, "1": True}
+_REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
+
+
+def _variable(name, default, values):
+    """A field for a variable. values: {what it may be: what that means}, or the least integer that it may be."""
+    return dataclasses.field(default=default, metadata=dict(variable=name, values=values))
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The variables, checked, in jaxcgx's words. docs/plans.md says what a plan makes of each."""
+
+    bits: int = _variable("CGX_COMPRESSION_QUANTIZATION_BITS", 32, {str(n): n for n in (*range(1, 9), 32)})  # 32: off
+    bucket_size: int = _variable("CGX_COMPRESSION_BUCKET_SIZE", 512, 1)
+    skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
+    minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
+    fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
+    inner_communicator: str = _variable("CGX_INNER_COMMUNICATOR_TYPE", "SHM", {n: n for n in ("MPI", "SHM", "NCCL")})
+    cross_communicator: str = _variable("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", {n: n for n in ("MPI", "NCCL")})
+    inner_reduction: str = _variable("CGX_INNER_REDUCTION_TYPE", "two_shot", _REDUCTIONS)
+    cross_reduction: str = _variable("CGX_CROSS_REDUCTION_TYPE", "ring", _REDUCTIONS)
+    intra_broadcast: bool = _variable("CGX_INTRA_BROADCAST", True, _FLAG)
+    intra_compress: bool = _variable("CGX_INTRA_COMPRESS", True, _FLAG)
+    all_to_all: bool = _variable("CGX_DEBUG_ALL_TO_ALL_REDUCTION", False, _FLAG)
+    dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
+
+
+def read(environ=os.environ) -> Environment:
+    """The variables of an environment, or an error that names the one with a value, or a name, that CGX doesn't have."""
+    fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
+    if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
+        raise ValueError(f"Plan.from_env: variable {unknown[0]}: expected one of {', '.join(fields)}; unset it")
+    return Environment(**{field.name: _value(name, environ[name], field.metadata["values"])
+                          for name, field in fields.items() if name in environ})
+
+
+def _value(name, text, values):
+    if isinstance(values, dict) and text in values:
+        return values[text]
+    if isinstance(values, int) and re.fullmatch("[0-9]+", text) and int(text) >= values:
+        return int(text)
+    expected = f"one of {', '.join(values)}" if isinstance(values, dict) else f"an integer of at least {values}"
+    raise ValueError(f"Plan.from_env: variable {name}: expected {expected}, got {text!r}")

@@ -1,0 +1,155 @@
+"""What a plan makes of a tree, before any program exists: every leaf's codec, message and bytes."""
+import dataclasses
+import itertools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.native.layout import Layout
+from jaxcgx.plan.leaves import messages, spell_path, why_raw
+from jaxcgx.table import table
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A leaf in an exchange; in a hierarchy it takes part in one over each axis."""
+
+    leaf: str  # its path
+    shape: tuple
+    dtype: str
+    axes: tuple  # that the exchange is over; (): the tree was explained for one number of ranks
+    codec: Codec
+    message: int | None  # counted from 1; None: the leaf travels alone, as it is
+    raw_bytes: int  # of what of the leaf is exchanged, in its own dtype
+    bytes: int  # of the same in its message
+    why: str | None  # it travels as it is; None: it does not
+
+    @property
+    def ratio(self):
+        return self.raw_bytes / self.bytes if self.bytes else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What `Plan.explain` found. str() is a table."""
+
+    rows: tuple  # of Row, in the order of the leaves
+    totals: dict  # {axes: (bytes, the same uncompressed)}; messages with what fills them up
+
+    @property
+    def bytes(self):
+        return sum(sent for sent, _ in self.totals.values())
+
+    @property
+    def raw_bytes(self):
+        return sum(raw for _, raw in self.totals.values())
+
+    @property
+    def ratio(self):
+        return self.raw_bytes / self.bytes if self.bytes else 1.0
+
+    def __repr__(self):
+        return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
+
+    def __str__(self):
+        head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
+        rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
+                 str(r.message or ""), *_numbers(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
+        totals = [(_spell_axes(axes), *_numbers(*sizes)) for axes, sizes in self.totals.items()]
+        if len(totals) != 1:
+            totals.append(("in all", *_numbers(self.bytes, self.raw_bytes)))
+        return f"{table(head, rows)}\n\n{table(('over', 'bytes', 'uncompressed', 'ratio'), totals)}"
+
+
+def _spell_axes(axes):
+    return ", ".join(map(str, axes)) or "all ranks"
+
+
+def _numbers(sent, raw):
+    return f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}"
+
+
+def forecast(plan, tree, axis_size):
+    op = "Plan.explain"
+    sizes = _sizes(op, axis_size)
+    axes, ranks = tuple(name for name in sizes if name is not None), math.prod(sizes.values())
+    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0]) if jax.tree.leaves(tree) else ((), ())
+    for path, leaf in zip(paths, leaves):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
+                            f"got {leaf!r}")
+    rows, totals, coded = [[] for _ in leaves], {}, {}
+
+    def add(over, codec, number, ids, raw, encoded, total, why=None):
+        """Rows for leaves in an exchange, with the bytes of each."""
+        for i, *both in zip(ids, raw, encoded):
+            rows[i].append(Row(spell_path(paths[i]), tuple(leaves[i].shape), str(leaves[i].dtype), over, codec, number, *both, why))
+        sent, uncompressed = totals.get(over, (0, 0))
+        totals[over] = sent + total, uncompressed + sum(raw)
+
+    for i, (codec, why) in enumerate(plan.assign(op, "tree", paths, leaves)):
+        codecs = list(codec.values()) if isinstance(codec, dict) else [codec]
+        if isinstance(codec, dict) and set(codec) != set(axes):
+            raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
+                             f"{spell(codec)}, got {axis_size!r}")
+        if why := why or why_raw(leaves[i], codecs) or ("there is one rank" if ranks == 1 else None):
+            size = leaves[i].size * leaves[i].dtype.itemsize
+            add(axes, Raw(), None, [i], [size], [size], size, why)
+        else:
+            coded.setdefault(codec, []).append(i)
+    groups = [(codec, [ids[k] for k in message]) for codec, ids in coded.items()
+              for message in messages([leaves[i] for i in ids], plan.fusion_mb * 2**20)]
+    for number, (codec, ids) in enumerate(groups, 1):
+        for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
+            raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
+            add(over, one, number, ids, raw, [times * n for n in _own_bytes(layout)], times * layout.chunks * layout.chunk_bytes)
+    return Forecast(tuple(row for found in rows for row in found), totals)
+
+
+def _sizes(op, axis_size):
+    """{axis name: ranks}; {None: ranks} of a number."""
+    sizes = axis_size if isinstance(axis_size, dict) else {None: axis_size}
+    try:
+        numbers = {name: operator.index(n) for name, n in sizes.items()}
+    except TypeError:
+        numbers = {}
+    if not numbers or min(numbers.values()) < 1:
+        raise ValueError(f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, "
+                         f"got {axis_size!r}")
+    return numbers
+
+
+# As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
+# on the way out; by a leader every exchange is of whole leaves. Sums are in float32 from the first exchange on.
+def _exchanges(codec, sizes, leaves, leader):
+    """(axes, codec, layout, its number) of every exchange of a message."""
+    names = tuple(name for name in sizes if name is not None)
+    if not isinstance(codec, dict):
+        yield names, codec, Layout.of(codec, leaves, math.prod(sizes.values())), 1
+        return
+    inner = names[1:]
+    for k, name in enumerate(names):
+        if sizes[name] == 1:
+            continue
+        dtypes = [jnp.float32 if leader or name != names[-1] else x.dtype for x in leaves]
+        if leader:
+            shapes = [x.shape for x in leaves]
+        else:
+            kept = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are together still
+            shapes = [(kept * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
+        whole = leader or k == 0
+        yield (name,), codec[name], Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1), 1 if whole else sizes[name]
+
+
+def _own_bytes(layout):
+    """The bytes of each leaf of a message, without what fills it up."""
+    codec, found = layout.codec, [0] * len(layout.shapes)
+    for piece in itertools.chain(*layout.pieces):
+        meta = 4 * codec.meta if piece.bucket else 0
+        coded = sum(n * (meta + codec.code_bytes(size, layout.dtypes[piece.leaf])) for _, n, size in piece.buckets())
+        found[piece.leaf] += coded + piece.raw * layout.dtypes[piece.leaf].itemsize
+    return found

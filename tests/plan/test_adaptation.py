@@ -1,0 +1,198 @@
+"""Bits by what gradients lose: the choice keeps to its budget, is the best there is, and is the same everywhere."""
+import dataclasses
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from jaxcgx.plan import allocation
+
+FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
+
+
+def total(rows, choice):
+    return sum(row[c] for row, c in zip(rows, choice))
+
+
+def exact(rows, choice):
+    return total([list(map(Fraction, row)) for row in rows], choice)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("seed", range(40))
+def test_lgreco_is_as_good_as_trying_everything(seed):
+    rng = random.Random(seed)
+    leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
+    wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
+    errors = [[float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)]
+    reference, alpha = [rng.randrange(candidates) for _ in range(leaves)], rng.choice([0.25, 0.5, 1.0, 1.5])
+    budget = Fraction(alpha) * exact(errors, reference)
+    possible = [c for c in itertools.product(range(candidates), repeat=leaves) if exact(errors, c) <= budget]
+    found = allocation.lgreco(wire, errors, reference, alpha)
+    if not possible:
+        assert found is None
+        return
+    assert exact(errors, found) <= budget
+    least = min(total(wire, c) for c in possible)
+    assert total(wire, found) == least
+    assert exact(errors, found) == min(exact(errors, c) for c in possible if total(wire, c) == least)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 4.0])
+def test_lgreco_with_many_leaves(alpha):
+    """More bytes than there are steps: the budget holds all the same, and the bytes are near a lower bound (Lagrange's)."""
+    rng = random.Random(7)
+    sizes = [rng.randint(1000, 3_000_000) for _ in range(300)]
+    wire = [[codec.wire_bytes((n,), "float32") for codec in BITS] for n in sizes]
+    errors = [[n * 10.0 ** rng.uniform(-6, 0) * 4.0**-bits for bits in range(2, 9)] for n in sizes]
+    reference = [2] * len(sizes)
+    budget = Fraction(alpha) * exact(errors, reference)
+    found = allocation.lgreco(wire, errors, reference, alpha)
+    assert exact(errors, found) <= budget
+    bound = max(sum(min(w + 2.0**k * e for w, e in zip(*rows)) for rows in zip(wire, errors)) - 2.0**k * float(budget) for k in np.arange(-10, 30, 0.25))
+    step = sum(max(row) - min(row) for row in wire) / allocation.STEPS
+    assert bound - 1 <= total(wire, found) <= bound + 2 * len(sizes) * step
+    if alpha == 1:
+        assert total(wire, found) < total(wire, reference)
+
+
+def test_lgreco_at_the_edges():
+    assert allocation.lgreco([], [], [], 1.0) == []
+    assert allocation.lgreco([[10, 20]], [[0.0, 0.0]], [1], 1.0) == [0]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1.0) == [1]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1e300) == [0]
+    assert allocation.lgreco([[10, 20]], [[1e-45, 1e-46]], [0], 0.5) == [1]
+    assert allocation.lgreco([[10, 20]], [[3e38, 2e38]], [1], 0.9) is None
+    # What is tiny beside the largest counts, too: it is rounded up.
+    tiny = [[10, 20], [10, 20]], [[1.0, 0.0], [1e-30, 0.0]], [1, 0]
+    assert allocation.lgreco(*tiny, 1.0) == [1, 0] and allocation.lgreco(*tiny, 0.5) == [1, 1]
+
+
+def test_kmeans():
+    rng = random.Random(3)
+    centres = [(0, 5), (5, 0), (-5, -5)]
+    points = [tuple(x + rng.uniform(-1, 1) for x in centres[i % 3]) for i in range(60)]
+    found = allocation.kmeans(points, 3)
+    assert found == [(2, 1, 0)[i % 3] for i in range(60)]
+    shuffled = list(range(60))
+    rng.shuffle(shuffled)
+    assert allocation.kmeans([points[i] for i in shuffled], 3) == [found[i] for i in shuffled]
+    assert allocation.kmeans([(1.0, 1.0)] * 4, 1) == [0] * 4
+    assert allocation.kmeans([(0.0, 0.0), (0.0, 1.0)], 2) == [0, 1]
+
+
+def gradients(scales):
+    return {f"layer/{i}": {"kernel": jnp.asarray(np.random.RandomState(i).standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.ones(128)}
+            for i, scale in enumerate(scales)}
+
+
+GRADS = gradients([1, 0.1, 0.01, 0.001])
+
+
+def codecs(plan, tree=GRADS):
+    return [row.codec for row in plan.explain(tree, 2).rows if row.leaf.endswith("kernel")]
+
+
+def errors(plan, statistics):
+    names = [path for path in statistics.paths if path.endswith("kernel")]
+    table = np.asarray(statistics.errors, np.float64)
+    return sum(table[statistics.paths.index(name), statistics.codecs.index(codec)] for name, codec in zip(names, codecs(plan)))
+
+
+@pytest.mark.short
+def test_lgreco_of_gradients():
+    statistics = cgx.gradient_statistics(GRADS)
+    plan = cgx.Plan.cgx()
+    for alpha in (0.1, 1.0, 3.0):
+        adapted = plan.adapt(statistics, alpha=alpha)
+        assert errors(adapted, statistics) <= alpha * errors(plan, statistics)
+        assert codecs(adapted)[0].bits > codecs(adapted)[3].bits
+    assert plan.adapt(statistics).explain(GRADS, 2).bytes < plan.explain(GRADS, 2).bytes
+    # Guards are as they were.
+    assert [row.why for row in plan.adapt(statistics).explain(GRADS, 2).rows if row.leaf.endswith("bias")] == [
+        "it has 128 elements, fewer than the plan's min_size=1024"] * 4
+    # Statistics of two steps weigh both.
+    more = statistics + cgx.gradient_statistics(gradients([1e-4, 1e-4, 1e-4, 100]))
+    assert codecs(plan.adapt(more))[3].bits > codecs(plan.adapt(more))[1].bits
+
+
+def test_the_reference_sets_the_budget():
+    statistics = cgx.gradient_statistics(GRADS)
+    adapted = cgx.Plan.cgx().adapt(statistics, reference=cgx.MaxMin(6))
+    assert errors(adapted, statistics) <= errors(cgx.Plan.cgx(6), statistics)
+    assert adapted.rules == cgx.Plan.cgx(6).adapt(statistics).rules
+
+
+def test_kmeans_of_gradients():
+    plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS), method="kmeans")
+    assert codecs(plan) == [cgx.MaxMin(4, 1024, "stochastic"), *[cgx.MaxMin(3, 256, "stochastic")] * 2, cgx.MaxMin(2, 128, "stochastic")]
+    one = {"w": GRADS["layer/0"]["kernel"]}
+    assert [row.codec for row in cgx.Plan.cgx().adapt(cgx.gradient_statistics(one), method="kmeans").explain(one, 2).rows] == [FOUR]
+    nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
+    found = cgx.Plan.cgx().adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
+    assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
+
+
+@pytest.mark.parametrize("method", ["lgreco", "kmeans"])
+def test_rules_stay(method):
+    rules = [("layer/0", cgx.Raw()), cgx.Rule(cgx.MaxMin(8), path="layer/1/kernel", priority=2)]
+    adapted = cgx.Plan(FOUR, rules).adapt(cgx.gradient_statistics(GRADS), method=method)
+    assert codecs(adapted)[:2] == [cgx.Raw(), cgx.MaxMin(8)]
+    assert adapted.rules[:2] == cgx.Plan(FOUR, rules).rules and len(adapted.rules) > 2
+
+
+def test_codecs_by_axis_where_they_compress():
+    plan = cgx.Plan({"node": FOUR, "local": cgx.Raw()}).adapt(cgx.gradient_statistics(GRADS))
+    flat = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(GRADS))
+    rows = [row for row in plan.explain(GRADS, {"node": 2, "local": 2}).rows if not row.why]
+    assert [row.codec for row in rows if row.axes == ("node",)] == codecs(flat)
+    assert {row.codec for row in rows if row.axes == ("local",)} == {cgx.Raw()}
+
+
+def test_paths_are_taken_literally():
+    tree = {"a.b": jnp.ones((64, 64)), "a+b(": jnp.ones((64, 64)), "axb": jnp.ones((64, 64)), "": jnp.ones((64, 64))}
+    plan = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(tree))
+    assert {row.codec for row in plan.explain(tree, 2).rows} == {cgx.MaxMin(2)}  # constant buckets decode exactly
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = cgx.Plan.cgx().adapt(cgx.gradient_statistics(GRADS))
+    plan.save(tmp_path / "plan.toml")
+    assert cgx.Plan.load(tmp_path / "plan.toml") == plan
+
+
+STATISTICS = cgx.gradient_statistics(GRADS)
+OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
+
+
+@pytest.mark.parametrize(("adapt", "error", "words"), [
+    (lambda: cgx.Plan.cgx().adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
+    (lambda: cgx.Plan.cgx().adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
+     "pass gradient_statistics codecs that it is among"),
+    (lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"), ValueError, "argument 'reference': expected a MaxMin with method=\"kmeans\", got AbsMax(bits=8)"),
+    (lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS), ValueError, "expected a plan whose default codec compresses, got Raw()"),
+    (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS), ValueError, "argument 'reference': expected a codec, as the plan's default "),
+    (lambda: cgx.Plan.cgx().adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
+    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
+     "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got ["),
+    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
+     "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got inf; leave out the steps whose gradients overflowed"),
+], ids=["statistics", "method", "zero", "nan", "text", "too small", "kmeans", "codec", "no reference", "no bits", "raw", "several", "again", "not finite",
+        "infinite"])  # fmt: skip
+def test_bad_input(adapt, error, words):
+    with pytest.raises(error) as caught:
+        adapt()
+    assert str(caught.value).startswith(f"Plan.adapt: {words}")

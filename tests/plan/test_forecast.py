@@ -1,0 +1,163 @@
+"""Plan.explain: every leaf's codec, message and bytes, and why it stays raw; the bytes are those that a program sends."""
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.native.layout import Layout
+
+FOUR, EIGHT, RAW = cgx.MaxMin(4), cgx.MaxMin(8, 64), cgx.Raw()
+TREE = {
+    "bias": jnp.zeros(2000), "count": jnp.zeros((40, 40), jnp.int32), "empty": jnp.zeros((0, 3)), "half": jnp.zeros((65, 33), jnp.bfloat16),
+    "layer": [jnp.zeros((300, 101)), jnp.zeros((64, 64))], "scale": jnp.zeros(()),
+}
+KINDS = [FOUR, cgx.MaxMin(4, 64, skip_incomplete=True), cgx.ByteGrad(), cgx.Cast("bfloat16"), cgx.Sign(33)]
+
+
+@pytest.mark.short
+def test_rows():
+    plan = cgx.Plan(FOUR, [("layer/1", EIGHT), ("half", RAW)])
+    found = plan.explain(TREE, 8)
+    layouts = [Layout(codec, (shape,), (jnp.float32,), 8) for codec, shape in ((FOUR, (300, 101)), (EIGHT, (64, 64)))]
+    assert [(r.leaf, r.shape, r.dtype, r.axes, r.codec, r.message, r.raw_bytes, r.why) for r in found.rows] == [
+        ("bias", (2000,), "float32", (), RAW, None, 8000, "it has one dimension, and the plan has skip_1d=True"),
+        ("count", (40, 40), "int32", (), RAW, None, 6400, "int32 is not float32, bfloat16 or float16"),
+        ("empty", (0, 3), "float32", (), RAW, None, 0, "it has no elements"),
+        ("half", (65, 33), "bfloat16", (), RAW, None, 2 * 65 * 33, "its codec is Raw()"),
+        ("layer/0", (300, 101), "float32", (), FOUR, 1, 4 * 30300, None),
+        ("layer/1", (64, 64), "float32", (), EIGHT, 2, 4 * 4096, None),
+        ("scale", (), "float32", (), RAW, None, 4, "it has 1 element, fewer than the plan's min_size=1024"),
+    ]
+    # 59 whole buckets and a short one; 64 buckets of 64.
+    assert [r.bytes for r in found.rows if not r.why] == [8 * 60 + 256 * 59 + 48, 8 * 64 + 4096]
+    assert all(r.bytes == r.raw_bytes and r.ratio == 1 for r in found.rows if r.why)
+    assert found.bytes == 8000 + 6400 + 2 * 65 * 33 + 4 + sum(8 * layout.chunk_bytes for layout in layouts)
+    assert found.raw_bytes == sum(r.raw_bytes for r in found.rows) == sum(x.nbytes for x in jax.tree.leaves(TREE))
+    assert found.ratio == found.raw_bytes / found.bytes
+
+
+def test_shapes_will_do():
+    plan, shapes = cgx.Plan(FOUR), jax.eval_shape(lambda: TREE)
+    assert plan.explain(shapes, 3) == plan.explain(TREE, 3)
+
+
+def test_messages_are_numbered_as_they_are_sent():
+    tree = {name: jnp.zeros((512, 512)) for name in "abcd"}  # 1 MiB each
+    found = cgx.Plan(FOUR, [("b", EIGHT)], fusion_mb=2).explain(tree, 4)
+    assert {r.leaf: r.message for r in found.rows} == {"a": 1, "c": 1, "d": 2, "b": 3}
+
+
+def test_one_rank():
+    found = cgx.Plan(FOUR).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros(3)}, 1)
+    assert [(r.leaf, r.why) for r in found.rows] == [("b", "it has 3 elements, fewer than the plan's min_size=1024"), ("w", "there is one rank")]
+    assert found.ratio == 1
+
+
+def mesh(*axes):
+    return jax.make_mesh(tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes),
+                         devices=jax.devices()[: math.prod(n for _, n in axes)])
+
+
+def sent(tree, axes, plan):
+    """{axes: bytes} of a compiled compressed_psum."""
+    names = tuple(name for name, _ in axes)
+    f = jax.shard_map(lambda x: cgx.compressed_psum(x, names, plan), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False)
+    return {axes: total for axes, (total, _) in cgx.explain(f, tree, show=False).totals.items() if total}
+
+
+@pytest.mark.parametrize("codec", KINDS, ids=repr)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_bytes_are_those_of_a_program(codec, ranks):
+    tree = TREE["layer"] + [TREE["half"], TREE["bias"]]
+    plan = cgx.Plan(codec, min_size=0, skip_1d=False, schedule="two_shot")
+    found = plan.explain(tree, ranks)
+    assert sent(tree, [("data", ranks)], plan) == {("data",): 2 * (ranks - 1) * found.bytes // ranks}
+    assert sum(r.bytes for r in found.rows) <= found.bytes < sum(r.bytes for r in found.rows) + ranks * 1000
+
+
+@pytest.mark.parametrize("inner", [RAW, EIGHT], ids=repr)
+def test_hierarchies_by_shards(inner):
+    sizes, tree = {"a": 2, "b": 2, "c": 2}, TREE["layer"]
+    plan = cgx.Plan({"a": FOUR, "b": EIGHT, "c": inner}, schedule="two_shot")
+    found = plan.explain(tree, sizes)
+    assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
+    assert [(r.leaf, r.axes, r.codec, r.message, r.raw_bytes) for r in found.rows[:3]] == [
+        ("0", ("a",), FOUR, 1, 4 * 7575), ("0", ("b",), EIGHT, 1, 4 * 2 * 7575), ("0", ("c",), inner, 1, 4 * 30300)]
+
+
+def test_hierarchies_by_leaders():
+    sizes, tree, codec = {"a": 2, "b": 4}, TREE["layer"], {"a": FOUR, "b": EIGHT}
+    found = cgx.Plan(codec, leader=True).explain(tree, sizes)
+    a, b = (Layout.of(codec[name], tree, n).chunk_bytes * n for name, n in sizes.items())
+    assert found.totals == {("a",): (a, 4 * (30300 + 4096)), ("b",): (b, 4 * (30300 + 4096))}
+
+
+def test_codecs_of_an_axis_of_one_rank_are_not_used():
+    found = cgx.Plan({"a": FOUR, "b": EIGHT}).explain({"w": jnp.zeros((64, 64))}, {"a": 1, "b": 2})
+    assert [(r.axes, r.codec) for r in found.rows] == [(("b",), EIGHT)]
+
+
+def test_messages_of_several_codecs():
+    plan = cgx.Plan(FOUR, [("1", EIGHT), ("2", RAW)], min_size=0, skip_1d=False, fusion_mb=0.1, schedule="two_shot")
+    tree = TREE["layer"] * 2 + [TREE["half"], TREE["count"]]
+    found = plan.explain(tree, 5)
+    raw = sum(2 * 4 * r.bytes // 5 for r in found.rows if r.why)
+    compressed = found.bytes - sum(r.bytes for r in found.rows if r.why)
+    (total,) = sent(tree, [("data", 5)], plan).values()
+    assert total == pytest.approx(raw + 2 * 4 * compressed // 5, abs=4)
+    assert [r.message for r in found.rows] == [1, 3, None, 2, 2, None]
+
+
+def test_one_codec_over_several_axes():
+    found = cgx.Plan(FOUR, [("b", RAW)]).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros((64, 64))}, {"a": 2, "b": 2})
+    assert {r.leaf: (r.axes, r.codec) for r in found.rows} == {"w": (("a", "b"), FOUR), "b": (("a", "b"), RAW)}
+    assert found.totals[("a", "b")][0] == 4 * Layout(FOUR, ((64, 64),), (jnp.float32,), 4).chunk_bytes + 4 * 4096
+
+
+@pytest.mark.short
+def test_table():
+    found = cgx.Plan({"node": FOUR, "local": RAW}).explain({"block": {"w": jnp.zeros((512, 512)), "s": jnp.zeros(())}}, {"node": 2, "local": 4})
+    assert str(found).splitlines() == [
+        "leaf     shape    dtype    axes         codec           message      bytes  uncompressed  ratio  raw because",
+        "-------  -------  -------  -----------  --------------  -------  ---------  ------------  -----  -----------------------------------------------------",
+        "block/s  scalar   float32  node, local  Raw()                            4             4   1.00  it has 1 element, fewer than the plan's min_size=1024",
+        "block/w  512x512  float32  node         MaxMin(bits=4)  1           33,792       262,144   7.76",
+        "block/w  512x512  float32  local        Raw()           1        1,048,576     1,048,576   1.00",
+        "",
+        "over             bytes  uncompressed  ratio",
+        "-----------  ---------  ------------  -----",
+        "node, local          4             4   1.00",
+        "node            33,792       262,144   7.76",
+        "local        1,048,576     1,048,576   1.00",
+        "in all       1,082,372     1,310,724   1.21",
+    ]
+    assert repr(found) == "<Forecast of leaves: 2, bytes: 1,082,372, ratio: 1.21>"
+
+
+def test_an_empty_tree():
+    found = cgx.Plan(FOUR).explain({}, 4)
+    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1) and str(found).split()[-5:] == ["in", "all", "0", "0", "1.00"]
+
+
+BY_AXIS = {"node": FOUR, "local": RAW}
+
+
+@pytest.mark.parametrize(("plan", "tree", "size", "error", "words"), [
+    (cgx.Plan(FOUR), TREE, 0, ValueError, "argument 'axis_size': expected a number of ranks or {axis name: ranks}, outermost first, got 0"),
+    (cgx.Plan(FOUR), TREE, "data", ValueError, "argument 'axis_size': expected a number of ranks"),
+    (cgx.Plan(FOUR), TREE, {}, ValueError, "argument 'axis_size': expected a number of ranks"),
+    (cgx.Plan(FOUR), TREE, {"a": 2, "b": -1}, ValueError, "argument 'axis_size': expected a number of ranks"),
+    (cgx.Plan(BY_AXIS), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost first, for the axes of "
+     "{'node': MaxMin(bits=4), 'local': Raw()}, got 8"),
+    (cgx.Plan(FOUR, [("half", BY_AXIS)]), TREE, {"node": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
+    (cgx.Plan(FOUR), {"w": [1.0]}, 2, TypeError, "argument 'tree', leaf 'w/0': expected an array or a jax.ShapeDtypeStruct, got 1.0"),
+    (cgx.Plan(FOUR, [("kernel", FOUR)]), {"w": jnp.zeros(3)}, 2, ValueError, "argument 'tree': expected a leaf for every rule of the plan, got none for"),
+], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "leaf", "rule"])  # fmt: skip
+def test_bad_input(plan, tree, size, error, words):
+    with pytest.raises(error) as caught:
+        plan.explain(tree, size)
+    assert str(caught.value).startswith(f"Plan.explain: {words}")
