@@ -1,0 +1,221 @@
+"""What a compressed sum loses comes back as residuals, all of it, and is given with the next sum."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import Halves, as_bits, assert_same_bytes, normal
+from ranks import NAMES, mesh, on_ranks
+
+KEY = jax.random.key(5)
+STOCHASTIC = cgx.MaxMin(2, 64, rounding="stochastic")
+TWO_AXES = {"a": STOCHASTIC, "b": cgx.Raw()}
+SIZES = (1, 7, 513, 3001)
+
+
+def tree(*ranks, seed=0):
+    return {f"{n}": normal((*ranks, n), n + seed) for n in SIZES} | {"matrix": normal((*ranks, 30, 40), 2 + seed), "scalar": normal(ranks, 1 + seed)}
+
+
+def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **kwargs):
+    op = cgx.compressed_pmean if mean else cgx.compressed_psum
+    return op(x, axes, codec, key=key, residuals=residuals, **kwargs)
+
+
+def total(trees, axes):
+    """The sum over all ranks, in float64."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64).sum(tuple(range(axes))), trees)
+
+
+def assert_conserved(x, before, results, after, axes, weight=1, rtol=3e-7):
+    """What all ranks have and had over, x + before, is what has arrived and what is over now, results + after."""
+    for name in x:
+        have = total(x[name], axes) + total(before[name], axes)
+        got = weight * np.asarray(results[name], np.float64)[(0,) * axes] + total(after[name], axes)
+        size = np.abs(np.asarray(x[name], np.float64)).sum(tuple(range(axes))).max()
+        np.testing.assert_allclose(got, have, rtol=0, atol=rtol * size * 2 + 1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
+def test_nothing_is_lost(ranks, schedule):
+    x, before = tree(ranks), tree(ranks, seed=100)
+    f = functools.partial(psum, mean=True, schedule=schedule)
+    results, after = on_ranks(f, mesh(ranks))(x, before)
+    assert_conserved(x, before, results, after, 1, weight=ranks)
+    if ranks > 1:
+        assert all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
+
+
+@pytest.mark.parametrize("form", [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"}), dict(leader=True, schedule="one_shot")],
+                         ids=["shards", "leader", "ring_inside", "leader_one_shot"])
+def test_nothing_is_lost_of_a_hierarchy(form):
+    x, before = tree(2, 4), tree(2, 4, seed=100)
+    results, after = on_ranks(lambda x, e: psum(x, e, ("a", "b"), TWO_AXES, **form), mesh(2, 4))(x, before)
+    assert_conserved(x, before, results, after, 2)
+
+
+def test_the_sum_is_of_what_was_meant():
+    """A residual counts as a part of what is sent; the results are the plain sum's of x + residual to the codec's rounding."""
+    x, before = tree(4), tree(4, seed=100)
+    fed, _ = on_ranks(lambda x, e: psum(x, e, codec=cgx.AbsMax(8), key=None, schedule="two_shot"), mesh(4))(x, before)
+    added = on_ranks(lambda x, e: lax.psum(jax.tree.map(jnp.add, x, e), "a"), mesh(4))(x, before)
+    for name in x:
+        np.testing.assert_allclose(fed[name], added[name], atol=0.2)
+
+
+def test_encoded_owner_loses_the_second_encoding():
+    """own="encoded": residuals are what a rank's own bytes lost, whoever owns what, and that of the sum's is gone."""
+    x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
+    codec = cgx.MaxMin(2, 64)
+    _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(x, zero)
+    for name in x:
+        for rank in range(4):
+            np.testing.assert_array_equal(after[name][rank], x[name][rank] - cgx.roundtrip(x[name][rank], codec))
+
+
+def test_replicas_agree_and_runs_repeat():
+    run = on_ranks(lambda x, e: psum(x, e, schedule="two_shot"), mesh(8), check_vma=False)
+    results, after = run(tree(8), tree(8, seed=1))
+    for x in jax.tree.leaves(results):
+        assert (as_bits(x) == as_bits(x)[:1]).all()
+    jax.tree.map(assert_same_bytes, (results, after), run(tree(8), tree(8, seed=1)))
+
+
+def test_messages_and_owners_leave_encoded_residuals_alone():
+    one, many = ([on_ranks(lambda x, e, mb=mb: psum(x, e, own="encoded", schedule=schedule, fusion_mb=mb), mesh(4))(tree(4), tree(4, seed=1))
+                  for schedule in ("two_shot", "one_shot")] for mb in (64, 1e-6))
+    jax.tree.map(assert_same_bytes, one, many)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
+    """In float32; what is not is the rounding of the result to the leaf's dtype."""
+    x, before = normal((4, 3001), 0, dtype), normal((4, 3001), 1)
+    results, after = on_ranks(psum, mesh(4))(x, before)
+    assert results.dtype == dtype and after.dtype == jnp.float32
+    rounding = float(jnp.finfo(dtype).eps) * np.abs(np.asarray(results, np.float32)).max()
+    have, got = total(x, 1) + total(before, 1), np.asarray(results[0], np.float64) + total(after, 1)
+    np.testing.assert_allclose(got, have, rtol=0, atol=rounding)
+
+
+def test_what_travels_raw_gives_everything_back():
+    """Integers have no residual; a leaf that a plan leaves raw gives back what it had, and what its dtype can't take stays."""
+    plan = cgx.Plan(STOCHASTIC, min_size=100)
+    x = {"count": jnp.ones((4, 2000), jnp.int32), "small": normal((4, 50), 0), "half": normal((4, 50), 1, "bfloat16"), "large": normal((4, 50, 60), 2)}
+    before = {"count": None, "small": normal((4, 50), 3), "half": normal((4, 50), 4) / 1000, "large": None}
+    results, after = on_ranks(lambda x, e: psum(x, e, codec=plan), mesh(4))(x, before)
+    assert after["count"] is None and after["large"] is None
+    np.testing.assert_array_equal(results["count"], jnp.full((4, 2000), 4))
+    assert not np.asarray(after["small"]).any()
+    np.testing.assert_allclose(results["small"][0], total(x["small"], 1) + total(before["small"], 1), atol=1e-5)
+    meant = x["half"].astype(jnp.float32) + before["half"]
+    np.testing.assert_array_equal(after["half"], meant - meant.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.asarray(after["half"]).any()
+
+
+@pytest.mark.parametrize("form", [dict(schedule="two_shot"), dict(schedule="one_shot"), dict(axes=("a", "b"), codec=TWO_AXES)],
+                         ids=["two_shot", "one_shot", "hierarchy"])
+def test_where_a_rank_overflows_its_residual_stays(form):
+    ranks = (2, 2) if "axes" in form else (4,)
+    x, before = normal((*ranks, 256), 0), normal((*ranks, 256), 1)
+    x = x.at[(0,) * len(ranks) + (70,)].set(jnp.inf)
+    results, after = on_ranks(lambda x, e: psum(x, e, **form), mesh(*ranks))(x, before)
+    assert np.isnan(results).any(-1).all()
+    assert np.isfinite(np.asarray(after)).all()
+    first = (0,) * len(ranks)
+    assert after[first + (70,)] == before[first + (70,)]
+
+
+def test_a_codec_without_kernels():
+    x, before = normal((3, 1000), 0), normal((3, 1000), 1)
+    results, after = on_ranks(lambda x, e: psum(x, e, codec=Halves(), schedule="two_shot"), mesh(3))(x, before)
+    np.testing.assert_allclose(results[0] + total(after, 1), total(x, 1) + total(before, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("sizes", [(4,), (2, 4)])
+def test_types(check_vma, sizes):
+    """The sum is the same everywhere and may leave as such; the residuals are each rank's own and may not."""
+    axes = NAMES[: len(sizes)]
+    codec = TWO_AXES if len(sizes) == 2 else STOCHASTIC
+    f = lambda x, e: psum(x, e, axes, codec)
+    run = lambda out: jax.eval_shape(jax.shard_map(f, mesh=mesh(*sizes), in_specs=P(axes), out_specs=out, check_vma=check_vma),
+                                     jnp.ones((8, 100)), jnp.zeros((8, 100)))
+    run((P(), P(axes)))
+    if check_vma:
+        with pytest.raises(ValueError, match="out_specs"):
+            run((P(), P()))
+
+
+def test_transforms():
+    """jit or not, vmap over the ranks, a batch, scan, and derivatives, for which residuals are constants."""
+    x, before = normal((4, 600), 0), normal((4, 600), 1)
+    expected = on_ranks(psum, mesh(4))(x, before)
+    results, after = jax.vmap(psum, axis_name="a")(x, before)
+    assert_same_bytes(results, expected[0])
+    assert_same_bytes(after, expected[1])
+
+    batch = on_ranks(jax.vmap(psum), mesh(4))(jnp.stack([x, -x], 1), jnp.stack([before, -before], 1))
+    assert_same_bytes(batch[0][:, 0], expected[0])
+    assert_same_bytes(batch[1][:, 0], expected[1])
+
+    def twice(x, e):
+        y, e = lax.scan(lambda e, _: psum(x, e)[::-1], e, None, length=2)[::-1]
+        return y[-1], e
+
+    def unrolled(x, e):
+        return psum(x, psum(x, e)[1])
+
+    jax.tree.map(assert_same_bytes, on_ranks(twice, mesh(4))(x, before), on_ranks(unrolled, mesh(4))(x, before))
+
+    weights = jnp.arange(600.0)
+    gradient = on_ranks(jax.grad(lambda x, e: (weights * psum(x, e)[0]).sum(), argnums=(0, 1)), mesh(4))(x, before)
+    np.testing.assert_array_equal(gradient[0], jnp.broadcast_to(weights, (4, 600)))
+    assert not np.asarray(gradient[1]).any()
+
+
+def test_donated_residuals_are_overwritten_in_place():
+    f = jax.shard_map(functools.partial(psum, schedule="two_shot"), mesh=mesh(2), in_specs=P("a"), out_specs=(P(), P("a")))
+    size = 2 * 2**20
+    shapes = [jax.ShapeDtypeStruct((size,), jnp.float32)] * 2
+    memory = jax.jit(f, donate_argnums=1).lower(*shapes).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * size // 2
+    assert memory.temp_size_in_bytes < 4 * size // 2
+
+
+def test_many_steps_lose_nothing():
+    """Over 50 steps with 2 bits what was meant and what arrived differ by what is over, and that doesn't grow."""
+    xs = normal((4, 50, 640), 0)
+
+    def run(xs):
+        step = lambda e, x: psum(x, e, codec=cgx.MaxMin(2, 64), key=None, schedule="two_shot")[::-1]
+        return lax.scan(step, lax.pcast(jnp.zeros(640), "a", to="varying"), xs)[::-1]
+
+    results, after = on_ranks(run, mesh(4))(xs)
+    meant, arrived = total(xs, 1).sum(0), np.asarray(results[0], np.float64).sum(0)
+    np.testing.assert_allclose(arrived + total(after, 1), meant, atol=2e-4)
+    assert np.abs(after).max() < 4
+
+
+@pytest.mark.parametrize("residuals, words", [
+    (lambda x: [x["a"]], "expected a tree like x"),
+    (lambda x: {"a": x["a"][:3], "b": None}, r"argument 'residuals', leaf \['a'\]: expected float32\[5\] for float32\[5\], got float32\[3\]"),
+    (lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None}, r"got bfloat16\[5\]"),
+    (lambda x: {"a": 1.0, "b": None}, "got 1.0"),
+    (lambda x: {"a": None, "b": x["a"]}, r"leaf \['b'\]: expected None for int32\[5\]"),
+])  # fmt: skip
+def test_wrong_residuals(residuals, words):
+    x = {"a": jnp.ones((4, 5)), "b": jnp.ones((4, 5), jnp.int32)}
+    with pytest.raises(ValueError, match="compressed_psum: .*" + words):
+        on_ranks(lambda x: psum(x, residuals(x)), mesh(4))(x)
+
+
+def test_no_ring():
+    with pytest.raises(ValueError, match="compressed_psum: argument 'schedule': expected .* with residuals, got \"ring\""):
+        on_ranks(lambda x: psum(x, x, schedule="ring"), mesh(4))(jnp.ones((4, 5)))

@@ -1,0 +1,120 @@
+"""Collectives that take a plan: a codec, an exchange and a reason for every leaf."""
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes, normal
+from ranks import mesh, on_ranks
+
+KEY = jax.random.key(7)
+STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
+PLAN = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8)), ("raw", cgx.Raw()), (r"layers/\d+/noisy", STOCHASTIC)], min_size=100)
+
+
+def tree(*ranks):
+    shapes = {"embed": (40, 30), "raw": (50, 50), "bias": (2000,), "tiny": (3, 3), "out": (64, 64)}
+    leaves = {name: normal((*ranks, *shape), i) for i, (name, shape) in enumerate(shapes.items())}
+    layers = [{"kernel": normal((*ranks, 30, 40), 10 + i), "noisy": normal((*ranks, 40, 30), 20 + i)} for i in range(2)]
+    return leaves | {"layers": layers, "step": jnp.ones((*ranks, 5), jnp.int32)}
+
+
+def test_every_leaf_as_with_its_codec_alone():
+    """With own="encoded" what else travels doesn't matter: each leaf has the bits of a sum with one codec for all."""
+    run = lambda codec, key=KEY: on_ranks(lambda t: cgx.compressed_psum(t, "a", codec, key=key, own="encoded", schedule="two_shot"), mesh(4))(tree(4))
+    got, four, eight, noisy = run(PLAN), run(cgx.MaxMin(4), None), run(cgx.MaxMin(8), None), run(STOCHASTIC)
+    plain = on_ranks(lambda t: lax.psum(t, "a"), mesh(4))(tree(4))
+    assert_same_bytes(got["embed"], eight["embed"])
+    assert_same_bytes(got["out"], four["out"])
+    for i in range(2):
+        assert_same_bytes(got["layers"][i]["kernel"], four["layers"][i]["kernel"])
+        assert_same_bytes(got["layers"][i]["noisy"], noisy["layers"][i]["noisy"])
+    for name in ("raw", "bias", "tiny", "step"):
+        assert_same_bytes(got[name], plain[name])
+
+
+@pytest.mark.short
+def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
+    f = lambda t: cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="one_shot")
+    step = jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())
+    found = cgx.explain(step, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree(4)), show=False)
+    assert {len(c.leaves): c.codec.split("(")[0] for c in found.collectives if c.dtype == "uint8"} == {1: "MaxMin", 2: "MaxMin", 3: "MaxMin"}
+    reasons = {leaf.path: leaf.reason for leaf in found.raw}
+    assert set(reasons) == {"['raw']", "['bias']", "['tiny']", "['step']"}
+    assert "min_size=100" in reasons["['tiny']"] and "skip_1d" in reasons["['bias']"] and "Raw()" in reasons["['raw']"]
+
+
+def test_what_the_plan_says_of_the_exchange():
+    f = lambda t: (cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="ring", fusion_mb=0.001),
+                   cgx.compressed_psum(t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY))
+    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(4))(tree(4)))
+
+
+@pytest.mark.parametrize("leader", [False, True])
+def test_axes(leader):
+    """A rule may have a codec for each axis, and a plan a schedule for each, and leaders."""
+    codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
+    plan = cgx.Plan(codecs, min_size=0, skip_1d=False, schedule={"a": "two_shot", "b": "ring"}, leader=leader)
+    f = lambda t: (cgx.compressed_psum(t, ("a", "b"), plan),
+                   cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader))
+    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
+
+
+def test_in_the_backward_pass():
+    t = tree(4)
+    del t["step"]
+
+    def loss(params, x):
+        params = cgx.sync_in_backward(params, "a", PLAN, key=KEY)
+        return sum((p * v).sum() for p, v in zip(jax.tree.leaves(params), jax.tree.leaves(x)))
+
+    f = lambda x: (jax.grad(loss)(jax.tree.map(jnp.zeros_like, x), x), cgx.compressed_pmean(x, "a", PLAN, key=KEY))
+    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(4))(t))
+
+
+def test_other_collectives_take_plans_and_transpose_by_them():
+    x = {"embed": normal((2, 8, 4, 16), 0), "out": normal((2, 8, 4, 16), 1)}
+    plan = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8))], min_size=0)
+
+    def each(codec):
+        def f(t):
+            scattered = cgx.compressed_psum_scatter(t, "a", codec, tiled=True)
+            back = jax.grad(lambda t: sum(v.sum() * 3 for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_codec=codec))))
+            return scattered, cgx.compressed_all_gather(t, "a", codec), cgx.compressed_all_to_all(t, "a", 0, 0, codec, tiled=True), back(t)
+
+        return on_ranks(f, mesh(2))(x)
+
+    got, eight, four = each(plan), each(cgx.MaxMin(8)), each(cgx.MaxMin(4))
+    for a, b, c in zip(got, eight, four):
+        assert_same_bytes(a["embed"], b["embed"])
+        assert_same_bytes(a["out"], c["out"])
+
+
+def test_keys():
+    """Needed where a leaf of this tree draws noise; useless only where no leaf of any tree would."""
+    run = lambda t, plan, key: on_ranks(lambda t: cgx.compressed_psum(t, "a", plan, key=key), mesh(2))(t)
+    quiet = {"embed": normal((2, 40, 30), 0)}
+    noisy = quiet | {"noise": normal((2, 40, 30), 1)}
+    plan = cgx.Plan(cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: True if path == "noise" else False), ("embed", cgx.MaxMin(8))])
+    with pytest.raises(ValueError, match="argument 'key': MaxMin.* rounds stochastically"):
+        run(noisy, plan, None)
+    run(noisy, plan, KEY)
+    stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])
+    run(quiet, stochastic_default, None)
+    run(quiet, stochastic_default, KEY)  # without a warning, which would be an error here
+    with pytest.warns(UserWarning, match="draws no random numbers"):
+        run(quiet, cgx.Plan(cgx.MaxMin(4)), KEY)
+
+
+@pytest.mark.parametrize("kwargs, words", [
+    (dict(codec=cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))])), "expected a leaf for every rule of the plan"),
+    (dict(codec=cgx.Plan(cgx.MaxMin(4), leader=True)), "argument 'leader': expected False without a hierarchy"),
+    (dict(codec=cgx.Plan({"b": cgx.MaxMin(4)})), "argument 'codec': expected a codec for each axis"),
+    (dict(codec=cgx.MaxMin(4), schedule={"b": "ring"}), "argument 'schedule': expected a schedule for each axis of .*'a' missing; 'b' not among them"),
+    (dict(codec=cgx.MaxMin(4), schedule={"a": "circle"}), "argument 'schedule': expected one of"),
+])  # fmt: skip
+def test_errors(kwargs, words):
+    with pytest.raises(ValueError, match="compressed_psum: .*" + words):
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", **kwargs), mesh(2))(normal((2, 40, 40), 0))
