@@ -1,6 +1,7 @@
 """What mpirun starts, what ends it, and what an installation lacks. In processes of their own, each with a time limit."""
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,29 @@ def test_an_mpirun_of_another_mpi():
     done = python("import jaxcgx.mpi", PMI_SIZE="2")
     assert done.returncode == 1
     assert "ImportError: jaxcgx.mpi: mpirun started 2 processes, and MPI (" in done.stderr and ") sees one: the mpirun is another MPI's" in done.stderr
+
+
+def doctor(folder="", **more):
+    return subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=LIMIT, env=environment(
+        PYTHONPATH=f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **more))
+
+
+def test_the_doctor_of_an_installation_that_is_whole():
+    done = doctor(OMPI_COMM_WORLD_SIZE="2")  # started by mpirun itself
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^MPI  +\w.*, mpi4py [\d.]+, mpi4jax [\d.]+", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("module", "problem", "remedy"), [
+    ("raise ModuleNotFoundError('No module named mpi4jax')", "jaxcgx.mpi: No module named mpi4jax", 'install it with `pip install "jaxcgx[mpi]"`, and where no mpicc'),
+    ("raise RuntimeError('MPI ABI incompatibility detected!')", "jaxcgx.mpi: MPI ABI incompatibility detected!", "mpirun, mpi4py and mpi4jax must be of one MPI"),
+    ("raise SystemExit('Unable to initialize backend')", "jaxcgx.mpi: Unable to initialize backend", "build mpi4jax with the installed JAX: `pip install"),
+])  # fmt: skip
+def test_the_doctor_explains_what_is_wrong(tmp_path, module, problem, remedy):
+    (tmp_path / "mpi4jax.py").write_text(module)
+    done = doctor(tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert f"problem: {problem}\nremedy:  {remedy}" in done.stdout
 
 
 def test_without_mpirun_there_is_one_rank():
