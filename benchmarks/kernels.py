@@ -64,7 +64,7 @@ NOTES = f"""\
   speed-up are formed within each repetition, and the medians of them stand here. No goal: none was set.
 - reduce: the sum of {RANKS} payloads, encoded again in the same pass. It is bound by arithmetic, not by memory: for 16
   values {RANKS} decodes of about 4 vector instructions each and one encode, on no more bytes than {RANKS + 1} payloads.
-- encode with feedback: reads the residual and overwrites it in place.
+- encode and reduce with feedback: they read the residual and overwrite it in place.
 - decode: AbsMax of other widths reads its codes as MaxMin does.
 - A bucket of more than 2,048 elements is read twice, once for its range, and ByteGrad's bucket is a whole leaf; the bound
   counts one reading.
@@ -104,6 +104,19 @@ def feedback(codec, leaves):
         return leaves, residuals, payload
 
     carry = leaves, residuals, jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
+    return step, carry, nbytes(carry) + nbytes(residuals)  # residuals are read and written
+
+
+def reduce_feedback(codec, leaves):
+    layout = Layout.of(codec, leaves)
+    payload = ops.encode(layout, leaves)
+    residuals = [jnp.zeros_like(x) for x in leaves]
+
+    def step(payloads, residuals, _):
+        summed, residuals = ops.reduce(layout, payloads, encoded=True, residuals=residuals)
+        return payloads, residuals, summed
+
+    carry = jnp.tile(payload, (RANKS, 1)), residuals, payload[0]
     return step, carry, nbytes(carry) + nbytes(residuals)  # residuals are read and written
 
 
@@ -287,6 +300,7 @@ def all_rows():
     rows += [Row(decode, f"decode {name}", codec, DECODE_GOAL, name in plain) for name, codec in CODECS.items()]
     rows += [Row(decode, "decode MaxMin 8 to bfloat16", CODECS["MaxMin 8"], DECODE_GOAL, dtype="bfloat16")]
     rows += [Row(reduce, f"reduce {name}", CODECS[name], REDUCE_GOAL, name in plain) for name in (*plain, "Float8 e4m3")]
+    rows += [Row(reduce_feedback, "reduce with feedback MaxMin 4", CODECS["MaxMin 4"], None)]
     rows += [Row(feedback, f"encode with feedback {name}", CODECS[name], FEEDBACK_GOAL, True) for name in plain]
     return rows
 

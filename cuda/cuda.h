@@ -69,6 +69,8 @@ struct Reduce {
   float* const* leaves;
   // or the sum as a new payload [batch, chunk_bytes].
   uint8_t* payload;
+  float* const* residuals;  // null without feedback: of whole leaves; the chunk's are added to the sum before it is
+                            // divided, and become what encoding lost
   const int64_t* leaf_ids;
   const uint32_t* keys;
   void* workspace;

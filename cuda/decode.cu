@@ -16,8 +16,12 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
   const Quad q(unit, t.message.log_bucket);
   float x[kRows][4];
   decode_quad<C, kBits, kSum>(t.message, e, p, unit, x);
-  if constexpr (kSum) store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
-  else store_quad(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), q.element(), q.lanes, x);
+  if constexpr (kSum) {
+    divide(t.message, x);
+    store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
+  } else {
+    store_quad(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), q.element(), q.lanes, x);
+  }
 }
 
 }  // namespace

@@ -17,24 +17,12 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   const auto set = [&](int r, const float4& row) { x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w; };
   if (there) load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes, set);
   if constexpr (kFeedback) {
-    const auto add = [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; };
-    if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, add);
+    if (there) add_quad(t.residuals[p.index].old, DType::kF32, q, x);
   }
   Words<Scalar, kBits> lanes[4];
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
   if constexpr (kFeedback) {
-    if (!there) return;
-    // What can't be represented (an overflow, a NaN) is not a rounding error: the old residual stays. Rarely, so it is read again.
-    const float* old = t.residuals[p.index].old + q.element();
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float lost = x[r][j] - plus<C, kBits>(base_of(g), unit_of(g), lanes[j], r, top_of(m.codec));
-        x[r][j] = is_finite(lost) ? lost : old[r * q.lanes + j];
-      }
-    }
-    store_quad(t.residuals[p.index].lost, DType::kF32, q.element(), q.lanes, x);
+    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, x);
   }
 }
 

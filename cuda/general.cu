@@ -26,6 +26,10 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
       if (r < l.rows) x[r] += residual.old[l.at(r)];
     }
   }
+  float undivided[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) undivided[r] = x[r];
+  divide(m, x);
 
   float lo = INFINITY, hi = -INFINITY;
   if (m.stage <= kStats) {
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= l.rows) continue;
-    const float lost = x[r] - plus<C, kBits>(base_of(g), unit_of(g), w, r, top);
+    const float lost = undivided[r] - m.divisor * plus<C, kBits>(base_of(g), unit_of(g), w, r, top);
     residual.lost[l.at(r)] = is_finite(lost) ? lost : residual.old[l.at(r)];
   }
 }
@@ -113,6 +117,7 @@ __global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __gr
   if (!l.there(m, e)) return;
   float x[kRows];
   sum_lane<C, kBits>(m, e, p, l, x);
+  divide(m, x);
   float* out = t.residuals[p.index].lost;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

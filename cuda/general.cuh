@@ -101,7 +101,7 @@ CGX_D void load_lane(const void* leaf, DType dtype, const Lane& l, float (&x)[kR
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = r < l.rows ? load_element(leaf, dtype, l.at(r)) : 0.0f;
 }
-// or what payloads decode to.
+// or what payloads decode to, their sum, not yet divided.
 template <class C, int kBits>
 CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane& l, float (&x)[kRows]) {
 #pragma unroll
@@ -129,7 +129,6 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
       for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top);
     }
   }
-  divide(m, x);
 }
 
 // Over the threads of a bucket, in the order of warps; every thread of the block must come here.

@@ -103,6 +103,18 @@ CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t la
   }
 }
 
+CGX_D void add_quad(const void* leaf, DType dtype, const Quad& q, float (&x)[kRows][4]) {
+  load_quad(leaf, dtype, q.element(), q.lanes,
+            [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+}
+CGX_D void copy_quad(const float (&from)[kRows][4], float (&to)[kRows][4]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[r][j] = from[r][j];
+  }
+}
+
 CGX_D void store_halves(uint16_t* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   if (aligned(p, 8)) {
     __stcs(reinterpret_cast<uint2*>(p), uint2{a | b << 16, c | d << 16});

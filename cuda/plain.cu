@@ -68,7 +68,7 @@ CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int6
   }
 }
 
-// The sum of what payloads hold, in rank order.
+// The sum of what payloads hold, in rank order, not yet divided.
 CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire, float (&x)[kRows][4]) {
   const uint8_t* payload = payloads_of(m, p) + e.codes;
   for (uint32_t rank = 0; rank < m.ranks; ++rank, payload += m.chunk_bytes) {
@@ -83,8 +83,6 @@ CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Ele
 #pragma unroll
     for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = float_of(kNaNBits);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) divide(m, x[r]);
 }
 
 __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_constant__ Table<true, true> t) {
@@ -114,8 +112,10 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   if (residual.old != nullptr) {
     elements.load(residual.old, DType::kF32, [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
   }
-  // What arrives.
-  float sent[kRows][4];
+  float undivided[kRows][4];
+  copy_quad(x, undivided);
+  divide(m, x);
+  // x becomes what arrives, and `undivided` what is lost.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     int32_t word[4];
@@ -132,20 +132,21 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
       } else if (wire != DType::kF32) {
         half = narrow(wire, x[r][j]);
       }
-      sent[r][j] = wire == DType::kF32 ? x[r][j] : widen(wire, half);
+      if (wire != DType::kF32) x[r][j] = widen(wire, half);
+      undivided[r][j] -= m.divisor * x[r][j];
     }
   }
-  elements.store(to, wire, sent);
+  elements.store(to, wire, x);
   if (residual.old == nullptr) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float lost = x[r][j] - sent[r][j];
-      x[r][j] = is_finite(lost) || elements.at(r, j) >= extra.last ? lost : residual.old[elements.at(r, j)];
+      float& lost = undivided[r][j];
+      if (!is_finite(lost) && elements.at(r, j) < extra.last) lost = residual.old[elements.at(r, j)];
     }
   }
-  elements.store(residual.lost, DType::kF32, x);
+  elements.store(residual.lost, DType::kF32, undivided);
 }
 
 __global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_constant__ Table<true, true> t) {
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_con
   if (elements.q.block * kBlock >= extra.last) return;
   float x[kRows][4];
   sum_plain(m, e, p, elements, wire, x);
+  divide(m, x);
   if (m.sums) elements.store(t.residuals[p.index].lost, DType::kF32, x);
   else elements.store(leaf, static_cast<DType>(e.dtype), x);
 }

@@ -7,24 +7,34 @@
 namespace jaxcgx::cuda {
 namespace {
 
-template <class C, int kBits, bool kStochastic>
-__global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Table<kStochastic, false> t) {
+template <class C, int kBits, bool kStochastic, bool kFeedback>
+__global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Table<kStochastic, kFeedback> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
+  const Message& m = t.message;
   const Entry& e = t.entries[p.index];
   const uint32_t unit = p.tile * kThreads + threadIdx.x;
   const bool there = unit < e.count;
-  float x[kRows][4] = {};
-  if (there) decode_quad<C, kBits, true>(t.message, e, p, unit, x);
+  const Quad q(unit, m.log_bucket);
+  float x[kRows][4] = {}, undivided[kRows][4];
+  if (there) decode_quad<C, kBits, true>(m, e, p, unit, x);
+  if constexpr (kFeedback) {
+    if (there) add_quad(t.residuals[p.index].old, DType::kF32, q, x);
+    copy_quad(x, undivided);
+  }
+  if (there) divide(m, x);
   Words<Scalar, kBits> lanes[4];
-  encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+  const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
+  if constexpr (kFeedback) {
+    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, undivided);
+  }
 }
 
 }  // namespace
 
 Status reduce(const Reduce& a, cudaStream_t stream) {
   const Layout& l = a.layout;
-  const Leaves leaves{a.own, nullptr, a.leaves, a.leaf_ids};
+  const Leaves leaves{a.own, a.residuals, a.payload != nullptr ? a.residuals : a.leaves, a.leaf_ids};
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
   Message m = message_of(l);
   m.payload = a.payload;
@@ -43,8 +53,9 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   if (is_fast(l.codec)) {
     const Status s = with_encoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto kernel = reduce_kernel<typename V::Codec, V::bits, V::stochastic>;
-      return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads));
+      const auto launch = [&](auto kernel) { return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads)); };
+      return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                    : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }

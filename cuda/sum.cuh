@@ -28,6 +28,10 @@ CGX_D void divide(const Message& m, float (&x)[n]) {
     for (int i = 0; i < n; ++i) x[i] = divide(x[i], m.divisor, m.inverse);
   }
 }
+CGX_D void divide(const Message& m, float (&x)[kRows][4]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) divide(m, x[r]);
+}
 
 // The metadata of a bucket in the payload of each rank.
 struct Metadata {
@@ -69,7 +73,7 @@ CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t
   }
 }
 
-// What a quad decodes to, kSum: summed over the ranks.
+// What a quad decodes to, kSum: summed over the ranks, not yet divided.
 template <class C, int kBits, bool kSum>
 CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_t unit, float (&x)[kRows][4]) {
   const Quad q(unit, m.log_bucket);
@@ -89,8 +93,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2 : kBits <= 4 ? 4 : 1;  // payloads whose loads are under way at a time: registers
   for (uint32_t rank = 0; rank < m.ranks;) {
     if (rank == p.rank) {
-      load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes,
-                [&](int r, const float4& row) { x[r][0] += row.x, x[r][1] += row.y, x[r][2] += row.z, x[r][3] += row.w; });
+      add_quad(e.leaf, static_cast<DType>(e.dtype), q, x);
       ++rank, codes += m.chunk_bytes;
       continue;
     }
@@ -110,8 +113,6 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
       plus_quad<C, kBits>(lanes[i], unit[i], top, x);
     }
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) divide(m, x[r]);
 }
 
 }  // namespace jaxcgx::cuda

@@ -114,9 +114,10 @@ def reference_decode(layout):
 
 
 @functools.lru_cache(maxsize=None)
-def reference_reduce(layout, divisor, encoded, with_own):
-    def run(payloads, where, own, key):
-        return reference.reduce(layout, payloads, where, own if with_own else None, divisor, encoded, key)
+def reference_reduce(layout, divisor, encoded, with_own, feedback=False):
+    def run(payloads, where, own_or_residuals, key):
+        own, residuals = own_or_residuals if with_own else None, own_or_residuals if feedback else None
+        return reference.reduce(layout, payloads, where, own, divisor, encoded, key, residuals)
 
     return jax.jit(run)
 

@@ -14,6 +14,7 @@ from jaxcgx.native.layout import Layout
 STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
 LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
 LEAVES = [jnp.zeros(100), jnp.zeros(7, jnp.bfloat16)]
+WHOLE = Layout.of(LAYOUT.codec, LEAVES)
 PAYLOADS = jnp.zeros((3, LAYOUT.chunk_bytes), jnp.uint8)
 
 
@@ -101,6 +102,9 @@ def test_calls(call, error, words):
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 0"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]), "reduce: argument 'own': expected 2 arrays, got 1"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES), "reduce: argument 'residuals', array 1: expected float32[7], got bfloat16[7]"),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES), "reduce: argument 'residuals': expected None with 'own', "),
+    (lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES), "reduce: argument 'residuals': what encoding "),
 ])  # fmt: skip
 def test_operations(call, words):
     with pytest.raises(ValueError) as caught:

@@ -63,8 +63,7 @@ def _lower(to_kernel, to_reference):
     """A lowering rule: `to_kernel` where the codec has kernels, else `to_reference`."""
 
     def rule(ctx, *operands, layout, **params):
-        no_kernel = layout.codec.native is None or "own" in params and params["feedback"]
-        chosen = to_reference if no_kernel else to_kernel
+        chosen = to_reference if layout.codec.native is None else to_kernel
         return chosen(ctx, *operands, layout=layout, **params)
 
     return rule
@@ -257,7 +256,7 @@ def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded, fee
 
 
 def _reduce_attributes(layout, avals, own, divisor, encoded, feedback):
-    attributes = dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor))
+    attributes = dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor), feedback=feedback)
     return attributes, {2 + i: 1 + i for i in range(len(layout.shapes))} if feedback else {}
 
 

@@ -24,6 +24,7 @@ void fill(uint8_t* p, uint8_t* end, Random& r) {
 struct Results {
   std::vector<Memory> leaves, sum_leaves;
   Memory sum;
+  std::vector<Memory> residuals;
 };
 
 void round(Random& r, bool guarded) {
@@ -38,11 +39,17 @@ void round(Random& r, bool guarded) {
     where.push_back(static_cast<int32_t>(r.below(chunks)));
     where.push_back(own ? static_cast<int32_t>(r.below(ranks)) : -1);
   }
+  std::vector<Memory> residuals;
+  if (r.below(2) == 0) {
+    for (const Leaf& leaf : shapes) residuals.push_back(as_leaf(DType::kF32, numbers(batch * leaf.size, r), guarded));
+  }
   const auto run = [&](const Memory& payload, const Memory& payloads) {
     const Sum sum{m, ranks, payloads, where, 3.0f};
     auto leaves = decode(l, batch, payload, one_thread(), 0xAB, guarded);
-    return Results{std::move(leaves), chunks == 1 ? sum.leaves(one_thread(), 0xAB, guarded) : std::vector<Memory>(),
-                   sum.payload(one_thread(), 0xAB, guarded)};
+    auto sum_leaves = chunks == 1 ? sum.leaves(one_thread(), 0xAB, guarded) : std::vector<Memory>();
+    auto lost = copies(residuals);
+    auto sum_payload = sum.payload(one_thread(), 0xAB, residuals.empty() ? nullptr : &lost, guarded);
+    return Results{std::move(leaves), std::move(sum_leaves), std::move(sum_payload), std::move(lost)};
   };
   const auto same = [&](const Results& a, const Results& b, const std::string& context) {
     // What travels raw keeps its NaNs.
@@ -51,6 +58,7 @@ void round(Random& r, bool guarded) {
     for (size_t i = 0; i < shapes.size(); ++i) {
       CHECK(same_numbers(shapes[i].dtype, a.leaves[i], b.leaves[i]), context);
       if (chunks == 1) CHECK(same_numbers(DType::kF32, a.sum_leaves[i], b.sum_leaves[i]), context);
+      if (!residuals.empty()) CHECK(same_numbers(DType::kF32, a.residuals[i], b.residuals[i]), context);
     }
   };
 

@@ -208,24 +208,26 @@ struct Sum {
   std::vector<int32_t> where;
   float divisor;
 
-  Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) const {
+  // With feedback the residuals are updated.
+  Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr, bool guarded = false) const {
     Memory out(own.batch * own.layout.chunk_bytes, fill, guarded);
-    run(pool, nullptr, out.data());
+    run(pool, nullptr, out.data(), residuals);
     return out;
   }
   std::vector<Memory> leaves(const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) const {
     std::vector<Memory> out;
     for (const Leaf& leaf : own.layout.leaves) out.emplace_back(own.batch * leaf.size * 4, fill, guarded);
-    run(pool, pointers<float>(out).data(), nullptr);
+    run(pool, pointers<float>(out).data(), nullptr, nullptr);
     return out;
   }
 
  private:
-  void run(const cpu::Pool& pool, float* const* leaves, uint8_t* payload) const {
+  void run(const cpu::Pool& pool, float* const* leaves, uint8_t* payload, const std::vector<Memory>* residuals) const {
     const auto raw = pointers<const void>(own.leaves);
+    const auto lost = residuals ? pointers<float>(*residuals) : std::vector<float*>();
     const bool replaces = !where.empty() && where[1] >= 0;
     cpu::reduce({own.layout, own.batch, ranks, payloads.data(), where.data(), replaces ? raw.data() : nullptr, divisor, leaves, payload,
-                 own.ids.data(), own.keys.data()}, pool);
+                 residuals ? lost.data() : nullptr, own.ids.data(), own.keys.data()}, pool);
   }
 };
 
@@ -241,6 +243,12 @@ inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& 
     }
   }
   return out;
+}
+
+inline std::vector<Memory> copies(const std::vector<Memory>& memory) {
+  std::vector<Memory> all;
+  for (const Memory& m : memory) all.push_back(m.copy());
+  return all;
 }
 
 // Equal bytes, but for which NaN a float32 is: that is up to the processor.

@@ -116,17 +116,20 @@ void compare(const Case& k, Random& r) {
   const Sum sum{m, k.ranks, payloads, where, divisor};
   const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
   const auto own_leaves = leaves.pointers<const void>();
-  const auto reduce = [&](float* const* to, uint8_t* to_payload) {
-    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, m.ids.data(),
-                        m.keys.data(), workspace.data()}, nullptr));
+  const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* residuals) {
+    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, residuals,
+                        m.ids.data(), m.keys.data(), workspace.data()}, nullptr));
   };
   const Memory reduced(k.batch * l.chunk_bytes, 0x54);
-  reduce(nullptr, reduced.data());
-  CHECK(same_sum(reduced, sum.payload(one_thread())), "reduce " + context + ranks);
+  lost = copies(m.residuals);
+  const Shifted sum_lost(lost, fours, k.shift);
+  reduce(nullptr, reduced.data(), k.feedback ? sum_lost.pointers<float>().data() : nullptr);
+  CHECK(same_sum(reduced, sum.payload(one_thread(), 0xAB, k.feedback ? &lost : nullptr)), "reduce " + context + ranks);
+  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, sum_lost.copy(i), lost[i]), "reduce " + context + ranks);
   if (k.chunks > 1) return;
   const std::vector<Memory> right = sum.leaves(one_thread());
   const Shifted out(garbage(&f32), fours, k.shift);
-  reduce(out.pointers<float>().data(), nullptr);
+  reduce(out.pointers<float>().data(), nullptr, nullptr);
   for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
 }
 
@@ -198,13 +201,13 @@ void nothing() {
     for (const int64_t batch : {0, 1}) {
       check(cuda::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr}, nullptr));
       check(cuda::decode({l, batch, nullptr, out}, nullptr));
-      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, ids, key, nullptr}, nullptr));
+      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr}, nullptr));
     }
   }
 }
 
 // A chunk or an own rank that there is not, as `where` may say: it is device memory, which nobody has checked. All is NaN,
-// and nothing of the result is left as it was.
+// and nothing of the result is left as it was, but for residuals: all of them are.
 void nowhere() {
   Random r{4};
   std::vector<Codec> all = codecs_without_buckets();
@@ -221,14 +224,26 @@ void nowhere() {
     const bool rank = turn++ % 4 < 2;
     const std::vector<int32_t> where{rank ? 0 : bad, rank ? bad : 0, 0, 1};  // the second row is right
     const auto own = pointers<const void>(m.leaves);
-    const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload) {
-      check(cuda::reduce({l, 2, 2, payloads.data(), at.data(), own.data(), 1.0f, to, payload, m.ids.data(), m.keys.data(), workspace.data()}, nullptr));
+    const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload, float* const* residuals) {
+      check(cuda::reduce({l, 2, 2, payloads.data(), at.data(), own.data(), 1.0f, to, payload, residuals, m.ids.data(), m.keys.data(),
+                          workspace.data()}, nullptr));
     };
+    std::vector<Memory> old;
+    for (const Leaf& leaf : l.leaves) old.push_back(as_leaf(DType::kF32, std::vector<float>(static_cast<size_t>(2 * leaf.size), 0.25f)));
+    const std::vector<Memory> lost = copies(old), lost_right = copies(old);
     const Memory a(2 * l.chunk_bytes, 0x54), b(2 * l.chunk_bytes, 0xAB), right(2 * l.chunk_bytes);
-    reduce(where, nullptr, a.data());
-    reduce(where, nullptr, b.data());
-    reduce({0, 1, 0, 1}, nullptr, right.data());
+    reduce(where, nullptr, a.data(), nullptr);
+    reduce(where, nullptr, b.data(), nullptr);
+    reduce({0, 1, 0, 1}, nullptr, right.data(), nullptr);
     CHECK(a == b, describe(l));
+    reduce({0, 1, 0, 1}, nullptr, b.data(), pointers<float>(lost_right).data());
+    reduce(where, nullptr, b.data(), pointers<float>(lost).data());
+    CHECK(std::memcmp(a.data(), b.data(), static_cast<size_t>(l.chunk_bytes)) == 0, describe(l));
+    for (size_t i = 0; i < lost.size(); ++i) {
+      const auto half = lost[i].size() / 2;
+      CHECK(std::memcmp(lost[i].data(), old[i].data(), half) == 0, describe(l));
+      CHECK(std::memcmp(lost[i].data() + half, lost_right[i].data() + half, half) == 0, describe(l));
+    }
     const auto row = static_cast<size_t>(l.chunk_bytes);
     CHECK(std::memcmp(a.data() + row, right.data() + row, row) == 0, describe(l));
     Memory message(chunks * l.chunk_bytes, 0);
@@ -247,7 +262,7 @@ void nowhere() {
     if (chunks > 1) continue;
     std::vector<Memory> sums;
     for (const Leaf& leaf : l.leaves) sums.emplace_back(2 * leaf.size * 4, 0);
-    reduce(where, pointers<float>(sums).data(), nullptr);
+    reduce(where, pointers<float>(sums).data(), nullptr, nullptr);
     for (size_t i = 0; i < sums.size(); ++i) {
       for (int64_t j = 0; j < l.leaves[i].size; ++j) CHECK(std::isnan(sums[i].floats()[j]), describe(l));
     }
@@ -263,7 +278,7 @@ void too_large() {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
     return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
            cuda::decode({l, batch, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
+           cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
                cudaErrorInvalidConfiguration;
   };
   CHECK(refused(maxmin, 1, 1, (int64_t{1} << 30) + 1), "slots");

@@ -28,6 +28,7 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     Memory payload;
     std::vector<Memory> residuals, leaves;
     Memory sum;
+    std::vector<Memory> sum_residuals;
     std::vector<Memory> sum_leaves;
   };
   const auto run = [&](const cpu::Pool& pool, uint8_t fill) {
@@ -39,8 +40,9 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     auto leaves = decode(l, batch, messages[0], pool, fill);
     const Memory payloads = gather(l, batch, messages, where);
     const Sum sum{m, ranks, payloads, where, divisor};
-    auto sum_payload = sum.payload(pool, fill);
-    return Results{std::move(messages[0]), std::move(lost), std::move(leaves), std::move(sum_payload),
+    auto sum_lost = copies(m.residuals);
+    auto sum_payload = sum.payload(pool, fill, feedback ? &sum_lost : nullptr);
+    return Results{std::move(messages[0]), std::move(lost), std::move(leaves), std::move(sum_payload), std::move(sum_lost),
                    chunks == 1 ? sum.leaves(pool, fill) : std::vector<Memory>()};
   };
 
@@ -60,7 +62,10 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     for (size_t i = 0; i < shapes.size(); ++i) {
       const std::string leaf = context + ", leaf " + std::to_string(i);
       CHECK(same_numbers(shapes[i].dtype, got.leaves[i], expected.leaves[i]), leaf);
-      if (feedback) CHECK(same_numbers(DType::kF32, got.residuals[i], expected.residuals[i]), leaf);
+      if (feedback) {
+        CHECK(same_numbers(DType::kF32, got.residuals[i], expected.residuals[i]), leaf);
+        CHECK(same_numbers(DType::kF32, got.sum_residuals[i], expected.sum_residuals[i]), leaf);
+      }
       if (chunks == 1) CHECK(same_numbers(DType::kF32, got.sum_leaves[i], expected.sum_leaves[i]), leaf);
     }
   }
@@ -144,7 +149,7 @@ void nothing() {
         for (const int64_t batch : {0, 1}) {
           cpu::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr}, one_thread());
           cpu::decode({l, batch, nullptr, out}, one_thread());
-          cpu::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, ids, key}, one_thread());
+          cpu::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key}, one_thread());
         }
       }
     }

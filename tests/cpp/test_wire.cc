@@ -494,6 +494,62 @@ void sums() {
   }
 }
 
+// Encoded with feedback, a sum takes in the residual and is encoded as any other numbers; exactly what that loses is left
+// of the residual, and nothing of a residual changes that belongs to another chunk.
+void sums_with_feedback() {
+  Random r{31};
+  auto all = codecs(100);
+  for (const Codec& codec : codecs_without_buckets()) all.push_back(codec);
+  for (const Codec& codec : all) {
+    for (const float divisor : {1.0f, 2.0f, 3.0f}) {
+      for (const int64_t chunks : {1, 3}) {
+        const std::vector<Leaf> shapes{{777, DType::kF32}, {64, DType::kBF16}};
+        std::vector<Message> m;
+        std::vector<Memory> payloads;
+        for (int rank = 0; rank < 2; ++rank) {
+          m.emplace_back(codec, shapes, chunks, 1, r);
+          for (int i = 0; i < 777; ++i) m.back().leaves[0].floats()[i] = i == 700 ? kInf : r.uniform();
+          payloads.push_back(encode(m.back(), one_thread()));
+        }
+        const Layout& l = m[0].layout;
+        const std::vector<int32_t> where = {static_cast<int32_t>(chunks) - 1, -1};
+        const Memory gathered = gather(l, 1, payloads, where);
+        std::vector<Memory> old;
+        for (const Leaf& leaf : shapes) {
+          std::vector<float> x;
+          for (int64_t i = 0; i < leaf.size; ++i) x.push_back(r.uniform());
+          old.push_back(as_leaf(DType::kF32, x));
+        }
+        const std::vector<Memory> lost = copies(old);
+        const Memory payload = Sum{m[0], 2, gathered, where, divisor}.payload(one_thread(), 0xAB, &lost);
+        if (chunks > 1) {
+          for (const Piece& p : l.pieces) {
+            if (p.chunk == where[0]) continue;
+            const auto i = static_cast<size_t>(p.leaf), at = static_cast<size_t>(p.start), n = static_cast<size_t>(p.coded + p.raw);
+            CHECK(std::memcmp(lost[i].floats() + at, old[i].floats() + at, 4 * n) == 0, describe(l));
+          }
+          continue;
+        }
+        const std::vector<float> total = floats(Sum{m[0], 2, gathered, where, 1.0f}.leaves(one_thread())[0]);
+        std::vector<float> whole(777), quotient(777);
+        for (size_t i = 0; i < 777; ++i) whole[i] = total[i] + old[0].floats()[i], quotient[i] = whole[i] / divisor;
+        Message summed(codec, {{777, DType::kF32}}, 1, 1, r);
+        summed.leaves[0] = as_leaf(DType::kF32, quotient);
+        summed.ids = m[0].ids, summed.keys = m[0].keys;
+        const std::vector<float> decoded = floats(decode(summed.layout, 1, encode(summed, one_thread()), one_thread())[0]);
+        const Memory received = std::move(decode(l, 1, payload, one_thread())[0]);
+        CHECK(same_numbers(DType::kF32, received, as_leaf(DType::kF32, decoded)), describe(l));
+        bool right = true;
+        for (size_t i = 0; i < 777; ++i) {
+          const float product = divisor * decoded[i], expected = whole[i] - product;
+          right &= bits_of(lost[0].floats()[i]) == bits_of(std::isfinite(expected) ? expected : old[0].floats()[i]);
+        }
+        CHECK(right, describe(l));
+      }
+    }
+  }
+}
+
 // ---- codec/layout.h
 
 void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t chunks) {
@@ -598,5 +654,6 @@ int main() {
   unbiased();
   feedback();
   sums();
+  sums_with_feedback();
   return finish();
 }

@@ -25,9 +25,11 @@ def step(codec):
     def run(leaves, residuals, key):
         for _ in range(2):
             payload, residuals = ops.encode(layout, leaves, key, residuals)
-            summed = ops.reduce(layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
+            payloads = jnp.stack([payload[1]] * 3)
+            summed = ops.reduce(layout, payloads, chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
+            summed_too, residuals = ops.reduce(layout, payloads, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals)
             leaves = ops.decode(layout, payload)
-        return payload, summed, residuals, leaves
+        return payload, summed, summed_too, residuals, leaves
 
     return jax.jit(run if codec.stochastic else lambda leaves, residuals, _: run(leaves, residuals, None))
 

@@ -57,10 +57,16 @@ def check_decode(layout, payload):
 
 
 def check_reduce(layout, payloads, own, rank, key, divisor=3.0):
+    residuals = [normal(s, 7, scale=0.1) for s in layout.shapes]
     for chunk in range(layout.chunks):
         reduce = functools.partial(ops.reduce, layout, chunk=chunk, rank=rank, divisor=divisor)
         run = lambda p, own, key: reduce(p, own=own, encoded=True, key=key)
         assert_same_bytes(*(one_nan(layout, p, chunk) for p in both(run, payloads[:, chunk], own, key)[::-1]))
+        run = lambda p, residuals, key: reduce(p, encoded=True, key=key, residuals=residuals)
+        (expected, new), (got, got_new) = both(run, payloads[:, chunk], residuals, key)
+        assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
+        for a, b in zip(got_new, new, strict=True):
+            assert_same_values(a, b)
         if layout.chunks == 1:
             for a, b in zip(*both(lambda p, own: reduce(p, own=own), payloads[:, chunk], own), strict=True):
                 assert_same_values(b, a)

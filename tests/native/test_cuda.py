@@ -90,6 +90,19 @@ def test_feedback_overwrites_the_residuals():
     assert aliases == [("1", "2"), ("2", "3")]
 
 
+def test_reduce_overwrites_the_residuals():
+    layout = Layout.of(cgx.MaxMin(4, 10_000, "stochastic"), LEAVES)
+    residuals = [x.astype(jnp.float32) for x in LEAVES]
+    payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
+    text = lower(lambda p, r: ops.reduce(layout, p, encoded=True, key=KEY, residuals=r), payloads, residuals, donate_argnums=1)
+    target, attributes, operands, results = the_call(text)
+    assert target == "jaxcgx_reduce"
+    assert operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xf32", "2xui32"]
+    assert results == [f"{layout.chunk_bytes}xui8", "3x100xf32", "20000xf32", "144xui8"]  # the workspace comes last
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", attributes)
+    assert aliases == [("1", "2"), ("2", "3")]
+
+
 def test_decode():
     layout = Layout.of(LARGE, LEAVES)
     payload = jnp.zeros((1, layout.chunk_bytes), jnp.uint8)

@@ -12,16 +12,18 @@ LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), 
 LEAVES = (normal(100), normal(7, dtype=jnp.bfloat16))
 PAYLOAD = (2, LAYOUT.chunk_bytes)
 WHERE = jnp.array([1, 0], jnp.int32)
+LOST = (jnp.zeros(100), jnp.zeros(7))
+NEW = [((100,), "float32"), ((7,), "float32")]
 
 
-def call(op, operands, results, **changes):
+def call(op, operands, results, aliases=None, **changes):
     attributes = {**LAYOUT.attributes, "batch": np.int64(1), **changes}
-    if op == "encode":
+    if op in ("encode", "reduce"):
         attributes.setdefault("feedback", False)
     if op == "reduce":
         attributes = dict(ranks=np.int64(2), own=False, encoded=True, divisor=np.float32(1)) | attributes
     out = [jax.ShapeDtypeStruct(*r) for r in results]
-    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxcgx_{op}", out)(*operands, **attributes))
+    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)(*operands, **attributes))
 
 
 def codec(**changes):
@@ -32,6 +34,7 @@ def test_a_right_call_passes():
     (payload,) = call("encode", LEAVES, [(PAYLOAD, "uint8")])
     call("decode", [payload], [((100,), "float32"), ((7,), "bfloat16")])
     call("reduce", [payload, WHERE], [(PAYLOAD[1:], "uint8")])
+    call("reduce", [payload, WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], {2: 1, 3: 2}, feedback=True)
 
 
 @pytest.mark.parametrize(("op", "operands", "results", "changes", "words"), [
@@ -69,6 +72,13 @@ def test_a_right_call_passes():
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(2**-127)), "2^-126 or more"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [((100,), "float32"), ((7,), "float32")], dict(encoded=False), "of one chunk, got 2"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + jnp.array([0, 5], jnp.int32), *LEAVES], [(PAYLOAD[1:], "uint8")], dict(own=True), "own rank 5 of 2"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "operands: got 2, expected 4"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8")], dict(feedback=True), "results: got 1, expected 3"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LEAVES], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "residual 1 has another dtype"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW[::-1]], dict(feedback=True), "new residual 0 has 7 elements"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "new residual 0 does not lie where"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True, own=True), "not with own leaves"),
+    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], NEW, dict(feedback=True, encoded=False, chunks=np.int64(1)), "feedback is for a sum that is encoded"),
 ])  # fmt: skip
 def test_a_wrong_call_is_refused(op, operands, results, changes, words):
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:  # jax turns some into ValueError

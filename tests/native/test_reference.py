@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcgx as cgx
-from helpers import (CODECS, GRIDS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal,
+from helpers import (CODECS, GRIDS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan,
                      reference_decode, reference_encode, reference_reduce)
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -53,6 +53,24 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
         got = ops.reduce(layout, payloads[:, chunk], chunk=chunk, own=own, rank=rank, divisor=3, encoded=True, key=key)
         where = jnp.array([chunk, rank], jnp.int32)
         assert_same_bytes(got, run(payloads[:, chunk], where, ranks[rank], key)[0])
+
+
+# One layout for each kind of codec and rounding.
+@pytest.mark.parametrize("layout", {(type(l.codec), l.codec.stochastic, l.codec.skip_incomplete): l for l in LAYOUTS}.values(),
+                         ids=lambda l: f"{l.codec}-{l.chunks}")
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
+@hypothesis.given(**spaces, lost=st.integers(-150, 20) | st.integers(-12, 3))
+def test_reduce_with_feedback(layout, seed, exponent, special, lost):
+    key, divisor = native_key(layout.codec), 1.0 if layout.chunks == 2 else 3.0
+    payloads = jnp.stack([ops.encode(layout, values(layout, seed + r, exponent, special if r == 1 else "none"), key) for r in range(3)])
+    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
+    run = reference_reduce(layout, divisor, True, False, feedback=True)
+    for chunk in range(layout.chunks):
+        got, new = ops.reduce(layout, payloads[:, chunk], chunk=chunk, divisor=divisor, encoded=True, key=key, residuals=residuals)
+        expected, *expected_new = run(payloads[:, chunk], jnp.array([chunk, 0], jnp.int32), residuals, key)
+        assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
+        for a, b in zip(new, expected_new, strict=True):
+            assert_same_values(a, b)
 
 
 @pytest.mark.parametrize("codec", **each_codec(CODECS[::2]))
@@ -110,8 +128,8 @@ def test_every_kernel_gives_the_same_bytes(kernels):
         for codec in CODECS:
             layout = Layout.of(codec, leaves, chunks=3)
             payload, new = ops.encode(layout, leaves, native_key(codec), residuals)
-            summed = ops.reduce(layout, payload, chunk=1, encoded=True, key=native_key(codec))
-            out += [payload, *new, summed, *ops.decode(layout, payload)]
+            summed, lost = ops.reduce(layout, payload, chunk=1, divisor=3, encoded=True, key=native_key(codec), residuals=residuals)
+            out += [payload, *new, summed, *lost, *ops.decode(layout, payload)]
         return [np.asarray(x) for x in out]
 
     expected = everything()

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import CODECS, KEY, assert_same_bytes, custom_calls, each_codec, native_key, normal
+from helpers import CODECS, KEY, Truncate, assert_same_bytes, custom_calls, each_codec, native_key, normal
 from jaxcgx._compat import varying_axes
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -68,13 +68,15 @@ def test_vmap_of_feedback_and_reduce():
     lost = [normal((4, 40), 1), normal((9,), 2)]  # the second is not mapped
     keys = jnp.stack([KEY + i for i in range(4)])
 
-    def step(a, b, r, key):
+    def step(a, b, r, key, chunk):
         payload, new = ops.encode(layout, [a, b], key, [r, lost[1]])
         mine = ops.reduce(layout, jnp.stack([payload[1], payload[1]]), chunk=1, own=[a, b], rank=1, divisor=2, encoded=True, key=key)
-        return payload, new, mine
+        both = ops.reduce(layout, jnp.stack([payload[chunk]] * 2), chunk=chunk, divisor=3, encoded=True, key=key, residuals=[r, lost[1]])
+        return payload, new, mine, both
 
-    got = jax.vmap(step)(a, b, lost[0], keys)
-    one = [step(a[i], b[i], lost[0][i], keys[i]) for i in range(4)]
+    chunks = jnp.array([1, 0, 0, 1])
+    got = jax.vmap(step)(a, b, lost[0], keys, chunks)
+    one = [step(a[i], b[i], lost[0][i], keys[i], chunks[i]) for i in range(4)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *one)
     jax.tree.map(assert_same_bytes, got, expected)
 
@@ -99,8 +101,8 @@ def test_bytes_have_no_tangent():
     layout = Layout.of(codec, [x])
     payload, tangent = jax.jvp(lambda x: ops.encode(layout, [x]), (x,), (x,))
     assert payload.dtype == jnp.uint8 and tangent.dtype == jax.dtypes.float0
-    lost = jax.grad(lambda r: ops.encode(layout, [x], residuals=[r])[1][0].sum())(jnp.zeros(100))
-    assert (lost == 0).all()
+    for lossy in (lambda r: ops.encode(layout, [x], residuals=[r]), lambda r: ops.reduce(layout, payload, encoded=True, residuals=[r])):
+        assert (jax.grad(lambda r: lossy(r)[1][0].sum())(jnp.zeros(100)) == 0).all()
 
 
 def test_reduce_is_linear_in_what_is_raw():
@@ -132,15 +134,21 @@ def test_scan_and_remat(codec):
     np.testing.assert_array_equal(jax.grad(loss(body))(x), np.ones((6, 50)))
 
 
-def test_donated_residual_is_overwritten_in_place():
+@pytest.mark.parametrize("op", ("encode", "reduce"))
+def test_donated_residual_is_overwritten_in_place(op):
     codec = cgx.MaxMin(4, 64)
-    layout = Layout(codec, ((1000,),), (jnp.float32,))
+    layout = Layout(codec, ((1000,),), (jnp.float32,), chunks=2)
 
     def step(x, residual):
-        payload, (residual,) = ops.encode(layout, [x], residuals=[residual])
+        if op == "encode":
+            payload, (residual,) = ops.encode(layout, [x], residuals=[residual])
+        else:
+            payload, (residual,) = ops.reduce(layout, x, chunk=1, encoded=True, residuals=[residual])
         return payload, residual
 
     x, residual = normal(1000), normal(1000, 1)
+    if op == "reduce":
+        x = ops.encode(layout, [x])[1:]
     expected = step(x, residual)
     compiled = jax.jit(step, donate_argnums=1).lower(x, residual).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == residual.nbytes
@@ -157,8 +165,59 @@ def test_not_donated_residual_is_left_alone():
     layout = Layout(cgx.MaxMin(4, 64), ((100,),), (jnp.float32,))
     x, residual = normal(100), normal(100, 1)
     before = np.array(residual)
-    ops.encode(layout, [x], residuals=[residual])
+    payload, _ = ops.encode(layout, [x], residuals=[residual])
+    ops.reduce(layout, payload, encoded=True, residuals=[residual])
     np.testing.assert_array_equal(residual, before)
+
+
+@pytest.mark.parametrize("codec", **each_codec(SOME))
+def test_reduce_leaves_the_residuals_of_other_chunks(codec):
+    """Wherever XLA lets them lie: donated, copied, in a scan, twice the same."""
+    leaves = [normal(500), normal((9, 70), 1)]
+    layout, key = Layout.of(codec, leaves, chunks=3), native_key(codec)
+    payloads = jnp.stack([ops.encode(layout, leaves, key)] * 2)
+
+    def step(residuals, chunk):
+        payload, new = ops.reduce(layout, payloads[:, chunk], chunk=chunk, divisor=2, encoded=True, key=key, residuals=residuals)
+        return new, payload
+
+    residuals = [normal(x.shape, 3, scale=0.1) for x in leaves]
+    alone = []
+    for chunk, pieces in enumerate(layout.pieces):
+        new, payload = step(residuals, chunk)
+        mine = [np.zeros(x.size, bool) for x in leaves]
+        for p in pieces:
+            mine[p.leaf][p.start : p.start + p.coded + p.raw] = True
+        for a, b, m in zip(new, residuals, mine):
+            assert_same_bytes(a.reshape(-1)[~m], b.reshape(-1)[~m])
+        donated, same = jax.jit(step, donate_argnums=0)([jnp.array(r) for r in residuals], chunk)
+        jax.tree.map(assert_same_bytes, (donated, same), (new, payload))
+        alone.append((new, mine, payload))
+    together = [sum(np.where(m[i].reshape(r.shape), new[i], 0) for new, m, _ in alone) for i, r in enumerate(residuals)]
+    new, stacked = jax.jit(lambda r: lax.scan(step, r, jnp.arange(3)))(residuals)
+    jax.tree.map(np.testing.assert_array_equal, new, together)
+    assert_same_bytes(stacked, jnp.stack([payload for _, _, payload in alone]))
+    square = Layout.of(codec, leaves[:1] * 2)
+    _, twice = ops.reduce(square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=residuals[:1] * 2)
+    _, apart = ops.reduce(square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=[jnp.array(residuals[0]) for _ in "ab"])
+    jax.tree.map(assert_same_bytes, twice, apart)
+
+
+@pytest.mark.parametrize("codec", **each_codec([*SOME, cgx.MaxMin(3, 100, skip_incomplete=True), Truncate()]))
+@pytest.mark.parametrize("divisor", (1, 3))
+def test_nothing_is_lost_twice(codec, divisor):
+    """What the ranks gave and had to give is what they get, times the divisor, and what they still have to give."""
+    shapes, key = ((300,), (17, 3)), native_key(codec)
+    layout = Layout(codec, shapes, (jnp.float32,) * 2, chunks=3)
+    given = [[normal(s, 10 * rank + i) for i, s in enumerate(shapes)] for rank in range(3)]
+    owed = [[normal(s, 50 * rank + i, scale=0.1) for i, s in enumerate(shapes)] for rank in range(3)]
+    payloads, left = zip(*(ops.encode(layout, x, key, e) for x, e in zip(given, owed)))
+    payloads = jnp.stack(payloads)
+    sums, left = zip(*(ops.reduce(layout, payloads[:, rank], chunk=rank, divisor=divisor, encoded=True, key=key, residuals=left[rank])
+                       for rank in range(3)))
+    for i, decoded in enumerate(ops.decode(layout, jnp.stack(sums))):
+        total = lambda trees: sum(np.asarray(tree[i], np.float64) for tree in trees)
+        np.testing.assert_allclose(total(left) + divisor * np.asarray(decoded, np.float64), total(given) + total(owed), atol=2e-6)
 
 
 @pytest.mark.parametrize("codec", **each_codec(CODECS[::6]))
@@ -188,6 +247,7 @@ def test_no_temporary_larger_than_the_wire():
     assert temporary(lambda p: ops.decode(layout, p), payload) <= layout.chunk_bytes
     payloads = jnp.tile(payload, (4, 1))
     assert temporary(lambda p: ops.reduce(layout, p, encoded=True), payloads) <= layout.chunk_bytes
+    assert temporary(lambda p, x: ops.reduce(layout, p, encoded=True, residuals=[x]), payloads, x) <= layout.chunk_bytes
 
 
 # shard_map: each device encodes its own shard, and the types know that the bytes differ
@@ -213,7 +273,7 @@ def test_shard_map(codec, check_vma):
         assert_same_bytes(y[i], cgx.roundtrip(x[i], codec, random_key(codec)))
 
 
-@pytest.mark.parametrize("op", ("encode", "decode", "feedback", "reduce"))
+@pytest.mark.parametrize("op", ("encode", "decode", "feedback", "reduce", "reduce with feedback"))
 def test_varying_results_may_not_leave_as_replicated(op):
     codec = cgx.MaxMin(4, 64)
     layout = Layout(codec, ((60,),), (jnp.float32,))
@@ -227,6 +287,8 @@ def test_varying_results_may_not_leave_as_replicated(op):
             return ops.decode(layout, payload)[0]
         if op == "feedback":
             return ops.encode(layout, [x], residuals=[jnp.zeros(60)])[1][0]
+        if op == "reduce with feedback":
+            return ops.reduce(layout, payload, encoded=True, residuals=[jnp.zeros(60)])[1][0]
         return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=[x], rank=1)[0]
 
     with pytest.raises(ValueError, match="out_specs"):
@@ -313,9 +375,11 @@ def test_empty_messages():
     payload, new = ops.encode(layout, leaves, residuals=[jnp.zeros(0), jnp.zeros((3, 0))])
     assert payload.shape == (1, 0) and [n.shape for n in new] == [(0,), (3, 0)]
     assert [x.shape for x in ops.decode(layout, payload)] == [(0,), (3, 0)]
+    assert [n.shape for n in ops.reduce(layout, payload, encoded=True, residuals=new)[1]] == [(0,), (3, 0)]
     assert cgx.roundtrip(jnp.zeros((2, 0)), cgx.Sign()).shape == (2, 0)
     nothing = Layout(cgx.MaxMin(4), (), (), chunks=3)
     payload = ops.encode(nothing, [])
     assert payload.shape == (3, 0) and ops.encode(nothing, [], residuals=[])[1] == [] and ops.decode(nothing, payload) == []
     assert ops.reduce(nothing, payload, encoded=True).shape == (0,)
+    assert ops.reduce(nothing, payload, encoded=True, residuals=[])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5

@@ -54,8 +54,12 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   clear_to(l.chunk_bytes);
 }
 
+// What `fetch` may write to: a tile, and one more for what `keep` wants to know besides the numbers.
+constexpr int64_t kBuffer = 2 * kTile;
+
 // `fetch(span, element, n, buffer)` gives n numbers of the leaf from `element` on, in `buffer` or where they are.
-// `keep(span, element, n, numbers, decoded)` is told what was encoded and what it will decode to, where wanted.
+// `keep(span, element, n, numbers, decoded)` is told what was encoded, as it was fetched last, and what it will decode
+// to, where wanted.
 template <class Fetch, class Keep>
 class Encoder {
  public:
@@ -106,7 +110,7 @@ class Encoder {
         const Grid& g = grids[static_cast<size_t>(s.part_of)];
         each_bucket(s, kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
           if (offset == 0) put_meta(s, index, g);
-          float buffer[kTile];
+          alignas(64) float buffer[kBuffer];
           put_codes(s, index, offset, at, n, g, fetch_(s, at, n, buffer));
         });
       } else {
@@ -120,7 +124,7 @@ class Encoder {
 
   Stats stats_of(const Span& s, int64_t at, int64_t n) const {
     Stats stats = empty();
-    float buffer[kTile];
+    alignas(64) float buffer[kBuffer];
     for (int64_t i = 0; i < n; i += kTile) {
       const int64_t m = std::min(kTile, n - i);
       k_.stats(fetch_(s, at + i, m, buffer), m, &stats);
@@ -129,7 +133,8 @@ class Encoder {
   }
 
   float sum_of(const Span& s, int64_t at, int64_t n, float scale) const {
-    float buffer[kTile], scaled[kTile], sum = 0.0f;
+    alignas(64) float buffer[kBuffer], scaled[kTile];
+    float sum = 0.0f;
     for (int64_t i = 0; i < n; i += kTile) {
       const int64_t m = std::min(kTile, n - i);
       k_.scale(fetch_(s, at + i, m, buffer), m, scale, scaled);
@@ -140,7 +145,7 @@ class Encoder {
 
   // A bucket that fits a span; if it fits a tile, its numbers are fetched once.
   void bucket(const Span& s, int64_t index, int64_t at, int64_t n) const {
-    alignas(64) float buffer[kTile];
+    alignas(64) float buffer[kBuffer];
     const float* x = nullptr;
     Stats stats = empty();
     if (n <= kTile) {
@@ -198,7 +203,7 @@ class Encoder {
     const DType dtype = plain_dtype(t_.layout, s);
     const CastFn cast = s.raw ? nullptr : k_.caster(codec_);
     each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-      alignas(64) float buffer[kTile], decoded[kTile];
+      alignas(64) float buffer[kBuffer], decoded[kTile];
       alignas(64) uint16_t noise[kTile + 2 * kBlock];
       const float* x = fetch_(s, at, n, buffer);
       uint8_t* out = t_.chunk(s) + plain_at(t_.layout, s, at - s.piece->start);

@@ -9,13 +9,16 @@ void reduce(const Reduce& a, const Pool& pool) {
   const DecodeFn decode_codes = k.decoder(l.codec);
   const int meta_count = meta_floats(l.codec.kind);
 
+  const auto residual_at = [&](const Span& s, int64_t at) {
+    const auto i = static_cast<size_t>(s.piece->leaf);
+    return a.residuals[i] + s.row * l.leaves[i].size + at;
+  };
   // base of every rank's bucket first, then unit * value of one rank after another: the order is part of the wire.
-  // `last` is how `out` is written for the last time.
-  const auto sum_to = [&](const Span& s, int64_t at, int64_t n, float* out, Write last) {
+  // `last` is how `out` is written for the last time. Where there is something to divide, `undivided` holds it.
+  const auto sum_to = [&](const Span& s, int64_t at, int64_t n, float* out, float* undivided, Write last) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     const uint8_t* payloads = a.payloads + s.row * a.ranks * l.chunk_bytes;
     const int64_t own = a.own != nullptr ? a.where[2 * s.row + 1] : -1;
-    alignas(64) float undivided[kTile];
     float* const result = out;
     if (a.divisor != 1.0f) out = undivided;
     const auto add_own = [&](bool first) {
@@ -66,18 +69,25 @@ void reduce(const Reduce& a, const Pool& pool) {
         }
       }
     }
+    if (a.residuals != nullptr) k.add(out, residual_at(s, at), n, out);
     if (a.divisor != 1.0f) k.divide(undivided, n, a.divisor, result, last);
   };
 
   const Spans spans(l, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1);
   if (a.payload != nullptr) {
     for (int64_t row = 0; row < a.batch; ++row) clear_gaps(l, a.where[2 * row], a.payload + row * l.chunk_bytes);
-    const auto sum = [&](const Span& s, int64_t at, int64_t n, float* out) -> const float* {
-      sum_to(s, at, n, out, Write::kOver);
-      return out;
+    const auto sum = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
+      sum_to(s, at, n, buffer, buffer + kTile, Write::kOver);
+      return buffer;
     };
-    const auto keep = [](const Span&, int64_t, int64_t, const float*, const float*) {};
-    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, false).run(spans, pool);
+    const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
+      float* residual = residual_at(s, at);
+      if (a.divisor == 1.0f) return k.residual(x, decoded, residual, n, residual);
+      alignas(64) float multiplied[kTile];
+      k.scale(decoded, n, a.divisor, multiplied);
+      k.residual(x + kTile, multiplied, residual, n, residual);
+    };
+    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, a.residuals != nullptr).run(spans, pool);
     return;
   }
   const Write write = write_of_leaves(l, a.batch);
@@ -87,7 +97,8 @@ void reduce(const Reduce& a, const Pool& pool) {
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-      sum_to(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at, write);
+      alignas(64) float undivided[kTile];
+      sum_to(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at, undivided, write);
     });
   });
 }

@@ -91,27 +91,29 @@ ffi::Error decode(typename Platform::Context context, ffi::RemainingArgs args, f
   return Platform::decode(context, l, batch, payload, leaves.data());
 }
 
-// Operands: payloads, where, own leaves (with own), keys (where the result is encoded and the codec stochastic).
-// Results: the sum as fp32 leaves, or as a payload.
+// Operands: payloads, where, own leaves (with own), residuals (with feedback), keys (where the result is encoded and the
+// codec stochastic). Results: the sum as fp32 leaves; or as a payload, and the new residuals, in the same memory.
 template <class Platform>
 ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
-                  Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch, int64_t ranks, bool own, bool encoded, float divisor) {
+                  Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch, int64_t ranks, bool own, bool encoded, float divisor,
+                  bool feedback) {
   const std::string op = "reduce";
   auto layout = make_layout(op, codec, sizes, dtypes, ids, chunks, batch);
   if (layout.has_error()) return layout.error();
   const Layout& l = *layout;
   if (ranks < 1 || ranks > (1 << 20)) return invalid(op, "ranks out of range: " + std::to_string(ranks));
   if (!encoded && chunks != 1) return invalid(op, "a sum that is not encoded is of one chunk, got " + std::to_string(chunks));
+  if (feedback && (own || !encoded)) return invalid(op, "feedback is for a sum that is encoded, and not with own leaves");
   // Of a smaller one 1 / divisor may be infinite.
   if (!(divisor >= 0x1p-126f)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
-  const size_t n = l.leaves.size(), inputs = own ? n + 2 : 2, outputs = encoded ? 1 : n;
+  const size_t n = l.leaves.size(), inputs = own || feedback ? n + 2 : 2, outputs = feedback ? n + 1 : encoded ? 1 : n;
   const bool keyed = encoded && l.codec.stochastic;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (keyed ? 1 : 0)));
   const uint8_t* payloads = nullptr;
   const int32_t* where = nullptr;
   const uint32_t* keys = nullptr;
   std::vector<const void*> own_leaves;
-  std::vector<float*> leaves;
+  std::vector<float*> leaves, residuals, new_residuals;
   uint8_t *payload = nullptr, *workspace = nullptr;
   CGX_RETURN_IF_ERROR(find(op, "payloads", args, 0, ffi::DataType::U8, batch, ranks * l.chunk_bytes, &payloads));
   const int64_t workspace_bytes = encoded ? Platform::workspace_bytes(l, batch) : 0;  // no overflow: there are payloads of these sizes
@@ -119,6 +121,16 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   CGX_RETURN_IF_ERROR(find(op, "where", args, 1, ffi::DataType::S32, batch, 2, &where));
   CGX_RETURN_IF_ERROR(Platform::check_where(where, batch, chunks, ranks, own));
   if (own) CGX_RETURN_IF_ERROR(find_leaves(op, "own leaf", l, batch, args, 2, std::nullopt, &own_leaves));
+  if (feedback) {
+    CGX_RETURN_IF_ERROR(find_leaves(op, "residual", l, batch, args, 2, DType::kF32, &residuals));
+    CGX_RETURN_IF_ERROR(find_leaves(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
+    // Only those of a chunk are written: XLA, told that the results are the operands, copies first where it must not lose them.
+    for (size_t i = 0; i < n; ++i) {
+      if (batch * l.leaves[i].size > 0 && new_residuals[i] != residuals[i]) {
+        return invalid(op, "new residual " + std::to_string(i) + " does not lie where the residual does");
+      }
+    }
+  }
   if (keyed) CGX_RETURN_IF_ERROR(find(op, "keys", args, inputs, ffi::DataType::U32, batch, 2, &keys));
   if (encoded) {
     CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, l.chunk_bytes, &payload));
@@ -127,7 +139,7 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   }
   if (workspace_bytes > 0) CGX_RETURN_IF_ERROR(find(op, "workspace", rets, outputs, ffi::DataType::U8, 1, workspace_bytes, &workspace));
   return Platform::reduce(context, workspace, l, batch, ranks, payloads, where, own ? own_leaves.data() : nullptr, divisor, leaves.data(),
-                          payload, ids.begin(), keys);
+                          payload, feedback ? residuals.data() : nullptr, ids.begin(), keys);
 }
 
 // What the handlers of the operations are bound to. The context is bound before.
@@ -136,6 +148,6 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
       .Attr<int64_t>("chunks").Attr<int64_t>("batch")
 #define CGX_ENCODE CGX_MESSAGE.Attr<bool>("feedback")
 #define CGX_DECODE CGX_MESSAGE
-#define CGX_REDUCE CGX_MESSAGE.Attr<int64_t>("ranks").Attr<bool>("own").Attr<bool>("encoded").Attr<float>("divisor")
+#define CGX_REDUCE CGX_MESSAGE.Attr<int64_t>("ranks").Attr<bool>("own").Attr<bool>("encoded").Attr<float>("divisor").Attr<bool>("feedback")
 
 }  // namespace jaxcgx
