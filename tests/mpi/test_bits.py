@@ -13,7 +13,7 @@ from mpi4py import MPI
 from processes import COMM, mine, on_mesh, same_everywhere
 
 N, KEY = COMM.size, jax.random.key(7)
-CODECS = [cgx.MaxMin(4), cgx.MaxMin(3, 33, "stochastic"), cgx.ByteGrad()]
+CODECS = [cgx.MaxMin(3, 33, "stochastic"), cgx.ByteGrad()]
 SCHEDULES = ("two_shot", "one_shot", "ring")
 
 
@@ -80,7 +80,7 @@ def test_derivatives():
         same(got, expected)
 
 
-GRIDS = [grid for grid in ((1, N), (N, 1), (2, 2)) if np.prod(grid) == N]
+GRIDS = [(2, 2)] if N == 4 else [(1, N), (N, 1)]
 
 
 def nodes(grid):
@@ -93,7 +93,7 @@ def test_hierarchies(grid):
     x, found = {"w": normal((N, 5, 700)), "n": jnp.ones((N, 3), jnp.int32)}, nodes(grid)
     assert (found.cross.size, found.inner.size, found.rank) == (*grid, COMM.rank)
     cross = cgx.MaxMin(4, 64, "stochastic")
-    cases = [(inner, leader, schedule) for inner in (cgx.Raw(), cgx.MaxMin(8)) for leader in (False, True) for schedule in ("two_shot", "ring")]
+    cases = [(cgx.Raw(), False, "two_shot"), (cgx.Raw(), True, "ring"), (cgx.MaxMin(8), False, "ring"), (cgx.MaxMin(8), True, "two_shot")]
 
     def over_mesh(x):
         return [cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": inner}, key=KEY, leader=leader, schedule=schedule)
@@ -186,11 +186,16 @@ def test_messages_of_the_limit_and_around(total):
 
 def test_broadcast():
     root = N - 1
-    x = {"w": normal((N, 5)), "b": normal((N, 3), 1, jnp.bfloat16), "n": jnp.arange(N * 4).reshape(N, 4), "z": jnp.full((N, 2), -0.0),
-         "nan": jnp.full((N, 2), jnp.nan), "flag": jnp.arange(N) % 2 == 0, "empty": jnp.zeros((N, 0))}
-    for got in (cgx.mpi.broadcast(mine(x), root), jax.jit(lambda x: cgx.mpi.broadcast(x, root))(mine(x))):
-        jax.tree.map(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b[root])), got, x)
-    got = cgx.mpi.broadcast(jax.random.key(COMM.rank), root)
-    assert (jax.random.key_data(got) == jax.random.key_data(jax.random.key(root))).all()
-    slope = jax.grad(lambda x: (cgx.mpi.broadcast(x, root) * (COMM.rank + 1)).sum())(jnp.ones(3))
+    x = {"w": normal((N, 5)), "b": normal((N, 3), 1, jnp.bfloat16), "n": np.arange(N * 4).reshape(N, 4), "z": np.full((N, 2), -0.0),
+         "nan": np.full((N, 2), np.nan), "flag": np.arange(N) % 2 == 0, "empty": np.zeros((N, 0))}
+
+    def f(x, key):
+        slope = jax.grad(lambda x: (cgx.mpi.broadcast(x, root) * (COMM.rank + 1)).sum())(jnp.ones(3))
+        return cgx.mpi.broadcast(x, root), cgx.mpi.broadcast(key, root), slope
+
+    got, key, slope = jax.jit(f)(mine(x), jax.random.key(COMM.rank))
+    expected = jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], x)
+    jax.tree.map(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b)), got, expected)
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(root)))
     np.testing.assert_array_equal(slope, N * (N + 1) / 2 * (COMM.rank == root))
+    np.testing.assert_array_equal(cgx.mpi.broadcast(x["w"][COMM.rank], root), x["w"][root])  # without jit

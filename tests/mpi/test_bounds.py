@@ -8,7 +8,6 @@ import pytest
 
 import bounds
 import jaxcgx as cgx
-from helpers import normal
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 
@@ -24,29 +23,34 @@ def sums(x, schedules=("two_shot",), codecs=CODECS):
     return {(codec, schedule): cgx.mpi.compressed_allreduce(x, codec, schedule=schedule) for codec in codecs for schedule in schedules}
 
 
+def skewed(size):
+    """Of another magnitude on every rank."""
+    return np.random.RandomState(size).standard_normal((N, size)).astype(np.float32) ** 3 * np.arange(1, N + 1, dtype=np.float32)[:, None]
+
+
 def test_constant_arrays_are_exact():
-    x = [jnp.full((N, size), 1, dtype) * jnp.arange(1, N + 1, dtype=dtype)[:, None]
-         for size in SIZES for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)]
+    ranks = np.arange(1, N + 1)[:, None]
+    x = [np.broadcast_to(ranks, (N, size)).astype(dtype) for size in SIZES for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)]
     for got in jax.jit(lambda x: list(sums(x, codecs=CODECS[::3]).values()))(mine(x)):
         for leaf, given in zip(got, x):
-            assert leaf.dtype == given.dtype and (leaf == N * (N + 1) // 2).all()
+            assert leaf.dtype == given.dtype and (np.asarray(leaf) == ranks.sum()).all()
 
 
 @pytest.mark.parametrize("schedule", list(bounds.SCHEDULES))
 def test_errors_are_within_the_derived_bound(schedule):
     codecs = CODECS if schedule == "two_shot" else CODECS[12:16]
-    x = [normal((N, size), seed=size) ** 3 * (1 + jnp.arange(N, dtype=jnp.float32))[:, None] for size in SIZES]
-    got = jax.jit(lambda x: list(sums(x, [schedule], codecs).values()))(mine(x))
-    again = jax.jit(lambda x: list(sums(x, [schedule], codecs).values()))(mine(x))
+    x = [skewed(size) for size in SIZES]
+    f = jax.jit(lambda x: list(sums(x, [schedule], codecs).values()))
+    got, again = f(mine(x)), f(mine(x))
     assert same_everywhere(got)
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(again)))  # whoever comes first
+    jax.tree.map(np.testing.assert_array_equal, got, again)  # whoever comes first
     for codec, leaves in zip(codecs, got):
         check(codec, schedule, leaves, x)
 
 
 @pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.MaxMin(8, 33)], ids=str)
 def test_a_million(codec):
-    x = [normal((N, 10**6), seed=1)]
+    x = [skewed(10**6)]
     check(codec, "two_shot", jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))(mine(x)), x)
 
 
@@ -63,10 +67,10 @@ def check(codec, schedule, got, x):
 def test_small_ranges_and_numbers_that_are_none():
     """An absolute epsilon would make a bucket of small range one number, and a NaN its minimum."""
     codec, size = cgx.MaxMin(4, 64), 64 * 8
-    tiny = normal((N, size)) * 1e-25
-    bad = normal((N, size)).at[0, 100].set(jnp.nan).at[N - 1, 300].set(jnp.inf)
+    tiny, bad = skewed(size) * np.float32(1e-25), skewed(size)
+    bad[0, 100], bad[N - 1, 300] = np.nan, np.inf
     got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))([mine(tiny), mine(bad)])
-    assert len(np.unique(got[0])) > 60 and np.abs(got[0] - tiny.sum(0)).max() < 1e-25 * N
+    assert len(np.unique(got[0])) > 60 and np.abs(got[0] - tiny.sum(0)).max() < 0.2 * np.abs(tiny.sum(0)).max()
     if N > 1:  # alone it stays as it is
         lost = np.isnan(np.asarray(got[1])).reshape(-1, 64)
         assert lost[[1, 4]].all()

@@ -12,6 +12,7 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from jaxcgx.transports.mpi import Comm
 from processes import COMM, mine
 
+pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
 NET = Comm.of(COMM)
 COLLECTIVES = {
