@@ -3,6 +3,7 @@ import jax
 from jax import lax
 from jax._src.core import NamedAxisEffect  # what makes jit and scan ask which axes are bound; public nowhere
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.effects import remat_allowed_effects
 from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
 from jax.extend.core import Primitive  # noqa: F401  (re-exported)
 from jax.interpreters import ad, batching, mlir  # noqa: F401  (re-exported)
@@ -58,6 +59,12 @@ def all_gather(x, axes, *, axis, tiled, to):
 def axis_effects(axes):
     """The effects of a primitive that communicates over named axes."""
     return {NamedAxisEffect(axis) for axis in axes}
+
+
+def allow_in_remat(effects):
+    """Lets jax.checkpoint recompute what has these effects: a collective is sent again, by all ranks alike."""
+    for effect in effects:
+        remat_allowed_effects.add_type(type(effect))
 
 
 def whole(x):
