@@ -36,6 +36,7 @@ class Codec:
     stochastic = False
     skip_incomplete = False  # the elements after the last whole bucket of a leaf travel as they are
     raw = False  # all elements travel as they are
+    contracts = True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
 
     def __init_subclass__(cls, **kwargs):

@@ -68,7 +68,7 @@ def check_key(op, codecs, possible, key, names):
         if any(codec.stochastic for codec in possible):
             return None
         warnings.warn(f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(possible)))} draws no random numbers: the key is not used",
-                      stacklevel=_callers_level())
+                      stacklevel=callers_level())
         return None
     words = key_words(op, key)
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
@@ -77,7 +77,7 @@ def check_key(op, codecs, possible, key, names):
     return words
 
 
-def _callers_level():
+def callers_level():
     """The stacklevel of a warning that points to the first line outside of this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
@@ -101,7 +101,7 @@ def check_tracked(op, names):
     return bool(tracked)
 
 
-def check_varying(op, names, paths, leaves):
+def check_varying(op, names, paths, leaves, argument="x"):
     """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
     found = _compat.tracked_axes(names)
     tracked = [name for name in names if name in found]
@@ -109,7 +109,7 @@ def check_varying(op, names, paths, leaves):
         same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
         if same:
             raise ValueError(
-                f"{op}: argument 'x'{_at(path)}: expected an array that varies over {', '.join(map(repr, names))}, got one that "
+                f"{op}: argument '{argument}'{_at(path)}: expected an array that varies over {', '.join(map(repr, names))}, got one that "
                 f"is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)}). If it is a gradient, JAX has reduced it "
                 "already, uncompressed, because the parameters don't vary over that axis. Take it with "
                 "jaxcgx.local_value_and_grad, or differentiate with respect to "
@@ -226,11 +226,11 @@ class Call:
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw = {}  # why a leaf travels as it is
         for i, (leaf, route) in enumerate(zip(self.leaves, self.routes)):
-            reason = guarded[i] or plan.why_raw(leaf, route.codecs) or (self.size == 1 and "there is one rank") or None
+            reason = plan.why_raw(leaf, route.codecs) or (self.size == 1 and "there is one rank") or None
             if reason and strict and leaf.dtype not in DTYPES:
                 raise TypeError(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
             if reason:
-                self.raw[i] = reason
+                self.raw[i] = guarded[i] or reason
         self.groups = {}  # of the others, those of a route
         for i, route in enumerate(self.routes):
             if i not in self.raw:

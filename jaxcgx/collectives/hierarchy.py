@@ -26,7 +26,9 @@ def allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, d
         sums, more = _by_leaders(net.leaders(), stages, leaves, fed, ids, key, schedule, own, divisor)
     else:
         sums, more = _by_shards(stages, leaves, fed, ids, key, schedule, own, divisor)
-    return sums, [a + b for a, b in zip(lost, more)] if fed else None
+    if not fed:
+        return sums, None
+    return sums, [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(sums, lost, more, residuals)]
 
 
 # Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not depend

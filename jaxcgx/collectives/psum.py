@@ -1,11 +1,12 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 
 from jaxcgx.collectives import costs, feedback, hierarchy, primitive, schedules
-from jaxcgx.collectives.call import Call, check_axes, check_choice, check_each, check_flag, check_own, check_residuals
+from jaxcgx.collectives.call import Call, callers_level, check_axes, check_choice, check_each, check_flag, check_own, check_residuals
 from jaxcgx.plan import SCHEDULES, Plan
 
 
@@ -49,6 +50,10 @@ def reduce(op, x, net, codec, key, residuals, schedule, own, leader, strict, fus
     call, plain, compressed = prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=residuals is not None)
     if residuals is None:
         return call.run(plain, compressed)
+    for codec in {route.stages[0][1] for route in call.groups}:
+        if not codec.contracts:
+            warnings.warn(f"{op}: argument 'residuals': {codec} loses more than it is given, so what is over grows without bound; take more "
+                          "bits, smaller buckets, rounding to nearest, or jaxcgx.Sign", stacklevel=callers_level())
     lost = check_residuals(op, call.tree, call.leaves, call.paths, residuals)
 
     def plain_fed(leaf, i):
@@ -72,19 +77,21 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
     """A checked call, what reduces a leaf and what reduces a message, as Call.run wants them."""
     call = Call(op, x, net, codec, key, strict, fusion_mb, argument=argument, local=local)
     check_flag(op, "leader", leader)
+    said = ""
     if isinstance(codec, Plan):
-        schedule = codec.schedule if schedule == "auto" else schedule
         leader = leader or codec.leader
-    if leader and any(len(route.stages) < 2 for route in call.groups):
+        if schedule == "auto":
+            schedule, said = codec.schedule, " of the plan"
+    if leader and call.groups and all(len(route.stages) < 2 for route in call.groups):
         raise ValueError(f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
                          "dict with a codec for each name")
     asked = check_each(op, "schedule", schedule, net, "a schedule") if isinstance(schedule, dict) else [schedule]
     for name in asked:
         check_choice(op, "schedule", name, SCHEDULES)
         check_own(op, own, name)
-    if fed and asked[0] == "ring":
-        raise ValueError(f"{op}: argument 'schedule': expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes sums "
-                         "of several ranks on the way")
+    if fed and call.groups and asked[0] == "ring":
+        raise ValueError(f"{op}: argument 'schedule'{said}: expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes "
+                         "sums of several ranks on the way; pass schedule=\"two_shot\"")
     chosen = {route: _choose(route, [call.leaves[i] for i in ids], asked, leader) for route, ids in call.groups.items()}
 
     def compressed(leaves, key, ids, route, residuals=None):

@@ -1,6 +1,7 @@
 """Collectives that take a plan: a codec, an exchange and a reason for every leaf."""
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -60,6 +61,32 @@ def test_axes(leader):
     f = lambda t: (cgx.compressed_psum(t, ("a", "b"), plan),
                    cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader))
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
+
+
+def test_leaders_are_of_hierarchies():
+    """A leaf with one codec for all ranks has none, beside others that have."""
+    codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
+    plan = cgx.Plan(codecs, rules=[("embed", cgx.MaxMin(8))], min_size=100, leader=True)
+    t = {name: tree(2, 4)[name] for name in ("embed", "out")}
+    got, led, flat = on_ranks(lambda t: (cgx.compressed_psum(t, ("a", "b"), plan), cgx.compressed_psum(t, ("a", "b"), codecs, leader=True),
+                                         cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(8))), mesh(2, 4))(t)
+    np.testing.assert_allclose(got["out"], led["out"], atol=3)
+    np.testing.assert_allclose(got["embed"], flat["embed"], atol=0.3)
+
+
+def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
+    f = lambda x: cgx.compressed_all_gather(x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_codec=cgx.MaxMin(4)).sum()
+    step = jax.shard_map(jax.grad(f), mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
+    found = cgx.explain(step, jnp.ones(4 * 4096), show=False)
+    assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
+
+
+def test_raw_plans_are_the_program_of_lax():
+    text = lambda f: jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())).lower(jnp.ones((8, 2000)), jnp.ones((4, 7))).compile().as_text()
+    ops = lambda text: [line.split(" = ")[1].split("metadata")[0].split("(")[0] for line in text.splitlines() if " = " in line]
+    plain = ops(text(lambda x, y: lax.pmean((x, y), "a")))
+    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan(cgx.Raw())))) == plain
+    assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan.from_env(environ={})))) == plain
 
 
 def test_in_the_backward_pass():
