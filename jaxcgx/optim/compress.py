@@ -61,16 +61,19 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     for name, flag in dict(feedback=feedback, skip_nonfinite=skip_nonfinite, telemetry=telemetry).items():
         check_flag(OP, name, flag)
     _check_number("beta", beta, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
-    _check_number("reset_every", reset_every, numbers.Integral, lambda x: x > 0, "a positive integer")
-    _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     _check_number("seed", seed, numbers.Integral, lambda x: True, "an integer")
-    _check_number("axis_size", axis_size, numbers.Integral, lambda x: x > 0, "a positive integer")
+    if momentum is not None:
+        _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    for name, number in dict(reset_every=reset_every, axis_size=axis_size).items():
+        if number is not None:
+            _check_number(name, number, numbers.Integral, lambda x: x > 0, "a positive integer")
     whole = isinstance(beta, numbers.Real) and beta == 1
     if not feedback and not (whole and reset_every is None):
         raise ValueError(f"{OP}: argument 'feedback': expected True with 'beta' or 'reset_every', got False")
     noisy = any(codec.stochastic for each in plans for codec in each.codecs)
     counts = noisy or reset_every is not None or len(settings) > 1
-    pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict,
+                              fusion_mb=fusion_mb)
 
     def types(tree, ranks):
         """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
@@ -99,7 +102,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         codecs = _codecs(each, axis_name, paths, leaves)
         if telemetry and not feedback:  # nothing else tells what is lost
             residuals = [jnp.zeros((1, *x.shape), jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
-        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key if any(codec.stochastic for codec in each.codecs) else None)
+        key = key if any(codec.stochastic for codec in each.codecs) else None
+        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key)
         lost, found = residuals, None
         if all(r is None for r in residuals):
             mean = structure.flatten_up_to(send())
@@ -152,7 +156,7 @@ def compressed(optimizer, axis_name, plan, **options):
 
 def _check_number(argument, value, kind, fits, expected):
     """An array, of optax.inject_hyperparams, passes: its value is not known yet."""
-    if value is None and argument != "beta" and argument != "seed" or isinstance(value, jax.Array):
+    if isinstance(value, jax.Array):
         return
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{OP}: argument '{argument}': expected {expected}, got {value!r}")
