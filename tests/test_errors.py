@@ -103,8 +103,8 @@ def test_calls(call, error, words):
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]), "reduce: argument 'own': expected 2 arrays, got 1"),
     (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES), "reduce: argument 'residuals', array 1: expected float32[7], got bfloat16[7]"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES), "reduce: argument 'residuals': expected None with 'own', "),
-    (lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES), "reduce: argument 'residuals': what encoding "),
+    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES), "reduce: argument 'own': expected None with residuals, which hold what "),
+    (lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES), "reduce: argument 'residuals': expected None where the sum is not encoded"),
 ])  # fmt: skip
 def test_operations(call, words):
     with pytest.raises(ValueError) as caught:

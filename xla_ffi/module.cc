@@ -6,6 +6,7 @@
 
 #include "cpu/kernels.h"
 #include "handlers/cpu.h"
+#include "handlers/shm.h"
 #ifdef JAXCGX_CUDA
 #include <nanobind/stl/vector.h>
 
@@ -24,6 +25,12 @@ nb::capsule capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
+template <class T>
+T value_of(jaxcgx::shm::Or<T> value) {
+  if (const auto* failure = std::get_if<jaxcgx::shm::Failure>(&value)) throw std::runtime_error(failure->what);
+  return std::get<0>(value);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -32,6 +39,7 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cpu);
     cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
+    cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;
 #ifdef JAXCGX_CUDA
@@ -71,6 +79,13 @@ NB_MODULE(_native, m) {
   }, "Bytes of the hidden result of encode, and of reduce where its result is encoded, of platform CUDA.",
      nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"));
 #endif
+  m.def("shm_create", [](int64_t ranks) { return value_of(jaxcgx::shm::create(ranks)); },
+        "The name of new memory for a number of ranks, for each of them to attach.", nb::arg("ranks"));
+  m.def("shm_attach", [](const std::string& name, int64_t rank, int64_t ranks, double timeout) {
+    return value_of(jaxcgx::shm_attach(name, rank, ranks, timeout));
+  }, "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"), nb::arg("ranks"),
+     nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("shm_detach", jaxcgx::shm_detach, "Leaves the other ranks.", nb::arg("segment"));
   m.def("select_kernels", [](const std::string& name) {
     if (!jaxcgx::cpu::select_kernels(name.c_str())) {
       throw nb::value_error(("select_kernels: expected 'avx512', 'avx2' or 'portable', as far as this processor runs them; got '" + name + "'").c_str());

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx.collectives import primitive, psum_scatter, rows, schedules
+from jaxcgx.collectives import primitive, psum_scatter, schedules
 from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension
+from jaxcgx.transports import rows
 
 
 def compressed_all_gather(x, axis_name, codec, *, key=None, axis=0, tiled=False, to="varying", schedule="auto", backward_codec=None,

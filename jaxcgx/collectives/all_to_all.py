@@ -2,8 +2,9 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import primitive, rows, schedules
+from jaxcgx.collectives import primitive, schedules
 from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible
+from jaxcgx.transports import rows
 
 
 def compressed_all_to_all(x, axis_name, split_axis, concat_axis, codec, *, key=None, tiled=False, schedule="auto", backward_codec=None,

@@ -2,8 +2,9 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import all_gather, primitive, rows, schedules
+from jaxcgx.collectives import all_gather, primitive, schedules
 from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible, check_own
+from jaxcgx.transports import rows
 
 
 def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=0, tiled=False, schedule="auto", own="raw",

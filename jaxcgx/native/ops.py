@@ -238,10 +238,11 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
         raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
     if residuals is not None:
         if not encoded:
-            raise ValueError("reduce: argument 'residuals': what encoding the sum loses goes there, got encoded=False; pass encoded=True")
+            raise ValueError("reduce: argument 'residuals': expected None where the sum is not encoded, and loses nothing, got "
+                             "residuals; pass encoded=True")
         if own is not None:
-            raise ValueError("reduce: argument 'residuals': expected None with 'own', whose residual would hold what its payload lost; "
-                             "pass own=None, so that the payload counts")
+            raise ValueError("reduce: argument 'own': expected None with residuals, which hold what the own payload lost, got leaves; "
+                             "leave them out")
         _check("reduce", "residuals", residuals := list(residuals), layout.shapes, [jnp.float32] * len(layout.shapes))
     if not layout.shapes:
         sums = payloads[0] if encoded else []

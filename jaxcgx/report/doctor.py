@@ -1,10 +1,13 @@
 """What this installation has, and what is wrong with it: python -m jaxcgx doctor."""
 import dataclasses
 import importlib.metadata
+import importlib.util
 import os
 import pathlib
 import platform
 import re
+import subprocess
+import sys
 
 import jax
 import jaxlib
@@ -35,6 +38,7 @@ class Report:
     native: dict | None  # the native module's build_info(); None: there is none of this version
     gpus: list  # that JAX sees
     hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
+    mpi: str | None  # what jaxcgx.mpi has; None: it doesn't start
     reference: str | None  # the variable JAXCGX_REFERENCE
     problems: list
 
@@ -50,6 +54,7 @@ class Report:
             "CUDA half": f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}" if cuda else "none",
             "GPUs": "; ".join(f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
                               for g in self.gpus) or none,
+            "MPI": self.mpi or "none",
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
         lines = [f"{name:18}{value}" for name, value in rows.items()]
@@ -89,6 +94,43 @@ def _gpus(architectures):
             for name, capability in found]
 
 
+# An MPI that can't start may end its process.
+_MPI = """
+import sys
+try:
+    import jaxcgx.mpi
+    import mpi4jax
+    from mpi4py import MPI
+except ImportError as error:
+    sys.exit(str(error))
+try:
+    mpi4jax.barrier(comm=MPI.COMM_SELF)
+except RuntimeError as error:
+    sys.exit(str(error))
+print(MPI.Get_library_version().split(",")[0])
+"""
+_MPI_REMEDY = ("build mpi4jax with the installed JAX: `pip install 'setuptools>=82' wheel nanobind mpi4py`, then "
+               "`pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax`")
+
+
+def _mpi():
+    """(what there is of MPI, a list of problems)."""
+    packages = ("mpi4py", "mpi4jax")
+    if not any(map(importlib.util.find_spec, packages)):
+        return 'not installed: pip install "jaxcgx[mpi]"', []
+    launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # of the mpirun that started the doctor, whose rank the child is not
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    try:
+        done = subprocess.run([sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`, and what your MPI's manual says of it")]
+    if done.returncode == 0:
+        return ", ".join([done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]), []
+    if done.stderr.startswith("jaxcgx.mpi: "):
+        return None, [Problem(*done.stderr.strip().rsplit("; ", 1))]
+    return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
+
+
 def examine() -> Report:
     """The state of this installation."""
     problems = []
@@ -109,5 +151,8 @@ def examine() -> Report:
         if not gpu.covered:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
             problems.append(Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY))
+    mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
+    problems += missing
     hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
-    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, os.environ.get("JAXCGX_REFERENCE"), problems)
+    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, mpi, os.environ.get("JAXCGX_REFERENCE"),
+                  problems)

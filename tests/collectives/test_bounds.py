@@ -4,62 +4,12 @@ import numpy as np
 import pytest
 
 import jaxcgx as cgx
+from bounds import SCHEDULES, check, loss, owners, spans
 from helpers import normal
-from jaxcgx.native.layout import Layout
 from ranks import mesh, on_ranks
 
 SIZES = (1, 2, 7, 17, 511, 513, 1_000_003)
 CODEC = cgx.MaxMin(4)
-BUCKET, STEPS = CODEC.bucket_size, 2**CODEC.bits - 1
-
-
-def spans(x):
-    """Each bucket's range: [..., elements] to [..., buckets]."""
-    whole = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BUCKET)], mode="edge")
-    return np.ptp(whole.reshape(*x.shape[:-1], -1, BUCKET), -1)
-
-
-def loss(span, error, part):
-    """What quantization adds to numbers of that span that have that error: a part of a unit."""
-    return part * (span + 2 * error) / STEPS * (1 + 2**-15)
-
-
-def two_shot(x, owner, part):
-    mine = np.arange(len(x))[:, None] == owner
-    received = np.where(mine, 0, loss(spans(x), 0, part)).sum(0)
-    return received + loss(spans(x.sum(0)), received, part)
-
-
-def one_shot(x, owner, part):
-    return loss(spans(x), 0, part).sum(0)
-
-
-def ring(x, owner, part):
-    ranks, who = len(x), np.repeat(owner, BUCKET)[: x.shape[-1]]
-    error = total = 0
-    for hop in range(1, ranks + 1):
-        total = total + np.take_along_axis(x, (who + hop)[None] % ranks, 0)[0]
-        error = error + loss(spans(total), error, part)
-    return error
-
-
-SCHEDULES = dict(two_shot=two_shot, one_shot=one_shot, ring=ring)
-
-
-def owners(leaves, ranks):
-    """Of every bucket of every leaf the rank that sums it."""
-    found = [np.zeros(-(-x.size // BUCKET), int) for x in leaves]
-    for c, pieces in enumerate(Layout.of(CODEC, leaves, ranks).pieces):
-        for p in pieces:
-            found[p.leaf][p.start // BUCKET : -(-(p.start + p.coded) // BUCKET)] = c
-    return found
-
-
-def check(got, x, bound):
-    rounding = 2**-22 * np.abs(x).sum(0)
-    error = np.abs(np.asarray(got, np.float64) - x.sum(0))
-    assert (error <= np.repeat(bound, BUCKET)[: x.shape[-1]] + rounding).all()
-    return error
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -69,22 +19,21 @@ def test_four_bits(ranks):
     f = lambda t: {name: [sum_of(t, "a", CODEC, schedule=name) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)] for name in SCHEDULES}
     got = jax.tree.map(lambda y: np.asarray(y[0]), on_ranks(f, mesh(ranks))(leaves))
     for name, bound in SCHEDULES.items():
-        for x, owner, total, mean in zip(leaves, owners([x[0] for x in leaves], ranks), *got[name]):
+        for x, owner, total, mean in zip(leaves, owners([x[0] for x in leaves], ranks, CODEC), *got[name]):
             x = np.asarray(x, np.float64)
-            limit = bound(x, owner, 0.5) if ranks > 1 else 0 * spans(x[0])
-            error = check(total, x, limit)
-            check(mean, x / ranks, limit / ranks)
+            limit = bound(x, owner, CODEC) if ranks > 1 else 0 * spans(x[0], CODEC)
+            error = check(total, x, limit, CODEC)
+            check(mean, x / ranks, limit / ranks, CODEC)
         assert ranks == 1 or error.max() > 0.2 * limit.max()  # the bound says something
 
 
 def test_stochastic_rounding_errs_by_a_unit_where_nearest_does_by_half():
     x, codec = normal((4, 5000)), cgx.MaxMin(4, rounding="stochastic")
     f = lambda t: [cgx.compressed_psum(t, "a", codec, schedule=name, key=jax.random.key(1)) for name in SCHEDULES]
-    (owner,), exact = owners([x[0]], 4), np.asarray(x, np.float64)
+    (owner,), exact = owners([x[0]], 4, codec), np.asarray(x, np.float64)
     for got, bound in zip(on_ranks(f, mesh(4))(x), SCHEDULES.values()):
-        limit = bound(exact, owner, 1)
-        error = check(got[0], exact, limit)
-        assert error.max() > bound(exact, owner, 0.5).min()
+        error = check(got[0], exact, bound(exact, owner, codec), codec)
+        assert error.max() > bound(exact, owner, CODEC).min()
 
 
 @pytest.mark.parametrize("inner", [cgx.Raw(), CODEC], ids=str)
@@ -97,9 +46,9 @@ def test_hierarchy(inner):
     for got, second in zip(on_ranks(f, mesh(2, 4))(x), (1, 0)):
         for j in range(4):
             part, sums = shares[:, :, j], shares[:, :, j].sum(1)
-            error = 0 if inner.raw else loss(spans(part), 0, 0.5).sum(1)  # in each node, scattered
+            error = 0 if inner.raw else loss(spans(part, CODEC), 0, CODEC).sum(1)  # in each node, scattered
             error = np.broadcast_to(error, (2, 5))
-            error = error.sum(0) + loss(spans(sums), error, 0.5).sum(0)  # between the nodes
+            error = error.sum(0) + loss(spans(sums, CODEC), error, CODEC).sum(0)  # between the nodes
             for _ in range(second + (not inner.raw)):  # the sum, and gathering it
-                error = error + loss(spans(sums.sum(0)), error, 0.5)
-            check(np.asarray(got[0, 0]).reshape(4, 2500)[j], sums, error)
+                error = error + loss(spans(sums.sum(0), CODEC), error, CODEC)
+            check(np.asarray(got[0, 0]).reshape(4, 2500)[j], sums, error, CODEC)

@@ -22,13 +22,14 @@ UNKNOWN = types.SimpleNamespace(device_kind="another GPU", process_index=0)
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes up the native module and the GPUs that JAX sees."""
+    """Makes up the native module, the GPUs that JAX sees, and that there is no MPI."""
 
     def set_up(cuda=None, gpus=(), reference=False, **build_info):
         module = types.SimpleNamespace(build_info=lambda: NATIVE | dict(cuda=cuda) | build_info)
         monkeypatch.setattr(registration, "find", lambda: module)
         monkeypatch.setattr(registration, "REFERENCE", reference)
         monkeypatch.setattr(jax, "devices", lambda platform: list(gpus))
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
 
     return set_up
 
@@ -53,6 +54,7 @@ def test_without_a_gpu(pretend):
     report = doctor.examine()
     assert report.problems == [] and report.gpus == [] and report.native["kernels"] == "avx2"
     assert report.versions["jaxcgx"] == importlib.metadata.version("jaxcgx")
+    assert 'MPI               not installed: pip install "jaxcgx[mpi]"' in str(report)
     assert "CUDA half         none" in str(report) and "JAX sees none" in str(report) and str(report).endswith("no problems")
 
 

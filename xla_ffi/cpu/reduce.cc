@@ -83,7 +83,7 @@ void reduce(const Reduce& a, const Pool& pool) {
     const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
       float* residual = residual_at(s, at);
       if (a.divisor == 1.0f) return k.residual(x, decoded, residual, n, residual);
-      alignas(64) float multiplied[kTile];
+      alignas(64) float multiplied[kTile];  // and behind x lies the sum before its division
       k.scale(decoded, n, a.divisor, multiplied);
       k.residual(x + kTile, multiplied, residual, n, residual);
     };

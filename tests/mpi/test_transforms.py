@@ -1,0 +1,106 @@
+"""jit, vmap, grad, scan, cond, while and remat of the collectives over MPI, and of what they are made of."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from helpers import normal
+
+pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+
+from jaxcgx.transports.mpi import Comm
+from processes import COMM, mine
+
+pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
+N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
+NET = Comm.of(COMM)
+COLLECTIVES = {
+    "allreduce": lambda x: cgx.mpi.compressed_allreduce(x, CODEC, schedule="two_shot"),
+    "stochastic": lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="one_shot"),
+    "reduce_scatter": lambda x: cgx.mpi.compressed_reduce_scatter(x, CODEC, tiled=True),
+    "allgather": lambda x: cgx.mpi.compressed_allgather(x, CODEC, axis=1),
+    "alltoall": lambda x: cgx.mpi.compressed_alltoall(x, CODEC, tiled=True),
+}
+PLAIN = {
+    "psum": NET.plain_psum, "pmean": NET.plain_pmean, "psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
+    "all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"), "all_to_all": lambda x: NET.plain_all_to_all(x, 0, 1, True),
+    "broadcast": lambda x: NET.broadcast(x, N - 1),
+}  # fmt: skip
+X = mine(normal((N, 2 * N, 70)))
+
+
+def each(functions):
+    return pytest.mark.parametrize("f", functions.values(), ids=functions)
+
+
+def equal(a, b):
+    np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@each(COLLECTIVES | PLAIN)
+def test_jit_and_vmap(f):
+    """A batch is one exchange, of what each of its members would exchange alone."""
+    expected = f(X)  # without jit
+    equal(jax.jit(f)(X), expected)
+    batch = jnp.stack([X, 2 * X, X - 1], 2)
+    got = jax.jit(jax.vmap(f, in_axes=2, out_axes=2))(batch)
+    equal(got[:, :, 0], expected)
+    equal(got[:, :, 2], f(X - 1))
+    nested = jax.vmap(jax.vmap(f))(jnp.stack([X, 2 * X, X, X - 1]).reshape(2, 2, *X.shape))
+    equal(nested[1, 1], got[:, :, 2])
+
+
+@each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
+def test_control_flow(f):
+    """A scan's steps, a branch that all ranks take, a while loop; and the gradient through a scan."""
+    def step(total, scale):
+        return total + jax.lax.cond(scale > 1, f, lambda x: f(2 * x), X * scale).sum(), None
+
+    looped = jax.jit(lambda: jax.lax.scan(step, 0.0, jnp.arange(1.0, 4))[0])()
+    np.testing.assert_allclose(looped, 7 * f(X).sum(), rtol=1e-3, atol=0.5)
+    grown = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x).sum()), (0, 0.0)))(X)[1]
+    np.testing.assert_allclose(grown, 3 * f(X).sum(), rtol=1e-5, atol=1e-2)
+    scanned = jax.jit(jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x).sum(), None), 0.0, None, length=3)[0]))(X)
+    np.testing.assert_allclose(scanned, 3 * jax.grad(lambda x: f(x).sum())(X), rtol=1e-5)
+
+
+@each(COLLECTIVES | PLAIN)
+def test_derivatives(f):
+    """Linear, straight-through: a tangent is what the collective makes of it; forward and reverse agree; remat sends again."""
+    tangent = normal(X.shape, 5)
+    value, moved = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,)))(X, tangent)
+    equal(value, f(X))
+    equal(moved, f(tangent))
+    weight = normal(value.shape, 6 + COMM.rank)
+    loss = lambda x: (jnp.sin(f(jnp.sin(x))) * weight).sum()
+    slope = jax.jit(jax.grad(loss))(X)
+    equal(jax.jit(jax.grad(jax.checkpoint(loss)))(X), slope)
+    # <weight, f(tangent)> = <transposed f(weight), tangent>, summed over all ranks, but for what rounding loses
+    back = jax.vjp(f, X)[1](weight)[0]
+    there, here = (COMM.allreduce(float((a * b).sum())) for a, b in ((weight, f(tangent)), (back, tangent)))
+    assert abs(there - here) < 0.02 * N * float(jnp.linalg.norm(weight)) * float(jnp.linalg.norm(tangent))
+
+
+def test_every_dtype():
+    dtypes = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int4, jnp.uint4, jnp.int8, jnp.uint32, jnp.bool_, jnp.complex64)
+    given = [(jnp.arange(N * 6).reshape(N, 6) % 2).astype(dtype) for dtype in dtypes]
+    f = lambda x: (NET.plain_psum(x), NET.all_to_all(x), NET.all_gather(x), NET.broadcast(x, 0))
+    for x, (total, swapped, gathered, root) in zip(given, jax.jit(lambda given: list(map(f, given)))(given)):
+        assert total.dtype == (jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
+        equal(total.astype(jnp.complex64), N * x.astype(jnp.complex64))
+        for y in swapped, gathered, root:
+            assert y.dtype == x.dtype
+        equal(swapped, jnp.broadcast_to(x[COMM.rank], x.shape))
+        equal(gathered, jnp.broadcast_to(x, (N, *x.shape)))
+        equal(root, x)
+
+
+def test_a_transport_is_static_under_jit():
+    assert Comm.of(COMM) == NET and hash(Comm.of(COMM)) == hash(NET) and Comm.of(COMM.Dup()) != NET
+    assert NET.comm != COMM and NET.comm.size == N
+
+
+def test_arrays_that_mpi_cannot_count():
+    with pytest.raises(ValueError, match=r"expected at most 2\^31 - 1 elements for each rank in one exchange, got 2147483648; cut the leaf"):
+        jax.jit(NET.all_gather).lower(jax.ShapeDtypeStruct((2**31,), jnp.uint8))

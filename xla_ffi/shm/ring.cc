@@ -1,0 +1,255 @@
+#include "shm/ring.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <thread>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace jaxcgx::shm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A rank that fills its slot for round r + 1 has seen everybody's for r - 1. Before they filled those, they were done with round
+// r - 3, whose slot it is: with four of them no rank need say what it has read.
+constexpr int64_t kSlots = 4;
+// Large enough that a round's waiting is little beside its copying, small enough for the caches (benchmarks/notes/shm.md).
+constexpr int64_t kSlotBytes = 256 << 10;
+constexpr int64_t kLine = 128;  // processors fetch cache lines in pairs
+constexpr int kSpins = 2000;    // some 20 us: what a sleep and a wake cost
+constexpr std::chrono::milliseconds kNap{50};  // after which a waiting rank looks whether the other one still lives
+
+enum State : uint32_t { kAbsent, kHere, kLeft, kFailed };
+
+const char* const kNames[kOperations] = {"all_to_all", "all_gather", "shift", "broadcast"};
+
+void pause() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Rounds wrap around, and no two ranks are 2^31 of them apart.
+bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
+
+void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
+  const timespec nap{0, std::chrono::nanoseconds(kNap).count()};
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &nap, nullptr, 0);
+}
+
+void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // there may be no memory where there are no bytes
+}
+
+}  // namespace
+
+// What ranks must agree on. In every slot, so that those who don't find out before they take a byte.
+struct Ring::Terms {
+  int64_t operation, argument, bytes;
+
+  bool operator==(const Terms& o) const { return operation == o.operation && argument == o.argument && bytes == o.bytes; }
+
+  std::string words() const {
+    const bool known = operation >= 0 && operation < kOperations;
+    std::string s = known ? kNames[operation] : "unknown operation";
+    if (operation == static_cast<int64_t>(Operation::kShift)) s += " by " + std::to_string(argument);
+    if (operation == static_cast<int64_t>(Operation::kBroadcast)) s += " from rank " + std::to_string(argument);
+    return s + " of " + std::to_string(bytes) + " bytes";
+  }
+};
+
+struct Ring::Control {
+  alignas(kLine) Word state;
+  Word process;
+  alignas(kLine) Word written;  // rounds
+  Word sleepers;                // ranks that wait for this one and must be woken
+};
+
+struct Ring::Slot {
+  alignas(kLine) Terms terms;
+  alignas(kLine) uint8_t data[kSlotBytes];
+};
+
+int64_t Ring::bytes(int64_t ranks) { return ranks * static_cast<int64_t>(sizeof(Control) + kSlots * sizeof(Slot)); }
+
+Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout)
+    : memory_(static_cast<uint8_t*>(memory)), rank_(rank), ranks_(ranks), timeout_(timeout), processes_(ranks, -1) {}
+
+Ring::~Ring() {
+  uint32_t here = kHere;
+  // The child of a fork has the mapping too, but is no rank.
+  if (control(rank_).process.load() == static_cast<uint32_t>(getpid())) control(rank_).state.compare_exchange_strong(here, kLeft);
+  for (int process : processes_) {
+    if (process >= 0) close(process);
+  }
+}
+
+bool Ring::died(int64_t rank) const {
+  pollfd process{processes_[rank], POLLIN, 0};
+  return poll(&process, 1, 0) > 0;
+}
+
+Ring::Control& Ring::control(int64_t rank) const { return reinterpret_cast<Control*>(memory_)[rank]; }
+
+Ring::Slot& Ring::slot(int64_t rank, uint32_t round) const {
+  return reinterpret_cast<Slot*>(memory_ + ranks_ * sizeof(Control))[rank * kSlots + round % kSlots];
+}
+
+// Why another rank gives up, if it is because of a third one.
+std::string Ring::why() const {
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    if (died(rank)) return ": " + name(rank) + " has ended";
+  }
+  return ": it has the reason";
+}
+
+std::string Ring::name(int64_t rank) const {
+  return "rank " + std::to_string(rank) + " (process " + std::to_string(control(rank).process.load()) + ")";
+}
+
+Status Ring::join() {
+  uint32_t nobody = 0;
+  if (!control(rank_).process.compare_exchange_strong(nobody, static_cast<uint32_t>(getpid()))) {
+    return Error{Error::Kind::kDifferent, "there already is a " + name(rank_)};
+  }
+  control(rank_).state.store(kHere);
+  const auto deadline = Clock::now() + timeout_;
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    while (control(rank).state.load() == kAbsent) {
+      if (Clock::now() >= deadline) {
+        return Error{Error::Kind::kLate, "rank " + std::to_string(rank) + " has not come within " + std::to_string(timeout_.count()) + " ms"};
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    processes_[rank] = static_cast<int>(syscall(SYS_pidfd_open, control(rank).process.load(), 0));
+    if (processes_[rank] < 0) {
+      const std::string what = errno == ESRCH ? " has ended" : std::string(" can't be watched: pidfd_open: ") + std::strerror(errno);
+      return Error{Error::Kind::kGone, name(rank) + what};
+    }
+  }
+  return std::nullopt;
+}
+
+Status Ring::run(const Exchange& e) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Terms terms{static_cast<int64_t>(e.operation), e.argument, e.bytes};
+  if (!failure_ && (failure_ = exchange(e, terms))) {
+    control(rank_).state.store(kFailed);
+    wake(control(rank_).written);
+  }
+  return failure_;
+}
+
+namespace {
+
+bool comes_from(const Exchange& e, int64_t rank, int64_t to, int64_t ranks) {
+  switch (e.operation) {
+    case Operation::kShift: return (rank + e.argument) % ranks == to;
+    case Operation::kBroadcast: return rank == e.argument;
+    default: return true;
+  }
+}
+
+const uint8_t* source(const Exchange& e, int64_t rank) { return e.in + (e.operation == Operation::kAllToAll ? rank * e.bytes : 0); }
+
+uint8_t* target(const Exchange& e, int64_t rank) {
+  return e.out + (e.operation == Operation::kAllToAll || e.operation == Operation::kAllGather ? rank * e.bytes : 0);
+}
+
+// Of a row, the most that fits into a slot.
+int64_t step_of(const Exchange& e, int64_t ranks) {
+  return e.operation == Operation::kAllToAll ? kSlotBytes / std::max<int64_t>(ranks - 1, 1) / 64 * 64 : kSlotBytes;
+}
+
+}  // namespace
+
+Status Ring::exchange(const Exchange& e, const Terms& terms) {
+  const int64_t step = step_of(e, ranks_);
+  int64_t ahead = 0;
+  // One slot ahead of the reading: while the others take the last one, this rank fills the next. Without bytes there is a
+  // round all the same, in which the ranks agree.
+  for (int64_t offset = 0; offset == 0 || offset < e.bytes; offset += step) {
+    for (; ahead <= offset + step && (ahead == 0 || ahead < e.bytes); ahead += step) write(e, terms, ahead);
+    if (Status error = read(e, terms, offset)) return error;
+  }
+  return std::nullopt;
+}
+
+void Ring::write(const Exchange& e, const Terms& terms, int64_t offset) {
+  const int64_t step = step_of(e, ranks_), bytes = std::min(step, e.bytes - offset);
+  Slot& s = slot(rank_, written_);
+  s.terms = terms;
+  if (e.operation == Operation::kAllToAll) {
+    for (int64_t i = 1; i < ranks_; ++i) copy(s.data + (i - 1) * step, source(e, (rank_ + i) % ranks_) + offset, bytes);
+  } else if (e.operation != Operation::kBroadcast || e.argument == rank_) {
+    copy(s.data, e.in + offset, bytes);
+  }
+  Control& mine = control(rank_);
+  // In one order with the two of a rank that waits: it counts itself among the sleepers, then looks at the word.
+  mine.written.store(++written_);
+  if (mine.sleepers.load() > 0) wake(mine.written);
+  // Its own part while, if it is the same, it is in the caches.
+  if (comes_from(e, rank_, rank_, ranks_)) copy(target(e, rank_) + offset, source(e, rank_) + offset, bytes);
+}
+
+Status Ring::read(const Exchange& e, const Terms& terms, int64_t offset) {
+  const int64_t step = step_of(e, ranks_), bytes = std::min(step, e.bytes - offset);
+  for (int64_t i = 1; i < ranks_; ++i) {
+    const int64_t rank = (rank_ + ranks_ - i) % ranks_;  // of which this one is number i in its slots
+    if (Status error = wait(rank, terms)) return error;
+    const Slot& s = slot(rank, read_);
+    if (const Terms found = s.terms; !(found == terms)) {
+      return Error{Error::Kind::kDifferent, "rank " + std::to_string(rank_) + " has " + terms.words() + ", " + name(rank) + " has " + found.words() +
+                                                "; every rank must run the same exchanges, in the same order"};
+    }
+    if (!comes_from(e, rank, rank_, ranks_)) continue;
+    copy(target(e, rank) + offset, s.data + (e.operation == Operation::kAllToAll ? (i - 1) * step : 0), bytes);
+  }
+  ++read_;
+  return std::nullopt;
+}
+
+Status Ring::wait(int64_t rank, const Terms& terms) {
+  Word& w = control(rank).written;
+  const uint32_t target = read_ + 1;
+  for (int i = 0; i < kSpins; ++i) {
+    if (reached(w.load(std::memory_order_acquire), target)) return std::nullopt;
+    pause();
+  }
+  const auto deadline = Clock::now() + timeout_;
+  const auto error_of = [&](Error::Kind kind, const std::string& what) {
+    return Error{kind, terms.words() + ": rank " + std::to_string(rank_) + " waits for " + name(rank) + ", which " + what};
+  };
+  Status error;
+  control(rank).sleepers.fetch_add(1);
+  for (uint32_t value; !error && !reached(value = w.load(), target);) {
+    const uint32_t state = control(rank).state.load();
+    Status gone;
+    if (died(rank)) gone = error_of(Error::Kind::kGone, "has ended");
+    else if (state == kLeft) gone = error_of(Error::Kind::kGone, "has left");
+    else if (state == kFailed) gone = error_of(Error::Kind::kGone, "gave up" + why());
+    else if (Clock::now() >= deadline) gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
+    // Of what a rank did before it went it is not missed.
+    if (gone && !reached(w.load(), target)) error = gone;
+    if (!gone) sleep_on(w, value);
+  }
+  control(rank).sleepers.fetch_sub(1);
+  return error;
+}
+
+}  // namespace jaxcgx::shm

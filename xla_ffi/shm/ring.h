@@ -1,0 +1,85 @@
+// Exchanges among processes that share memory, each a rank.
+//
+// Every rank has a ring of slots, which it alone writes and the others read. An exchange is a number of rounds, the same on
+// every rank; in a round a rank fills its next slot and takes its part of everybody else's. So a byte is written once and
+// read once by each that wants it, through a few slots that stay in the caches. Exchanges need nothing in between: the next one's
+// rounds follow.
+//
+// What lies in the shared memory is never trusted: it is compared with what this rank expects, and decides neither a size nor
+// an address. No wait is without an end: a rank that died, left or gave up, and one that doesn't come, is an error that names it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace jaxcgx::shm {
+
+// all_to_all: `bytes` for each rank, [ranks, bytes] -> [ranks, bytes]; row r goes to and comes from rank r.
+// all_gather: [bytes] -> [ranks, bytes]. shift: from the rank `argument` before. broadcast: from rank `argument`.
+enum class Operation : int64_t { kAllToAll, kAllGather, kShift, kBroadcast };
+constexpr int64_t kOperations = 4;
+
+struct Exchange {
+  Operation operation;
+  int64_t argument, bytes;
+  const uint8_t* in;
+  uint8_t* out;
+};
+
+struct Error {
+  enum class Kind { kGone, kLate, kDifferent } kind;
+  std::string message;
+};
+using Status = std::optional<Error>;
+
+constexpr int64_t kMostRanks = 1024;
+
+class Ring {
+ public:
+  static int64_t bytes(int64_t ranks);
+
+  // memory: bytes(ranks), the same for every rank, zero before the first comes.
+  Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Before the first exchange: returns when every rank has come.
+  Status join();
+
+  // After an error every further exchange is that error: the ranks may be in different rounds.
+  Status run(const Exchange& exchange);
+
+  int64_t ranks() const { return ranks_; }
+
+ private:
+  struct Control;
+  struct Slot;
+  struct Terms;
+  using Word = std::atomic<uint32_t>;
+
+  Control& control(int64_t rank) const;
+  Slot& slot(int64_t rank, uint32_t round) const;
+  Status exchange(const Exchange& e, const Terms& terms);
+  void write(const Exchange& e, const Terms& terms, int64_t offset);
+  Status read(const Exchange& e, const Terms& terms, int64_t offset);
+  Status wait(int64_t rank, const Terms& terms);
+  bool died(int64_t rank) const;
+  std::string why() const;
+  std::string name(int64_t rank) const;
+
+  uint8_t* const memory_;
+  const int64_t rank_, ranks_;
+  const std::chrono::milliseconds timeout_;
+  uint32_t written_ = 0, read_ = 0;  // rounds; they wrap around
+  std::vector<int> processes_;       // pidfds
+  Status failure_;
+  std::mutex mutex_;
+};
+
+}  // namespace jaxcgx::shm

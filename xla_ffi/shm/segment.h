@@ -1,0 +1,39 @@
+// The memory that the processes of a host share: without a name in any file system, so that it is gone with the last of
+// them however they end.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <variant>
+
+#include "shm/ring.h"
+
+namespace jaxcgx::shm {
+
+struct Failure {
+  std::string what;
+};
+template <class T>
+using Or = std::variant<T, Failure>;
+
+// Shared memory for a number of ranks, and what a process needs to find it: "PROCESS:DESCRIPTOR:RANDOM". The creator keeps
+// it open until it attaches.
+Or<std::string> create(int64_t ranks);
+
+class Segment {
+ public:
+  // Returns when all ranks have come.
+  static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
+  ~Segment();
+
+  Ring& ring() { return *ring_; }
+
+ private:
+  Segment(void* memory, int64_t ranks) : memory_(memory), ranks_(ranks) {}
+
+  void* const memory_;
+  const int64_t ranks_;
+  std::unique_ptr<Ring> ring_;
+};
+
+}  // namespace jaxcgx::shm
