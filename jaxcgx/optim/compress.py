@@ -35,9 +35,9 @@ class CompressState(NamedTuple):
     per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
 
 
-def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False, telemetry=False,
-                       seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
-    """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all of them.
+def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False,
+                       telemetry=False, seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
+    """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all ranks.
 
     axis_name: the axis of the ranks, or a tuple of axes. plan: a codec, {axis: codec} or a Plan; or a schedule of them, {0: plan,
     1000: other}: `other` from step 1000 on, counted from 0. A schedule is one compiled program, in which the step chooses.
@@ -47,8 +47,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
     what is sent late has its momentum all the same; the optimizer behind should have none.
 
-    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that skip
-    such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
+    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
+    skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
     telemetry: what a step lost, in `state.telemetry`. seed: of the noise of codecs that round stochastically.
     axis_size: the ranks, for an `init` outside of shard_map that sees no mesh (jax.set_mesh) either. schedule, own, leader,
     strict, fusion_mb: as in `compressed_pmean`.
@@ -80,13 +80,14 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         paths, leaves, structure = _flatten(tree)
         found = [_codecs(each, axis_name, paths, leaves) for each in plans]
         lossy = [feedback and any(codecs) for codecs in zip(*found)] if leaves else []
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves)
         row = lambda x, dtype: jax.ShapeDtypeStruct((ranks, *x.shape), dtype)
         return CompressState(
             count=jax.ShapeDtypeStruct((), jnp.int32) if counts else None,
             key=jax.ShapeDtypeStruct((2,), jnp.uint32) if noisy else None,
             residuals=structure.unflatten([row(x, jnp.float32) if has else None for x, has in zip(leaves, lossy)]),
             momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
-            telemetry=Telemetry(*[structure.unflatten([jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves))] * 4) if telemetry else None)
+            telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None)
 
     def init(params):
         ranks, axes = _ranks(axis_name, axis_size)
@@ -150,7 +151,7 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
 
 
 def compressed(optimizer, axis_name, plan, **options):
-    """`optimizer`, an optax.GradientTransformation, for gradients of every rank's own: compress_gradients with these options before it."""
+    """`optimizer`, an optax.GradientTransformation, for gradients of every rank's own: behind compress_gradients with these options."""
     return import_optax("compressed").chain(compress_gradients(axis_name, plan, **options), optimizer)
 
 
@@ -169,7 +170,8 @@ def _check_settings(plan):
     schedule = {0: plan}
     if isinstance(plan, dict) and any(isinstance(step, numbers.Integral) for step in plan):
         if 0 not in plan or not all(isinstance(step, numbers.Integral) and step >= 0 for step in plan):
-            raise ValueError(f"{OP}: argument 'plan': expected a schedule {{first step: plan}} that begins with step 0, got steps {list(plan)}")
+            raise ValueError(f"{OP}: argument 'plan': expected a schedule {{first step: plan}} that begins with step 0, got steps "
+                             f"{list(plan)}")
         schedule = plan
     return [(step, _check_plan(schedule[step])) for step in sorted(schedule)]
 
@@ -205,8 +207,8 @@ def _ranks(axis_name, axis_size):
     if axis_size is None and all(name in sizes for name in names):
         axis_size = math.prod(sizes[name] for name in names)
     if axis_size is None:
-        raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got None; "
-                         "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
+        raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got "
+                         "None; pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
     return axis_size, frozenset()
 
 
@@ -224,6 +226,7 @@ def _check_state(axis_name, state, expected):
         if spell(want) == spell(got):
             continue
         if want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
-            remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; one of "
-                      "another number of ranks is for jaxcgx.reshard_state")
-        raise ValueError(f"{OP}: argument 'state'{jax.tree_util.keystr(path)}: expected {spell(want)}, got {spell(got)}: {remedy}")
+            remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; "
+                      "one of another number of ranks is for jaxcgx.reshard_state")
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"{OP}: argument 'state'{name}: expected {spell(want)}, got {spell(got)}: {remedy}")
