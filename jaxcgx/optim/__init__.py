@@ -4,4 +4,5 @@ from jaxcgx.optim.state import reshard_state, state_specs
 from jaxcgx.optim.telemetry import Telemetry
 from jaxcgx.optim.train import Metrics, TrainStep, make_train_step
 
-__all__ = ["CompressState", "Metrics", "Telemetry", "TrainStep", "compress_gradients", "compressed", "make_train_step", "reshard_state", "state_specs"]
+__all__ = ["CompressState", "Metrics", "Telemetry", "TrainStep", "compress_gradients", "compressed", "make_train_step",
+           "reshard_state", "state_specs"]

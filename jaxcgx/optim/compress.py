@@ -35,9 +35,9 @@ class CompressState(NamedTuple):
     per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
 
 
-def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False, telemetry=False,
-                       seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
-    """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all of them.
+def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False,
+                       telemetry=False, seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
+    """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all ranks.
 
     axis_name: the axis of the ranks, or a tuple of axes. plan: a codec, {axis: codec} or a Plan; or a schedule of them, {0: plan,
     1000: other}: `other` from step 1000 on, counted from 0. A schedule is one compiled program, in which the step chooses.
@@ -47,8 +47,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
     what is sent late has its momentum all the same; the optimizer behind should have none.
 
-    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that skip
-    such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
+    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
+    skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
     telemetry: what a step lost, in `state.telemetry`. seed: of the noise of codecs that round stochastically.
     axis_size: the ranks, for an `init` outside of shard_map that sees no mesh (jax.set_mesh) either. schedule, own, leader,
     strict, fusion_mb: as in `compressed_pmean`.
@@ -61,29 +61,33 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     for name, flag in dict(feedback=feedback, skip_nonfinite=skip_nonfinite, telemetry=telemetry).items():
         check_flag(OP, name, flag)
     _check_number("beta", beta, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
-    _check_number("reset_every", reset_every, numbers.Integral, lambda x: x > 0, "a positive integer")
-    _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     _check_number("seed", seed, numbers.Integral, lambda x: True, "an integer")
-    _check_number("axis_size", axis_size, numbers.Integral, lambda x: x > 0, "a positive integer")
+    if momentum is not None:
+        _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    for name, number in dict(reset_every=reset_every, axis_size=axis_size).items():
+        if number is not None:
+            _check_number(name, number, numbers.Integral, lambda x: x > 0, "a positive integer")
     whole = isinstance(beta, numbers.Real) and beta == 1
     if not feedback and not (whole and reset_every is None):
         raise ValueError(f"{OP}: argument 'feedback': expected True with 'beta' or 'reset_every', got False")
     noisy = any(codec.stochastic for each in plans for codec in each.codecs)
     counts = noisy or reset_every is not None or len(settings) > 1
-    pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict,
+                              fusion_mb=fusion_mb)
 
     def types(tree, ranks):
         """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
         paths, leaves, structure = _flatten(tree)
         found = [_codecs(each, axis_name, paths, leaves) for each in plans]
         lossy = [feedback and any(codecs) for codecs in zip(*found)] if leaves else []
+        scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves)
         row = lambda x, dtype: jax.ShapeDtypeStruct((ranks, *x.shape), dtype)
         return CompressState(
             count=jax.ShapeDtypeStruct((), jnp.int32) if counts else None,
             key=jax.ShapeDtypeStruct((2,), jnp.uint32) if noisy else None,
             residuals=structure.unflatten([row(x, jnp.float32) if has else None for x, has in zip(leaves, lossy)]),
             momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
-            telemetry=Telemetry(*[structure.unflatten([jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves))] * 4) if telemetry else None)
+            telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None)
 
     def init(params):
         ranks, axes = _ranks(axis_name, axis_size)
@@ -99,7 +103,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         codecs = _codecs(each, axis_name, paths, leaves)
         if telemetry and not feedback:  # nothing else tells what is lost
             residuals = [jnp.zeros((1, *x.shape), jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
-        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key if any(codec.stochastic for codec in each.codecs) else None)
+        key = key if any(codec.stochastic for codec in each.codecs) else None
+        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key)
         lost, found = residuals, None
         if all(r is None for r in residuals):
             mean = structure.flatten_up_to(send())
@@ -146,13 +151,13 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
 
 
 def compressed(optimizer, axis_name, plan, **options):
-    """`optimizer`, an optax.GradientTransformation, for gradients of every rank's own: compress_gradients with these options before it."""
+    """`optimizer`, an optax.GradientTransformation, for gradients of every rank's own: behind compress_gradients with these options."""
     return import_optax("compressed").chain(compress_gradients(axis_name, plan, **options), optimizer)
 
 
 def _check_number(argument, value, kind, fits, expected):
     """An array, of optax.inject_hyperparams, passes: its value is not known yet."""
-    if value is None and argument != "beta" and argument != "seed" or isinstance(value, jax.Array):
+    if isinstance(value, jax.Array):
         return
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{OP}: argument '{argument}': expected {expected}, got {value!r}")
@@ -165,7 +170,8 @@ def _check_settings(plan):
     schedule = {0: plan}
     if isinstance(plan, dict) and any(isinstance(step, numbers.Integral) for step in plan):
         if 0 not in plan or not all(isinstance(step, numbers.Integral) and step >= 0 for step in plan):
-            raise ValueError(f"{OP}: argument 'plan': expected a schedule {{first step: plan}} that begins with step 0, got steps {list(plan)}")
+            raise ValueError(f"{OP}: argument 'plan': expected a schedule {{first step: plan}} that begins with step 0, got steps "
+                             f"{list(plan)}")
         schedule = plan
     return [(step, _check_plan(schedule[step])) for step in sorted(schedule)]
 
@@ -201,8 +207,8 @@ def _ranks(axis_name, axis_size):
     if axis_size is None and all(name in sizes for name in names):
         axis_size = math.prod(sizes[name] for name in names)
     if axis_size is None:
-        raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got None; "
-                         "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
+        raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got "
+                         "None; pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
     return axis_size, frozenset()
 
 
@@ -220,6 +226,7 @@ def _check_state(axis_name, state, expected):
         if spell(want) == spell(got):
             continue
         if want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
-            remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; one of "
-                      "another number of ranks is for jaxcgx.reshard_state")
-        raise ValueError(f"{OP}: argument 'state'{jax.tree_util.keystr(path)}: expected {spell(want)}, got {spell(got)}: {remedy}")
+            remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; "
+                      "one of another number of ranks is for jaxcgx.reshard_state")
+        name = jax.tree_util.keystr(path)
+        raise ValueError(f"{OP}: argument 'state'{name}: expected {spell(want)}, got {spell(got)}: {remedy}")

@@ -17,8 +17,8 @@ def _ours(node):
 def state_specs(opt_state, axis_name, param_specs=None):
     """PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
 
-    opt_state: a state, or its jax.eval_shape, in which states of jaxcgx stand anywhere. axis_name: the axis of the ranks, or the tuple
-    of axes, that their transformations were given. What is per rank is sharded over it, all else replicated.
+    opt_state: a state, or its jax.eval_shape, in which states of jaxcgx stand anywhere. axis_name: the axis of the ranks, or the
+    tuple of axes, that their transformations were given. What is per rank is sharded over it, all else replicated.
     param_specs: PartitionSpecs of the parameters over other axes; what is per rank is sharded over these, too.
     """
     _check_wrappers("state_specs", opt_state)
@@ -32,10 +32,11 @@ def specs_per_rank(opt_state, rows, param_specs):
             return P()
         found = jax.tree_util.tree_map(lambda _: P(), node)
         for name in node.per_rank:
-            if param_specs is None or getattr(node, name) is None:
-                field = jax.tree_util.tree_map(lambda _: P(rows), getattr(node, name))
+            field = getattr(node, name)
+            if param_specs is None or field is None:
+                field = jax.tree_util.tree_map(lambda _: P(rows), field)
             else:
-                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, getattr(node, name))
+                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, field)
             found = found._replace(**{name: field})
         return found
 
@@ -49,17 +50,18 @@ def _check_wrappers(op, opt_state):
     for wrapper, name in ((optax.MultiStepsState, "MultiSteps"), (optax.ApplyIfFiniteState, "apply_if_finite")):
         around = lambda node: isinstance(node, wrapper) and any(map(_ours, jax.tree_util.tree_leaves(node, is_leaf=_ours)))
         if any(map(around, jax.tree_util.tree_leaves(opt_state, is_leaf=around))):
-            raise ValueError(f"{op}: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the same on every "
-                             f"rank, got it around; write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))")
+            raise ValueError(f"{op}: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the "
+                             f"same on every rank, got it around; write optax.chain(jaxcgx.compress_gradients(...), "
+                             f"optax.{name}(optimizer, ...))")
 
 
 def reshard_state(opt_state, new_size):
-    """An optimizer's state for another number of ranks. The result's arrays per rank are numpy's: put them where the new mesh wants them,
+    """An optimizer's state for another number of ranks. Its arrays per rank are NumPy's: put them where the new mesh wants them,
 
         jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
 
-    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today's on a rank with as
-    many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly.
+    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today's on a rank
+    with as many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly.
     """
     if isinstance(new_size, bool) or not isinstance(new_size, numbers.Integral) or new_size < 1:
         raise ValueError(f"reshard_state: argument 'new_size': expected a positive integer, got {new_size!r}")

@@ -14,8 +14,9 @@ class Telemetry(NamedTuple):
 
     vnmse: the squared error of what was sent over the squares of what was meant, gradients and residuals: |lost|^2 / |meant|^2,
     both roundings of an exchange together. saturation: the share of elements that were lost altogether, off by as much as
-    they are or more, or not finite, and not 0 themselves. (Codecs take their scale from the range and clip nothing: it is the small elements beside a large
-    one that they have no step for.) bytes: of the leaf as it is encoded, for the outermost axis of a hierarchy. uncompressed: of the leaf.
+    they are or more, or not finite, and not 0 themselves. (Codecs take their scale from the range and clip nothing: it is the
+    small elements beside a large one that they have no step for.) bytes: of the leaf as it is encoded, for the outermost axis of a
+    hierarchy. uncompressed: of the leaf.
     """
 
     vnmse: Any
@@ -25,7 +26,7 @@ class Telemetry(NamedTuple):
 
 
 def measure(net, tree, leaves, codecs, residuals, mean, lost):
-    """Telemetry of leaves with their residuals, [1, ...], before and after. codecs: of each leaf, outermost first; none if it is raw."""
+    """Telemetry of leaves with their residuals, [1, ...], before and after. codecs: of each leaf, outermost first; none: raw."""
     def one(leaf, residual, mean, lost):
         meant = leaf.astype(jnp.float32) + residual[0]
         lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # there the residual says nothing: it stayed as it was

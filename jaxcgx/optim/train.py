@@ -34,7 +34,8 @@ class TrainStep(NamedTuple):
     step: Callable  # jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
 
 
-def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_specs=None, accumulate=1, has_aux=False, donate=True, **options):
+def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_specs=None, accumulate=1, has_aux=False,
+                    donate=True, **options):
     """Data-parallel training with compressed gradients: a TrainStep.
 
         train = cgx.make_train_step(loss_fn, optax.adam(1e-3), mesh, plan=cgx.MaxMin(4))
@@ -42,12 +43,12 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
         for batch in batches:
             params, opt_state, metrics = train.step(params, opt_state, batch)
 
-    loss_fn: (params, batch) -> the loss, or with `has_aux` (the loss, a pytree of arrays); of what it is given of a batch alone. Where
-    `step` is given a random key, (params, batch, key) -> ..., with another key for every rank and micro-batch.
-    optimizer: an optax.GradientTransformation. data_axis: the mesh's axis, or tuple of axes, that batches are split over, along their
-    leaves' first dimensions. plan, and all other options, `telemetry` among them: as in `compress_gradients`.
-    param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the parameters, that says how they
-    are sharded over them. Gradients are compressed shard by shard (docs/meshes.md); plans see shards.
+    loss_fn: (params, batch) -> the loss, or with `has_aux` (the loss, a pytree of arrays); of what it is given of a batch alone.
+    Where `step` is given a random key, (params, batch, key) -> ..., with another key for every rank and micro-batch.
+    optimizer: an optax.GradientTransformation. data_axis: the mesh's axis, or tuple of axes, that batches are split over, along
+    their leaves' first dimensions. plan, and all other options, `telemetry` among them: as in `compress_gradients`.
+    param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the parameters, that says how
+    they are sharded over them. Gradients are compressed shard by shard (docs/meshes.md); plans see shards.
     accumulate: micro-batches that a rank's batch is split into; their gradients are averaged in float32 and sent once.
     donate: parameters and state are updated in place; those that were given are gone.
     """
@@ -107,7 +108,8 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
     def init(params):
         specs = jax.tree_util.tree_map(lambda _: P(), params) if param_specs is None else param_specs
         place = functools.partial(jax.tree_util.tree_map, lambda spec: NamedSharding(mesh, spec))
-        shards = jax.tree_util.tree_map(lambda x, to: jax.ShapeDtypeStruct(to.shard_shape(x.shape), x.dtype), params, place(specs))
+        shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+        shards = jax.tree_util.tree_map(shard, params, place(specs))
         per_rank = state_specs(jax.eval_shape(transformation.init, shards), data_axis, specs)
         first = jax.shard_map(transformation.init, mesh=mesh, in_specs=(specs,), out_specs=per_rank)
         rest = jax.tree_util.tree_map(lambda _: P(), jax.eval_shape(optimizer.init, params))
@@ -136,18 +138,20 @@ def _check_mesh(mesh, data_axis, param_specs):
         raise TypeError(f"{OP}: argument 'mesh': expected a jax.sharding.Mesh, got {mesh!r}")
     names = tuple(data_axis) if isinstance(data_axis, (tuple, list)) else (data_axis,)
     if not names or any(name not in mesh.shape for name in names):
-        raise ValueError(f"{OP}: argument 'data_axis': expected an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them, got {data_axis!r}")
+        raise ValueError(f"{OP}: argument 'data_axis': expected an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of "
+                         f"them, got {data_axis!r}")
     others = {name for name in mesh.shape if name not in names}
     if param_specs is None and any(mesh.shape[name] > 1 for name in others):
-        raise ValueError(f"{OP}: argument 'param_specs': expected a tree of PartitionSpecs like the parameters for a mesh with other axes than {data_axis!r}, "
-                         "which says how they are sharded over them, got None")
+        raise ValueError(f"{OP}: argument 'param_specs': expected a tree of PartitionSpecs like the parameters for a mesh with other "
+                         f"axes than {data_axis!r}, which says how they are sharded over them, got None")
     return names, others
 
 
 def _split(parts, x):
     """[parts, size / parts, ...]"""
     if x.ndim == 0 or x.shape[0] % parts:
-        raise ValueError(f"{OP}: argument 'accumulate': expected batches that every rank can split into {parts}, got {x.dtype}{list(x.shape)} on a rank")
+        raise ValueError(f"{OP}: argument 'accumulate': expected batches that every rank can split into {parts}, got "
+                         f"{x.dtype}{list(x.shape)} on a rank")
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 
