@@ -35,8 +35,8 @@ def _kmeans(op, statistics, ids, reference, alpha):
         raise ValueError(f"{op}: argument 'reference': expected a MaxMin with method=\"kmeans\", got {spell(reference)}")
     tops = _finite(op, statistics, ids, statistics.tops)
     points = [(_log2(math.prod(statistics.shapes[i])), _log2(top)) for i, top in zip(ids, tops)]
-    clusters = min(len(_BUCKETS), len(set(points)))
-    bits = [4 - clusters + 1 + place for place in allocation.kmeans(points, clusters)]
+    places = allocation.kmeans(points, len(_BUCKETS))
+    bits = [max(_BUCKETS) - max(places) + place for place in places]
     return [dataclasses.replace(reference, bits=b, bucket_size=_BUCKETS[b] or reference.bucket_size) for b in bits]
 
 

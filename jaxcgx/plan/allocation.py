@@ -60,12 +60,14 @@ def kmeans(points, clusters):
     """For each point the number of its cluster, from 0, with the clusters in the order of their centres' last coordinate.
 
     points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from points at evenly spaced places in the
-    order of their last coordinate: no random start. Of equally near centres the first counts; an empty cluster keeps its centre.
+    order of their last coordinate, equal ones counted once: no random start. Of equally near centres the first counts. A cluster
+    that loses all its points has no number: there are fewer then, and never more than different points.
     """
     columns = [_standardised(column) for column in zip(*points)]
     points = list(zip(*columns))
-    order = sorted(range(len(points)), key=lambda i: (points[i][-1], i))
-    centres = [points[order[(2 * k + 1) * len(points) // (2 * clusters)]] for k in range(clusters)]
+    different = sorted(set(points), key=lambda point: point[::-1])
+    clusters = min(clusters, len(different))
+    centres = [different[(2 * k + 1) * len(different) // (2 * clusters)] for k in range(clusters)]
     found = None
     for _ in range(100):
         nearest = [min(range(clusters), key=lambda k: _distance(point, centres[k])) for point in points]
@@ -76,7 +78,7 @@ def kmeans(points, clusters):
             members = [point for point, n in zip(points, found) if n == k]
             if members:
                 centres[k] = tuple(math.fsum(column) / len(members) for column in zip(*members))
-    place = {k: rank for rank, k in enumerate(sorted(range(clusters), key=lambda k: (centres[k][-1], k)))}
+    place = {k: rank for rank, k in enumerate(sorted(set(found), key=lambda k: (centres[k][-1], k)))}
     return [place[k] for k in found]
 
 

@@ -83,8 +83,17 @@ def test_kmeans():
     shuffled = list(range(60))
     rng.shuffle(shuffled)
     assert allocation.kmeans([points[i] for i in shuffled], 3) == [found[i] for i in shuffled]
-    assert allocation.kmeans([(1.0, 1.0)] * 4, 1) == [0] * 4
-    assert allocation.kmeans([(0.0, 0.0), (0.0, 1.0)], 2) == [0, 1]
+    assert allocation.kmeans([(1.0, 1.0)] * 4, 3) == [0] * 4
+    assert allocation.kmeans([(0.0, 0.0), (0.0, 1.0), (0.0, 0.0)], 3) == [0, 1, 0]
+
+
+def test_kmeans_of_points_that_are_equal():
+    """As many clusters as there are different points, up to three, and the numbers without a gap: the highest norm has the last."""
+    assert allocation.kmeans([(4, 3), (2, 1), (2, 0), (4, 3)], 3) == [2, 1, 0, 2]
+    for seed in range(200):
+        rng = random.Random(seed)
+        points = [(rng.randint(0, 3), rng.randint(0, 3)) for _ in range(rng.randint(1, 9))]
+        assert set(allocation.kmeans(points, 3)) == set(range(min(3, len(set(points)))))
 
 
 def gradients(scales):
@@ -137,6 +146,9 @@ def test_kmeans_of_gradients():
     nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
     found = cgx.Plan.cgx().adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
     assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
+    twins = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "c": jnp.zeros((64, 64)), "d": jnp.ones((64, 65))}
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(twins), method="kmeans").explain(twins, 2)
+    assert max(row.codec.bits for row in found.rows) == 4 and found.rows[0].codec == found.rows[1].codec
 
 
 @pytest.mark.parametrize("method", ["lgreco", "kmeans"])
