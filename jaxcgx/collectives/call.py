@@ -101,7 +101,7 @@ def check_tracked(op, names):
     return bool(tracked)
 
 
-def check_varying(op, names, paths, leaves):
+def check_varying(op, names, paths, leaves, argument="x"):
     """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
     found = _compat.tracked_axes(names)
     tracked = [name for name in names if name in found]
@@ -109,7 +109,7 @@ def check_varying(op, names, paths, leaves):
         same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
         if same:
             raise ValueError(
-                f"{op}: argument 'x'{_at(path)}: expected an array that varies over {', '.join(map(repr, names))}, got one that "
+                f"{op}: argument '{argument}'{_at(path)}: expected an array that varies over {', '.join(map(repr, names))}, got one that "
                 f"is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)}). If it is a gradient, JAX has reduced it "
                 "already, uncompressed, because the parameters don't vary over that axis. Take it with "
                 "jaxcgx.local_value_and_grad, or differentiate with respect to "
