@@ -83,6 +83,8 @@ def forecast(plan, tree, axis_size):
             raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
                             f"got {leaf!r}")
     rows, totals, coded = [[] for _ in leaves], {}, {}
+    if isinstance(plan.schedule, dict):
+        _check_axes(op, plan.schedule, axes, axis_size)
 
     def add(over, codec, number, ids, raw, encoded, total, why=None):
         """Rows for leaves in an exchange, with the bytes of each."""
@@ -93,9 +95,8 @@ def forecast(plan, tree, axis_size):
 
     for i, (codec, why) in enumerate(plan.assign(op, "tree", paths, leaves)):
         codecs = list(codec.values()) if isinstance(codec, dict) else [codec]
-        if isinstance(codec, dict) and set(codec) != set(axes):
-            raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
-                             f"{spell(codec)}, got {axis_size!r}")
+        if isinstance(codec, dict):
+            _check_axes(op, codec, axes, axis_size)
         if why := why or why_raw(leaves[i], codecs) or ("there is one rank" if ranks == 1 else None):
             size = leaves[i].size * leaves[i].dtype.itemsize
             add(axes, Raw(), None, [i], [size], [size], size, why)
@@ -123,6 +124,13 @@ def _sizes(op, axis_size):
     return numbers
 
 
+def _check_axes(op, given, axes, axis_size):
+    """That codecs or schedules by axis are for these axes."""
+    if set(given) != set(axes):
+        raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of {spell(given)}, got "
+                         f"{axis_size!r}")
+
+
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
 # on the way out; by a leader every exchange is of whole leaves. Sums are in float32 from the first exchange on.
 def _exchanges(codec, sizes, leaves, leader):
@@ -131,7 +139,7 @@ def _exchanges(codec, sizes, leaves, leader):
     if not isinstance(codec, dict):
         yield names, codec, Layout.of(codec, leaves, math.prod(sizes.values())), 1
         return
-    inner = names[1:]
+    leader, inner = leader and len(names) > 1, names[1:]
     for k, name in enumerate(names):
         if sizes[name] == 1:
             continue

@@ -8,10 +8,13 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx.plan import allocation
+from ranks import mesh
 
 FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
 
@@ -157,6 +160,21 @@ def test_rules_stay(method):
     adapted = cgx.Plan(FOUR, rules).adapt(cgx.gradient_statistics(GRADS), method=method)
     assert codecs(adapted)[:2] == [cgx.Raw(), cgx.MaxMin(8)]
     assert adapted.rules[:2] == cgx.Plan(FOUR, rules).rules and len(adapted.rules) > 2
+
+
+def test_an_adapted_plan_is_for_parts_of_the_tree_too():
+    plan = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(GRADS))
+    for name, codec in zip(GRADS, codecs(plan), strict=True):
+        assert codecs(plan, {name: GRADS[name]}) == [codec]
+
+    def loss(params):  # layer by layer
+        synced = [cgx.sync_in_backward({name: layer}, "a", plan) for name, layer in params.items()]
+        return sum(leaf.sum() for leaf in jax.tree.leaves(synced))
+
+    exchange = jax.shard_map(jax.grad(loss), mesh=mesh(2), in_specs=P(), out_specs=P())
+    assert jax.tree.map(jnp.shape, jax.eval_shape(exchange, GRADS)) == jax.tree.map(jnp.shape, GRADS)
+    masked = optax.masked(cgx.compress_gradients("a", plan, axis_size=2), {name: name == "layer/2" for name in GRADS})
+    assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.residuals)] == [(2, 64, 128)]
 
 
 def test_codecs_by_axis_where_they_compress():

@@ -96,6 +96,21 @@ def test_hierarchies_by_leaders():
     assert found.totals == {("a",): (a, 4 * (30300 + 4096)), ("b",): (b, 4 * (30300 + 4096))}
 
 
+def test_leaders_are_of_hierarchies():
+    """A leaf with one codec for all ranks, or of one axis, has none."""
+    tree, sizes = {"v": jnp.zeros((64, 64), jnp.bfloat16), "w": jnp.zeros((64, 64))}, {"a": 2, "b": 4}
+    rules, by_axis = [("v", EIGHT)], {"a": FOUR, "b": RAW}
+    led, flat = (cgx.Plan(by_axis, rules, leader=leader).explain(tree, sizes) for leader in (True, False))
+    assert led.rows[0] == flat.rows[0] and led.totals != flat.totals
+    one, of_one = (cgx.Plan(codec, leader=True).explain(tree, {"a": 4}) for codec in (cgx.Cast("float16"), {"a": cgx.Cast("float16")}))
+    assert one == of_one == cgx.Plan(cgx.Cast("float16")).explain(tree, {"a": 4})
+
+
+def test_what_no_codec_can_take_needs_no_axes():
+    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain({name: TREE[name] for name in ("count", "empty")}, 4)
+    assert [row.codec for row in found.rows] == [RAW, RAW]
+
+
 def test_codecs_of_an_axis_of_one_rank_are_not_used():
     found = cgx.Plan({"a": FOUR, "b": EIGHT}).explain({"w": jnp.zeros((64, 64))}, {"a": 1, "b": 2})
     assert [(r.axes, r.codec) for r in found.rows] == [(("b",), EIGHT)]
@@ -154,9 +169,12 @@ BY_AXIS = {"node": FOUR, "local": RAW}
     (cgx.Plan(BY_AXIS), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost first, for the axes of "
      "{'node': MaxMin(bits=4), 'local': Raw()}, got 8"),
     (cgx.Plan(FOUR, [("half", BY_AXIS)]), TREE, {"node": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
+    (cgx.Plan(FOUR, schedule={"node": "ring", "local": "auto"}), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost "
+     "first, for the axes of {'node': 'ring', 'local': 'auto'}, got 8"),
+    (cgx.Plan(FOUR, schedule={"node": "ring"}), {}, {"node": 2, "local": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
     (cgx.Plan(FOUR), {"w": [1.0]}, 2, TypeError, "argument 'tree', leaf 'w/0': expected an array or a jax.ShapeDtypeStruct, got 1.0"),
     (cgx.Plan(FOUR, [("kernel", FOUR)]), {"w": jnp.zeros(3)}, 2, ValueError, "argument 'tree': expected a leaf for every rule of the plan, got none for"),
-], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "leaf", "rule"])  # fmt: skip
+], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "schedules", "a schedule", "leaf", "rule"])  # fmt: skip
 def test_bad_input(plan, tree, size, error, words):
     with pytest.raises(error) as caught:
         plan.explain(tree, size)
