@@ -107,7 +107,9 @@ def forecast(plan, tree, axis_size):
     for number, (codec, ids) in enumerate(groups, 1):
         for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
             raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
-            add(over, one, number, ids, raw, [times * n for n in _own_bytes(layout)], times * layout.chunks * layout.chunk_bytes)
+            own = [times * n for n in _own_bytes(layout)]
+            filled = not (plan.leader and one.raw)  # that is a plain sum
+            add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
     return Forecast(tuple(row for found in rows for row in found), totals)
 
 
@@ -132,7 +134,8 @@ def _check_axes(op, given, axes, axis_size):
 
 
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
-# on the way out; by a leader every exchange is of whole leaves. Sums are in float32 from the first exchange on.
+# on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they hand on. Sums are in
+# float32 from the first exchange on.
 def _exchanges(codec, sizes, leaves, leader):
     """(axes, codec, layout, its number) of every exchange of a message."""
     names = tuple(name for name in sizes if name is not None)
@@ -150,7 +153,10 @@ def _exchanges(codec, sizes, leaves, leader):
             kept = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are together still
             shapes = [(kept * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
         whole = leader or k == 0
-        yield (name,), codec[name], Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1), 1 if whole else sizes[name]
+        layout = Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1)
+        yield (name,), codec[name], layout, 1 if whole else sizes[name]
+        if leader and k == 0 and not codec[name].raw and math.prod(sizes[a] for a in inner) > 1:
+            yield inner, codec[name], layout, 1
 
 
 def _own_bytes(layout):

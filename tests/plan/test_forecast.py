@@ -89,11 +89,16 @@ def test_hierarchies_by_shards(inner):
         ("0", ("a",), FOUR, 1, 4 * 7575), ("0", ("b",), EIGHT, 1, 4 * 2 * 7575), ("0", ("c",), inner, 1, 4 * 30300)]
 
 
-def test_hierarchies_by_leaders():
-    sizes, tree, codec = {"a": 2, "b": 4}, TREE["layer"], {"a": FOUR, "b": EIGHT}
-    found = cgx.Plan(codec, leader=True).explain(tree, sizes)
-    a, b = (Layout.of(codec[name], tree, n).chunk_bytes * n for name, n in sizes.items())
-    assert found.totals == {("a",): (a, 4 * (30300 + 4096)), ("b",): (b, 4 * (30300 + 4096))}
+@pytest.mark.parametrize(("sizes", "codecs"), [
+    ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}), ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}), ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
+    ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
+], ids=["compressed", "raw within", "raw between", "three"])  # fmt: skip
+def test_hierarchies_by_leaders(sizes, codecs):
+    """What leaders receive they hand on, in its bytes."""
+    tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
+    found = plan.explain(tree, sizes)
+    ranks = lambda axes: math.prod(sizes[name] for name in axes)
+    assert sent(tree, list(sizes.items()), plan) == {axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()}
 
 
 def test_leaders_are_of_hierarchies():
