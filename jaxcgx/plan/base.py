@@ -4,11 +4,12 @@ import numbers
 import os
 import pathlib
 import re
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, check_codec, check_flag, check_integer, spell
+from jaxcgx.codecs.base import MOST, Codec, check_codec, check_flag, check_integer, spell
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.maxmin import MaxMin
@@ -65,8 +66,11 @@ class Plan:
         check_flag(self, "leader")
 
     @classmethod
-    def cgx(cls, bits=4, bucket_size=512, rounding="nearest"):
-        """What CGX's hook for layers does: MaxMin for everything but leaves of fewer than 1024 elements, biases and norms."""
+    def cgx(cls, bits=4, bucket_size=1024, rounding="nearest"):
+        """What CGX's hook for layers does: MaxMin for everything but leaves of fewer than 1024 elements, biases and norms.
+
+        The bucket is the hook's; CGX's variables have one of 512 (`from_env`), as MaxMin has.
+        """
         return cls(MaxMin(bits, bucket_size, rounding))
 
     @classmethod
@@ -83,7 +87,10 @@ class Plan:
     def mixed_precision(cls, codec=MaxMin(), size_bound=200_000, axis_name=None):
         """What GeoMX's mixed-precision quantization does, with a dense codec: leaves of up to `size_bound` elements travel as
         float16 over all axes; larger ones in the codec's bytes, but over the inner axes of a tuple as they are."""
-        names, half = _axes("mixed_precision", axis_name), Cast("float16")
+        op, names, half = "Plan.mixed_precision", _axes("mixed_precision", axis_name), Cast("float16")
+        check_codec(op, codec)
+        if isinstance(size_bound, bool) or not isinstance(size_bound, numbers.Integral) or not 0 <= size_bound <= MOST:
+            raise ValueError(f"{op}: argument 'size_bound': expected an integer of at least 0 (and at most 2^40), got {size_bound!r}")
         tiny = Rule(_by_axis(names, half, half), max_size=size_bound)
         return cls(_by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
 
@@ -209,7 +216,8 @@ class Plan:
 
 def _axes(method, axis_name):
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not names or len(set(names)) < len(names):
+    single = axis_name is None or all(isinstance(name, Hashable) and not isinstance(name, (int, tuple, type(None))) for name in names)
+    if not names or not single or len(set(names)) < len(names):
         raise ValueError(f"Plan.{method}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")
     return names
 

@@ -120,7 +120,7 @@ def errors(plan, statistics):
 @pytest.mark.short
 def test_lgreco_of_gradients():
     statistics = cgx.gradient_statistics(GRADS)
-    plan = cgx.Plan.cgx()
+    plan = cgx.Plan(FOUR)
     for alpha in (0.1, 1.0, 3.0):
         adapted = plan.adapt(statistics, alpha=alpha)
         assert errors(adapted, statistics) <= alpha * errors(plan, statistics)
@@ -136,18 +136,18 @@ def test_lgreco_of_gradients():
 
 def test_the_reference_sets_the_budget():
     statistics = cgx.gradient_statistics(GRADS)
-    adapted = cgx.Plan.cgx().adapt(statistics, reference=cgx.MaxMin(6))
-    assert errors(adapted, statistics) <= errors(cgx.Plan.cgx(6), statistics)
-    assert adapted.rules == cgx.Plan.cgx(6).adapt(statistics).rules
+    adapted = cgx.Plan(FOUR).adapt(statistics, reference=cgx.MaxMin(6))
+    assert errors(adapted, statistics) <= errors(cgx.Plan(cgx.MaxMin(6)), statistics)
+    assert adapted.rules == cgx.Plan(cgx.MaxMin(6)).adapt(statistics).rules
 
 
 def test_kmeans_of_gradients():
     plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS), method="kmeans")
     assert codecs(plan) == [cgx.MaxMin(4, 1024, "stochastic"), *[cgx.MaxMin(3, 256, "stochastic")] * 2, cgx.MaxMin(2, 128, "stochastic")]
     one = {"w": GRADS["layer/0"]["kernel"]}
-    assert [row.codec for row in cgx.Plan.cgx().adapt(cgx.gradient_statistics(one), method="kmeans").explain(one, 2).rows] == [FOUR]
+    assert [row.codec for row in cgx.Plan(FOUR).adapt(cgx.gradient_statistics(one), method="kmeans").explain(one, 2).rows] == [FOUR]
     nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
-    found = cgx.Plan.cgx().adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
     assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
     twins = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "c": jnp.zeros((64, 64)), "d": jnp.ones((64, 65))}
     found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(twins), method="kmeans").explain(twins, 2)
@@ -192,7 +192,7 @@ def test_paths_are_taken_literally():
 
 
 def test_a_plan_survives_its_file(tmp_path):
-    plan = cgx.Plan.cgx().adapt(cgx.gradient_statistics(GRADS))
+    plan = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(GRADS))
     plan.save(tmp_path / "plan.toml")
     assert cgx.Plan.load(tmp_path / "plan.toml") == plan
 
@@ -202,23 +202,23 @@ OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
 
 
 @pytest.mark.parametrize(("adapt", "error", "words"), [
-    (lambda: cgx.Plan.cgx().adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
-    (lambda: cgx.Plan.cgx().adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
+    (lambda: cgx.Plan(FOUR).adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
+    (lambda: cgx.Plan(FOUR).adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
      "pass gradient_statistics codecs that it is among"),
     (lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"), ValueError, "argument 'reference': expected a MaxMin with method=\"kmeans\", got AbsMax(bits=8)"),
     (lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS), ValueError, "expected a plan whose default codec compresses, got Raw()"),
     (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS), ValueError, "argument 'reference': expected a codec, as the plan's default "),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
-    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
+    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
      "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got ["),
-    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
+    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
      "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got inf; leave out the steps whose gradients overflowed"),
 ], ids=["statistics", "method", "zero", "nan", "text", "too small", "kmeans", "codec", "no reference", "no bits", "raw", "several", "again", "not finite",
         "infinite"])  # fmt: skip
