@@ -21,7 +21,7 @@ def _lgreco(op, statistics, ids, reference, alpha):
                          f"{spell(reference)}; pass gradient_statistics codecs that it is among")
     errors = _finite(op, statistics, ids, statistics.errors)
     wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
-    chosen = allocation.lgreco(wire, errors, [codecs.index(reference)] * len(ids), alpha)
+    chosen = allocation.lgreco(wire, errors, codecs.index(reference), alpha)
     if chosen is None:
         raise ValueError(f"{op}: argument 'alpha': expected a factor that some choice of {', '.join(map(spell, codecs))} can keep to, "
                          f"got {alpha}; pass a larger one, or gradient_statistics codecs with more bits")

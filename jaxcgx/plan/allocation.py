@@ -15,9 +15,9 @@ _FINEST = 60  # bits of the largest possible sum of errors
 
 def lgreco(wire, errors, reference, alpha):
     """For each leaf the candidate to take, so that all together send the fewest bytes with an error of at most `alpha` times that
-    of taking the candidates `reference`. None: no choice errs so little.
+    of taking the candidate `reference` for all. None: no choice errs so little.
 
-    wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: [leaves], a number of a candidate each.
+    wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: a candidate's number.
 
     L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b bytes. Errors
     are integers, in units of 2^-60 of the largest sum or finer, and rounded up: no discretisation can exceed the budget. Bytes
@@ -30,7 +30,7 @@ def lgreco(wire, errors, reference, alpha):
     unit = fractions.Fraction(2) ** (math.frexp(largest)[1] - _FINEST)
     exact = np.array([[math.ceil(fractions.Fraction(e) / unit) for e in row] for row in errors], np.int64)
     never = 2**62
-    budget = min(math.floor(fractions.Fraction(alpha) * sum(int(row[r]) for row, r in zip(exact, reference))), never - 1)
+    budget = min(math.floor(fractions.Fraction(alpha) * sum(int(row[reference]) for row in exact)), never - 1)
     extra = [[n - min(row) for n in row] for row in wire]
     step = math.gcd(*(n for row in extra for n in row)) or 1
     step *= max(1, -(-sum(map(max, extra)) // (step * STEPS)))

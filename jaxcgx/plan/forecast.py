@@ -11,7 +11,7 @@ from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.leaves import messages, spell_path, why_raw
-from jaxcgx.table import table
+from jaxcgx.table import ratio, spell_sizes, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def ratio(self):
-        return self.raw_bytes / self.bytes if self.bytes else 1.0
+        return ratio(self.bytes, self.raw_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def ratio(self):
-        return self.raw_bytes / self.bytes if self.bytes else 1.0
+        return ratio(self.bytes, self.raw_bytes)
 
     def __repr__(self):
         return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
@@ -58,19 +58,15 @@ class Forecast:
     def __str__(self):
         head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
         rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
-                 str(r.message or ""), *_numbers(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
-        totals = [(_spell_axes(axes), *_numbers(*sizes)) for axes, sizes in self.totals.items()]
+                 str(r.message or ""), *spell_sizes(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
+        totals = [(_spell_axes(axes), *spell_sizes(*found)) for axes, found in self.totals.items()]
         if len(totals) != 1:
-            totals.append(("in all", *_numbers(self.bytes, self.raw_bytes)))
+            totals.append(("in all", *spell_sizes(self.bytes, self.raw_bytes)))
         return f"{table(head, rows)}\n\n{table(('over', 'bytes', 'uncompressed', 'ratio'), totals)}"
 
 
 def _spell_axes(axes):
     return ", ".join(map(str, axes)) or "all ranks"
-
-
-def _numbers(sent, raw):
-    return f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}"
 
 
 def forecast(plan, tree, axis_size):

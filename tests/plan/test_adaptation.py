@@ -34,8 +34,8 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
     errors = [[float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)]
-    reference, alpha = [rng.randrange(candidates) for _ in range(leaves)], rng.choice([0.25, 0.5, 1.0, 1.5])
-    budget = Fraction(alpha) * exact(errors, reference)
+    reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
+    budget = Fraction(alpha) * exact(errors, [reference] * leaves)
     possible = [c for c in itertools.product(range(candidates), repeat=leaves) if exact(errors, c) <= budget]
     found = allocation.lgreco(wire, errors, reference, alpha)
     if not possible:
@@ -56,7 +56,7 @@ def test_lgreco_with_many_leaves(alpha):
     errors = [[n * 10.0 ** rng.uniform(-6, 0) * 4.0**-bits for bits in range(2, 9)] for n in sizes]
     reference = [2] * len(sizes)
     budget = Fraction(alpha) * exact(errors, reference)
-    found = allocation.lgreco(wire, errors, reference, alpha)
+    found = allocation.lgreco(wire, errors, 2, alpha)
     assert exact(errors, found) <= budget
     bound = max(sum(min(w + 2.0**k * e for w, e in zip(*rows)) for rows in zip(wire, errors)) - 2.0**k * float(budget) for k in np.arange(-10, 30, 0.25))
     step = sum(max(row) - min(row) for row in wire) / allocation.STEPS
@@ -66,15 +66,15 @@ def test_lgreco_with_many_leaves(alpha):
 
 
 def test_lgreco_at_the_edges():
-    assert allocation.lgreco([], [], [], 1.0) == []
-    assert allocation.lgreco([[10, 20]], [[0.0, 0.0]], [1], 1.0) == [0]
-    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1.0) == [1]
-    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1e300) == [0]
-    assert allocation.lgreco([[10, 20]], [[1e-45, 1e-46]], [0], 0.5) == [1]
-    assert allocation.lgreco([[10, 20]], [[3e38, 2e38]], [1], 0.9) is None
+    assert allocation.lgreco([], [], 0, 1.0) == []
+    assert allocation.lgreco([[10, 20]], [[0.0, 0.0]], 1, 1.0) == [0]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], 1, 1.0) == [1]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], 1, 1e300) == [0]
+    assert allocation.lgreco([[10, 20]], [[1e-45, 1e-46]], 0, 0.5) == [1]
+    assert allocation.lgreco([[10, 20]], [[3e38, 2e38]], 1, 0.9) is None
     # What is tiny beside the largest counts, too: it is rounded up.
-    tiny = [[10, 20], [10, 20]], [[1.0, 0.0], [1e-30, 0.0]], [1, 0]
-    assert allocation.lgreco(*tiny, 1.0) == [1, 0] and allocation.lgreco(*tiny, 0.5) == [1, 1]
+    tiny = [[10, 20, 30], [10, 20, 30]], [[1.0, 0.0, 0.0], [1e-30, 1e-30, 0.0]], 1
+    assert allocation.lgreco(*tiny, 1.0) == [1, 0] and allocation.lgreco(*tiny, 0.5) == [1, 2]
 
 
 def test_kmeans():
