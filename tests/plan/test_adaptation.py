@@ -1,8 +1,11 @@
 """Bits by what gradients lose: the choice keeps to its budget, is the best there is, and is the same everywhere."""
 import dataclasses
+import functools
 import itertools
 import math
+import pathlib
 import random
+import re
 from fractions import Fraction
 
 import jax
@@ -16,6 +19,7 @@ import jaxcgx as cgx
 from jaxcgx.plan import allocation
 from ranks import mesh
 
+PLANS = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
 
 
@@ -142,15 +146,15 @@ def test_the_reference_sets_the_budget():
 
 
 def test_kmeans_of_gradients():
-    plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS), method="kmeans")
+    plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS, codecs=[FOUR]), method="kmeans")
     assert codecs(plan) == [cgx.MaxMin(4, 1024, "stochastic"), *[cgx.MaxMin(3, 256, "stochastic")] * 2, cgx.MaxMin(2, 128, "stochastic")]
     one = {"w": GRADS["layer/0"]["kernel"]}
-    assert [row.codec for row in cgx.Plan(FOUR).adapt(cgx.gradient_statistics(one), method="kmeans").explain(one, 2).rows] == [FOUR]
+    assert [row.codec for row in cgx.Plan(FOUR).adapt(cgx.gradient_statistics(one, codecs=[FOUR]), method="kmeans").explain(one, 2).rows] == [FOUR]
     nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
-    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(nothing, codecs=[FOUR]), method="kmeans").explain(nothing, 2)
     assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
     twins = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "c": jnp.zeros((64, 64)), "d": jnp.ones((64, 65))}
-    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(twins), method="kmeans").explain(twins, 2)
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(twins, codecs=[FOUR]), method="kmeans").explain(twins, 2)
     assert max(row.codec.bits for row in found.rows) == 4 and found.rows[0].codec == found.rows[1].codec
 
 
@@ -175,6 +179,18 @@ def test_an_adapted_plan_is_for_parts_of_the_tree_too():
     assert jax.tree.map(jnp.shape, jax.eval_shape(exchange, GRADS)) == jax.tree.map(jnp.shape, GRADS)
     masked = optax.masked(cgx.compress_gradients("a", plan, axis_size=2), {name: name == "layer/2" for name in GRADS})
     assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.residuals)] == [(2, 64, 128)]
+
+
+def test_the_guide_measures():
+    """docs/plans.md's loop."""
+    (code,) = [block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block]
+    loss_fn = lambda params, batch: jnp.square(batch @ params["layer"]).sum()
+    found = dict(cgx=cgx, functools=functools, jax=jax, P=P, loss_fn=loss_fn, params={"layer": jnp.ones((64, 64))},
+                 mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
+                 batches=jnp.asarray(np.random.RandomState(0).standard_normal((3, 4, 64)), jnp.float32))
+    exec(code, found)
+    assert found["statistics"].paths == ("layer",) and (found["statistics"].norms > 0).all()
+    assert [rule.path for rule in found["plan"].rules] == ["^(layer)$"]
 
 
 def test_codecs_by_axis_where_they_compress():

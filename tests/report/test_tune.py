@@ -13,6 +13,7 @@ import jaxcgx as cgx
 from jaxcgx import __main__
 from jaxcgx.report import tune
 
+PLANS = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 SCALES = {"block/0/kernel": 1.0, "block/1/kernel": 0.01, "embed": 0.1}
 
 
@@ -89,13 +90,18 @@ def test_stochastic_candidates(saved, tmp_path):
     assert {rule.codec.rounding for rule in cgx.Plan.load(out).rules} == {"stochastic"}
 
 
-def test_how_gradients_are_saved(saved):
-    """docs/plans.md's line."""
-    grads = {"block": [{"kernel": jnp.ones((2, 3))}, {"kernel": jnp.zeros(3)}]}
-    found = jax.tree_util.tree_flatten_with_path(grads)[0]
-    gradients, _ = saved({jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in found})
-    (step,) = tune.read(gradients)
-    assert {name: x.shape for name, x in step.items()} == {"block/0/kernel": (2, 3), "block/1/kernel": (3,)}
+def test_the_guide(tmp_path, monkeypatch, capsys):
+    """docs/plans.md saves gradients, and what it prints is what comes out."""
+    blocks = re.findall("```(\\w*)\n(.*?)```", PLANS.read_text(), re.DOTALL)
+    (save,) = [text for language, text in blocks if "np.savez" in text]
+    (printed,) = [text for language, text in blocks if text.startswith("$ python -m jaxcgx tune")]
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.RandomState(0)
+    grads = {"block": [{"kernel": jnp.asarray(rng.standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.zeros(128)} for scale in (1, 0.1)]}
+    exec(save, dict(jax=jax, np=np, grads=grads))
+    command, _, expected = printed.partition("\n")
+    __main__.main(command.split()[4:])  # behind "$ python -m jaxcgx"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(("found", "options", "words"), [
