@@ -50,6 +50,7 @@ __all__ = ["broadcast", "compressed_allgather", "compressed_allreduce", "compres
 
 WAIT = 60.0  # seconds that a checked call waits for the other ranks
 _SHOWN = 5  # differences that an error names
+_abandoned = []  # requests whose buffers MPI may still write to
 
 
 def compressed_allreduce(x, codec, comm=None, *, key=None, op="sum", residuals=None, schedule="auto", own="raw", leader=False,
@@ -113,20 +114,23 @@ def hierarchy(comm=None, inner=None):
     """The ranks of `comm` by nodes: to be passed as `comm`, where the network between nodes is slower than within.
 
     inner: a communicator of the ranks of this rank's node; by default those that share its memory, as MPI says. Every node must
-    have as many. CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. The result's `cross` is the ranks of the same place in all nodes, `inner` those of this node; its own ranks,
-    `rank` of `size`, come node by node, which may not be the order of `comm`.
+    have as many. CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes.
+
+    The result's `cross` is the ranks of the same place in all nodes, `inner` those of this node; its own ranks, `rank` of
+    `size`, come node by node, which may not be the order of `comm`.
     """
     comm, env = _communicator("hierarchy", "comm", comm), environment.read()
     for level, kind, expected in (("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")):
         if kind == "NCCL":
-            raise ValueError(f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE: expected {expected} between processes, got NCCL, which XLA uses "
-                             "between the GPUs of a mesh: jax.distributed.initialize() and jaxcgx.compressed_psum")
+            raise ValueError(f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE: expected {expected} between processes, got NCCL, which "
+                             "XLA uses between the GPUs of a mesh: jax.distributed.initialize() and jaxcgx.compressed_psum")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else _communicator("hierarchy", "inner", inner)
     firsts = comm.allgather(node.bcast(comm.rank))
     nodes = sorted(set(firsts))
-    if len(sizes := {first: firsts.count(first) for first in nodes}) * node.size != comm.size or len(set(sizes.values())) > 1:
-        raise ValueError(f"hierarchy: argument 'comm': expected as many ranks on every node, got {', '.join(map(str, sizes.values()))}; pass "
-                         "the communicator itself, without a hierarchy, or start as many everywhere")
+    sizes = [firsts.count(first) for first in nodes]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"hierarchy: argument 'comm': expected as many ranks on every node, got {', '.join(map(str, sizes))}; pass the "
+                         "communicator itself, without a hierarchy, or start as many everywhere")
     number = nodes.index(firsts[comm.rank])
     everybody = comm.Split(0, number * node.size + node.rank)
     cross, inner = comm.Split(node.rank, number), comm.Split(number, node.rank)
@@ -177,16 +181,18 @@ def _agree(name, comm, x, arguments):
     request, end = comm.Iallgather(digest, digests), time.monotonic() + WAIT
     while not request.Test():
         if time.monotonic() > end:
-            raise RuntimeError(f"{name}: argument 'check': rank {comm.rank} waited {WAIT:g} s for the other ranks to make, and to trace, the same call; "
-                               "all must make the same calls in the same order, with the same shapes")
+            _abandoned.append(request)
+            raise RuntimeError(f"{name}: argument 'check': rank {comm.rank} waited {WAIT:g} s for the other ranks to make, and to trace, the "
+                               "same call; all must make the same calls in the same order, with the same shapes")
         time.sleep(1e-4)
     if (digests == digest).all():
         return
     every = comm.allgather(mine)
     said = dict.fromkeys(what for one in every for what in one)
     different = [what for what in said if len({one.get(what) for one in every}) > 1]
+    shown = [_difference(what, every) for what in different[:_SHOWN]]
     more = [f"and {len(different) - _SHOWN} more differences"] if len(different) > _SHOWN else []
-    raise ValueError(f"{every[0]['function']}: expected the same on every rank, got " + "; ".join([_difference(what, every) for what in different[:_SHOWN]] + more))
+    raise ValueError(f"{every[0]['function']}: expected the same on every rank, got {'; '.join(shown + more)}")
 
 
 def _difference(what, every):

@@ -123,7 +123,7 @@ def _mpi():
     try:
         done = subprocess.run([sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`, and what your MPI's manual says of it")]
+        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`: what stops it there?")]
     if done.returncode == 0:
         return ", ".join([done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]), []
     if done.stderr.startswith("jaxcgx.mpi: "):

@@ -2,8 +2,8 @@
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on every
 rank. A primitive that contains one says so (`effects`), and a program with one runs on a single device. Its operations lack
-rules for vmap, have other derivatives than lax's, and know no floats under 32 bits and no integers under 8; hence primitives around those in use, linear
-in one array.
+rules for vmap, have other derivatives than lax's, and know no floats under 32 bits and no integers under 8; hence primitives
+around those in use, linear in one array.
 
 Ranks and sizes are Python's numbers, not traced ones: every rank compiles a program of its own.
 """
@@ -73,6 +73,7 @@ class Comm:
 
     def shift(self, x):
         """x of the rank before; the last rank's for the first."""
+        _counted(x.size)
         return mpi4jax.sendrecv(x, x, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
 
     def broadcast(self, x, root):
@@ -132,7 +133,8 @@ class Leaders:
 
 def _counted(count):
     if count > MOST:
-        raise ValueError(f"jaxcgx.mpi: expected at most 2^31 - 1 elements for each rank in one exchange, got {count}; cut the leaf into several")
+        raise ValueError(f"jaxcgx.mpi: expected at most 2^31 - 1 elements for each rank in one exchange, got {count}; cut the leaf "
+                         "into several")
 
 
 def _short(dtype, kind, bits):
