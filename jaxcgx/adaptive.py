@@ -1,11 +1,13 @@
 """What gradients lose when they are encoded, leaf by leaf and codec by codec: what a plan chooses bits by (Plan.adapt)."""
+import collections
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.codecs.base import check_codec, check_key, roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.collectives.call import check_axes
+from jaxcgx.collectives.call import check_axes, check_varying
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.statistics import TOP, GradientStatistics
 
@@ -26,16 +28,23 @@ def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bit
     net = None if axis_name is None else check_axes(op, axis_name)
     if key is not None and net is not None:  # ranks draw independent noise
         key = jax.random.fold_in(key, net.rank)
-    found = [(spell_path(path), jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
+    found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
         raise ValueError(f"{op}: argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none")
-    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(found))]
-    rows = jnp.stack([_row(leaf, codecs, key) for (_, leaf), key in zip(found, keys)])
+    paths, leaves = zip(*found)
+    names = tuple(map(spell_path, paths))
+    if twice := [name for name, n in collections.Counter(names).items() if n > 1]:
+        raise ValueError(f"{op}: argument 'grads': expected leaves of different paths, got several whose path is {twice[0]!r}, which no "
+                         "rule could tell apart; rename one")
+    if net is not None:
+        check_varying(op, net.names, paths, leaves, argument="grads")
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
+    rows = jnp.stack([_row(leaf, codecs, key) for leaf, key in zip(leaves, keys)])
     if net is not None:
         rows = net.plain_psum(rows)
-    n, (paths, leaves) = len(codecs), zip(*found)
-    return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], paths, tuple(leaf.shape for leaf in leaves),
+    n = len(codecs)
+    return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], names, tuple(leaf.shape for leaf in leaves),
                               tuple(str(leaf.dtype) for leaf in leaves), tuple(codecs))
 
 

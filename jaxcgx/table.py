@@ -7,3 +7,13 @@ def table(head, rows):
     lines = [[cell.rjust(w) if name in ("bytes", "uncompressed", "ratio", "error") else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
              for row in (head, ["-" * w for w in widths], *rows)]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def ratio(sent, raw):
+    """Uncompressed bytes for each byte that is sent."""
+    return raw / sent if sent else 1.0
+
+
+def spell_sizes(sent, raw):
+    """Cells under "bytes", "uncompressed" and "ratio"."""
+    return f"{sent:,}", f"{raw:,}", f"{ratio(sent, raw):.2f}"

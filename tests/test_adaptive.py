@@ -57,6 +57,16 @@ def test_the_sum_is_typed_as_one_for_all():
     assert jax.jit(run)(normal((8, 30))).errors.shape == (1, 4)
 
 
+def test_gradients_that_jax_has_reduced():
+    def measure(params, x):
+        return cgx.gradient_statistics(jax.grad(lambda params: (params["w"] * x).sum())(params), "a", CODECS)
+
+    run = jax.shard_map(measure, mesh=mesh(2), in_specs=(P(), P("a")), out_specs=P())
+    words = r"gradient_statistics: argument 'grads', leaf \['w'\]: expected an array that varies over 'a', .*jaxcgx.local_value_and_grad"
+    with pytest.raises(ValueError, match=words):
+        run({"w": normal((8, 30))}, normal((16, 30)))
+
+
 def test_noise():
     x = {"v": normal((64, 64)), "w": normal((64, 64))}
     key = jax.random.key(3)
@@ -87,7 +97,9 @@ def test_steps_add_up():
     (lambda: cgx.gradient_statistics(TREE, codecs=NOISY), ValueError, "argument 'key': MaxMin(bits=2"),
     (lambda: cgx.gradient_statistics({"n": jnp.ones(3, jnp.int32)}), ValueError, "argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none"),
     (lambda: cgx.gradient_statistics(TREE, "data"), NameError, "argument 'axis_name': no axis 'data' is bound here"),
-], ids=["none", "no list", "no codec", "key", "leaves", "axis"])  # fmt: skip
+    (lambda: cgx.gradient_statistics({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}), ValueError,
+     "argument 'grads': expected leaves of different paths, got several whose path is 'a/b', which no rule could tell apart; rename one"),
+], ids=["none", "no list", "no codec", "key", "leaves", "axis", "paths"])  # fmt: skip
 def test_bad_input(call, error, words):
     with pytest.raises(error) as caught:
         call()

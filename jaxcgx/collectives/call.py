@@ -44,11 +44,12 @@ def check_each(op, argument, given, net, what):
 
 
 def check_stages(op, argument, codec, net):
-    """((transport, codec), ...), outermost first: one exchange over all ranks together, or one for each part."""
+    """((transport, codec), ...), outermost first: one exchange over all ranks together, or one for each part of several ranks."""
     if not isinstance(codec, dict):
         return ((net, check_codec(op, codec, argument)),)
-    codecs = check_each(op, argument, codec, net, "a codec")
-    return tuple((part, check_codec(op, codec, argument)) for part, codec in zip(net.parts.values(), codecs))
+    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
+    stages = tuple(zip(net.parts.values(), codecs))
+    return tuple(stage for stage in stages if stage[0].size > 1) or stages[:1]
 
 
 def check_choice(op, argument, value, choices):

@@ -89,10 +89,14 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
     for name in asked:
         check_choice(op, "schedule", name, SCHEDULES)
         check_own(op, own, name)
-    if fed and call.groups and asked[0] == "ring":
-        raise ValueError(f"{op}: argument 'schedule'{said}: expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes "
-                         "sums of several ranks on the way; pass schedule=\"two_shot\"")
-    chosen = {route: _choose(route, [call.leaves[i] for i in ids], asked, leader) for route, ids in call.groups.items()}
+    parts = dict(zip(net.parts.values(), asked)) if isinstance(schedule, dict) else {}
+    chosen = {}
+    for route, ids in call.groups.items():
+        names = [parts.get(part, "auto" if j else asked[0]) for j, (part, _) in enumerate(route.stages)]
+        if fed and names[0] == "ring":
+            raise ValueError(f"{op}: argument 'schedule'{said}: expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes "
+                             "sums of several ranks on the way; pass schedule=\"two_shot\"")
+        chosen[route] = _choose(route, [call.leaves[i] for i in ids], names, leader)
 
     def compressed(leaves, key, ids, route, residuals=None):
         return primitive.bind(psum_p, leaves, key, residuals, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own,
@@ -104,15 +108,14 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
     return call, plain, compressed
 
 
-def _choose(route, leaves, asked, leader):
+def _choose(route, leaves, names, leader):
     """A schedule for each stage. What "auto" takes for the outermost is what costs least, for all messages of a route alike."""
-    (net, codec), schedule = route.stages[0], asked[0]
-    if schedule == "auto":
+    (net, codec), first = route.stages[0], names[0]
+    if first == "auto":
         share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
-        schedule = costs.choose(net.size, sum(4 * x.size for x in leaves) // share,
-                                sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves) // share)
-    inner = asked[1:] or ["auto"] * (len(route.stages) - 1)
-    return (schedule, *("two_shot" if name == "auto" else name for name in inner))
+        first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share,
+                             sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves) // share)
+    return (first, *("two_shot" if name == "auto" else name for name in names[1:]))
 
 
 def _run(leaves, key, residuals=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):

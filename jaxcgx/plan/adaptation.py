@@ -21,7 +21,7 @@ def _lgreco(op, statistics, ids, reference, alpha):
                          f"{spell(reference)}; pass gradient_statistics codecs that it is among")
     errors = _finite(op, statistics, ids, statistics.errors)
     wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
-    chosen = allocation.lgreco(wire, errors, [codecs.index(reference)] * len(ids), alpha)
+    chosen = allocation.lgreco(wire, errors, codecs.index(reference), alpha)
     if chosen is None:
         raise ValueError(f"{op}: argument 'alpha': expected a factor that some choice of {', '.join(map(spell, codecs))} can keep to, "
                          f"got {alpha}; pass a larger one, or gradient_statistics codecs with more bits")
@@ -35,8 +35,8 @@ def _kmeans(op, statistics, ids, reference, alpha):
         raise ValueError(f"{op}: argument 'reference': expected a MaxMin with method=\"kmeans\", got {spell(reference)}")
     tops = _finite(op, statistics, ids, statistics.tops)
     points = [(_log2(math.prod(statistics.shapes[i])), _log2(top)) for i, top in zip(ids, tops)]
-    clusters = min(len(_BUCKETS), len(set(points)))
-    bits = [4 - clusters + 1 + place for place in allocation.kmeans(points, clusters)]
+    places = allocation.kmeans(points, len(_BUCKETS))
+    bits = [max(_BUCKETS) - max(places) + place for place in places]
     return [dataclasses.replace(reference, bits=b, bucket_size=_BUCKETS[b] or reference.bucket_size) for b in bits]
 
 

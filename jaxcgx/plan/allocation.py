@@ -15,9 +15,9 @@ _FINEST = 60  # bits of the largest possible sum of errors
 
 def lgreco(wire, errors, reference, alpha):
     """For each leaf the candidate to take, so that all together send the fewest bytes with an error of at most `alpha` times that
-    of taking the candidates `reference`. None: no choice errs so little.
+    of taking the candidate `reference` for all. None: no choice errs so little.
 
-    wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: [leaves], a number of a candidate each.
+    wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: a candidate's number.
 
     L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b bytes. Errors
     are integers, in units of 2^-60 of the largest sum or finer, and rounded up: no discretisation can exceed the budget. Bytes
@@ -30,7 +30,7 @@ def lgreco(wire, errors, reference, alpha):
     unit = fractions.Fraction(2) ** (math.frexp(largest)[1] - _FINEST)
     exact = np.array([[math.ceil(fractions.Fraction(e) / unit) for e in row] for row in errors], np.int64)
     never = 2**62
-    budget = min(math.floor(fractions.Fraction(alpha) * sum(int(row[r]) for row, r in zip(exact, reference))), never - 1)
+    budget = min(math.floor(fractions.Fraction(alpha) * sum(int(row[reference]) for row in exact)), never - 1)
     extra = [[n - min(row) for n in row] for row in wire]
     step = math.gcd(*(n for row in extra for n in row)) or 1
     step *= max(1, -(-sum(map(max, extra)) // (step * STEPS)))
@@ -60,12 +60,14 @@ def kmeans(points, clusters):
     """For each point the number of its cluster, from 0, with the clusters in the order of their centres' last coordinate.
 
     points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from points at evenly spaced places in the
-    order of their last coordinate: no random start. Of equally near centres the first counts; an empty cluster keeps its centre.
+    order of their last coordinate, equal ones counted once: no random start. Of equally near centres the first counts. A cluster
+    that loses all its points has no number: there are fewer then, and never more than different points.
     """
     columns = [_standardised(column) for column in zip(*points)]
     points = list(zip(*columns))
-    order = sorted(range(len(points)), key=lambda i: (points[i][-1], i))
-    centres = [points[order[(2 * k + 1) * len(points) // (2 * clusters)]] for k in range(clusters)]
+    different = sorted(set(points), key=lambda point: point[::-1])
+    clusters = min(clusters, len(different))
+    centres = [different[(2 * k + 1) * len(different) // (2 * clusters)] for k in range(clusters)]
     found = None
     for _ in range(100):
         nearest = [min(range(clusters), key=lambda k: _distance(point, centres[k])) for point in points]
@@ -76,7 +78,7 @@ def kmeans(points, clusters):
             members = [point for point, n in zip(points, found) if n == k]
             if members:
                 centres[k] = tuple(math.fsum(column) / len(members) for column in zip(*members))
-    place = {k: rank for rank, k in enumerate(sorted(range(clusters), key=lambda k: (centres[k][-1], k)))}
+    place = {k: rank for rank, k in enumerate(sorted(set(found), key=lambda k: (centres[k][-1], k)))}
     return [place[k] for k in found]
 
 

@@ -4,18 +4,19 @@ import numbers
 import os
 import pathlib
 import re
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, check_codec, check_flag, check_integer, spell
+from jaxcgx.codecs.base import MOST, Codec, check_codec, check_flag, check_integer, spell
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.plan import adaptation, environment, file, forecast
 from jaxcgx.plan.leaves import spell_path, why_unfit
-from jaxcgx.plan.rules import ByAxis, Rule, as_rule, check_codecs
+from jaxcgx.plan.rules import ByAxis, Rule, as_rule, check_codecs, compressing
 from jaxcgx.plan.statistics import GradientStatistics
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
@@ -33,7 +34,7 @@ class Plan:
     fusion_mb, schedule ({axis name: schedule}, too), leader: what a collective takes whose caller says nothing.
 
     Of two rules of the same priority that give a leaf different codecs, and of a rule with a path or a predicate that holds for
-    no leaf at all, a collective makes an error.
+    no leaf at all and isn't optional, a collective makes an error.
     """
 
     default: Codec | dict
@@ -56,6 +57,8 @@ class Plan:
         plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # not NumPy's, which no file could hold
         object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
         if isinstance(self.schedule, dict):
+            if not self.schedule:
+                raise ValueError("Plan: argument 'schedule': expected a schedule for each axis, got {}")
             object.__setattr__(self, "schedule", ByAxis(self.schedule))
         for schedule in self.schedule.values() if isinstance(self.schedule, dict) else [self.schedule]:
             if schedule not in SCHEDULES:
@@ -63,8 +66,11 @@ class Plan:
         check_flag(self, "leader")
 
     @classmethod
-    def cgx(cls, bits=4, bucket_size=512, rounding="nearest"):
-        """What CGX's hook for layers does: MaxMin for everything but leaves of fewer than 1024 elements, biases and norms."""
+    def cgx(cls, bits=4, bucket_size=1024, rounding="nearest"):
+        """What CGX's hook for layers does: MaxMin for everything but leaves of fewer than 1024 elements, biases and norms.
+
+        The bucket is the hook's; CGX's variables have one of 512 (`from_env`), as MaxMin has.
+        """
         return cls(MaxMin(bits, bucket_size, rounding))
 
     @classmethod
@@ -81,7 +87,10 @@ class Plan:
     def mixed_precision(cls, codec=MaxMin(), size_bound=200_000, axis_name=None):
         """What GeoMX's mixed-precision quantization does, with a dense codec: leaves of up to `size_bound` elements travel as
         float16 over all axes; larger ones in the codec's bytes, but over the inner axes of a tuple as they are."""
-        names, half = _axes("mixed_precision", axis_name), Cast("float16")
+        op, names, half = "Plan.mixed_precision", _axes("mixed_precision", axis_name), Cast("float16")
+        check_codec(op, codec)
+        if isinstance(size_bound, bool) or not isinstance(size_bound, numbers.Integral) or not 0 <= size_bound <= MOST:
+            raise ValueError(f"{op}: argument 'size_bound': expected an integer of at least 0 (and at most 2^40), got {size_bound!r}")
         tiny = Rule(_by_axis(names, half, half), max_size=size_bound)
         return cls(_by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
 
@@ -108,18 +117,20 @@ class Plan:
         return [codec for each in given for codec in (each.values() if isinstance(each, dict) else [each])]
 
     def assign(self, op, argument, paths, leaves):
-        """For each leaf its codec, or codecs by axis, and why it travels raw if a guard says so, else None.
+        """For each leaf its codec, or codecs by axis, and why it travels raw if no codec can take it or a guard says so, else None.
 
         op, argument: the function and its argument that errors name. paths: JAX's. leaves: whatever has a shape and a dtype."""
         names = [spell_path(path) for path in paths]
         leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        held = [[rule for rule in self.rules if rule.matches(op, name, leaf)] for name, leaf in zip(names, leaves)]
-        for rule in self.rules:
-            if (rule.path or rule.where) and not any(rule in rules for rules in held):
+        held = [[i for i, rule in enumerate(self.rules) if rule.matches(op, name, leaf)] for name, leaf in zip(names, leaves)]
+        useful = set().union(*held)
+        for i, rule in enumerate(self.rules):
+            if rule.names and not rule.optional and i not in useful:
                 more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
                 raise ValueError(f"{op}: argument '{argument}': expected a leaf for every rule of the plan, got none for {rule} among "
-                                 f"{', '.join(map(repr, names[:_SHOWN])) or 'no leaves'}{more}; correct the rule or take it out")
-        return [self._choose(op, argument, *found) for found in zip(names, leaves, held)]
+                                 f"{', '.join(map(repr, names[:_SHOWN])) or 'no leaves'}{more}; correct the rule, take it out, or make it "
+                                 "optional=True")
+        return [self._choose(op, argument, name, leaf, [self.rules[i] for i in ids]) for name, leaf, ids in zip(names, leaves, held)]
 
     def explain(self, tree, axis_size):
         """What becomes of every leaf: codec, message, bytes, and why it travels raw if it does. str() of the result is a table.
@@ -140,21 +151,21 @@ class Plan:
         ones 3 bits in buckets of 256, the others 4 bits in the reference's.
         reference: the uniform choice; by default the plan's default codec, of those by axis the one that is not Raw().
 
-        What guards or rules decide stays as it is. Every rank that has the same statistics makes the same plan.
+        What guards or rules decide stays as it is; the new rules are optional. Every rank that has the same statistics makes the
+        same plan.
         """
         op = "Plan.adapt"
         if not isinstance(statistics, GradientStatistics):
             raise TypeError(f"{op}: argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {statistics!r}")
         if method not in adaptation.METHODS:
             raise ValueError(f"{op}: argument 'method': expected one of {', '.join(map(repr, adaptation.METHODS))}, got {method!r}")
-        defaults = self.default if isinstance(self.default, dict) else {None: self.default}
-        compressing = {codec for codec in defaults.values() if not codec.raw}
-        if not compressing:
+        found = compressing(self.default)
+        if not found:
             raise ValueError(f"{op}: expected a plan whose default codec compresses, got {spell(self.default)}")
-        if reference is None and len(compressing) > 1:
+        if reference is None and len(found) > 1:
             raise ValueError(f"{op}: argument 'reference': expected a codec, as the plan's default {spell(self.default)} has several, "
                              "got None")
-        reference = compressing.pop() if reference is None else check_codec(op, reference, "reference")
+        reference = found[0] if reference is None else check_codec(op, reference, "reference")
         leaves = [jax.ShapeDtypeStruct(*found) for found in zip(statistics.shapes, map(jnp.dtype, statistics.dtypes))]
         ids = [i for i, (path, leaf) in enumerate(zip(statistics.paths, leaves))
                if not self._why_guarded(leaf) and not any(rule.matches(op, path, leaf) for rule in self.rules)]
@@ -167,7 +178,7 @@ class Plan:
             paths = "|".join(re.escape(statistics.paths[i]) for i, found in zip(ids, chosen) if found == codec)
             if isinstance(self.default, dict):
                 codec = {axis: old if old.raw else codec for axis, old in self.default.items()}
-            rules.append(Rule(codec, path=f"^({paths})$"))
+            rules.append(Rule(codec, path=f"^({paths})$", optional=True))
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path):
@@ -184,9 +195,10 @@ class Plan:
             raise ValueError(f"Plan.load: {path}: {error}") from None
 
     def _choose(self, op, argument, name, leaf, rules):
-        if not why_unfit(leaf) and (why := self._why_guarded(leaf)):
-            return Raw(), why
         rules = [rule for rule in rules if rule.priority == max(r.priority for r in rules)]
+        if why := why_unfit(leaf) or self._why_guarded(leaf):
+            named = next((rule for rule in rules if rule.names and compressing(rule.codec)), None)
+            return Raw(), f"{why}, though {named} names it" if named else why
         for rule in rules[1:]:
             if rule.codec != rules[0].codec:
                 raise ValueError(f"{op}: argument '{argument}', leaf {name!r}: expected one codec, got two: {rules[0]} and {rule} of the "
@@ -204,7 +216,8 @@ class Plan:
 
 def _axes(method, axis_name):
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not names or len(set(names)) < len(names):
+    single = axis_name is None or all(isinstance(name, Hashable) and not isinstance(name, (int, tuple, type(None))) for name in names)
+    if not names or not single or len(set(names)) < len(names):
         raise ValueError(f"Plan.{method}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")
     return names
 

@@ -3,6 +3,8 @@ import dataclasses
 import os
 import re
 
+from jaxcgx.codecs.base import MOST
+
 _FLAG = {"0": False, "1": True}
 _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 
@@ -43,7 +45,7 @@ def read(environ=os.environ) -> Environment:
 def _value(name, text, values):
     if isinstance(values, dict) and text in values:
         return values[text]
-    if isinstance(values, int) and re.fullmatch("[0-9]+", text) and int(text) >= values:
+    if isinstance(values, int) and re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
         return int(text)
-    expected = f"one of {', '.join(values)}" if isinstance(values, dict) else f"an integer of at least {values}"
+    expected = f"one of {', '.join(values)}" if isinstance(values, dict) else f"an integer of at least {values} (and less than 2^40)"
     raise ValueError(f"Plan.from_env: variable {name}: expected {expected}, got {text!r}")

@@ -11,7 +11,7 @@ from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.leaves import messages, spell_path, why_raw
-from jaxcgx.table import table
+from jaxcgx.table import ratio, spell_sizes, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Row:
 
     @property
     def ratio(self):
-        return self.raw_bytes / self.bytes if self.bytes else 1.0
+        return ratio(self.bytes, self.raw_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Forecast:
 
     @property
     def ratio(self):
-        return self.raw_bytes / self.bytes if self.bytes else 1.0
+        return ratio(self.bytes, self.raw_bytes)
 
     def __repr__(self):
         return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
@@ -58,19 +58,15 @@ class Forecast:
     def __str__(self):
         head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
         rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
-                 str(r.message or ""), *_numbers(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
-        totals = [(_spell_axes(axes), *_numbers(*sizes)) for axes, sizes in self.totals.items()]
+                 str(r.message or ""), *spell_sizes(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
+        totals = [(_spell_axes(axes), *spell_sizes(*found)) for axes, found in self.totals.items()]
         if len(totals) != 1:
-            totals.append(("in all", *_numbers(self.bytes, self.raw_bytes)))
+            totals.append(("in all", *spell_sizes(self.bytes, self.raw_bytes)))
         return f"{table(head, rows)}\n\n{table(('over', 'bytes', 'uncompressed', 'ratio'), totals)}"
 
 
 def _spell_axes(axes):
     return ", ".join(map(str, axes)) or "all ranks"
-
-
-def _numbers(sent, raw):
-    return f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}"
 
 
 def forecast(plan, tree, axis_size):
@@ -83,6 +79,8 @@ def forecast(plan, tree, axis_size):
             raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
                             f"got {leaf!r}")
     rows, totals, coded = [[] for _ in leaves], {}, {}
+    if isinstance(plan.schedule, dict):
+        _check_axes(op, plan.schedule, axes, axis_size)
 
     def add(over, codec, number, ids, raw, encoded, total, why=None):
         """Rows for leaves in an exchange, with the bytes of each."""
@@ -93,9 +91,8 @@ def forecast(plan, tree, axis_size):
 
     for i, (codec, why) in enumerate(plan.assign(op, "tree", paths, leaves)):
         codecs = list(codec.values()) if isinstance(codec, dict) else [codec]
-        if isinstance(codec, dict) and set(codec) != set(axes):
-            raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
-                             f"{spell(codec)}, got {axis_size!r}")
+        if isinstance(codec, dict):
+            _check_axes(op, codec, axes, axis_size)
         if why := why or why_raw(leaves[i], codecs) or ("there is one rank" if ranks == 1 else None):
             size = leaves[i].size * leaves[i].dtype.itemsize
             add(axes, Raw(), None, [i], [size], [size], size, why)
@@ -106,7 +103,9 @@ def forecast(plan, tree, axis_size):
     for number, (codec, ids) in enumerate(groups, 1):
         for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
             raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
-            add(over, one, number, ids, raw, [times * n for n in _own_bytes(layout)], times * layout.chunks * layout.chunk_bytes)
+            own = [times * n for n in _own_bytes(layout)]
+            filled = not (plan.leader and one.raw)  # that is a plain sum
+            add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
     return Forecast(tuple(row for found in rows for row in found), totals)
 
 
@@ -123,15 +122,23 @@ def _sizes(op, axis_size):
     return numbers
 
 
+def _check_axes(op, given, axes, axis_size):
+    """That codecs or schedules by axis are for these axes."""
+    if set(given) != set(axes):
+        raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of {spell(given)}, got "
+                         f"{axis_size!r}")
+
+
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
-# on the way out; by a leader every exchange is of whole leaves. Sums are in float32 from the first exchange on.
+# on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they hand on. Sums are in
+# float32 from the first exchange on.
 def _exchanges(codec, sizes, leaves, leader):
     """(axes, codec, layout, its number) of every exchange of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
         yield names, codec, Layout.of(codec, leaves, math.prod(sizes.values())), 1
         return
-    inner = names[1:]
+    leader, inner = leader and len(names) > 1, names[1:]
     for k, name in enumerate(names):
         if sizes[name] == 1:
             continue
@@ -142,7 +149,10 @@ def _exchanges(codec, sizes, leaves, leader):
             kept = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are together still
             shapes = [(kept * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
         whole = leader or k == 0
-        yield (name,), codec[name], Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1), 1 if whole else sizes[name]
+        layout = Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1)
+        yield (name,), codec[name], layout, 1 if whole else sizes[name]
+        if leader and k == 0 and not codec[name].raw and math.prod(sizes[a] for a in inner) > 1:
+            yield inner, codec[name], layout, 1
 
 
 def _own_bytes(layout):

@@ -6,14 +6,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxcgx.codecs.base import Codec, check_codec, check_integer, spell
+from jaxcgx.codecs.base import Codec, check_codec, check_flag, check_integer, spell
 
 
 class ByAxis(dict):
-    """{axis name: ...}, hashable as everything is that jit holds for static. Nobody changes it."""
+    """{axis name: ...}, hashable as everything is that jit holds for static, so nobody may change it."""
 
     def __hash__(self):
         return hash(frozenset(self.items()))
+
+    def __reduce__(self):  # copies and pickles of a dict are filled item by item
+        return ByAxis, (dict(self),)
+
+    def _refuse(self, *args, **kwargs):
+        raise TypeError(f"a plan's {dict(self)} can't be changed: make another plan, of dict(...) of it")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def check_codecs(name, argument, codec):
@@ -25,6 +33,12 @@ def check_codecs(name, argument, codec):
     return ByAxis((axis, check_codec(name, found, argument)) for axis, found in codec.items())
 
 
+def compressing(codec):
+    """Of a codec, or of one for each axis, those that compress, outermost first."""
+    given = codec.values() if isinstance(codec, dict) else [codec]
+    return list(dict.fromkeys(one for one in given if not one.raw))
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A codec for the leaves that all of its conditions hold for.
@@ -32,7 +46,7 @@ class Rule:
     codec: a codec, or {axis name: codec}. path: a regular expression that is searched (re.search) in the leaf's path, written
     "a/b/kernel". where: a function of the path and of a jax.ShapeDtypeStruct, the leaf, that returns True or False. min_size,
     max_size: elements, at least and at most. ndim: dimensions. priority: of the rules that hold for a leaf those with the highest
-    count.
+    count. optional: a rule with a path or a predicate may hold for no leaf at all, as when a plan is used on part of a tree.
     """
 
     codec: Codec | dict
@@ -42,6 +56,7 @@ class Rule:
     max_size: int | None = None
     ndim: int | None = None
     priority: int = 0
+    optional: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec))
@@ -54,6 +69,10 @@ class Rule:
                 raise ValueError(f"Rule: argument 'path': expected a regular expression, got {self.path!r}: {error}") from None
         if not (self.where is None or callable(self.where)):
             raise TypeError(f"Rule: argument 'where': expected a function of a path and a leaf, got {self.where!r}")
+        try:
+            hash(self.where)
+        except TypeError:
+            raise TypeError(f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static under jit") from None
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
                 check_integer(self, field, 0)
@@ -62,9 +81,15 @@ class Rule:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"Rule: argument 'priority': expected an integer, got {self.priority!r}")
         object.__setattr__(self, "priority", int(self.priority))
+        check_flag(self, "optional")
 
     def __str__(self):
-        return spell(self)
+        return re.sub(" at 0x[0-9a-f]+", "", spell(self))  # of a predicate: reasons are the same in every process
+
+    @property
+    def names(self) -> bool:
+        """Whether it names leaves, and doesn't only say how large they are."""
+        return bool(self.path or self.where)
 
     def matches(self, op, path, leaf) -> bool:
         conditions = (self.path is None or re.search(self.path, path), self.min_size is None or leaf.size >= self.min_size,

@@ -11,7 +11,7 @@ import numpy as np
 from jaxcgx.codecs.base import spell
 from jaxcgx.collectives import scopes
 from jaxcgx.report import hlo
-from jaxcgx.table import table
+from jaxcgx.table import ratio, spell_sizes, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
 
@@ -65,7 +65,7 @@ class Explanation:
 
     @property
     def ratio(self):
-        return self.raw_bytes / self.bytes if self.bytes else 1.0
+        return ratio(self.bytes, self.raw_bytes)
 
     def __repr__(self):
         return f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
@@ -81,7 +81,7 @@ class Explanation:
         totals = [(_axes(axes), *sent) for axes, sent in self.totals.items() if sent[0]]
         if len(totals) != 1:
             totals.append(("in all", self.bytes, self.raw_bytes))
-        rows = [(axes, f"{sent:,}", f"{raw:,}", f"{raw / sent if sent else 1:.2f}") for axes, sent, raw in totals]
+        rows = [(axes, *spell_sizes(sent, raw)) for axes, sent, raw in totals]
         parts.append(table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")

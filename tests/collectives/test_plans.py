@@ -63,6 +63,14 @@ def test_axes(leader):
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1)])
+def test_an_axis_of_one_rank_is_no_stage(sizes):
+    codecs = {"a": cgx.MaxMin(4), "b": cgx.MaxMin(4)}
+    schedule = {"a": "ring", "b": "two_shot"} if sizes[0] == 1 else {"a": "two_shot", "b": "ring"}
+    f = lambda t: (cgx.compressed_psum(t, ("a", "b"), codecs, schedule=schedule), cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(4), schedule="two_shot"))
+    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
+
+
 def test_leaders_are_of_hierarchies():
     """A leaf with one codec for all ranks has none, beside others that have."""
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}

@@ -1,18 +1,25 @@
 """Bits by what gradients lose: the choice keeps to its budget, is the best there is, and is the same everywhere."""
 import dataclasses
+import functools
 import itertools
 import math
+import pathlib
 import random
+import re
 from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from jaxcgx.plan import allocation
+from ranks import mesh
 
+PLANS = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
 
 
@@ -31,8 +38,8 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
     errors = [[float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)]
-    reference, alpha = [rng.randrange(candidates) for _ in range(leaves)], rng.choice([0.25, 0.5, 1.0, 1.5])
-    budget = Fraction(alpha) * exact(errors, reference)
+    reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
+    budget = Fraction(alpha) * exact(errors, [reference] * leaves)
     possible = [c for c in itertools.product(range(candidates), repeat=leaves) if exact(errors, c) <= budget]
     found = allocation.lgreco(wire, errors, reference, alpha)
     if not possible:
@@ -53,7 +60,7 @@ def test_lgreco_with_many_leaves(alpha):
     errors = [[n * 10.0 ** rng.uniform(-6, 0) * 4.0**-bits for bits in range(2, 9)] for n in sizes]
     reference = [2] * len(sizes)
     budget = Fraction(alpha) * exact(errors, reference)
-    found = allocation.lgreco(wire, errors, reference, alpha)
+    found = allocation.lgreco(wire, errors, 2, alpha)
     assert exact(errors, found) <= budget
     bound = max(sum(min(w + 2.0**k * e for w, e in zip(*rows)) for rows in zip(wire, errors)) - 2.0**k * float(budget) for k in np.arange(-10, 30, 0.25))
     step = sum(max(row) - min(row) for row in wire) / allocation.STEPS
@@ -63,15 +70,15 @@ def test_lgreco_with_many_leaves(alpha):
 
 
 def test_lgreco_at_the_edges():
-    assert allocation.lgreco([], [], [], 1.0) == []
-    assert allocation.lgreco([[10, 20]], [[0.0, 0.0]], [1], 1.0) == [0]
-    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1.0) == [1]
-    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], [1], 1e300) == [0]
-    assert allocation.lgreco([[10, 20]], [[1e-45, 1e-46]], [0], 0.5) == [1]
-    assert allocation.lgreco([[10, 20]], [[3e38, 2e38]], [1], 0.9) is None
+    assert allocation.lgreco([], [], 0, 1.0) == []
+    assert allocation.lgreco([[10, 20]], [[0.0, 0.0]], 1, 1.0) == [0]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], 1, 1.0) == [1]
+    assert allocation.lgreco([[10, 20]], [[1.0, 0.5]], 1, 1e300) == [0]
+    assert allocation.lgreco([[10, 20]], [[1e-45, 1e-46]], 0, 0.5) == [1]
+    assert allocation.lgreco([[10, 20]], [[3e38, 2e38]], 1, 0.9) is None
     # What is tiny beside the largest counts, too: it is rounded up.
-    tiny = [[10, 20], [10, 20]], [[1.0, 0.0], [1e-30, 0.0]], [1, 0]
-    assert allocation.lgreco(*tiny, 1.0) == [1, 0] and allocation.lgreco(*tiny, 0.5) == [1, 1]
+    tiny = [[10, 20, 30], [10, 20, 30]], [[1.0, 0.0, 0.0], [1e-30, 1e-30, 0.0]], 1
+    assert allocation.lgreco(*tiny, 1.0) == [1, 0] and allocation.lgreco(*tiny, 0.5) == [1, 2]
 
 
 def test_kmeans():
@@ -83,8 +90,17 @@ def test_kmeans():
     shuffled = list(range(60))
     rng.shuffle(shuffled)
     assert allocation.kmeans([points[i] for i in shuffled], 3) == [found[i] for i in shuffled]
-    assert allocation.kmeans([(1.0, 1.0)] * 4, 1) == [0] * 4
-    assert allocation.kmeans([(0.0, 0.0), (0.0, 1.0)], 2) == [0, 1]
+    assert allocation.kmeans([(1.0, 1.0)] * 4, 3) == [0] * 4
+    assert allocation.kmeans([(0.0, 0.0), (0.0, 1.0), (0.0, 0.0)], 3) == [0, 1, 0]
+
+
+def test_kmeans_of_points_that_are_equal():
+    """As many clusters as there are different points, up to three, and the numbers without a gap: the highest norm has the last."""
+    assert allocation.kmeans([(4, 3), (2, 1), (2, 0), (4, 3)], 3) == [2, 1, 0, 2]
+    for seed in range(200):
+        rng = random.Random(seed)
+        points = [(rng.randint(0, 3), rng.randint(0, 3)) for _ in range(rng.randint(1, 9))]
+        assert set(allocation.kmeans(points, 3)) == set(range(min(3, len(set(points)))))
 
 
 def gradients(scales):
@@ -108,7 +124,7 @@ def errors(plan, statistics):
 @pytest.mark.short
 def test_lgreco_of_gradients():
     statistics = cgx.gradient_statistics(GRADS)
-    plan = cgx.Plan.cgx()
+    plan = cgx.Plan(FOUR)
     for alpha in (0.1, 1.0, 3.0):
         adapted = plan.adapt(statistics, alpha=alpha)
         assert errors(adapted, statistics) <= alpha * errors(plan, statistics)
@@ -124,19 +140,22 @@ def test_lgreco_of_gradients():
 
 def test_the_reference_sets_the_budget():
     statistics = cgx.gradient_statistics(GRADS)
-    adapted = cgx.Plan.cgx().adapt(statistics, reference=cgx.MaxMin(6))
-    assert errors(adapted, statistics) <= errors(cgx.Plan.cgx(6), statistics)
-    assert adapted.rules == cgx.Plan.cgx(6).adapt(statistics).rules
+    adapted = cgx.Plan(FOUR).adapt(statistics, reference=cgx.MaxMin(6))
+    assert errors(adapted, statistics) <= errors(cgx.Plan(cgx.MaxMin(6)), statistics)
+    assert adapted.rules == cgx.Plan(cgx.MaxMin(6)).adapt(statistics).rules
 
 
 def test_kmeans_of_gradients():
-    plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS), method="kmeans")
+    plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS, codecs=[FOUR]), method="kmeans")
     assert codecs(plan) == [cgx.MaxMin(4, 1024, "stochastic"), *[cgx.MaxMin(3, 256, "stochastic")] * 2, cgx.MaxMin(2, 128, "stochastic")]
     one = {"w": GRADS["layer/0"]["kernel"]}
-    assert [row.codec for row in cgx.Plan.cgx().adapt(cgx.gradient_statistics(one), method="kmeans").explain(one, 2).rows] == [FOUR]
+    assert [row.codec for row in cgx.Plan(FOUR).adapt(cgx.gradient_statistics(one, codecs=[FOUR]), method="kmeans").explain(one, 2).rows] == [FOUR]
     nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
-    found = cgx.Plan.cgx().adapt(cgx.gradient_statistics(nothing), method="kmeans").explain(nothing, 2)
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(nothing, codecs=[FOUR]), method="kmeans").explain(nothing, 2)
     assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
+    twins = {"a": jnp.ones((64, 64)), "b": jnp.ones((64, 64)), "c": jnp.zeros((64, 64)), "d": jnp.ones((64, 65))}
+    found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(twins, codecs=[FOUR]), method="kmeans").explain(twins, 2)
+    assert max(row.codec.bits for row in found.rows) == 4 and found.rows[0].codec == found.rows[1].codec
 
 
 @pytest.mark.parametrize("method", ["lgreco", "kmeans"])
@@ -145,6 +164,33 @@ def test_rules_stay(method):
     adapted = cgx.Plan(FOUR, rules).adapt(cgx.gradient_statistics(GRADS), method=method)
     assert codecs(adapted)[:2] == [cgx.Raw(), cgx.MaxMin(8)]
     assert adapted.rules[:2] == cgx.Plan(FOUR, rules).rules and len(adapted.rules) > 2
+
+
+def test_an_adapted_plan_is_for_parts_of_the_tree_too():
+    plan = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(GRADS))
+    for name, codec in zip(GRADS, codecs(plan), strict=True):
+        assert codecs(plan, {name: GRADS[name]}) == [codec]
+
+    def loss(params):  # layer by layer
+        synced = [cgx.sync_in_backward({name: layer}, "a", plan) for name, layer in params.items()]
+        return sum(leaf.sum() for leaf in jax.tree.leaves(synced))
+
+    exchange = jax.shard_map(jax.grad(loss), mesh=mesh(2), in_specs=P(), out_specs=P())
+    assert jax.tree.map(jnp.shape, jax.eval_shape(exchange, GRADS)) == jax.tree.map(jnp.shape, GRADS)
+    masked = optax.masked(cgx.compress_gradients("a", plan, axis_size=2), {name: name == "layer/2" for name in GRADS})
+    assert [x.shape for x in jax.tree.leaves(masked.init(GRADS).inner_state.residuals)] == [(2, 64, 128)]
+
+
+def test_the_guide_measures():
+    """docs/plans.md's loop."""
+    (code,) = [block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block]
+    loss_fn = lambda params, batch: jnp.square(batch @ params["layer"]).sum()
+    found = dict(cgx=cgx, functools=functools, jax=jax, P=P, loss_fn=loss_fn, params={"layer": jnp.ones((64, 64))},
+                 mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
+                 batches=jnp.asarray(np.random.RandomState(0).standard_normal((3, 4, 64)), jnp.float32))
+    exec(code, found)
+    assert found["statistics"].paths == ("layer",) and (found["statistics"].norms > 0).all()
+    assert [rule.path for rule in found["plan"].rules] == ["^(layer)$"]
 
 
 def test_codecs_by_axis_where_they_compress():
@@ -162,7 +208,7 @@ def test_paths_are_taken_literally():
 
 
 def test_a_plan_survives_its_file(tmp_path):
-    plan = cgx.Plan.cgx().adapt(cgx.gradient_statistics(GRADS))
+    plan = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(GRADS))
     plan.save(tmp_path / "plan.toml")
     assert cgx.Plan.load(tmp_path / "plan.toml") == plan
 
@@ -172,23 +218,23 @@ OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
 
 
 @pytest.mark.parametrize(("adapt", "error", "words"), [
-    (lambda: cgx.Plan.cgx().adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
-    (lambda: cgx.Plan.cgx().adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
+    (lambda: cgx.Plan(FOUR).adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
+    (lambda: cgx.Plan(FOUR).adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
      "pass gradient_statistics codecs that it is among"),
     (lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"), ValueError, "argument 'reference': expected a MaxMin with method=\"kmeans\", got AbsMax(bits=8)"),
     (lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS), ValueError, "expected a plan whose default codec compresses, got Raw()"),
     (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS), ValueError, "argument 'reference': expected a codec, as the plan's default "),
-    (lambda: cgx.Plan.cgx().adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
-    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
+    (lambda: cgx.Plan(FOUR).adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
+    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
      "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got ["),
-    (lambda: cgx.Plan.cgx().adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
+    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
      "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got inf; leave out the steps whose gradients overflowed"),
 ], ids=["statistics", "method", "zero", "nan", "text", "too small", "kmeans", "codec", "no reference", "no bits", "raw", "several", "again", "not finite",
         "infinite"])  # fmt: skip

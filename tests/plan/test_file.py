@@ -25,7 +25,7 @@ def test_every_codec_is_there():
 @pytest.mark.parametrize("plan", [
     cgx.Plan(FOUR), cgx.Plan.cgx(3, 100, "stochastic"), cgx.Plan.bytegrad(("a", "b")), cgx.Plan.mixed_precision(axis_name=("dc", "local")),
     cgx.Plan.from_env(("node", "local"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}),
-    cgx.Plan(FOUR, [cgx.Rule(cgx.MaxMin(8), path='^a\\.b"\'\\d+$|é\x7f\t\n|☃', min_size=1, max_size=2**40, ndim=0, priority=-3)],
+    cgx.Plan(FOUR, [cgx.Rule(cgx.MaxMin(8), path='^a\\.b"\'\\d+$|é\x7f\t\n|☃', min_size=1, max_size=2**40, ndim=0, priority=-3, optional=True)],
              min_size=0, skip_1d=False, fusion_mb=0.5, schedule={"node": "ring", "local": "one_shot"}, leader=True),
 ], ids=["default", "cgx", "bytegrad", "mixed precision", "environment", "everything"])  # fmt: skip
 def test_every_field_comes_back(tmp_path, plan):
@@ -76,7 +76,7 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
     (DEFAULT + "rules = 3", "key 'rules': expected tables [[rules]], got 3"),
     (DEFAULT + "rules = [3]", "key 'rules': expected tables [[rules]], got [3]"),
     (DEFAULT + '[[rules]]\npath = "a"', "key 'rules[0].codec': expected a codec, got none"),
-    (DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\nwhere = "a"', "key 'rules[0].where': unknown, expected one of codec, path, min_size, max_size, ndim, priority"),
+    (DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\nwhere = "a"', "key 'rules[0].where': unknown, expected one of codec, path, min_size, max_size, ndim, priority, optional"),
     (DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\npath = "("', "key 'rules[0]': Rule: argument 'path': expected a regular expression, got '('"),
     (DEFAULT + '[[rules]]\ncodec = { name = "Raw", x = 1 }', "key 'rules[0].codec.x': unknown, expected none"),
     ("default = ", "Invalid value (at "),
@@ -95,4 +95,4 @@ def test_a_saved_plan_is_readable(tmp_path):
     cgx.Plan({"node": FOUR, "local": cgx.Raw()}, [("embed", cgx.Float8())]).save(tmp_path / "plan.toml")
     text = (tmp_path / "plan.toml").read_text()
     assert 'default = { node = { name = "MaxMin", bits = 4, bucket_size = 512, rounding = "nearest", skip_incomplete = false }, local = { name = "Raw" } }' in text
-    assert tomllib.loads(text)["rules"] == [dict(codec=dict(name="Float8", format="e4m3", bucket_size=128), path="embed", priority=0)]
+    assert tomllib.loads(text)["rules"] == [dict(codec=dict(name="Float8", format="e4m3", bucket_size=128), path="embed", priority=0, optional=False)]

@@ -89,11 +89,31 @@ def test_hierarchies_by_shards(inner):
         ("0", ("a",), FOUR, 1, 4 * 7575), ("0", ("b",), EIGHT, 1, 4 * 2 * 7575), ("0", ("c",), inner, 1, 4 * 30300)]
 
 
-def test_hierarchies_by_leaders():
-    sizes, tree, codec = {"a": 2, "b": 4}, TREE["layer"], {"a": FOUR, "b": EIGHT}
-    found = cgx.Plan(codec, leader=True).explain(tree, sizes)
-    a, b = (Layout.of(codec[name], tree, n).chunk_bytes * n for name, n in sizes.items())
-    assert found.totals == {("a",): (a, 4 * (30300 + 4096)), ("b",): (b, 4 * (30300 + 4096))}
+@pytest.mark.parametrize(("sizes", "codecs"), [
+    ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}), ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}), ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
+    ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
+], ids=["compressed", "raw within", "raw between", "three"])  # fmt: skip
+def test_hierarchies_by_leaders(sizes, codecs):
+    """What leaders receive they hand on, in its bytes."""
+    tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
+    found = plan.explain(tree, sizes)
+    ranks = lambda axes: math.prod(sizes[name] for name in axes)
+    assert sent(tree, list(sizes.items()), plan) == {axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()}
+
+
+def test_leaders_are_of_hierarchies():
+    """A leaf with one codec for all ranks, or of one axis, has none."""
+    tree, sizes = {"v": jnp.zeros((64, 64), jnp.bfloat16), "w": jnp.zeros((64, 64))}, {"a": 2, "b": 4}
+    rules, by_axis = [("v", EIGHT)], {"a": FOUR, "b": RAW}
+    led, flat = (cgx.Plan(by_axis, rules, leader=leader).explain(tree, sizes) for leader in (True, False))
+    assert led.rows[0] == flat.rows[0] and led.totals != flat.totals
+    one, of_one = (cgx.Plan(codec, leader=True).explain(tree, {"a": 4}) for codec in (cgx.Cast("float16"), {"a": cgx.Cast("float16")}))
+    assert one == of_one == cgx.Plan(cgx.Cast("float16")).explain(tree, {"a": 4})
+
+
+def test_what_no_codec_can_take_needs_no_axes():
+    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain({name: TREE[name] for name in ("count", "empty")}, 4)
+    assert [row.codec for row in found.rows] == [RAW, RAW]
 
 
 def test_codecs_of_an_axis_of_one_rank_are_not_used():
@@ -154,9 +174,12 @@ BY_AXIS = {"node": FOUR, "local": RAW}
     (cgx.Plan(BY_AXIS), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost first, for the axes of "
      "{'node': MaxMin(bits=4), 'local': Raw()}, got 8"),
     (cgx.Plan(FOUR, [("half", BY_AXIS)]), TREE, {"node": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
+    (cgx.Plan(FOUR, schedule={"node": "ring", "local": "auto"}), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost "
+     "first, for the axes of {'node': 'ring', 'local': 'auto'}, got 8"),
+    (cgx.Plan(FOUR, schedule={"node": "ring"}), {}, {"node": 2, "local": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
     (cgx.Plan(FOUR), {"w": [1.0]}, 2, TypeError, "argument 'tree', leaf 'w/0': expected an array or a jax.ShapeDtypeStruct, got 1.0"),
     (cgx.Plan(FOUR, [("kernel", FOUR)]), {"w": jnp.zeros(3)}, 2, ValueError, "argument 'tree': expected a leaf for every rule of the plan, got none for"),
-], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "leaf", "rule"])  # fmt: skip
+], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "schedules", "a schedule", "leaf", "rule"])  # fmt: skip
 def test_bad_input(plan, tree, size, error, words):
     with pytest.raises(error) as caught:
         plan.explain(tree, size)

@@ -19,7 +19,7 @@ def codecs(plan):
 
 
 @pytest.mark.parametrize(("plan", "found"), [
-    (cgx.Plan.cgx(), [RAW, FOUR, RAW, FOUR]),
+    (cgx.Plan.cgx(), [RAW, cgx.MaxMin(4, 1024), RAW, cgx.MaxMin(4, 1024)]),
     (cgx.Plan.cgx(2, 128, "stochastic"), [RAW, cgx.MaxMin(2, 128, "stochastic"), RAW, cgx.MaxMin(2, 128, "stochastic")]),
     (cgx.Plan.bytegrad(), [cgx.ByteGrad()] * 4),
     (cgx.Plan.bytegrad("data"), [cgx.ByteGrad()] * 4),
@@ -36,15 +36,21 @@ def test_presets(plan, found):
     assert codecs(plan) == found
 
 
-@pytest.mark.parametrize(("make", "words"), [
-    (lambda: cgx.Plan.cgx(9), "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
-    (lambda: cgx.Plan.bytegrad(()), "Plan.bytegrad: argument 'axis_name': expected a name or a tuple of different names, got ()"),
-    (lambda: cgx.Plan.mixed_precision(axis_name=("a", "a")), "Plan.mixed_precision: argument 'axis_name': expected a name or a tuple of different names, got ('a', 'a')"),
-    (lambda: cgx.Plan.mixed_precision(size_bound=-1), "Rule: argument 'max_size': expected an integer of at least 0"),
-    (lambda: cgx.Plan.from_env([]), "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got []"),
-], ids=["bits", "no axis", "axis twice", "size", "environment"])  # fmt: skip
-def test_bad_arguments(make, words):
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: cgx.Plan.cgx(9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+    (lambda: cgx.Plan.bytegrad(()), ValueError, "Plan.bytegrad: argument 'axis_name': expected a name or a tuple of different names, got ()"),
+    (lambda: cgx.Plan.mixed_precision(axis_name=("a", "a")), ValueError, "Plan.mixed_precision: argument 'axis_name': expected a name or a tuple of different names, got ('a', 'a')"),
+    (lambda: cgx.Plan.mixed_precision(size_bound=-1), ValueError, "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0"),
+    (lambda: cgx.Plan.mixed_precision(size_bound=1e5), ValueError, "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0"),
+    (lambda: cgx.Plan.mixed_precision({"a": FOUR}), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
+    (lambda: cgx.Plan.mixed_precision({"a": FOUR, "b": RAW}, axis_name=("a", "b")), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
+    (lambda: cgx.Plan.from_env([]), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got []"),
+    (lambda: cgx.Plan.from_env(3), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got 3"),
+    (lambda: cgx.Plan.from_env(("a", None)), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got ('a', None)"),
+    (lambda: cgx.Plan.from_env({"HOME": "/root"}), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got {"),
+], ids=["bits", "no axis", "axis twice", "size", "float", "codecs", "codecs by axis", "environment", "number", "none", "variables"])  # fmt: skip
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
 
@@ -67,6 +73,7 @@ def env(**variables):
     (None, env(COMPRESSION_SKIP_INCOMPLETE_BUCKETS="1"), dict(default=cgx.MaxMin(4, skip_incomplete=True), schedule="two_shot")),
     (None, env(COMPRESSION_MINIMAL_SIZE="3"), dict(default=FOUR, schedule="two_shot", min_size=17)),
     (None, env(COMPRESSION_MINIMAL_SIZE="17"), dict(default=FOUR, schedule="two_shot", min_size=18)),
+    (None, env(COMPRESSION_MINIMAL_SIZE=str(2**40 - 1)), dict(default=FOUR, schedule="two_shot", min_size=2**40)),
     (None, env(FUSION_BUFFER_SIZE_MB="8"), dict(default=FOUR, schedule="two_shot", fusion_mb=8)),
     (None, env(INNER_REDUCTION_TYPE="Ring"), dict(default=FOUR, schedule="ring")),
     (None, env(CROSS_REDUCTION_TYPE="SRA", INTRA_BROADCAST="1", INTRA_COMPRESS="0"), dict(default=FOUR, schedule="two_shot")),
@@ -119,6 +126,7 @@ def test_what_only_transports_need():
     ("CGX_COMPRESSION_QUANTIZATION_BITS", "16", "one of 1, 2, 3, 4, 5, 6, 7, 8, 32"), ("CGX_COMPRESSION_QUANTIZATION_BITS", "", "one of 1, "),
     ("CGX_COMPRESSION_BUCKET_SIZE", "0", "an integer of at least 1"), ("CGX_COMPRESSION_BUCKET_SIZE", "1e3", "an integer of at least 1"),
     ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "yes", "one of 0, 1"), ("CGX_COMPRESSION_MINIMAL_SIZE", "-1", "an integer of at least 0"),
+    ("CGX_COMPRESSION_MINIMAL_SIZE", str(2**40), "an integer of at least 0 (and less than 2^40)"), ("CGX_COMPRESSION_BUCKET_SIZE", "9" * 5000, "an integer of at least 1"),
     ("CGX_FUSION_BUFFER_SIZE_MB", "0", "an integer of at least 1"), ("CGX_INNER_COMMUNICATOR_TYPE", "GLOO", "one of MPI, SHM, NCCL"),
     ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM", "one of MPI, NCCL"), ("CGX_INNER_REDUCTION_TYPE", "Tree", "one of SRA, Ring"),
     ("CGX_CROSS_REDUCTION_TYPE", "ring", "one of SRA, Ring"), ("CGX_INTRA_BROADCAST", "2", "one of 0, 1"), ("CGX_INTRA_COMPRESS", "on", "one of 0, 1"),
