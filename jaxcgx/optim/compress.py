@@ -45,7 +45,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     feedback: what compression loses is kept and sent later (error feedback). beta: of what a step loses; what is kept is
     (1 - beta) * what was kept before + beta * what was lost. reset_every: forget it after every so many steps (both are
     LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
-    what is sent late has its momentum all the same; the optimizer behind should have none.
+    what is sent late has its momentum all the same; the optimizer behind should have none. Where the mean is not finite, u stays
+    as it was.
 
     skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
     skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
@@ -122,11 +123,11 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         check_axes(OP, axis_name)
         _check_state(axis_name, state, types(updates, 1))
         _, leaves, structure = _flatten(updates)
-        residuals, moved = structure.flatten_up_to(state.residuals), None
+        residuals, before, moved = structure.flatten_up_to(state.residuals), None, None
         if momentum is not None:
-            moved = [jnp.asarray(momentum, u.dtype) * u + g for u, g in zip(structure.flatten_up_to(state.momentum), leaves)]
-            leaves = [u.reshape(u.shape[1:]) for u in moved]
-            moved = structure.unflatten(moved)
+            before = structure.flatten_up_to(state.momentum)
+            moved = [jnp.asarray(momentum, u.dtype) * u + g.astype(u.dtype) for u, g in zip(before, leaves)]
+            leaves = [u.reshape(g.shape).astype(g.dtype) for u, g in zip(moved, leaves)]
         key = fold(state.key, state.count) if noisy else None
         ways = [functools.partial(exchange, each, key, structure) for each in plans]
         if len(ways) > 1:
@@ -137,15 +138,18 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         count = optax.safe_increment(state.count) if counts else None
         if not whole:
             lost = [None if r is None else (1 - beta) * r + beta * new for r, new in zip(residuals, lost)]
-        if reset_every is not None:
-            lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
-        new = structure.unflatten(lost), moved
+        if momentum is not None:  # what overflowed once would stay in u for good
+            moved = [jnp.where(jnp.isfinite(x), u, old) for x, u, old in zip(mean, moved, before)]
         if skip_nonfinite:
             bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
             if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
                 bad = lax.psum(bad, shards)
-            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, (state.residuals, state.momentum))
-        return structure.unflatten(mean), CompressState(count, state.key, *new, found)
+            keep = lambda new, old: jnp.where(bad == 0, new, old)
+            lost, moved = jax.tree_util.tree_map(keep, (lost, moved), (residuals, before))
+        if reset_every is not None:
+            lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
+        kept = structure.unflatten(lost), None if momentum is None else structure.unflatten(moved)
+        return structure.unflatten(mean), CompressState(count, state.key, *kept, found)
 
     return optax.GradientTransformation(init, update)
 
@@ -223,9 +227,12 @@ def _check_state(axis_name, state, expected):
         raise ValueError(f"{OP}: argument 'state': expected the structure {structure}, got {other}: {remedy}")
     spell = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
     for (path, want), (_, got) in zip(wanted, found):
-        if spell(want) == spell(got):
+        alike = want is not None and got is not None and got.shape == want.shape
+        if spell(want) == spell(got) or alike and path[0].name == "momentum":  # which has the dtype of its parameters
             continue
-        if want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
+        if alike:
+            remedy = "what is kept has the dtype that init gives it, whatever parameters are cast to; cast it back"
+        elif want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
             remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; "
                       "one of another number of ranks is for jaxcgx.reshard_state")
         name = jax.tree_util.keystr(path)

@@ -100,6 +100,15 @@ def test_reset_forgets_every_so_many_steps():
     assert_trees_same(found[3][0], found[0][0])
 
 
+def test_a_reset_is_not_skipped():
+    """Its step may be one whose mean is not finite."""
+    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
+    transformation = compress(CODEC, reset_every=2, skip_nonfinite=True)
+    (_, before), = run(transformation)
+    (_, after), = run(transformation, 1, bad, before)
+    assert before.residuals["w"].any() and not any(r.any() for r in after.residuals.values())
+
+
 def test_momentum_is_corrected():
     """Every rank sends u = m u + g."""
     found = run(compress(CODEC, momentum=0.5), 3)
@@ -118,6 +127,24 @@ def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
         expected, state = trace.update(mean, state)
         for name in got:
             np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_does_not_stay_in_the_momentum():
+    """Where the mean is not finite, u stays as it was, whoever looks for overflows behind."""
+    bad = {**GRADS, "b": GRADS["b"].at[2, 7].set(jnp.inf)}
+    (_, before), = run(compress(CODEC, momentum=0.5))
+    (mean, after), = run(compress(CODEC, momentum=0.5), 1, bad, before)
+    expected = jax.tree.map(lambda u, g, x: jnp.where(jnp.isfinite(x), 0.5 * u + g, u), before.momentum, bad, mean)
+    assert not np.isfinite(mean["b"]).any() and np.isfinite(mean["w"]).all()
+    assert_trees_same(after.momentum, expected)
+
+
+def test_momentum_has_the_dtype_of_its_parameters():
+    """Also where their gradients have another."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    (mean, state), = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
+    assert_trees_same(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    assert_trees_same(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
 
 
 def test_plans_leave_leaves_raw():
@@ -419,7 +446,10 @@ def test_rules_without_a_leaf():
     (lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS), ValueError,
      "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; shard the state over 'data', as "
      "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state"),
-], ids=["guard", "no feedback", "no noise", "shape", "leaf", "momentum", "adam", "ranks"])  # fmt: skip
+    (lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)), ValueError,
+     "argument 'state'.residuals['b']: expected float32[1, 40], got bfloat16[1, 40]: what is kept has the dtype that init gives it, whatever "
+     "parameters are cast to; cast it back"),
+], ids=["guard", "no feedback", "no noise", "shape", "leaf", "momentum", "adam", "ranks", "dtype"])  # fmt: skip
 def test_a_state_from_another_plan(state, error, words):
     with pytest.raises(error) as caught:
         run(compress(CODEC), 1, state=state())
