@@ -48,7 +48,7 @@ def test_the_mean_of_loss_and_aux_is_not_compressed():
     def loss_and_aux(params, x):
         return x.sum(), {"rows": x, "number": 3, "count": (x > 0).sum()}
 
-    train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=cgx.MaxMin(1), has_aux=True)
+    train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=cgx.MaxMin(2), has_aux=True)
     _, _, (metrics,) = run(train, 1)
     parts = X.reshape(4, 6, 30)
     np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
@@ -114,7 +114,7 @@ def test_one_compilation():
         return loss_fn(params, x)
 
     traces = []
-    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan={0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(1)})
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan={0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)})
     run(train)
     assert len(traces) == 1 and train.step._cache_size() == 1
 
