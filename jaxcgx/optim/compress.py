@@ -21,7 +21,7 @@ OP = "compress_gradients"
 
 
 class CompressState(NamedTuple):
-    """What compress_gradients keeps; None where its arguments have no use for it.
+    """What compress_gradients keeps; None where its arguments have no use for it, and count and key where nothing is compressed.
 
     What is per rank has a leading axis of the ranks and is sharded over it (`state_specs`): inside of shard_map it is of size 1.
     """
@@ -72,28 +72,28 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     if not feedback and not (whole and reset_every is None):
         raise ValueError(f"{OP}: argument 'feedback': expected True with 'beta' or 'reset_every', got False")
     noisy = any(codec.stochastic for each in plans for codec in each.codecs)
-    counts = noisy or reset_every is not None or len(settings) > 1
     pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict,
                               fusion_mb=fusion_mb)
 
     def types(tree, ranks):
         """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
         paths, leaves, structure = _flatten(tree)
-        found = [_codecs(each, axis_name, paths, leaves) for each in plans]
-        lossy = [feedback and any(codecs) for codecs in zip(*found)] if leaves else []
+        coded = [any(codecs) for codecs in zip(*(_codecs(each, axis_name, paths, leaves) for each in plans))]
+        # For every plan that compresses the same leaves, also one with noise or a schedule. optax asks with a tree without leaves.
+        compresses = any(coded) if leaves else not all(codec.raw for each in plans for codec in each.codecs)
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves)
         row = lambda x, dtype: jax.ShapeDtypeStruct((ranks, *x.shape), dtype)
         return CompressState(
-            count=jax.ShapeDtypeStruct((), jnp.int32) if counts else None,
-            key=jax.ShapeDtypeStruct((2,), jnp.uint32) if noisy else None,
-            residuals=structure.unflatten([row(x, jnp.float32) if has else None for x, has in zip(leaves, lossy)]),
+            count=jax.ShapeDtypeStruct((), jnp.int32) if compresses else None,
+            key=jax.ShapeDtypeStruct((2,), jnp.uint32) if compresses else None,
+            residuals=structure.unflatten([row(x, jnp.float32) if feedback and has else None for x, has in zip(leaves, coded)]),
             momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
             telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None)
 
     def init(params):
         ranks, axes = _ranks(axis_name, axis_size)
         state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), types(params, ranks))
-        if noisy:
+        if state.key is not None:
             state = state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         return state._replace(**{name: jax.tree_util.tree_map(lambda x: _compat.vary(x, axes), getattr(state, name))
                                  for name in CompressState.per_rank})
@@ -130,12 +130,12 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
             leaves = [u.reshape(g.shape).astype(g.dtype) for u, g in zip(moved, leaves)]
         key = fold(state.key, state.count) if noisy else None
         ways = [functools.partial(exchange, each, key, structure) for each in plans]
-        if len(ways) > 1:
+        if len(ways) > 1 and state.count is not None:
             now = sum((state.count >= start).astype(jnp.int32) for start, _ in settings[1:])
             mean, lost, found = lax.switch(now, ways, leaves, residuals)
         else:
             mean, lost, found = ways[0](leaves, residuals)
-        count = optax.safe_increment(state.count) if counts else None
+        count = None if state.count is None else optax.safe_increment(state.count)
         if not whole:
             lost = [None if r is None else (1 - beta) * r + beta * new for r, new in zip(residuals, lost)]
         if momentum is not None:  # what overflowed once would stay in u for good
@@ -194,7 +194,7 @@ def _codecs(plan, axis_name, paths, leaves):
     """Of each leaf the codecs that it is encoded with, outermost axis first; none where it travels raw."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
     found = []
-    for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves)):
+    for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves) if leaves else ()):
         codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found

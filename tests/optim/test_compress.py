@@ -64,7 +64,7 @@ def test_two_steps_are_two_calls_of_the_collective(check_vma):
     first = pmean(CODEC)
     assert_trees_same((mean, state.residuals), first)
     assert_trees_same((again, after.residuals), pmean(CODEC, residuals=first[1]))
-    assert state.count is state.key is state.momentum is state.telemetry is None
+    assert state.count == 1 and state.key.shape == (2,) and state.momentum is state.telemetry is None
 
 
 def test_noise_is_another_one_every_step():
@@ -392,6 +392,12 @@ def test_an_empty_tree():
     assert mean == {} and state.residuals == {}
 
 
+def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
+    (mean, state), = run(compress({0: cgx.Raw(), 1: cgx.Plan(CODEC, min_size=10**6)}))
+    assert state.count is state.key is None
+    np.testing.assert_allclose(mean["w"], GRADS["w"].mean(0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.short
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
@@ -437,7 +443,7 @@ def test_rules_without_a_leaf():
      "compress_gradients: argument 'state'.residuals['b']: expected float32[1, 40], got None: it was made with another plan or other options; go on with "
      "those, or take a new one from init"),
     (lambda: compress(CODEC, feedback=False).init(PARAMS), ValueError, "argument 'state'.residuals['b']: expected float32[1, 40], got None"),
-    (lambda: compress(STOCHASTIC).init(PARAMS), ValueError, "argument 'state'.count: expected None, got int32[]: it was made with another plan"),
+    (lambda: compress(cgx.Raw()).init(PARAMS), ValueError, "argument 'state'.count: expected int32[], got None: it was made with another plan"),
     (lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}), ValueError,
      "argument 'state'.residuals['w']: expected float32[1, 30, 40], got float32[1, 30, 41]: it was made with"),
     (lambda: compress(CODEC).init({"w": PARAMS["w"]}), ValueError, "compress_gradients: argument 'state': expected the structure"),
@@ -446,10 +452,10 @@ def test_rules_without_a_leaf():
     (lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS), ValueError,
      "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; shard the state over 'data', as "
      "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state"),
-    (lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)), ValueError,
+    (lambda: jax.tree.map(lambda x: x if x.dtype != jnp.float32 else x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)), ValueError,
      "argument 'state'.residuals['b']: expected float32[1, 40], got bfloat16[1, 40]: what is kept has the dtype that init gives it, whatever "
      "parameters are cast to; cast it back"),
-], ids=["guard", "no feedback", "no noise", "shape", "leaf", "momentum", "adam", "ranks", "dtype"])  # fmt: skip
+], ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"])  # fmt: skip
 def test_a_state_from_another_plan(state, error, words):
     with pytest.raises(error) as caught:
         run(compress(CODEC), 1, state=state())
@@ -457,10 +463,13 @@ def test_a_state_from_another_plan(state, error, words):
 
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
-    """Residuals are gradients, whatever the codec."""
-    (_, state), = run(compress(CODEC))
-    (mean, _), = run(compress(cgx.MaxMin(8, 64)), 1, state=state)
-    assert_trees_same(mean, pmean(cgx.MaxMin(8, 64), residuals=state.residuals)[0])
+    """Residuals are gradients, whatever the codec. Noise and schedules go on where they are."""
+    (_, state), = run(compress({0: cgx.Raw(), 1: CODEC}, seed=5))
+    (_, state), = run(compress(CODEC), 1, state=state)
+    key = jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), 2)
+    (mean, after), = run(compress(STOCHASTIC), 1, state=state)
+    assert_trees_same((mean, after.residuals), pmean(STOCHASTIC, residuals=state.residuals, key=key))
+    assert after.count == 3
 
 
 def test_training_with_error_feedback_reaches_what_training_without_compression_does():
