@@ -295,10 +295,27 @@ def test_init_inside_of_shard_map(check_vma):
     assert_trees_same(jax.jit(init)(PARAMS), compress(CODEC, momentum=0.9).init(PARAMS))
 
 
-def test_init_under_a_mesh():
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_init_under_a_mesh(axis_type, jit):
+    """Every device has its rank's rows alone."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
+    with jax.set_mesh(mesh):
+        state = jit(cgx.compress_gradients("data", CODEC, momentum=0.9).init)(PARAMS)
+    for found in (state.residuals["w"], state.momentum["w"]):
+        assert [shard.data.shape for shard in found.addressable_shards] == [(1, 30, 40)] * RANKS
+
+
+def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
+    """One compilation, and everything is donated."""
+    optimizer = cgx.compressed(optax.sgd(0.1, momentum=0.9), "data", CODEC)
     with jax.set_mesh(mesh_of(RANKS)):
-        state = jax.jit(cgx.compress_gradients("data", CODEC).init)(PARAMS)
-    assert state.residuals["w"].shape == (RANKS, 30, 40)
+        params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), P())
+        state = jax.jit(optimizer.init)(params)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state, _ = step(params, state, X)
+    assert step._cache_size() == 1
 
 
 def test_in_vmap():
@@ -380,6 +397,15 @@ def test_telemetry(feedback):
         assert state.residuals == {"w": None, "b": None}
 
 
+@pytest.mark.parametrize("own", ["raw", "encoded"])
+def test_telemetry_of_both_roundings(own):
+    """With own="raw" what is lost is the whole error of the mean; with "encoded" the second rounding is not in it."""
+    (mean, state), = run(compress(CODEC, telemetry=True, schedule="two_shot", own=own))
+    lost = state.residuals["w"]
+    np.testing.assert_allclose(state.telemetry.vnmse["w"], (lost**2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-5)
+    assert np.allclose(GRADS["w"].mean(0) - mean["w"], lost.mean(0), atol=1e-5) == (own == "raw")
+
+
 def test_telemetry_of_zeros_and_of_infinities():
     grads = {"w": jnp.zeros((RANKS, 30, 40)), "b": GRADS["b"].at[1, 0].set(jnp.inf)}
     (_, state), = run(compress(CODEC, telemetry=True), 1, grads)
@@ -410,19 +436,33 @@ def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
     (dict(telemetry="yes"), TypeError, "compress_gradients: argument 'telemetry': expected True or False, got 'yes'"),
     (dict(skip_nonfinite=None), TypeError, "compress_gradients: argument 'skip_nonfinite': expected True or False, got None"),
     (dict(beta=0), ValueError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got 0"),
-    (dict(beta=None), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got None"),
+    (dict(beta="1"), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got '1'"),
     (dict(momentum=1.0), ValueError, "compress_gradients: argument 'momentum': expected a number from 0 to below 1, got 1.0"),
     (dict(reset_every=0), ValueError, "compress_gradients: argument 'reset_every': expected a positive integer, got 0"),
     (dict(reset_every=2.5), TypeError, "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5"),
     (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
     (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
     (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+    (dict(schedule="ring"), ValueError, "compress_gradients: argument 'schedule': expected the schedule \"two_shot\" or \"one_shot\" over 'data' with feedback "
+     "or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass schedule=\"two_shot\", or feedback=False without telemetry"),
+    (dict(schedule={"data": "ring"}, feedback=False, telemetry=True), ValueError, "argument 'schedule': expected the schedule \"two_shot\""),
+    (dict(plan={0: cgx.Raw(), 5: cgx.Plan(CODEC, schedule="ring")}), ValueError, "argument 'plan': expected the schedule \"two_shot\""),
+    (dict(axis_name=("cross", "inner"), plan=cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})), ValueError,
+     "argument 'plan': expected the schedule \"two_shot\" or \"one_shot\" over 'cross'"),
     (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error) as caught:
-        cgx.compress_gradients("data", **{"plan": CODEC, **arguments})
+        cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(schedule="ring", feedback=False), dict(plan=cgx.Raw(), schedule="ring"), dict(plan=cgx.Plan(CODEC, schedule="ring"), schedule="two_shot"),
+    dict(axis_name=("node", "local"), schedule={"node": "two_shot", "local": "ring"}),
+], ids=str)  # fmt: skip
+def test_rings_that_lose_nothing_of_a_ranks_own(arguments):
+    cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
 
 
 def test_init_must_see_the_ranks():
@@ -476,3 +516,30 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
     plain = train(cgx.compressed(optax.sgd(0.5), "data", cgx.Raw(), axis_size=RANKS), 60)[2]
     fed = train(cgx.compressed(optax.sgd(0.5), "data", CODEC, axis_size=RANKS), 60)[2]
     assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
+
+
+def test_feedback_matters():
+    """A large element in the bucket rounds the small ones to nothing in every step: without feedback they never move."""
+    ranks, rate, steps = 8, 0.02, 1000
+    curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
+    centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)
+    centers = centers.at[:, 0].add(20.0 * jnp.resize(jnp.array([1.0, -1.0]), ranks))
+
+    def train(plan, **options):
+        """The excess of the mean loss over the best."""
+        transformation = cgx.compress_gradients("data", plan, axis_size=ranks, **options)
+
+        def local(center):
+            def step(carry, _):
+                x, state = carry
+                mean, state = transformation.update(curvature * (x - center[0]), state)
+                return (x - rate * mean, state), None
+
+            return lax.scan(step, (jnp.zeros(64), transformation.init(jnp.zeros(64))), length=steps)[0][0]
+
+        x = jax.jit(jax.shard_map(local, mesh=mesh_of(ranks), in_specs=P("data"), out_specs=P()))(centers)
+        return float((curvature * (x - centers.mean(0)) ** 2).sum())
+
+    start = float((curvature * centers.mean(0) ** 2).sum())
+    assert train(cgx.Raw()) < 1e-2 * start
+    assert train(cgx.MaxMin(2, 64)) < 0.02 * start < 0.1 * start < train(cgx.MaxMin(2, 64), feedback=False)
