@@ -40,8 +40,8 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
         value, grads = inner(*args, **kwargs)
         varying = _compat.varying_axes(value[0] if has_aux else value)
         if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
-            raise ValueError("local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank of "
-                             f"{', '.join(map(repr, same))}; take the pmean outside")
+            raise ValueError("local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank "
+                             f"of {', '.join(map(repr, same))}; take the pmean outside")
         return value, grads
 
     return value_and_grad

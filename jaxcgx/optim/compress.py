@@ -45,18 +45,20 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
     1000: other}: `other` from step 1000 on, counted from 0. A schedule is one compiled program, in which the step chooses.
 
     feedback: what compression loses is kept and sent later (error feedback). beta: of what a step loses; what is kept is
-    (1 - beta) * what was kept before + beta * what was lost, by default all of it. reset_every: forget it after every so many steps (both are
-    LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
-    what is sent late has its momentum all the same; the optimizer behind should have none. Where the mean is not finite, u stays
-    as it was.
+    (1 - beta) * what was kept before + beta * what was lost, by default all of it. reset_every: forget it after every so many
+    steps (both are LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum
+    correction), so that what is sent late has its momentum all the same; the optimizer behind should have none. Where the mean
+    is not finite, u stays as it was.
 
     skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
     skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
-    telemetry: what a step lost, in `state.telemetry`. (Without check_vma both see the shards of a device alone.) seed: of the noise of codecs that round stochastically.
+    telemetry: what a step lost, in `state.telemetry`. (Without check_vma both see the shards of a device alone.)
+    seed: of the noise of codecs that round stochastically.
     axis_size: the ranks, for an `init` outside of shard_map that sees no mesh (jax.set_mesh) either. schedule, own, leader,
     strict, fusion_mb: as in `compressed_pmean`.
 
-    beta, momentum, reset_every and seed may be arrays (optax.inject_hyperparams; the other numbers are its static_args). Leaves that travel raw under every plan have no residual.
+    beta, momentum, reset_every and seed may be arrays (optax.inject_hyperparams; the other numbers are its static_args). Leaves
+    that travel raw under every plan have no residual.
     """
     optax = import_optax(OP)
     settings = _check_settings(plan)
@@ -100,7 +102,9 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
 
         def fresh():
             state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), expected)
-            return state if state.key is None else state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+            if state.key is None:
+                return state
+            return state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
 
         if sharded:
             explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
@@ -204,9 +208,9 @@ def _check_schedules(axis_name, schedule, plans):
     for plan in plans:
         argument, given = ("plan", plan.schedule) if schedule == "auto" else ("schedule", schedule)
         if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(codec.raw for codec in plan.codecs):
-            raise ValueError(f"{OP}: argument '{argument}': expected the schedule \"two_shot\" or \"one_shot\" over {outermost!r} with feedback or "
-                             "telemetry, got \"ring\", which encodes sums of several ranks on the way; pass schedule=\"two_shot\", or "
-                             "feedback=False without telemetry")
+            raise ValueError(f"{OP}: argument '{argument}': expected the schedule \"two_shot\" or \"one_shot\" over {outermost!r} with "
+                             "feedback or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass "
+                             "schedule=\"two_shot\", or feedback=False without telemetry")
 
 
 def _flatten(tree):
@@ -225,7 +229,7 @@ def _codecs(plan, axis_name, paths, leaves):
 
 
 def _ranks(axis_name, axis_size):
-    """Of the leading axis of what is per rank the size here, the axes that it varies over, and whether the mesh in context has it."""
+    """Of the leading axis of what is per rank the size here, the axes that it varies over, and whether a mesh in context has it."""
     try:
         return 1, _compat.tracked_axes(check_axes(OP, axis_name).names), False
     except NameError:

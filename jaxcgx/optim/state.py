@@ -59,8 +59,9 @@ def _check_order(op, opt_state):
         for node in before:
             if isinstance(node, tuple) and any(_like_gradients(leaf) for leaf in jax.tree_util.tree_leaves(node, is_leaf=_ours)):
                 raise ValueError(f"{op}: argument 'opt_state': expected transformations with a state like the gradients behind "
-                                 f"compress_gradients, where gradients are the same on every rank, got {type(node).__name__} before it; put it "
-                                 "behind (in place of optax.trace before it, give compress_gradients momentum=)")
+                                 "compress_gradients, where gradients are the same on every rank, got "
+                                 f"{type(node).__name__} before it; put it behind (in place of optax.trace before it, give "
+                                 "compress_gradients momentum=)")
 
 
 def _is_chain(node):

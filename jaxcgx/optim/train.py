@@ -46,8 +46,9 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
     loss_fn: (params, batch) -> the loss, or with `has_aux` (the loss, a pytree of arrays); of what it is given of a batch alone.
     Where `step` is given a random key, another one every step, (params, batch, key) -> ..., with another key for every rank and
     micro-batch.
-    optimizer: an optax.GradientTransformation; one that takes extra arguments gets value=the mean loss. data_axis: the mesh's axis, or tuple of axes, that batches are split over, along
-    their leaves' first dimensions. plan, and all other options, `telemetry` among them: as in `compress_gradients`.
+    optimizer: an optax.GradientTransformation; one that takes extra arguments gets value=the mean loss. data_axis: the mesh's
+    axis, or tuple of axes, that batches are split over, along their leaves' first dimensions. plan, and all other options,
+    `telemetry` among them: as in `compress_gradients`.
     param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the parameters, that says how
     they are sharded over them. Gradients are compressed shard by shard (docs/meshes.md); plans see shards.
     accumulate: micro-batches that a rank's batch is split into; their gradients are averaged in float32 and sent once.
@@ -64,8 +65,8 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
     if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral) or accumulate < 1:
         raise ValueError(f"{OP}: argument 'accumulate': expected a positive integer, got {accumulate!r}")
     if "axis_size" in options:
-        raise TypeError(f"{OP}: argument 'axis_size': expected none, as the mesh says how many ranks there are, got {options['axis_size']!r}; "
-                        "leave it out")
+        raise TypeError(f"{OP}: argument 'axis_size': expected none, as the mesh says how many ranks there are, got "
+                        f"{options['axis_size']!r}; leave it out")
     optimizer = optax.with_extra_args_support(optimizer)
     ranks = math.prod(mesh.shape[name] for name in names)
     transformation = compress_gradients(data_axis, plan, axis_size=ranks, **options)
@@ -152,8 +153,8 @@ def _check_mesh(mesh, data_axis, param_specs):
                          f"axes than {data_axis!r}, which says how they are sharded over them, got None")
     for spec in jax.tree_util.tree_leaves(param_specs, is_leaf=lambda x: isinstance(x, P)):
         if any(name in names for part in spec for name in (part if isinstance(part, tuple) else (part,))):
-            raise ValueError(f"{OP}: argument 'param_specs': expected parameters that are whole on every rank of {data_axis!r}, got {spec}; "
-                             "docs/meshes.md shows how to train weights that are sharded over it")
+            raise ValueError(f"{OP}: argument 'param_specs': expected parameters that are whole on every rank of {data_axis!r}, got "
+                             f"{spec}; docs/meshes.md shows how to train weights that are sharded over it")
     return names, others
 
 
