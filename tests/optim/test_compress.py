@@ -369,9 +369,10 @@ def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
     (_, before), = run(compress(CODEC, **options))
     (mean, after), = run(compress(CODEC, **options), 1, bad, before)
     assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
-    assert_trees_same(after, before)
+    assert_trees_same(after._replace(count=None), before._replace(count=None))
     (_, again), = run(compress(CODEC, **options), 1, GRADS, after)
-    assert_trees_same(again, run(compress(CODEC, momentum=0.5), 2)[1][1])
+    assert_trees_same(again._replace(count=None), run(compress(CODEC, momentum=0.5), 2)[1][1]._replace(count=None))
+    assert again.count == 3  # skipped steps count
     (_, eaten), = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
     assert np.isfinite(eaten.residuals["w"]).all()
 
