@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   Words<Scalar, kBits> lanes[4];
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
   if constexpr (kFeedback) {
-    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, x);
+    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, 1.0f, x);
   }
 }
 

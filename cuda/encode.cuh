@@ -141,17 +141,17 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   return g;
 }
 
-// Stores what encoding lost of x, which a sum is before its division. What can't be represented (an overflow, a NaN) is not a
+// Stores what encoding lost of x, of which x / divisor was encoded. What can't be represented (an overflow, a NaN) is not a
 // rounding error: the old residual stays. Rarely, so it is read again.
 template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g, const Words<Scalar, kBits> (&lanes)[4],
-                      float (&x)[kRows][4]) {
+                      float divisor, float (&x)[kRows][4]) {
   const float* old = residual.old + q.element();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float lost = x[r][j] - m.divisor * plus<C, kBits>(base_of(g), unit_of(g), lanes[j], r, top_of(m.codec));
+      const float lost = x[r][j] - divisor * plus<C, kBits>(base_of(g), unit_of(g), lanes[j], r, top_of(m.codec));
       x[r][j] = is_finite(lost) ? lost : old[r * q.lanes + j];
     }
   }

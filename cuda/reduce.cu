@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
   Words<Scalar, kBits> lanes[4];
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);
   if constexpr (kFeedback) {
-    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, undivided);
+    if (there) store_lost<C, kBits>(m, t.residuals[p.index], q, g, lanes, m.divisor, undivided);
   }
 }
 
