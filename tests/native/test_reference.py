@@ -89,7 +89,7 @@ def test_reduce_to_leaves(codec, with_own):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(layout=layouts(), key=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), **spaces)
 def test_any_layout(layout, key, seed, exponent, special):
     leaves = values(layout, seed, exponent, special)
