@@ -44,12 +44,11 @@ def check_each(op, argument, given, net, what):
 
 
 def check_stages(op, argument, codec, net):
-    """((transport, codec), ...), outermost first: one exchange over all ranks together, or one for each part of several ranks."""
+    """((transport, codec), ...), outermost first: one exchange over all ranks together, or one for each part."""
     if not isinstance(codec, dict):
         return ((net, check_codec(op, codec, argument)),)
     codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
-    stages = tuple(zip(net.parts.values(), codecs))
-    return tuple(stage for stage in stages if stage[0].size > 1) or stages[:1]
+    return tuple(zip(net.parts.values(), codecs))
 
 
 def check_choice(op, argument, value, choices):
@@ -191,6 +190,12 @@ class Route:
     stages: tuple  # ((transport, codec), ...)
     backward: tuple  # the codecs of the transpose
 
+    @classmethod
+    def of(cls, stages, backward):
+        """A part of one rank is no stage."""
+        kept = [j for j, (net, _) in enumerate(stages) if net.size > 1] or [0]
+        return cls(tuple(stages[j] for j in kept), tuple(backward[j][1] for j in kept))
+
     @property
     def codecs(self):
         return [codec for _, codec in self.stages] + list(self.backward)
@@ -221,7 +226,8 @@ class Call:
         stages, guarded = self._assign("codec", codec, used, possible)
         backward = stages if backward_codec is None else self._assign("backward_codec", backward_codec, used, possible)[0]
         self.key = check_key(op, used, possible, key, net.names)
-        self.routes = [Route(there, tuple(codec for _, codec in back)) for there, back in zip(stages, backward)]
+        self.hierarchy = any(len(there) > 1 for there in stages)
+        self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(stages, backward)]
         if fusion_mb is None:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
@@ -249,6 +255,17 @@ class Call:
         used += [codec for stages in found for _, codec in stages]
         possible += codec.codecs
         return found, [reason for _, reason in assigned]
+
+    def _alike(self, there, back):
+        """Both of as many stages: what travels raw over all ranks together does over each part, too."""
+        if len(there) == len(back):
+            return there, back
+        flat, parts = sorted((there, back), key=len)
+        if not flat[0][1].raw:
+            raise ValueError(f"{self.op}: argument 'backward_codec': expected a codec for each axis where 'codec' has one for each, and one for all "
+                             f"where it has one for all, got {len(back)} beside {len(there)}")
+        flat = tuple((net, flat[0][1]) for net, _ in parts)
+        return (flat, parts) if len(there) < len(back) else (parts, flat)
 
     def run(self, plain, compressed):
         """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids, route)` for

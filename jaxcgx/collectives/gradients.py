@@ -22,6 +22,9 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
     full precision, before anybody sees it. Here the parameters count as each rank's own, so that the sum is left to do:
     `compressed_pmean(grads, axis_name, codec)`. Value and auxiliary outputs are this rank's, too.
 
+    `fun` is this rank's own loss: the gradients of one that is averaged over the axis inside would be divided by the ranks twice.
+    Under check_vma that is an error; without, nothing tells.
+
     axis_name: the axis, or a tuple of axes, that the gradients are not to be reduced over. The rest as in jax.
     """
     if not callable(fun):
@@ -34,7 +37,12 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
         for i in argnums if isinstance(argnums, (tuple, list)) else [argnums]:
             if -len(args) <= i < len(args):  # else jax says it better
                 args[i] = _vary(args[i], names)
-        return inner(*args, **kwargs)
+        value, grads = inner(*args, **kwargs)
+        varying = _compat.varying_axes(value[0] if has_aux else value)
+        if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
+            raise ValueError("local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank "
+                             f"of {', '.join(map(repr, same))}; take the pmean outside")
+        return value, grads
 
     return value_and_grad
 

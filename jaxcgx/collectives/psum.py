@@ -82,7 +82,7 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
         leader = leader or codec.leader
         if schedule == "auto":
             schedule, said = codec.schedule, " of the plan"
-    if leader and call.groups and all(len(route.stages) < 2 for route in call.groups):
+    if leader and call.groups and not call.hierarchy:
         raise ValueError(f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
                          "dict with a codec for each name")
     asked = check_each(op, "schedule", schedule, net, "a schedule") if isinstance(schedule, dict) else [schedule]
@@ -122,7 +122,7 @@ def _run(leaves, key, residuals=None, *, net, stages, ids, schedule, own, leader
     if len(stages) > 1:
         results, lost = hierarchy.allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, divisor)
     else:
-        results, lost = schedules.allreduce(schedule[0], net, stages[0][1], leaves, residuals, ids, key, own, divisor)
+        results, lost = schedules.allreduce(schedule[0], *stages[0], leaves, residuals, ids, key, own, divisor)
     return [*results, *(lost or [])]
 
 

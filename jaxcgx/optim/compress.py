@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxcgx import _compat
 from jaxcgx.collectives.call import check_axes, check_flag
 from jaxcgx.collectives.psum import compressed_pmean
 from jaxcgx.collectives.schedules import fold
 from jaxcgx.optim.extra import import_optax
+from jaxcgx.optim.state import state_specs
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.rules import check_codecs
@@ -21,7 +23,7 @@ OP = "compress_gradients"
 
 
 class CompressState(NamedTuple):
-    """What compress_gradients keeps; None where its arguments have no use for it.
+    """What compress_gradients keeps; None where its arguments have no use for it, and count and key where nothing is compressed.
 
     What is per rank has a leading axis of the ranks and is sharded over it (`state_specs`): inside of shard_map it is of size 1.
     """
@@ -35,7 +37,7 @@ class CompressState(NamedTuple):
     per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
 
 
-def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=None, momentum=None, skip_nonfinite=False,
+def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every=None, momentum=None, skip_nonfinite=False,
                        telemetry=False, seed=0, axis_size=None, schedule="auto", own="raw", leader=False, strict=False, fusion_mb=None):
     """An optax.GradientTransformation: in, the gradients of every rank's own batch; out, their mean over the axis, on all ranks.
 
@@ -43,57 +45,73 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
     1000: other}: `other` from step 1000 on, counted from 0. A schedule is one compiled program, in which the step chooses.
 
     feedback: what compression loses is kept and sent later (error feedback). beta: of what a step loses; what is kept is
-    (1 - beta) * what was kept before + beta * what was lost. reset_every: forget it after every so many steps (both are
-    LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum correction), so that
-    what is sent late has its momentum all the same; the optimizer behind should have none.
+    (1 - beta) * what was kept before + beta * what was lost, by default all of it. reset_every: forget it after every so many
+    steps (both are LoCo's). momentum: every rank sends u = momentum * u + gradient in place of its gradient (DGC's momentum
+    correction), so that what is sent late has its momentum all the same; the optimizer behind should have none. Where the mean
+    is not finite, u stays as it was.
 
     skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
     skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
-    telemetry: what a step lost, in `state.telemetry`. seed: of the noise of codecs that round stochastically.
+    telemetry: what a step lost, in `state.telemetry`. (Without check_vma both see the shards of a device alone.)
+    seed: of the noise of codecs that round stochastically.
     axis_size: the ranks, for an `init` outside of shard_map that sees no mesh (jax.set_mesh) either. schedule, own, leader,
     strict, fusion_mb: as in `compressed_pmean`.
 
-    Numbers may be arrays (optax.inject_hyperparams). Leaves that travel raw under every plan have no residual.
+    beta, momentum, reset_every and seed may be arrays (optax.inject_hyperparams; the other numbers are its static_args). Leaves
+    that travel raw under every plan have no residual.
     """
     optax = import_optax(OP)
     settings = _check_settings(plan)
     plans = [each for _, each in settings]
     for name, flag in dict(feedback=feedback, skip_nonfinite=skip_nonfinite, telemetry=telemetry).items():
         check_flag(OP, name, flag)
-    _check_number("beta", beta, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
     _check_number("seed", seed, numbers.Integral, lambda x: True, "an integer")
+    if beta is not None:
+        _check_number("beta", beta, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
     if momentum is not None:
         _check_number("momentum", momentum, numbers.Real, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     for name, number in dict(reset_every=reset_every, axis_size=axis_size).items():
         if number is not None:
             _check_number(name, number, numbers.Integral, lambda x: x > 0, "a positive integer")
-    whole = isinstance(beta, numbers.Real) and beta == 1
-    if not feedback and not (whole and reset_every is None):
+    if not feedback and not (beta is None and reset_every is None):
         raise ValueError(f"{OP}: argument 'feedback': expected True with 'beta' or 'reset_every', got False")
+    if feedback or telemetry:
+        _check_schedules(axis_name, schedule, plans)
     noisy = any(codec.stochastic for each in plans for codec in each.codecs)
-    counts = noisy or reset_every is not None or len(settings) > 1
     pmean = functools.partial(compressed_pmean, axis_name=axis_name, schedule=schedule, own=own, leader=leader, strict=strict,
                               fusion_mb=fusion_mb)
 
     def types(tree, ranks):
         """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
         paths, leaves, structure = _flatten(tree)
-        found = [_codecs(each, axis_name, paths, leaves) for each in plans]
-        lossy = [feedback and any(codecs) for codecs in zip(*found)] if leaves else []
+        coded = [any(codecs) for codecs in zip(*(_codecs(each, axis_name, paths, leaves) for each in plans))]
+        # For every plan that compresses the same leaves, also one with noise or a schedule. optax asks with a tree without leaves.
+        compresses = any(coded) if leaves else not all(codec.raw for each in plans for codec in each.codecs)
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves)
         row = lambda x, dtype: jax.ShapeDtypeStruct((ranks, *x.shape), dtype)
         return CompressState(
-            count=jax.ShapeDtypeStruct((), jnp.int32) if counts else None,
-            key=jax.ShapeDtypeStruct((2,), jnp.uint32) if noisy else None,
-            residuals=structure.unflatten([row(x, jnp.float32) if has else None for x, has in zip(leaves, lossy)]),
+            count=jax.ShapeDtypeStruct((), jnp.int32) if compresses else None,
+            key=jax.ShapeDtypeStruct((2,), jnp.uint32) if compresses else None,
+            residuals=structure.unflatten([row(x, jnp.float32) if feedback and has else None for x, has in zip(leaves, coded)]),
             momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
             telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None)
 
     def init(params):
-        ranks, axes = _ranks(axis_name, axis_size)
-        state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), types(params, ranks))
-        if noisy:
-            state = state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+        ranks, axes, sharded = _ranks(axis_name, axis_size)
+        expected = types(params, ranks)
+
+        def fresh():
+            state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), expected)
+            if state.key is None:
+                return state
+            return state._replace(key=jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
+
+        if sharded:
+            explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+            shard = functools.partial(jax.tree_util.tree_map, jax.sharding.reshard if explicit else lax.with_sharding_constraint)
+            state = jax.jit(lambda: shard(fresh(), state_specs(expected, axis_name)))()  # jit: no device has it all on the way
+        else:
+            state = fresh()
         return state._replace(**{name: jax.tree_util.tree_map(lambda x: _compat.vary(x, axes), getattr(state, name))
                                  for name in CompressState.per_rank})
 
@@ -122,30 +140,33 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=1.0, reset_every=
         check_axes(OP, axis_name)
         _check_state(axis_name, state, types(updates, 1))
         _, leaves, structure = _flatten(updates)
-        residuals, moved = structure.flatten_up_to(state.residuals), None
+        residuals, before, moved = structure.flatten_up_to(state.residuals), None, None
         if momentum is not None:
-            moved = [jnp.asarray(momentum, u.dtype) * u + g for u, g in zip(structure.flatten_up_to(state.momentum), leaves)]
-            leaves = [u.reshape(u.shape[1:]) for u in moved]
-            moved = structure.unflatten(moved)
+            before = structure.flatten_up_to(state.momentum)
+            moved = [jnp.asarray(momentum, u.dtype) * u + g.astype(u.dtype) for u, g in zip(before, leaves)]
+            leaves = [u.reshape(g.shape).astype(g.dtype) for u, g in zip(moved, leaves)]
         key = fold(state.key, state.count) if noisy else None
         ways = [functools.partial(exchange, each, key, structure) for each in plans]
-        if len(ways) > 1:
+        if len(ways) > 1 and state.count is not None:
             now = sum((state.count >= start).astype(jnp.int32) for start, _ in settings[1:])
             mean, lost, found = lax.switch(now, ways, leaves, residuals)
         else:
             mean, lost, found = ways[0](leaves, residuals)
-        count = optax.safe_increment(state.count) if counts else None
-        if not whole:
+        count = None if state.count is None else optax.safe_increment(state.count)
+        if beta is not None:
             lost = [None if r is None else (1 - beta) * r + beta * new for r, new in zip(residuals, lost)]
-        if reset_every is not None:
-            lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
-        new = structure.unflatten(lost), moved
+        if momentum is not None:  # what overflowed once would stay in u for good
+            moved = [jnp.where(jnp.isfinite(x), u, old) for x, u, old in zip(mean, moved, before)]
         if skip_nonfinite:
             bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
             if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
                 bad = lax.psum(bad, shards)
-            new = jax.tree_util.tree_map(lambda new, old: jnp.where(bad == 0, new, old), new, (state.residuals, state.momentum))
-        return structure.unflatten(mean), CompressState(count, state.key, *new, found)
+            keep = lambda new, old: jnp.where(bad == 0, new, old)
+            lost, moved = jax.tree_util.tree_map(keep, (lost, moved), (residuals, before))
+        if reset_every is not None:
+            lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
+        kept = structure.unflatten(lost), None if momentum is None else structure.unflatten(moved)
+        return structure.unflatten(mean), CompressState(count, state.key, *kept, found)
 
     return optax.GradientTransformation(init, update)
 
@@ -181,6 +202,17 @@ def _check_plan(plan):
     return plan if isinstance(plan, Plan) else Plan(check_codecs(OP, "plan", plan), min_size=0, skip_1d=False)
 
 
+def _check_schedules(axis_name, schedule, plans):
+    """That no ring is outermost: it encodes sums of several ranks on the way, of which no rank knows what it lost."""
+    outermost = axis_name[0] if isinstance(axis_name, (tuple, list)) else axis_name
+    for plan in plans:
+        argument, given = ("plan", plan.schedule) if schedule == "auto" else ("schedule", schedule)
+        if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(codec.raw for codec in plan.codecs):
+            raise ValueError(f"{OP}: argument '{argument}': expected the schedule \"two_shot\" or \"one_shot\" over {outermost!r} with "
+                             "feedback or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass "
+                             "schedule=\"two_shot\", or feedback=False without telemetry")
+
+
 def _flatten(tree):
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [path for path, _ in found], [leaf for _, leaf in found], structure
@@ -190,26 +222,26 @@ def _codecs(plan, axis_name, paths, leaves):
     """Of each leaf the codecs that it is encoded with, outermost axis first; none where it travels raw."""
     names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
     found = []
-    for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves)):
+    for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves) if leaves else ()):
         codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found
 
 
 def _ranks(axis_name, axis_size):
-    """Of the leading axis of what is per rank the size here, and the axes that it varies over."""
+    """Of the leading axis of what is per rank the size here, the axes that it varies over, and whether a mesh in context has it."""
     try:
-        return 1, _compat.tracked_axes(check_axes(OP, axis_name).names)
+        return 1, _compat.tracked_axes(check_axes(OP, axis_name).names), False
     except NameError:
         pass  # outside of shard_map
     names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    if axis_size is None and all(name in sizes for name in names):
-        axis_size = math.prod(sizes[name] for name in names)
+    found = math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else None
+    axis_size = found if axis_size is None else axis_size
     if axis_size is None:
         raise ValueError(f"{OP}: argument 'axis_size': expected the number of ranks of {axis_name!r}, which init can't see, got "
                          "None; pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map")
-    return axis_size, frozenset()
+    return axis_size, frozenset(), axis_size == found
 
 
 def _check_state(axis_name, state, expected):
@@ -223,9 +255,12 @@ def _check_state(axis_name, state, expected):
         raise ValueError(f"{OP}: argument 'state': expected the structure {structure}, got {other}: {remedy}")
     spell = lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
     for (path, want), (_, got) in zip(wanted, found):
-        if spell(want) == spell(got):
+        alike = want is not None and got is not None and got.shape == want.shape
+        if spell(want) == spell(got) or alike and path[0].name == "momentum":  # which has the dtype of its parameters
             continue
-        if want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
+        if alike:
+            remedy = "what is kept has the dtype that init gives it, whatever parameters are cast to; cast it back"
+        elif want is not None and got is not None and path[0].name in CompressState.per_rank and got.shape[1:] == want.shape[1:]:
             remedy = (f"that is of several ranks; shard the state over {axis_name!r}, as jaxcgx.state_specs(state, {axis_name!r}) says; "
                       "one of another number of ranks is for jaxcgx.reshard_state")
         name = jax.tree_util.keystr(path)

@@ -12,8 +12,9 @@ TINY = 2.0**-126
 class Telemetry(NamedTuple):
     """Of each leaf, over all ranks; trees like the gradients, of float32[].
 
-    vnmse: the squared error of what was sent over the squares of what was meant, gradients and residuals: |lost|^2 / |meant|^2,
-    both roundings of an exchange together. saturation: the share of elements that were lost altogether, off by as much as
+    vnmse: the squared error of what was sent over the squares of what was meant, gradients and residuals: |lost|^2 / |meant|^2.
+    Lost is what feedback keeps: with own="raw" both roundings of an exchange together, with own="encoded" the first alone, and of a
+    hierarchy those over the outermost axis alone. saturation: the share of elements that were lost altogether, off by as much as
     they are or more, or not finite, and not 0 themselves. (Codecs take their scale from the range and clip nothing: it is the
     small elements beside a large one that they have no step for.) bytes: of the leaf as it is encoded, for the outermost axis of a
     hierarchy. uncompressed: of the leaf.

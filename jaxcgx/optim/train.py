@@ -44,9 +44,11 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
             params, opt_state, metrics = train.step(params, opt_state, batch)
 
     loss_fn: (params, batch) -> the loss, or with `has_aux` (the loss, a pytree of arrays); of what it is given of a batch alone.
-    Where `step` is given a random key, (params, batch, key) -> ..., with another key for every rank and micro-batch.
-    optimizer: an optax.GradientTransformation. data_axis: the mesh's axis, or tuple of axes, that batches are split over, along
-    their leaves' first dimensions. plan, and all other options, `telemetry` among them: as in `compress_gradients`.
+    Where `step` is given a random key, another one every step, (params, batch, key) -> ..., with another key for every rank and
+    micro-batch.
+    optimizer: an optax.GradientTransformation; one that takes extra arguments gets value=the mean loss. data_axis: the mesh's
+    axis, or tuple of axes, that batches are split over, along their leaves' first dimensions. plan, and all other options,
+    `telemetry` among them: as in `compress_gradients`.
     param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the parameters, that says how
     they are sharded over them. Gradients are compressed shard by shard (docs/meshes.md); plans see shards.
     accumulate: micro-batches that a rank's batch is split into; their gradients are averaged in float32 and sent once.
@@ -62,6 +64,10 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
         check_flag(OP, name, flag)
     if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral) or accumulate < 1:
         raise ValueError(f"{OP}: argument 'accumulate': expected a positive integer, got {accumulate!r}")
+    if "axis_size" in options:
+        raise TypeError(f"{OP}: argument 'axis_size': expected none, as the mesh says how many ranks there are, got "
+                        f"{options['axis_size']!r}; leave it out")
+    optimizer = optax.with_extra_args_support(optimizer)
     ranks = math.prod(mesh.shape[name] for name in names)
     transformation = compress_gradients(data_axis, plan, axis_size=ranks, **options)
     value_and_grad = local_value_and_grad(loss_fn, data_axis, has_aux=has_aux)
@@ -100,17 +106,18 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
     def local_step(params, state, batch, key):
         found, grads = local_gradients(params, batch, key)
         mean, sent = exchange(grads, state[0])
-        updates, rest = optimizer.update(mean, state[1], params)
         tracked = _compat.tracked_axes(names)
         loss, aux = jax.tree_util.tree_map(lambda x: lax.pmean(_compat.vary(x, tracked), names), found)
+        updates, rest = optimizer.update(mean, state[1], params, value=loss)
         return optax.apply_updates(params, updates), (sent, rest), Metrics(loss, aux, sent.telemetry)
 
     def init(params):
+        params = jax.tree_util.tree_map(jnp.asarray, params)
         specs = jax.tree_util.tree_map(lambda _: P(), params) if param_specs is None else param_specs
         place = functools.partial(jax.tree_util.tree_map, lambda spec: NamedSharding(mesh, spec))
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
         shards = jax.tree_util.tree_map(shard, params, place(specs))
-        per_rank = state_specs(jax.eval_shape(transformation.init, shards), data_axis, specs)
+        per_rank = specs_per_rank(jax.eval_shape(transformation.init, shards), names, specs)
         first = jax.shard_map(transformation.init, mesh=mesh, in_specs=(specs,), out_specs=per_rank)
         rest = jax.tree_util.tree_map(lambda _: P(), jax.eval_shape(optimizer.init, params))
         if param_specs is not None:
@@ -144,6 +151,10 @@ def _check_mesh(mesh, data_axis, param_specs):
     if param_specs is None and any(mesh.shape[name] > 1 for name in others):
         raise ValueError(f"{OP}: argument 'param_specs': expected a tree of PartitionSpecs like the parameters for a mesh with other "
                          f"axes than {data_axis!r}, which says how they are sharded over them, got None")
+    for spec in jax.tree_util.tree_leaves(param_specs, is_leaf=lambda x: isinstance(x, P)):
+        if any(name in names for part in spec for name in (part if isinstance(part, tuple) else (part,))):
+            raise ValueError(f"{OP}: argument 'param_specs': expected parameters that are whole on every rank of {data_axis!r}, got "
+                             f"{spec}; docs/meshes.md shows how to train weights that are sharded over it")
     return names, others
 
 

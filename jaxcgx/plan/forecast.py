@@ -125,8 +125,8 @@ def _sizes(op, axis_size):
 def _check_axes(op, given, axes, axis_size):
     """That codecs or schedules by axis are for these axes."""
     if set(given) != set(axes):
-        raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of {spell(given)}, got "
-                         f"{axis_size!r}")
+        raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
+                         f"{spell(given)}, got {axis_size!r}")
 
 
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share

@@ -72,7 +72,8 @@ class Rule:
         try:
             hash(self.where)
         except TypeError:
-            raise TypeError(f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static under jit") from None
+            raise TypeError(f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static "
+                            "under jit") from None
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
                 check_integer(self, field, 0)

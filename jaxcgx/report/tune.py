@@ -44,7 +44,8 @@ def read(path):
         name, step = re.fullmatch("(.*?)(?:@([0-9]+))?", key, re.DOTALL).groups()
         arrays = found.setdefault(int(step or 0), {})
         if name in arrays:
-            raise ValueError(f"{path}, array {key!r}: expected one array of a path in a step, got another of {name!r} in step {int(step or 0)}")
+            raise ValueError(f"{path}, array {key!r}: expected one array of a path in a step, got another of {name!r} in step "
+                             f"{int(step or 0)}")
         if leaf.dtype not in DTYPES and leaf.dtype.kind not in "biuc":
             raise ValueError(f"{path}, array {key!r}: expected float32 or float16, or integers, got {leaf.dtype}; save it as "
                              ".astype(numpy.float32)")
@@ -86,7 +87,8 @@ def describe(steps, measured, plans):
     found = jax.tree_util.tree_flatten_with_path(steps[0])[0]
     names, leaves = [spell_path(path) for path, _ in found], [leaf for _, leaf in found]
     codecs, errors, norms = list(measured.codecs), np.asarray(measured.errors, np.float64), np.asarray(measured.norms, np.float64)
-    if more := [codec for codec in dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not why) if codec not in codecs]:
+    used = dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not why)
+    if more := [codec for codec in used if codec not in codecs]:
         codecs, errors = codecs + more, np.hstack([errors, np.asarray(statistics(steps, more).errors, np.float64)])
 
     def numbers(i, codec, why):
@@ -101,7 +103,8 @@ def describe(steps, measured, plans):
         return *spell_sizes(sent, raw), f"{math.sqrt(error / norm) if norm else 0:.4f}"
 
     *_, last = plans.values()
-    rows = [(names[i], "x".join(map(str, leaves[i].shape)) or "scalar", "Raw()" if why else spell(codec), *spelled(*numbers(i, codec, why)), why or "")
+    rows = [(names[i], "x".join(map(str, leaves[i].shape)) or "scalar", "Raw()" if why else spell(codec),
+             *spelled(*numbers(i, codec, why)), why or "")
             for i, (codec, why) in enumerate(last)]
     totals = [(name, *spelled(*map(sum, zip(*(numbers(i, *found) for i, found in enumerate(plan)))))) for name, plan in plans.items()]
     return "\n\n".join([table(("leaf", "shape", "codec", "bytes", "uncompressed", "ratio", "error", "raw because"), rows),

@@ -129,6 +129,18 @@ def test_varying_parameters_get_varying_gradients():
     assert_same_bytes(g[0], g[3])
 
 
+@pytest.mark.parametrize("has_aux", [True, False])
+def test_a_loss_that_is_averaged_inside(has_aux):
+    """Its gradients would be divided by the ranks twice."""
+    def averaged(w, x):
+        value = lax.pmean((w * x).sum(), "data")
+        return (value, x) if has_aux else value
+
+    with pytest.raises(ValueError, match="local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank of "
+                                         "'data'; take the pmean outside"):
+        on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(jnp.ones(30), X)
+
+
 def test_errors():
     with pytest.raises(TypeError, match="local_value_and_grad: argument 'fun': expected a function, got 3"):
         cgx.local_value_and_grad(3, "data")

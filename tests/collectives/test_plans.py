@@ -71,6 +71,28 @@ def test_an_axis_of_one_rank_is_no_stage(sizes):
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
 
 
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 2)])
+def test_cgx_s_variables(sizes):
+    """Its defaults have leaders and a ring between nodes, on one node and with one rank on each, too."""
+    plan = cgx.Plan.from_env(("a", "b"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "8"})
+    x = normal((*sizes, 40, 40), 0)
+    got = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), plan), mesh(*sizes))(x)
+    np.testing.assert_allclose(got[0, 0], x.sum((0, 1)), atol=0.3)
+
+
+def test_a_key_is_of_use_on_one_node_too():
+    codecs = {"a": STOCHASTIC, "b": cgx.Raw()}
+    on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), codecs, key=KEY), mesh(1, 2))(normal((1, 2, 40), 0))
+
+
+def test_codecs_by_axis_there_and_back():
+    x, codecs = normal((2, 4, 8, 100), 0), {"a": cgx.MaxMin(4), "b": cgx.MaxMin(8)}
+    grad = lambda **codecs: on_ranks(jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **codecs).sum()), mesh(2, 4))(x)
+    assert_same_bytes(grad(codec=cgx.Raw(), backward_codec=codecs), grad(codec={"a": cgx.Raw(), "b": cgx.Raw()}, backward_codec=codecs))
+    with pytest.raises(ValueError, match="compressed_all_gather: argument 'backward_codec': expected a codec for each axis where 'codec' has"):
+        grad(codec=cgx.MaxMin(4), backward_codec=codecs)
+
+
 def test_leaders_are_of_hierarchies():
     """A leaf with one codec for all ranks has none, beside others that have."""
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}

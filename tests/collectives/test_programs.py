@@ -27,14 +27,14 @@ def exchanges(compiled):
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    (dict(schedule="two_shot"), {("all-to-all", "u8"), ("all-gather", "u8")}),
-    (dict(schedule="one_shot"), {("all-gather", "u8")}),
-    (dict(schedule="ring"), {("collective-permute", "u8"), ("all-gather", "u8")}),
+    (dict(schedule="two_shot"), ["all-to-all", "all-gather"]),
+    (dict(schedule="one_shot"), ["all-gather"]),
+    (dict(schedule="ring"), ["collective-permute", "all-gather"]),
 ], ids=str)  # fmt: skip
 def test_bytes_on_the_wire(options, expected):
     x = {"w": normal((4, 5000)), "b": normal((4, 17), dtype=jnp.bfloat16), "n": jnp.ones((4, 3), jnp.int32)}
     compiled = program(lambda t: cgx.compressed_psum(t, "a", CODEC, **options), mesh(4), x)
-    assert sent(compiled.as_text()) == expected | {("all-reduce", "s32")}
+    assert sent(compiled.as_text()) == {(op, "u8") for op in expected} | {("all-reduce", "s32")}
 
 
 @pytest.mark.parametrize("leader", [False, True])

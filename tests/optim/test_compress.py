@@ -64,7 +64,7 @@ def test_two_steps_are_two_calls_of_the_collective(check_vma):
     first = pmean(CODEC)
     assert_trees_same((mean, state.residuals), first)
     assert_trees_same((again, after.residuals), pmean(CODEC, residuals=first[1]))
-    assert state.count is state.key is state.momentum is state.telemetry is None
+    assert state.count == 1 and state.key.shape == (2,) and state.momentum is state.telemetry is None
 
 
 def test_noise_is_another_one_every_step():
@@ -100,6 +100,15 @@ def test_reset_forgets_every_so_many_steps():
     assert_trees_same(found[3][0], found[0][0])
 
 
+def test_a_reset_is_not_skipped():
+    """Its step may be one whose mean is not finite."""
+    bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
+    transformation = compress(CODEC, reset_every=2, skip_nonfinite=True)
+    (_, before), = run(transformation)
+    (_, after), = run(transformation, 1, bad, before)
+    assert before.residuals["w"].any() and not any(r.any() for r in after.residuals.values())
+
+
 def test_momentum_is_corrected():
     """Every rank sends u = m u + g."""
     found = run(compress(CODEC, momentum=0.5), 3)
@@ -118,6 +127,24 @@ def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
         expected, state = trace.update(mean, state)
         for name in got:
             np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_does_not_stay_in_the_momentum():
+    """Where the mean is not finite, u stays as it was, whoever looks for overflows behind."""
+    bad = {**GRADS, "b": GRADS["b"].at[2, 7].set(jnp.inf)}
+    (_, before), = run(compress(CODEC, momentum=0.5))
+    (mean, after), = run(compress(CODEC, momentum=0.5), 1, bad, before)
+    expected = jax.tree.map(lambda u, g, x: jnp.where(jnp.isfinite(x), 0.5 * u + g, u), before.momentum, bad, mean)
+    assert not np.isfinite(mean["b"]).any() and np.isfinite(mean["w"]).all()
+    assert_trees_same(after.momentum, expected)
+
+
+def test_momentum_has_the_dtype_of_its_parameters():
+    """Also where their gradients have another."""
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
+    (mean, state), = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
+    assert_trees_same(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    assert_trees_same(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
 
 
 def test_plans_leave_leaves_raw():
@@ -268,10 +295,27 @@ def test_init_inside_of_shard_map(check_vma):
     assert_trees_same(jax.jit(init)(PARAMS), compress(CODEC, momentum=0.9).init(PARAMS))
 
 
-def test_init_under_a_mesh():
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_init_under_a_mesh(axis_type, jit):
+    """Every device has its rank's rows alone."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:RANKS])
+    with jax.set_mesh(mesh):
+        state = jit(cgx.compress_gradients("data", CODEC, momentum=0.9).init)(PARAMS)
+    for found in (state.residuals["w"], state.momentum["w"]):
+        assert [shard.data.shape for shard in found.addressable_shards] == [(1, 30, 40)] * RANKS
+
+
+def test_what_init_makes_under_a_mesh_is_what_a_step_returns():
+    """One compilation, and everything is donated."""
+    optimizer = cgx.compressed(optax.sgd(0.1, momentum=0.9), "data", CODEC)
     with jax.set_mesh(mesh_of(RANKS)):
-        state = jax.jit(cgx.compress_gradients("data", CODEC).init)(PARAMS)
-    assert state.residuals["w"].shape == (RANKS, 30, 40)
+        params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), P())
+        state = jax.jit(optimizer.init)(params)
+    step = jax.jit(on_mesh(local_step(optimizer), state), donate_argnums=(0, 1))
+    for _ in range(3):
+        params, state, _ = step(params, state, X)
+    assert step._cache_size() == 1
 
 
 def test_in_vmap():
@@ -325,9 +369,10 @@ def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
     (_, before), = run(compress(CODEC, **options))
     (mean, after), = run(compress(CODEC, **options), 1, bad, before)
     assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
-    assert_trees_same(after, before)
+    assert_trees_same(after._replace(count=None), before._replace(count=None))
     (_, again), = run(compress(CODEC, **options), 1, GRADS, after)
-    assert_trees_same(again, run(compress(CODEC, momentum=0.5), 2)[1][1])
+    assert_trees_same(again._replace(count=None), run(compress(CODEC, momentum=0.5), 2)[1][1]._replace(count=None))
+    assert again.count == 3  # skipped steps count
     (_, eaten), = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
     assert np.isfinite(eaten.residuals["w"]).all()
 
@@ -353,6 +398,15 @@ def test_telemetry(feedback):
         assert state.residuals == {"w": None, "b": None}
 
 
+@pytest.mark.parametrize("own", ["raw", "encoded"])
+def test_telemetry_of_both_roundings(own):
+    """With own="raw" what is lost is the whole error of the mean; with "encoded" the second rounding is not in it."""
+    (mean, state), = run(compress(CODEC, telemetry=True, schedule="two_shot", own=own))
+    lost = state.residuals["w"]
+    np.testing.assert_allclose(state.telemetry.vnmse["w"], (lost**2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-5)
+    assert np.allclose(GRADS["w"].mean(0) - mean["w"], lost.mean(0), atol=1e-5) == (own == "raw")
+
+
 def test_telemetry_of_zeros_and_of_infinities():
     grads = {"w": jnp.zeros((RANKS, 30, 40)), "b": GRADS["b"].at[1, 0].set(jnp.inf)}
     (_, state), = run(compress(CODEC, telemetry=True), 1, grads)
@@ -363,6 +417,12 @@ def test_telemetry_of_zeros_and_of_infinities():
 def test_an_empty_tree():
     (mean, state), = run(compress(CODEC, telemetry=True), 1, {})
     assert mean == {} and state.residuals == {}
+
+
+def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
+    (mean, state), = run(compress({0: cgx.Raw(), 1: cgx.Plan(CODEC, min_size=10**6)}))
+    assert state.count is state.key is None
+    np.testing.assert_allclose(mean["w"], GRADS["w"].mean(0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.short
@@ -377,19 +437,33 @@ def test_an_empty_tree():
     (dict(telemetry="yes"), TypeError, "compress_gradients: argument 'telemetry': expected True or False, got 'yes'"),
     (dict(skip_nonfinite=None), TypeError, "compress_gradients: argument 'skip_nonfinite': expected True or False, got None"),
     (dict(beta=0), ValueError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got 0"),
-    (dict(beta=None), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got None"),
+    (dict(beta="1"), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got '1'"),
     (dict(momentum=1.0), ValueError, "compress_gradients: argument 'momentum': expected a number from 0 to below 1, got 1.0"),
     (dict(reset_every=0), ValueError, "compress_gradients: argument 'reset_every': expected a positive integer, got 0"),
     (dict(reset_every=2.5), TypeError, "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5"),
     (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
     (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
     (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+    (dict(schedule="ring"), ValueError, "compress_gradients: argument 'schedule': expected the schedule \"two_shot\" or \"one_shot\" over 'data' with feedback "
+     "or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass schedule=\"two_shot\", or feedback=False without telemetry"),
+    (dict(schedule={"data": "ring"}, feedback=False, telemetry=True), ValueError, "argument 'schedule': expected the schedule \"two_shot\""),
+    (dict(plan={0: cgx.Raw(), 5: cgx.Plan(CODEC, schedule="ring")}), ValueError, "argument 'plan': expected the schedule \"two_shot\""),
+    (dict(axis_name=("cross", "inner"), plan=cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})), ValueError,
+     "argument 'plan': expected the schedule \"two_shot\" or \"one_shot\" over 'cross'"),
     (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error) as caught:
-        cgx.compress_gradients("data", **{"plan": CODEC, **arguments})
+        cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [
+    dict(schedule="ring", feedback=False), dict(plan=cgx.Raw(), schedule="ring"), dict(plan=cgx.Plan(CODEC, schedule="ring"), schedule="two_shot"),
+    dict(axis_name=("node", "local"), schedule={"node": "two_shot", "local": "ring"}),
+], ids=str)  # fmt: skip
+def test_rings_that_lose_nothing_of_a_ranks_own(arguments):
+    cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
 
 
 def test_init_must_see_the_ranks():
@@ -410,7 +484,7 @@ def test_rules_without_a_leaf():
      "compress_gradients: argument 'state'.residuals['b']: expected float32[1, 40], got None: it was made with another plan or other options; go on with "
      "those, or take a new one from init"),
     (lambda: compress(CODEC, feedback=False).init(PARAMS), ValueError, "argument 'state'.residuals['b']: expected float32[1, 40], got None"),
-    (lambda: compress(STOCHASTIC).init(PARAMS), ValueError, "argument 'state'.count: expected None, got int32[]: it was made with another plan"),
+    (lambda: compress(cgx.Raw()).init(PARAMS), ValueError, "argument 'state'.count: expected int32[], got None: it was made with another plan"),
     (lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}), ValueError,
      "argument 'state'.residuals['w']: expected float32[1, 30, 40], got float32[1, 30, 41]: it was made with"),
     (lambda: compress(CODEC).init({"w": PARAMS["w"]}), ValueError, "compress_gradients: argument 'state': expected the structure"),
@@ -419,7 +493,10 @@ def test_rules_without_a_leaf():
     (lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS), ValueError,
      "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; shard the state over 'data', as "
      "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state"),
-], ids=["guard", "no feedback", "no noise", "shape", "leaf", "momentum", "adam", "ranks"])  # fmt: skip
+    (lambda: jax.tree.map(lambda x: x if x.dtype != jnp.float32 else x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)), ValueError,
+     "argument 'state'.residuals['b']: expected float32[1, 40], got bfloat16[1, 40]: what is kept has the dtype that init gives it, whatever "
+     "parameters are cast to; cast it back"),
+], ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"])  # fmt: skip
 def test_a_state_from_another_plan(state, error, words):
     with pytest.raises(error) as caught:
         run(compress(CODEC), 1, state=state())
@@ -427,13 +504,43 @@ def test_a_state_from_another_plan(state, error, words):
 
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
-    """Residuals are gradients, whatever the codec."""
-    (_, state), = run(compress(CODEC))
-    (mean, _), = run(compress(cgx.MaxMin(8, 64)), 1, state=state)
-    assert_trees_same(mean, pmean(cgx.MaxMin(8, 64), residuals=state.residuals)[0])
+    """Residuals are gradients, whatever the codec. Noise and schedules go on where they are."""
+    (_, state), = run(compress({0: cgx.Raw(), 1: CODEC}, seed=5))
+    (_, state), = run(compress(CODEC), 1, state=state)
+    key = jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), 2)
+    (mean, after), = run(compress(STOCHASTIC), 1, state=state)
+    assert_trees_same((mean, after.residuals), pmean(STOCHASTIC, residuals=state.residuals, key=key))
+    assert after.count == 3
 
 
 def test_training_with_error_feedback_reaches_what_training_without_compression_does():
     plain = train(cgx.compressed(optax.sgd(0.5), "data", cgx.Raw(), axis_size=RANKS), 60)[2]
     fed = train(cgx.compressed(optax.sgd(0.5), "data", CODEC, axis_size=RANKS), 60)[2]
     assert plain[-1] < 0.5 * plain[0] and fed[-1] < 1.05 * plain[-1]
+
+
+def test_feedback_matters():
+    """A large element in the bucket rounds the small ones to nothing in every step: without feedback they never move."""
+    ranks, rate, steps = 8, 0.02, 1000
+    curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
+    centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)
+    centers = centers.at[:, 0].add(20.0 * jnp.resize(jnp.array([1.0, -1.0]), ranks))
+
+    def train(plan, **options):
+        """The excess of the mean loss over the best."""
+        transformation = cgx.compress_gradients("data", plan, axis_size=ranks, **options)
+
+        def local(center):
+            def step(carry, _):
+                x, state = carry
+                mean, state = transformation.update(curvature * (x - center[0]), state)
+                return (x - rate * mean, state), None
+
+            return lax.scan(step, (jnp.zeros(64), transformation.init(jnp.zeros(64))), length=steps)[0][0]
+
+        x = jax.jit(jax.shard_map(local, mesh=mesh_of(ranks), in_specs=P("data"), out_specs=P()))(centers)
+        return float((curvature * (x - centers.mean(0)) ** 2).sum())
+
+    start = float((curvature * centers.mean(0) ** 2).sum())
+    assert train(cgx.Raw()) < 1e-2 * start
+    assert train(cgx.MaxMin(2, 64)) < 0.02 * start < 0.1 * start < train(cgx.MaxMin(2, 64), feedback=False)

@@ -37,7 +37,7 @@ def test_specs_through_any_nesting():
     state = optimizer.init(PARAMS)
     specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
     assert jax.tree.structure(specs) == jax.tree.structure(state)
-    assert specs[1] == cgx.optim.CompressState(None, None, {"w": P("data"), "b": None}, {"w": P("data"), "b": P("data")}, None)
+    assert specs[1] == cgx.optim.CompressState(P(), P(), {"w": P("data"), "b": None}, {"w": P("data"), "b": P("data")}, None)
     assert set(jax.tree.leaves((specs[0], specs[2]))) == {P()}
     assert cgx.state_specs(state, ["node", "local"])[1].momentum["b"] == P(("node", "local"))
 
@@ -50,6 +50,30 @@ def test_what_must_stand_behind(wrap, name):
     with pytest.raises(ValueError, match=f"state_specs: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the same "
                        rf"on every rank, got it around; write optax.chain\(jaxcgx.compress_gradients\(...\), optax.{name}\(optimizer, ...\)\)"):
         cgx.state_specs((state, ()), "data")
+
+
+def test_what_must_not_stand_before():
+    """Its state would differ from rank to rank, and no spec says so."""
+    trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
+    state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match="state_specs: argument 'opt_state': expected transformations with a state like the gradients behind compress_gradients, "
+                       r"where gradients are the same on every rank, got TraceState before it; put it behind \(in place of optax.trace before it, give "
+                       r"compress_gradients momentum=\)"):
+        cgx.state_specs(state, "data")
+    fine = optax.chain(clip, cgx.compress_gradients("data", CODEC, axis_size=4), trace).init(PARAMS)
+    assert cgx.state_specs((PARAMS, fine), "data")[1][1].residuals["w"] == P("data")
+
+
+@pytest.mark.parametrize("plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"])
+def test_optax_maps_over_the_state(plan):
+    """It takes what is per rank for parameters: specs are state_specs'."""
+    optimizer = cgx.compressed(optax.adam(1e-2), "data", plan, axis_size=4)
+    state = optimizer.init(PARAMS)
+    found = optax.tree_map_params(optimizer, lambda x: x + 1, state, transform_non_params=lambda x: x)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    np.testing.assert_array_equal(found[1][0].mu["w"], 1 + state[1][0].mu["w"])
+    np.testing.assert_array_equal(found[0].residuals["w"], 1 + state[0].residuals["w"])
+    assert found[0].count == 0
 
 
 @pytest.mark.short

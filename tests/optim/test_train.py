@@ -48,7 +48,7 @@ def test_the_mean_of_loss_and_aux_is_not_compressed():
     def loss_and_aux(params, x):
         return x.sum(), {"rows": x, "number": 3, "count": (x > 0).sum()}
 
-    train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=cgx.MaxMin(1), has_aux=True)
+    train = cgx.make_train_step(loss_and_aux, OPTIMIZER, mesh_of(4), plan=cgx.MaxMin(2), has_aux=True)
     _, _, (metrics,) = run(train, 1)
     parts = X.reshape(4, 6, 30)
     np.testing.assert_allclose(metrics.loss, parts.sum((1, 2)).mean(), rtol=1e-5)
@@ -114,7 +114,7 @@ def test_one_compilation():
         return loss_fn(params, x)
 
     traces = []
-    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan={0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(1)})
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(4), plan={0: cgx.MaxMin(8), 2: CODEC, 3: cgx.MaxMin(2)})
     run(train)
     assert len(traces) == 1 and train.step._cache_size() == 1
 
@@ -178,6 +178,14 @@ def test_all_shards_wait_for_a_nan():
     assert_trees_same(after[0].residuals, before)
 
 
+def test_optimizers_that_want_the_loss():
+    """And parameters that are Python's numbers."""
+    optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    with jax.numpy_dtype_promotion("standard"):
+        params, state, (metrics,) = run(cgx.make_train_step(loss_fn, optimizer, mesh_of(4), plan=CODEC), 1, {**PARAMS, "b": 0.5})
+    assert state[1][1].best_value == metrics.loss and params["b"].shape == ()
+
+
 def test_explain_sees_the_step():
     train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC)
     report = cgx.explain(train.step, *train.init(PARAMS), X, show=False)
@@ -195,6 +203,9 @@ def test_explain_sees_the_step():
     (dict(has_aux=1), TypeError, "make_train_step: argument 'has_aux': expected True or False, got 1"),
     (dict(donate="no"), TypeError, "make_train_step: argument 'donate': expected True or False, got 'no'"),
     (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as"),
+    (dict(axis_size=4), TypeError, "make_train_step: argument 'axis_size': expected none, as the mesh says how many ranks there are, got 4; leave it out"),
+    (dict(param_specs={"w": P(None, ("data",)), "b": P()}), ValueError, "make_train_step: argument 'param_specs': expected parameters that are whole on every "
+     "rank of 'data', got "),
     (dict(mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)), ValueError, "make_train_step: argument 'param_specs': expected a tree of "
      "PartitionSpecs like the parameters for a mesh with other axes than 'data', which says how they are sharded over them, got None"),
 ])  # fmt: skip
@@ -211,6 +222,6 @@ def test_batches_that_cannot_be_split():
 
 
 def test_a_state_from_another_plan():
-    train, other = (cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=plan) for plan in (CODEC, cgx.Raw()))
+    train, other = (cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=plan) for plan in (CODEC, cgx.Plan(CODEC, min_size=100)))
     with pytest.raises(ValueError, match=r"compress_gradients: argument 'state'.residuals\['b'\]: expected float32\[1, 40\], got None"):
         train.step(*other.init(PARAMS), X)
