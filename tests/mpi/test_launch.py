@@ -170,8 +170,9 @@ def test_variables_that_cannot_be():
 
 @pytest.mark.parametrize("variables", [
     {},
+    dict(CGX_COMPRESSION_QUANTIZATION_BITS="4"),
     dict(CGX_COMPRESSION_QUANTIZATION_BITS="8", CGX_COMPRESSION_BUCKET_SIZE="64", CGX_INTRA_BROADCAST="0", CGX_INNER_REDUCTION_TYPE="Ring"),
-], ids=["none", "many"])
+], ids=["none", "bits", "many"])
 def test_the_example(variables):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     done = mpirun(2, EXAMPLE, "--steps", "60", **variables)
