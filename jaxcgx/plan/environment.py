@@ -23,7 +23,7 @@ class Environment:
     skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
     fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
-    inner_communicator: str = _variable("CGX_INNER_COMMUNICATOR_TYPE", "SHM", {n: n for n in ("MPI", "SHM", "NCCL")})
+    inner_communicator: str | None = _variable("CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")})  # None: SHM if possible
     cross_communicator: str = _variable("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", {n: n for n in ("MPI", "NCCL")})
     inner_reduction: str = _variable("CGX_INNER_REDUCTION_TYPE", "two_shot", _REDUCTIONS)
     cross_reduction: str = _variable("CGX_CROSS_REDUCTION_TYPE", "ring", _REDUCTIONS)
@@ -33,19 +33,19 @@ class Environment:
     dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
 
 
-def read(environ=os.environ) -> Environment:
+def read(environ=os.environ, op="Plan.from_env") -> Environment:
     """The variables of an environment, or an error that names the one with a value, or a name, that CGX doesn't have."""
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
-        raise ValueError(f"Plan.from_env: variable {unknown[0]}: expected one of {', '.join(fields)}; unset it")
-    return Environment(**{field.name: _value(name, environ[name], field.metadata["values"])
+        raise ValueError(f"{op}: variable {unknown[0]}: expected one of {', '.join(fields)}; unset it")
+    return Environment(**{field.name: _value(op, name, environ[name], field.metadata["values"])
                           for name, field in fields.items() if name in environ})
 
 
-def _value(name, text, values):
+def _value(op, name, text, values):
     if isinstance(values, dict) and text in values:
         return values[text]
     if isinstance(values, int) and re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
         return int(text)
     expected = f"one of {', '.join(values)}" if isinstance(values, dict) else f"an integer of at least {values} (and less than 2^40)"
-    raise ValueError(f"Plan.from_env: variable {name}: expected {expected}, got {text!r}")
+    raise ValueError(f"{op}: variable {name}: expected {expected}, got {text!r}")

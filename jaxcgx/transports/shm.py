@@ -5,18 +5,32 @@ traced ones: every rank compiles a program of its own, for one device.
 """
 import dataclasses
 import numbers
+import os
 
 import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.native.shm import add, exchange, module
-from jaxcgx.transports import rows
+from jaxcgx.transports.rows import Transport, countable
 
 EFFECTS = frozenset({_compat.OrderedEffect()})
 
 
+def _together(comm, step):
+    """What `step` returns on each rank; an error of one is an error of all."""
+    try:
+        mine = step()
+    except (OSError, RuntimeError) as error:
+        mine = error
+    every = comm.allgather(mine)
+    for rank, found in enumerate(every):
+        if isinstance(found, Exception):
+            raise RuntimeError(f"Shm.over: rank {rank}: {found}")
+    return every
+
+
 @dataclasses.dataclass(frozen=True)
-class Shm:
+class Shm(Transport):
     """The processes of a communicator. transports/xla.py says what a transport has."""
 
     segment: int  # the native module's number
@@ -24,38 +38,26 @@ class Shm:
     rank: int
     effects: frozenset  # one effect, of everything that must run in one order
 
-    names = ()
-
     @classmethod
     def over(cls, comm, timeout=1800.0, effects=EFFECTS):
-        """The ranks of an mpi4py communicator, or of anything with a rank, a size and a bcast like one's. They call it together.
+        """The ranks of an mpi4py communicator, or of anything with a rank, a size and an allgather like one's. They call it together.
 
         timeout: seconds, of every wait for another rank. effects: if a program waits for other ranks in another way too, its
         effect: two orders, each kept, may still have two ranks wait for each other.
         """
         if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < timeout < 1e9:
             raise ValueError(f"Shm.over: argument 'timeout': expected a positive number of seconds, got {timeout!r}")
-        native, name = module("Shm.over"), None
-        if comm.rank == 0:
-            try:
-                name = native.shm_create(comm.size)
-            except RuntimeError as error:
-                name = error  # of every rank
-        name = comm.bcast(name)
-        try:
-            if not isinstance(name, str):
-                raise name
-            return cls(native.shm_attach(name, comm.rank, comm.size, timeout), comm.size, comm.rank, effects)
-        except RuntimeError as error:
-            raise RuntimeError(f"Shm.over: {error}") from None
+        # Whoever attaches waits for all: what one rank can't do is found out before.
+        _together(comm, lambda: module().shm_detach(module().shm_attach(module().shm_create(1), 0, 1, timeout)))
+        name = _together(comm, lambda: module().shm_create(comm.size) if comm.rank == 0 else None)[0]
+        process, file, _ = name.split(":")
+        _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))
+        segments = _together(comm, lambda: module().shm_attach(name, comm.rank, comm.size, timeout))
+        return cls(segments[comm.rank], comm.size, comm.rank, effects)
 
     def close(self):
         """Leaves the other ranks. Without it the end of the process does."""
-        module("Shm.close").shm_detach(self.segment)
-
-    @property
-    def parts(self):
-        return {}
+        module().shm_detach(self.segment)
 
     def all_to_all(self, x):
         """Row r goes to rank r; row r of the result came from rank r."""
@@ -75,18 +77,6 @@ class Shm:
 
     def plain_psum(self, x):
         """In rank order; every rank adds up a part."""
-        flat = jnp.ravel(x.astype(jnp.int32) if x.dtype == jnp.bool_ else x)
+        flat = jnp.ravel(countable(x))
         parts = jnp.pad(flat, (0, -x.size % self.size)).reshape(self.size, -1)
         return self.all_gather(add(self.all_to_all(parts))).ravel()[: x.size].reshape(x.shape)
-
-    def plain_pmean(self, x):
-        return self.plain_psum(x) / self.size
-
-    def plain_psum_scatter(self, x, scatter_dimension, tiled):
-        return add(self.all_to_all(rows.split(x, scatter_dimension, self.size, tiled)))
-
-    def plain_all_gather(self, x, axis, tiled, to):
-        return rows.join(self.all_gather(x), axis, tiled)
-
-    def plain_all_to_all(self, x, split_axis, concat_axis, tiled):
-        return rows.join(self.all_to_all(rows.split(x, split_axis, self.size, tiled)), concat_axis, tiled)

@@ -49,10 +49,12 @@ def test_bytes_on_the_wire_of_hierarchies(leader):
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
 def test_a_thousand_leaves_are_as_many_exchanges_as_messages(schedule):
     tree = [jnp.zeros((4, 25, 20))] * 1000  # 2,000 bytes each: 262 fit into half a MiB
-    step = lambda mb: exchanges(program(lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree))
+    step = lambda mb: program(lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree)
     once = {"two_shot": {"all-to-all": 1, "all-gather": 1}, "one_shot": {"all-gather": 1}}[schedule]
-    assert step(64) == once
-    assert step(0.5) == {op: 4 for op in once}
+    for mb, messages in (64, 1), (0.5, 4):
+        compiled = step(mb)
+        assert exchanges(compiled) == {op: messages for op in once}
+        assert compiled.as_text().count('custom_call_target="jaxcgx_encode"') == messages  # of all leaves and ranks together
 
 
 def test_other_collectives_share_messages_too():

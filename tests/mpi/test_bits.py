@@ -116,6 +116,44 @@ def test_hierarchies(grid, inner, monkeypatch):
             same(a, b)
 
 
+@pytest.mark.parametrize("inner", ["SHM", "MPI"])
+def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
+    """By levels, with one codec for all, raw: all goes through the memory of the node, or all over MPI."""
+    if N == 1:
+        pytest.skip("needs 2 ranks or more: mpirun")
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
+    found, x, codec = cgx.mpi.hierarchy(), jnp.ones((N, 3 * N, 64)), cgx.MaxMin(4)
+    allreduce = lambda codec, **more: lambda x: cgx.mpi.compressed_allreduce(x, codec, found, **more)
+    for f in (allreduce({"cross": codec, "inner": codec}), allreduce({"cross": codec, "inner": cgx.Raw()}, leader=True), allreduce(codec),
+              allreduce(codec, schedule="ring"), allreduce(cgx.Raw()), lambda x: cgx.mpi.broadcast(x, 0, found),
+              lambda x: cgx.mpi.compressed_alltoall(x, codec, found), lambda x: cgx.mpi.compressed_allgather(x, cgx.Raw(), found)):
+        program = jax.jit(f).lower(x).as_text()
+        assert ("@jaxcgx_exchange" in program, "@mpi_" in program) == (inner == "SHM", inner == "MPI")
+
+
+@pytest.mark.parametrize("inner", ["SHM", "MPI"])
+def test_the_levels_of_a_hierarchy(inner, monkeypatch):
+    """One at a time, as `comm`; and all ranks of one node together. Of every dtype."""
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
+    found, codec, x = cgx.mpi.hierarchy(), cgx.MaxMin(3, 33), tree(N)
+    for comm in (found, found.inner):
+        f = lambda x: [cgx.mpi.compressed_allreduce(x, codec, comm, check=True), cgx.mpi.compressed_reduce_scatter(x, codec, comm, tiled=True),
+                       cgx.mpi.compressed_allgather(x, codec, comm), cgx.mpi.compressed_alltoall(x, codec, comm, concat_axis=1, tiled=True)]
+        same(jax.jit(f)(mine(x)), on_mesh(lambda x: [
+            cgx.compressed_psum(x, "a", codec), cgx.compressed_psum_scatter(x, "a", codec, tiled=True), cgx.compressed_all_gather(x, "a", codec),
+            cgx.compressed_all_to_all(x, "a", 0, 1, codec, tiled=True)], x))
+        np.testing.assert_array_equal(cgx.mpi.broadcast(jnp.full(3, COMM.rank, jnp.int4), N - 1, comm), N - 1)
+    same(cgx.mpi.compressed_allreduce(x["w"][COMM.rank], codec, found.cross), x["w"][COMM.rank])  # the only rank of its place
+
+
+def test_a_hierarchy_is_made_once():
+    comm = COMM.Dup()
+    first = cgx.mpi.hierarchy(comm)
+    assert cgx.mpi.hierarchy(comm) is first and cgx.mpi.hierarchy(COMM.Dup()) is not first
+    halves = [cgx.mpi.hierarchy(comm, COMM.Split(COMM.rank, 0)) for _ in range(2)]
+    assert halves[0] is halves[1] and (N == 1 or halves[0] is not first)
+
+
 def test_a_hierarchy_scatters_and_gathers():
     grid = GRIDS[-1]
     x, found, codec = {"w": normal((N, 2 * N, 100))}, nodes(grid), {"cross": cgx.MaxMin(4), "inner": cgx.MaxMin(8, 33)}

@@ -9,6 +9,9 @@ from helpers import normal
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 
+from jaxcgx.native import shm
+from jaxcgx.transports.mpi import Comm
+from jaxcgx.transports.shm import Shm
 from processes import COMM
 
 N, R, CODEC = COMM.size, COMM.rank, cgx.MaxMin(4)
@@ -38,6 +41,8 @@ def in_a_mesh():
     (lambda x: allreduce(x, CODEC, check=1), TypeError, "compressed_allreduce: argument 'check': expected True or False, got 1"),
     (lambda x: allreduce(x, {"cross": CODEC, "inner": CODEC}), ValueError, "compressed_allreduce: argument 'codec': expected nothing of \"cross\" and \"inner\" with a communicator, got {'cross': MaxMin("),
     (lambda x: allreduce(x, cgx.Plan.from_env(("cross", "inner"))), ValueError, "compressed_allreduce: argument 'codec': expected nothing of \"cross\" and \"inner\" with a communicator, got Plan("),
+    (lambda x: allreduce(x, cgx.Plan(CODEC, [("w", {"cross": CODEC, "inner": CODEC})])), ValueError, "argument 'codec': expected nothing of \"cross\" and \"inner\" with a communicator, got Plan("),
+    (lambda x: allreduce(x, cgx.Plan(CODEC, schedule={"cross": "ring", "inner": "ring"})), ValueError, "argument 'codec': expected nothing of \"cross\" and \"inner\" with a communicator, got Plan("),
     (lambda x: allreduce(x, CODEC, schedule={"cross": "ring", "inner": "ring"}), ValueError, "argument 'schedule': expected nothing of \"cross\" and \"inner\" with a communicator, got {'cross': 'ring', 'inner': 'ring'}; pass comm=jaxcgx.mpi.hierarchy()"),
     (lambda x: allreduce(x, CODEC, leader=True), ValueError, "argument 'leader': expected nothing of \"cross\" and \"inner\" with a communicator, got True; pass comm=jaxcgx.mpi.hierarchy()"),
     (lambda x: allreduce(x, {"node": CODEC}, cgx.mpi.hierarchy()), ValueError, "compressed_allreduce: argument 'codec': expected a codec for each axis of ('cross', 'inner'), got"),
@@ -85,6 +90,62 @@ def test_ranks_that_differ(f, words):
         f(normal(8))
     assert words in str(raised.value)
     assert len(set(COMM.allgather(str(raised.value)))) == 1
+
+
+def everywhere(error, f):
+    """The error of f(), the same on every rank."""
+    with pytest.raises(error) as raised:
+        f()
+    assert len(set(COMM.allgather(str(raised.value)))) == 1
+    return str(raised.value)
+
+
+@several
+def test_variables_of_one_rank(monkeypatch):
+    for name, value in ("CGX_INTRA_BROADCAST", "yes"), ("CGX_BITS", "4"):
+        with monkeypatch.context() as patch:
+            if R == 1:
+                patch.setenv(name, value)
+            words = everywhere(ValueError, cgx.mpi.hierarchy)
+        assert words.startswith(f"hierarchy: variable {name}: expected one of ") and words.endswith(", on rank 1")
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", "MPI" if R == 1 else "SHM")
+    words = everywhere(ValueError, cgx.mpi.hierarchy)
+    assert words.startswith("hierarchy: expected the same on every rank, got variable CGX_INNER_COMMUNICATOR_TYPE: SHM on rank 0")
+    assert words.endswith("MPI on rank 1")
+
+
+@several
+def test_a_rank_that_can_share_no_memory(monkeypatch):
+    """An error of all if shared memory was asked for; without, MPI takes its place. As it does for computations elsewhere."""
+    nodes = lambda: cgx.mpi.hierarchy(COMM.Dup())
+    monkeypatch.delenv("CGX_INNER_COMMUNICATOR_TYPE", raising=False)
+    assert isinstance(nodes().inner, Shm)
+    with monkeypatch.context() as patch:
+        if R == 1:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+        assert isinstance(nodes().inner, Comm)
+    if R == 1:
+        monkeypatch.setattr(shm, "_native", None)
+    assert isinstance(nodes().inner, Comm)
+    monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", "SHM")
+    words = everywhere(RuntimeError, nodes)
+    assert words.startswith("hierarchy: Shm.over: rank 1: shared memory needs the native module")
+    assert words.endswith("; set CGX_INNER_COMMUNICATOR_TYPE=MPI, and MPI moves the bytes within a node")
+
+
+@several
+def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
+    """Whoever waited raises at once; what it had sent makes no other rank believe that it takes part."""
+    comm = COMM.Dup()
+    monkeypatch.setattr(cgx.mpi, "WAIT", 0.5)
+    if R == 0:
+        with pytest.raises(RuntimeError, match="rank 0 waited 0.5 s for the other ranks"):
+            allreduce(normal(8), CODEC, comm, check=True)
+    COMM.Barrier()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            allreduce(normal(8), CODEC, comm, check=True)
+    assert "compressed_allreduce: argument 'comm': an earlier checked call over this communicator waited in vain" in str(raised.value)
 
 
 def test_ranks_that_agree():

@@ -14,6 +14,7 @@ from jaxcgx.report import doctor
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ, reason="starts mpirun itself")
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "mpi_train.py"
+PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # Open MPI's wheel has its programs beside Python
 LIMIT = 120  # seconds, after which a program counts as hung; it takes a tenth of it
 
 
@@ -30,7 +31,7 @@ def python(code, **more):
 
 def mpirun(ranks, script, *arguments, **more):
     """A script under `mpirun -n ... python -m mpi4py`. Code, if it is no path."""
-    command = [shutil.which("mpirun", path=f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"), "-n", str(ranks), sys.executable]
+    command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable]
     command += ["-m", "mpi4py", *(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
 
@@ -90,8 +91,18 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
 
 def test_the_doctor_of_an_installation_that_is_whole(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # as if mpirun had started the doctor
+    monkeypatch.setenv("PATH", PATH)
     report = doctor.examine()
+    assert re.search(r"^mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE) and re.search(r"^mpicc  +", str(report), re.MULTILINE)
     assert report.problems == [] and re.search(r"^MPI  +\w.*, mpi4py [\d.]+, mpi4jax [\d.]+", str(report), re.MULTILINE)
+
+
+def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_mpi", lambda: ("whole", []))
+    report = str(doctor.examine())
+    assert "\nmpirun            none on the PATH\nmpicc             none on the PATH\n" in report
+    assert "problem: mpi4jax is installed, and no mpirun is on the PATH\nremedy:  put the bin folder of its MPI there" in report
 
 
 @pytest.mark.parametrize(("module", "problem", "remedy"), [
@@ -170,8 +181,9 @@ def test_variables_that_cannot_be():
 
 @pytest.mark.parametrize("variables", [
     {},
+    dict(CGX_COMPRESSION_QUANTIZATION_BITS="4"),
     dict(CGX_COMPRESSION_QUANTIZATION_BITS="8", CGX_COMPRESSION_BUCKET_SIZE="64", CGX_INTRA_BROADCAST="0", CGX_INNER_REDUCTION_TYPE="Ring"),
-], ids=["none", "many"])
+], ids=["none", "bits", "many"])
 def test_the_example(variables):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     done = mpirun(2, EXAMPLE, "--steps", "60", **variables)

@@ -117,7 +117,7 @@ def test_the_process_has_variables(monkeypatch):
 
 
 def test_what_only_transports_need():
-    assert (environment.read({}).inner_communicator, environment.read({}).cross_communicator) == ("SHM", "MPI")
+    assert (environment.read({}).inner_communicator, environment.read({}).cross_communicator) == (None, "MPI")
     found = environment.read({"CGX_INNER_COMMUNICATOR_TYPE": "MPI", "CGX_CROSS_COMMUNICATOR_TYPE": "NCCL"})
     assert (found.inner_communicator, found.cross_communicator) == ("MPI", "NCCL")
 

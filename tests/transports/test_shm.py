@@ -50,11 +50,12 @@ class Processes:
             process.communicate()
 
     def result(self, rank):
-        """What came of the action on a rank. Rank 0, which names the memory for the others, is asked first."""
+        """What came of the action on a rank. Rank 0 is asked first, while all gather what each has."""
         for line in self.running[rank].stdout:
-            if re.match(r"\d+:\d+:\w+$", line):
-                for process in self.running[1:]:
-                    process.stdin.write(line)
+            if line.startswith("mine "):
+                every = [line, *(process.stdout.readline() for process in self.running[1:])]
+                for process in self.running:
+                    process.stdin.write(" ".join(each.split()[1] for each in every) + "\n")
             else:
                 return json.loads(line)
         raise AssertionError(f"rank {rank} ended with status {self.running[rank].wait()}")
@@ -119,8 +120,8 @@ def test_a_rank_that_closes_its_transport():
 class Alone:
     rank, size = 0, 1
 
-    def bcast(self, name):
-        return name
+    def allgather(self, mine):
+        return [mine]
 
 
 @pytest.fixture
@@ -142,25 +143,23 @@ def test_a_timeout_must_be_a_positive_number(timeout):
         Shm.over(Alone(), timeout)
 
 
-def test_what_rank_0_could_not_make_is_an_error_of_every_rank():
+def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
     class Many(Alone):
         size = 2000
 
     class Another(Many):
-        rank = 1
+        def allgather(self, mine):
+            return [mine, OSError("no memory")]
 
-        def bcast(self, name):
-            return RuntimeError("no memory")
-
-    with pytest.raises(RuntimeError, match="Shm.over: expected 1 to 1024 ranks, got 2000"):
+    with pytest.raises(RuntimeError, match="Shm.over: rank 0: expected 1 to 1024 ranks, got 2000"):
         Shm.over(Many())
-    with pytest.raises(RuntimeError, match="Shm.over: no memory"):
+    with pytest.raises(RuntimeError, match="Shm.over: rank 1: no memory"):
         Shm.over(Another())
 
 
 def test_without_the_native_module(monkeypatch):
     monkeypatch.setattr(shm, "_native", None)
-    with pytest.raises(RuntimeError, match="Shm.over: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it"):
+    with pytest.raises(RuntimeError, match="Shm.over: rank 0: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it"):
         Shm.over(Alone())
 
 
