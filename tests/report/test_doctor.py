@@ -43,7 +43,8 @@ def run(code="", *arguments, **env):
 
 
 def test_this_installation():
-    result = subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=300)
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # Open MPI's wheel has its programs beside Python
+    result = subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     for word in (jax.__version__, "avx" if registration.find().build_info()["kernels"] != "portable" else "portable", "no problems"):
         assert word in result.stdout
