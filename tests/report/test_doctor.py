@@ -20,6 +20,12 @@ H200 = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0"
 UNKNOWN = types.SimpleNamespace(device_kind="another GPU", process_index=0)
 
 
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    """Open MPI's wheel has its programs beside Python."""
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+
+
 @pytest.fixture
 def pretend(monkeypatch):
     """Makes up the native module, the GPUs that JAX sees, and that there is no MPI."""
@@ -43,8 +49,7 @@ def run(code="", *arguments, **env):
 
 
 def test_this_installation():
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # Open MPI's wheel has its programs beside Python
-    result = subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     for word in (jax.__version__, "avx" if registration.find().build_info()["kernels"] != "portable" else "portable", "no problems"):
         assert word in result.stdout
