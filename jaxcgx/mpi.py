@@ -6,10 +6,10 @@ Every function is collective: all ranks of the communicator call it, in the same
 process computes on one device. Schedules, messages and bits are those of `compressed_psum` and its like over a mesh with as
 many devices; derivatives are those under `check_vma=False`, where no type says what is the same on every rank.
 
-comm: an mpi4py communicator, MPI.COMM_WORLD by default, or `hierarchy()`, with which codec and schedule may be dicts, a
-value for "cross" and one for "inner", or one of the result's `cross` and `inner`. check=True compares what the ranks pass, when the call is traced and before anything
-is sent; where they differ every rank raises an error that names the ranks and the leaf. The other arguments are those of the
-namesakes over a mesh.
+comm: an mpi4py communicator, MPI.COMM_WORLD by default; or `hierarchy()`, with which codec and schedule may be dicts, a
+value for "cross" and one for "inner"; or its `cross` or `inner` alone. check=True compares what the ranks pass, when the
+call is traced and before anything is sent; where they differ every rank raises an error that names the ranks and the leaf.
+The other arguments are those of the namesakes over a mesh.
 """
 import hashlib
 import importlib.metadata
@@ -49,7 +49,7 @@ __all__ = ["broadcast", "compressed_allgather", "compressed_allreduce", "compres
 
 WAIT = 60.0  # seconds that a checked call waits for the other ranks
 _SHOWN = 5  # differences that an error names
-_LATE = MPI.Comm.Create_keyval()  # the request that a checked call gave up, whose buffers MPI may still write to
+_LATE = MPI.Comm.Create_keyval()  # the request that a checked call gave up: MPI may still write to its buffers
 _NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
 
 
@@ -176,7 +176,8 @@ def _within(comm, env, inner):
 
 def _variables(comm):
     """CGX's variables, and their text; an error on every rank where one has others or one that can't be."""
-    text, env, error = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}, None, None
+    text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
+    env = error = None
     try:
         env = environment.read(op="hierarchy")
     except ValueError as wrong:

