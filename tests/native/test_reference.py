@@ -25,7 +25,7 @@ def test_encode_and_decode(layout, seed, exponent, special):
         assert_same_values(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::3], ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=lambda l: f"{l.codec}-{l.chunks}")
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20))
 def test_encode_with_feedback(layout, seed, exponent, special, lost):
@@ -39,7 +39,7 @@ def test_encode_with_feedback(layout, seed, exponent, special, lost):
         assert_same_values(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1::6], ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS[1::10], ids=lambda l: f"{l.codec}-{l.chunks}")
 @pytest.mark.parametrize("with_own", (False, True))
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, rank=st.integers(0, 2))
