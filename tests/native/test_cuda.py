@@ -155,8 +155,8 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
 
     handlers = ops._native.handlers()
     assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1]
-    assert [traits(h) for h in handlers["cpu"].values()] == [0, 0, 0]
-    assert handlers["CUDA"].keys() == handlers["cpu"].keys()
+    assert not any(traits(h) for h in handlers["cpu"].values())
+    assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {"jaxcgx_exchange"}  # between processes, in the memory of a host
 
 
 def test_a_codec_without_kernels_runs_in_jnp():
