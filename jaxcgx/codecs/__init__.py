@@ -5,7 +5,8 @@ from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sign", "decode", "encode", "roundtrip"]
+__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "PowerSGD", "Raw", "Sign", "decode", "encode", "roundtrip"]

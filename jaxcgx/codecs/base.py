@@ -38,6 +38,7 @@ class Codec:
     raw = False  # all elements travel as they are
     contracts = True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
+    linear = False  # it makes no bytes: sums add up factors of it (PowerSGD)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -56,6 +57,10 @@ class Codec:
     def split_buckets(self, meta, codes, n: int):
         """(base, value) with base + value the decoded bucket: sums over ranks add the bases first."""
         return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
+
+    def why_raw(self, shape, dtype):
+        """Why an array of that shape and dtype travels as it is; None where this codec takes it."""
+        return None
 
     def wire_bytes(self, shape, dtype) -> int:
         """Bytes on the wire of an array of that shape and dtype."""
@@ -126,6 +131,13 @@ def check_codec(name: str, codec, argument="codec") -> Codec:
     return codec
 
 
+def check_encodes(name: str, codec: Codec, argument="codec"):
+    """That a codec makes bytes."""
+    if codec.linear:
+        raise ValueError(f"{name}: argument '{argument}': expected a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4), got "
+                         f"{spell(codec)}, which is for sums; pass it to compressed_psum, compressed_pmean or what is made of them")
+
+
 def check_dtype(name: str, argument: str, dtype):
     try:
         dtype = jnp.dtype(dtype)
@@ -177,14 +189,14 @@ def encode(x, codec: Codec, key=None):
 
     x: an array of any shape, float32, bfloat16 or float16. key: a random key, for codecs that round stochastically.
     """
-    check_codec("encode", codec)
+    check_encodes("encode", check_codec("encode", codec))
     x = check_array("encode", x)
     return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
 
 
 def decode(payload, codec: Codec, shape, dtype):
     """The array of that shape and dtype that `payload` holds. Any bytes of the right number decode to something."""
-    check_codec("decode", codec)
+    check_encodes("decode", check_codec("decode", codec))
     dtype = check_dtype("decode", "dtype", dtype)
     shape = check_shape("decode", shape)
     layout = layout_of(codec, shape, dtype)
@@ -196,7 +208,7 @@ def decode(payload, codec: Codec, shape, dtype):
 
 
 def roundtrip(x, codec: Codec, key=None):
-    """decode(encode(x)): what the other end will see. Its gradient is the identity (straight-through)."""
+    """decode(encode(x)): what the other end will see; of a codec for sums, the sum over one rank. Its gradient is the identity (straight-through)."""
     check_codec("roundtrip", codec)
     x = check_array("roundtrip", x)
     return _roundtrip(codec, x, check_key("roundtrip", codec, key))
@@ -206,7 +218,7 @@ def roundtrip(x, codec: Codec, key=None):
 # wanted is the derivative of what it stands for, x -> x, so the tangent passes as it is. The key has no tangent.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _roundtrip(codec, x, key):
-    return ops.roundtrip(codec, x, key)
+    return codec.approximate(x) if codec.linear else ops.roundtrip(codec, x, key)
 
 
 @_roundtrip.defjvp

@@ -12,10 +12,11 @@ import numpy as np
 from jax import lax
 
 from jaxcgx import _compat, plan
-from jaxcgx.codecs.base import check_codec
+from jaxcgx.codecs.base import check_codec, check_encodes, spell
 from jaxcgx.collectives import schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
+from jaxcgx.plan.leaves import factor_shape
 from jaxcgx.transports.xla import Axes
 
 
@@ -49,6 +50,17 @@ def check_stages(op, argument, codec, net):
         return ((net, check_codec(op, codec, argument)),)
     codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
     return tuple(zip(net.parts.values(), codecs))
+
+
+def check_linear(op, argument, stages, sums):
+    """That codecs for sums are those of sums (`sums`), over all axes together or over the outermost one."""
+    for there in dict.fromkeys(stages):
+        for j, (_, codec) in enumerate(there):
+            if not sums:
+                check_encodes(op, codec, argument)
+            if j and codec.linear:
+                raise ValueError(f"{op}: argument '{argument}': expected {spell(codec)} for the outermost axis alone or for all together, got "
+                                 "it for an inner one; over inner axes jaxcgx.Raw() sums exactly")
 
 
 def check_choice(op, argument, value, choices):
@@ -116,19 +128,34 @@ def check_varying(op, names, paths, leaves, argument="x"):
                 "jax.lax.pcast(params, axis_name, to='varying').")
 
 
-def check_residuals(op, tree, leaves, paths, residuals):
+def check_residuals(op, call, residuals):
     """A residual for each leaf, or None."""
+    return _check_state(op, "residuals", call, residuals, [leaf.shape if leaf.dtype in DTYPES else None for leaf in call.leaves])
+
+
+def check_factors(op, call, factors):
+    """For each leaf what its low rank begins with, or None."""
+    found = _check_state(op, "factors", call, factors, list(map(factor_shape, call.leaves, call.codecs)))
+    for path, given in zip(call.paths, found):
+        if given is not None and (axes := [name for name in call.net.names if name in _compat.varying_axes(given)]):
+            raise ValueError(f"{op}: argument 'factors'{_at(path)}: expected the same array on every rank, got one that varies over "
+                             f"{', '.join(map(repr, axes))}; pass on what the call before returned, through P() in shard_map's specs")
+    return found
+
+
+def _check_state(op, argument, call, state, shapes):
+    """For each leaf an array, float32 of its shape, or None."""
     try:
-        found = tree.flatten_up_to(residuals)
+        found = call.tree.flatten_up_to(state)
     except (TypeError, ValueError):
-        raise ValueError(f"{op}: argument 'residuals': expected a tree like x, {tree}, got {jax.tree_util.tree_structure(residuals)}") from None
-    for path, leaf, given in zip(paths, leaves, found):
+        raise ValueError(f"{op}: argument '{argument}': expected a tree like x, {call.tree}, got {jax.tree_util.tree_structure(state)}") from None
+    for path, leaf, given, shape in zip(call.paths, call.leaves, found, shapes):
         if given is None:
             continue
-        expected = f"float32{list(leaf.shape)}" if leaf.dtype in DTYPES else "None"
+        expected = "None" if shape is None else f"float32{list(shape)}"
         got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else repr(given)
         if got != expected:
-            raise ValueError(f"{op}: argument 'residuals'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got {got}")
+            raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got {got}")
     return found
 
 
@@ -212,7 +239,7 @@ class Route:
 class Call:
     """The checked arguments that every collective has. Leaves of one route share messages."""
 
-    def __init__(self, op, x, net, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True):
+    def __init__(self, op, x, net, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True, sums=False):
         self.op, self.net = op, net
         check_flag(op, "strict", strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
@@ -225,6 +252,9 @@ class Call:
         used, possible = [], []
         stages, guarded = self._assign("codec", codec, used, possible)
         backward = stages if backward_codec is None else self._assign("backward_codec", backward_codec, used, possible)[0]
+        check_linear(op, "codec", stages, sums)
+        check_linear(op, "backward_codec", backward, sums)
+        self.codecs = [[codec for _, codec in there] for there in stages]
         self.key = check_key(op, used, possible, key, net.names)
         self.hierarchy = any(len(there) > 1 for there in stages)
         self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(stages, backward)]
@@ -234,8 +264,10 @@ class Call:
         self.raw = {}  # why a leaf travels as it is
         for i, (leaf, route) in enumerate(zip(self.leaves, self.routes)):
             reason = plan.why_raw(leaf, route.codecs) or (self.size == 1 and "there is one rank") or None
-            if reason and strict and leaf.dtype not in DTYPES:
-                raise TypeError(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
+            refused = not guarded[i] and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in route.codecs)
+            if reason and strict and (refused or leaf.dtype not in DTYPES):
+                error = ValueError if refused else TypeError
+                raise error(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
             if reason:
                 self.raw[i] = guarded[i] or reason
         self.groups = {}  # of the others, those of a route

@@ -68,14 +68,20 @@ def _place(share, ranks, sizes):
 
 
 def _by_leaders(leaders, stages, leaves, fed, ids, key, schedule, own, divisor):
-    dtypes, leaves = [x.dtype for x in leaves], [x.astype(jnp.float32) for x in leaves]
-    for i, (net, codec) in reversed(list(enumerate(stages))[1:]):
-        others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
-        leaves, _ = _exchange(net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0)
+    dtypes = [x.dtype for x in leaves]
+    leaves = sum_inside(stages, [x.astype(jnp.float32) for x in leaves], ids, key, schedule, own)
     sums, lost = _exchange(leaders, stages[0][1], leaves, fed, ids, schedules.stage_key(key, 0, ()), schedule[0], own, divisor)
     if fed:
         lost = [jnp.where(leaders.speaks, x, 0) for x in lost]
     return [x.astype(dtype) for x, dtype in zip(sums, dtypes)], lost
+
+
+def sum_inside(stages, leaves, ids, key, schedule, own):
+    """The sums of float32 leaves over all stages but the outermost, whole, on every rank."""
+    for i, (net, codec) in reversed(list(enumerate(stages))[1:]):
+        others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
+        leaves, _ = _exchange(net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0)
+    return leaves
 
 
 def _exchange(net, codec, leaves, fed, ids, key, schedule, own, divisor):

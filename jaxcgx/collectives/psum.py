@@ -5,13 +5,14 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.collectives import costs, feedback, hierarchy, primitive, schedules
-from jaxcgx.collectives.call import Call, callers_level, check_axes, check_choice, check_each, check_flag, check_own, check_residuals
+from jaxcgx.collectives import costs, feedback, hierarchy, low_rank, primitive, schedules
+from jaxcgx.collectives.call import (Call, callers_level, check_axes, check_choice, check_each, check_factors, check_flag, check_own,
+                                     check_residuals)
 from jaxcgx.plan import SCHEDULES, Plan
 
 
-def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, schedule="auto", own="raw", leader=False, strict=False,
-                    fusion_mb=None):
+def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, factors=None, schedule="auto", own="raw", leader=False,
+                    strict=False, fusion_mb=None):
     """The sum of `x` over a named axis, as `jax.lax.psum`, sent in the codec's bytes.
 
     x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed; others go through lax.psum, or
@@ -33,28 +34,34 @@ def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, schedule="
     residuals. None in place of a leaf: no feedback for it. With `own="encoded"` what the sum's own encoding loses stays
     lost; of a hierarchy, what the inner axes lose.
 
+    factors: what `PowerSGD` begins with, those of the step before (`init_factors` at first): a tree like `x`, the same on every
+    rank, None for leaves that have none. The new factors then follow the sum, or the residuals. Without, or with None for a leaf,
+    every call begins alike and finds the less the less gradients change.
+
     Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
     """
     op = "compressed_psum"
-    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, schedule, own, leader, strict, fusion_mb, mean=False)
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, mean=False)
 
 
-def compressed_pmean(x, axis_name, codec, *, key=None, residuals=None, schedule="auto", own="raw", leader=False, strict=False,
-                     fusion_mb=None):
+def compressed_pmean(x, axis_name, codec, *, key=None, residuals=None, factors=None, schedule="auto", own="raw", leader=False,
+                     strict=False, fusion_mb=None):
     """The mean of `x` over a named axis, as `jax.lax.pmean`: compressed_psum, divided in float32 before the last encoding."""
     op = "compressed_pmean"
-    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, schedule, own, leader, strict, fusion_mb, mean=True)
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, mean=True)
 
 
-def reduce(op, x, net, codec, key, residuals, schedule, own, leader, strict, fusion_mb, *, mean):
-    call, plain, compressed = prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=residuals is not None)
-    if residuals is None:
+def reduce(op, x, net, codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, *, mean):
+    fed = residuals is not None
+    call, plain, compressed = prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=fed)
+    if not fed and factors is None:
         return call.run(plain, compressed)
     for codec in {route.stages[0][1] for route in call.groups}:
-        if not codec.contracts:
+        if fed and not codec.contracts:
             warnings.warn(f"{op}: argument 'residuals': {codec} loses more than it is given, so what is over grows without bound; take more "
                           "bits, smaller buckets, rounding to nearest, or jaxcgx.Sign", stacklevel=callers_level())
-    lost = check_residuals(op, call.tree, call.leaves, call.paths, residuals)
+    lost = check_residuals(op, call, residuals) if fed else [None] * len(call.leaves)
+    warm = check_factors(op, call, factors) if factors is not None else [None] * len(call.leaves)
 
     def plain_fed(leaf, i):
         if lost[i] is None:
@@ -63,19 +70,27 @@ def reduce(op, x, net, codec, key, residuals, schedule, own, leader, strict, fus
         return plain(leaf, i)
 
     def compressed_fed(leaves, key, ids, route):
-        given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
-        done = compressed(leaves, key, ids, route, given)
-        for i, new in zip(ids, done[len(leaves) :]):
-            lost[i] = new if lost[i] is not None else None
-        return done[: len(leaves)]
+        linear, given, begin = route.stages[0][1].linear, None, None
+        if fed:
+            given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
+        if linear and factors is not None:
+            shapes = [route.stages[0][1].factor_shape(x.shape) for x in leaves]
+            begin = [jnp.zeros(shape, jnp.float32) if warm[i] is None else warm[i] for i, shape in zip(ids, shapes)]
+        done, n = compressed(leaves, key, ids, route, given, begin), len(leaves)
+        after = done[n:]
+        for kept, new in ((lost, after[:n] if fed else ()), (warm, after[-n:] if begin else ())):
+            for i, x in zip(ids, new):
+                kept[i] = x if kept[i] is not None else None
+        return done[:n]
 
     results = call.run(plain_fed, compressed_fed)
-    return results, jax.tree_util.tree_unflatten(call.tree, lost)
+    states = [lost] * fed + [warm] * (factors is not None)
+    return results, *(call.tree.unflatten(state) for state in states)
 
 
 def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, fed=False, argument="x", local=True):
     """A checked call, what reduces a leaf and what reduces a message, as Call.run wants them."""
-    call = Call(op, x, net, codec, key, strict, fusion_mb, argument=argument, local=local)
+    call = Call(op, x, net, codec, key, strict, fusion_mb, argument=argument, local=local, sums=True)
     check_flag(op, "leader", leader)
     said = ""
     if isinstance(codec, Plan):
@@ -93,13 +108,13 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
     chosen = {}
     for route, ids in call.groups.items():
         names = [parts.get(part, "auto" if j else asked[0]) for j, (part, _) in enumerate(route.stages)]
-        if fed and names[0] == "ring":
+        if fed and names[0] == "ring" and not route.stages[0][1].linear:
             raise ValueError(f"{op}: argument 'schedule'{said}: expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes "
                              "sums of several ranks on the way; pass schedule=\"two_shot\"")
         chosen[route] = _choose(route, [call.leaves[i] for i in ids], names, leader)
 
-    def compressed(leaves, key, ids, route, residuals=None):
-        return primitive.bind(psum_p, leaves, key, residuals, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own,
+    def compressed(leaves, key, ids, route, residuals=None, factors=None):
+        return primitive.bind(psum_p, leaves, key, residuals, factors, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own,
                               leader=leader, divisor=float(call.size) if mean else 1.0, tracked=call.tracked)
 
     def plain(leaf, i):
@@ -111,14 +126,19 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
 def _choose(route, leaves, names, leader):
     """A schedule for each stage. What "auto" takes for the outermost is what costs least, for all messages of a route alike."""
     (net, codec), first = route.stages[0], names[0]
-    if first == "auto":
+    if codec.linear:
+        first = "psum"
+    elif first == "auto":
         share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
         first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share,
                              sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves) // share)
     return (first, *("two_shot" if name == "auto" else name for name in names[1:]))
 
 
-def _run(leaves, key, residuals=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):
+def _run(leaves, key, residuals=None, factors=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):
+    if stages[0][1].linear:
+        results, lost, new = low_rank.allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor)
+        return [*results, *(lost or []), *(new if factors is not None else [])]
     if len(stages) > 1:
         results, lost = hierarchy.allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, divisor)
     else:

@@ -17,6 +17,7 @@ from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import state_specs
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.leaves import factor_shape
 from jaxcgx.plan.rules import check_codecs
 
 OP = "compress_gradients"
@@ -33,6 +34,7 @@ class CompressState(NamedTuple):
     residuals: Any  # like the gradients, float32[ranks, *shape]; None for what always travels raw
     momentum: Any  # like the gradients, [ranks, *shape]
     telemetry: Any  # Telemetry of the last step
+    factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
 
     per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
 
@@ -50,7 +52,7 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
     correction), so that what is sent late has its momentum all the same; the optimizer behind should have none. Where the mean
     is not finite, u stays as it was.
 
-    skip_nonfinite: in a step whose mean is not finite everywhere, residuals and momentum stay as they were: for optimizers that
+    skip_nonfinite: in a step whose mean is not finite everywhere, residuals, momentum and factors stay as they were: for optimizers that
     skip such steps (optax.apply_if_finite, loss scaling). They are then not updated in place.
     telemetry: what a step lost, in `state.telemetry`. (Without check_vma both see the shards of a device alone.)
     seed: of the noise of codecs that round stochastically.
@@ -84,7 +86,10 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
     def types(tree, ranks):
         """The state, of jax.ShapeDtypeStructs, for gradients or parameters."""
         paths, leaves, structure = _flatten(tree)
-        coded = [any(codecs) for codecs in zip(*(_codecs(each, axis_name, paths, leaves) for each in plans))]
+        given = list(zip(*(_codecs(each, axis_name, paths, leaves) for each in plans)))
+        coded = [any(codecs) for codecs in given]
+        # Plans of several ranks share the longest factor, of which each takes what it needs.
+        factors = [max(filter(None, map(functools.partial(factor_shape, x), codecs)), default=None) for x, codecs in zip(leaves, given)]
         # For every plan that compresses the same leaves, also one with noise or a schedule. optax asks with a tree without leaves.
         compresses = any(coded) if leaves else not all(codec.raw for each in plans for codec in each.codecs)
         scalars = [jax.ShapeDtypeStruct((), jnp.float32)] * len(leaves)
@@ -94,7 +99,8 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
             key=jax.ShapeDtypeStruct((2,), jnp.uint32) if compresses else None,
             residuals=structure.unflatten([row(x, jnp.float32) if feedback and has else None for x, has in zip(leaves, coded)]),
             momentum=None if momentum is None else structure.unflatten([row(x, x.dtype) for x in leaves]),
-            telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None)
+            telemetry=Telemetry(*[structure.unflatten(scalars)] * len(Telemetry._fields)) if telemetry else None,
+            factors=structure.unflatten([shape and jax.ShapeDtypeStruct(shape, jnp.float32) for shape in factors]) if any(factors) else None)
 
     def init(params):
         ranks, axes, sharded = _ranks(axis_name, axis_size)
@@ -115,25 +121,30 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
         return state._replace(**{name: jax.tree_util.tree_map(lambda x: _compat.vary(x, axes), getattr(state, name))
                                  for name in CompressState.per_rank})
 
-    def exchange(each, key, structure, leaves, residuals):
-        """The mean with one of the plans, what is lost, telemetry."""
+    def exchange(each, key, structure, leaves, residuals, factors):
+        """The mean with one of the plans, what is lost, new factors, telemetry."""
         paths, _, _ = _flatten(structure.unflatten(leaves))
         codecs = _codecs(each, axis_name, paths, leaves)
         if telemetry and not feedback:  # nothing else tells what is lost
             residuals = [jnp.zeros((1, *x.shape), jnp.float32) if codec else None for x, codec in zip(leaves, codecs)]
         key = key if any(codec.stochastic for codec in each.codecs) else None
-        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key)
+        shapes = [factor_shape(x, given) for x, given in zip(leaves, codecs)]
+        warm = [None if shape is None else q[: shape[0]] for q, shape in zip(factors, shapes)]
+        state = dict(factors=structure.unflatten(warm)) if any(shapes) else {}
+        send = functools.partial(pmean, structure.unflatten(leaves), codec=each, key=key, **state)
         lost, found = residuals, None
         if all(r is None for r in residuals):
-            mean = structure.flatten_up_to(send())
+            mean, *warm = map(structure.flatten_up_to, send() if state else (send(),))
         else:
             # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would be a copy, two with the way back.
             rows = jax.vmap(lambda given: send(residuals=given))(structure.unflatten(residuals))
-            mean, lost = map(structure.flatten_up_to, rows)
+            mean, lost, *warm = map(structure.flatten_up_to, rows)
             mean = [x.reshape(x.shape[1:]) for x in mean]
+        if state:
+            factors = [q if new is None else q.at[: shape[0]].set(new.reshape(shape)) for q, new, shape in zip(factors, *warm, shapes)]
         if telemetry:
             found = measure(check_axes(OP, axis_name), structure, leaves, codecs, residuals, mean, lost)
-        return mean, lost if feedback else [None] * len(lost), found
+        return mean, lost if feedback else [None] * len(lost), factors, found
 
     def update(updates, state, params=None):
         del params
@@ -141,6 +152,7 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
         _check_state(axis_name, state, types(updates, 1))
         _, leaves, structure = _flatten(updates)
         residuals, before, moved = structure.flatten_up_to(state.residuals), None, None
+        factors = [None] * len(leaves) if state.factors is None else structure.flatten_up_to(state.factors)
         if momentum is not None:
             before = structure.flatten_up_to(state.momentum)
             moved = [jnp.asarray(momentum, u.dtype) * u + g.astype(u.dtype) for u, g in zip(before, leaves)]
@@ -149,9 +161,9 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
         ways = [functools.partial(exchange, each, key, structure) for each in plans]
         if len(ways) > 1 and state.count is not None:
             now = sum((state.count >= start).astype(jnp.int32) for start, _ in settings[1:])
-            mean, lost, found = lax.switch(now, ways, leaves, residuals)
+            mean, lost, warm, found = lax.switch(now, ways, leaves, residuals, factors)
         else:
-            mean, lost, found = ways[0](leaves, residuals)
+            mean, lost, warm, found = ways[0](leaves, residuals, factors)
         count = None if state.count is None else optax.safe_increment(state.count)
         if beta is not None:
             lost = [None if r is None else (1 - beta) * r + beta * new for r, new in zip(residuals, lost)]
@@ -162,11 +174,11 @@ def compress_gradients(axis_name, plan, *, feedback=True, beta=None, reset_every
             if shards := tuple(_compat.varying_axes(bad)):  # over which axes of the mesh the gradients are
                 bad = lax.psum(bad, shards)
             keep = lambda new, old: jnp.where(bad == 0, new, old)
-            lost, moved = jax.tree_util.tree_map(keep, (lost, moved), (residuals, before))
+            lost, moved, warm = jax.tree_util.tree_map(keep, (lost, moved, warm), (residuals, before, factors))
         if reset_every is not None:
             lost = [None if r is None else jnp.where(count % reset_every == 0, 0, r) for r in lost]
         kept = structure.unflatten(lost), None if momentum is None else structure.unflatten(moved)
-        return structure.unflatten(mean), CompressState(count, state.key, *kept, found)
+        return structure.unflatten(mean), CompressState(count, state.key, *kept, found, None if state.factors is None else structure.unflatten(warm))
 
     return optax.GradientTransformation(init, update)
 
@@ -207,7 +219,7 @@ def _check_schedules(axis_name, schedule, plans):
     outermost = axis_name[0] if isinstance(axis_name, (tuple, list)) else axis_name
     for plan in plans:
         argument, given = ("plan", plan.schedule) if schedule == "auto" else ("schedule", schedule)
-        if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(codec.raw for codec in plan.codecs):
+        if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(codec.raw or codec.linear for codec in plan.codecs):
             raise ValueError(f"{OP}: argument '{argument}': expected the schedule \"two_shot\" or \"one_shot\" over {outermost!r} with "
                              "feedback or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass "
                              "schedule=\"two_shot\", or feedback=False without telemetry")

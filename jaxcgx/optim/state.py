@@ -39,9 +39,17 @@ def specs_per_rank(opt_state, rows, param_specs):
             else:
                 field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, field)
             found = found._replace(**{name: field})
+        if param_specs is not None and node.factors is not None:  # a factor is of a shard: side by side, along their long dimension
+            beside = lambda spec, x: x if x is None else P(None, _named(spec))
+            found = found._replace(factors=jax.tree_util.tree_map(beside, param_specs, node.factors))
         return found
 
     return jax.tree_util.tree_map(specs, opt_state, is_leaf=_ours)
+
+
+def _named(spec):
+    """The axes of a mesh that a spec mentions."""
+    return tuple(name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,)))
 
 
 def _check_order(op, opt_state):

@@ -104,7 +104,7 @@ def forecast(plan, tree, axis_size):
         for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
             raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
             own = [times * n for n in _own_bytes(layout)]
-            filled = not (plan.leader and one.raw)  # that is a plain sum
+            filled = not (one.linear or one.raw and _whole(codec, axes, plan.leader))  # those are plain sums
             add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
     return Forecast(tuple(row for found in rows for row in found), totals)
 
@@ -131,33 +131,40 @@ def _check_axes(op, given, axes, axis_size):
 
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
 # on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they hand on. Sums are in
-# float32 from the first exchange on.
+# float32 from the first exchange on. Factors are of whole leaves, too (collectives/low_rank.py).
 def _exchanges(codec, sizes, leaves, leader):
     """(axes, codec, layout, its number) of every exchange of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
         yield names, codec, Layout.of(codec, leaves, math.prod(sizes.values())), 1
         return
-    leader, inner = leader and len(names) > 1, names[1:]
+    whole, inner = _whole(codec, names, leader), names[1:]
     for k, name in enumerate(names):
         if sizes[name] == 1:
             continue
-        dtypes = [jnp.float32 if leader or name != names[-1] else x.dtype for x in leaves]
-        if leader:
+        dtypes = [jnp.float32 if whole or name != names[-1] else x.dtype for x in leaves]
+        if whole:
             shapes = [x.shape for x in leaves]
         else:
             kept = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are together still
             shapes = [(kept * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
-        whole = leader or k == 0
-        layout = Layout(codec[name], shapes, dtypes, sizes[name] if whole else 1)
-        yield (name,), codec[name], layout, 1 if whole else sizes[name]
-        if leader and k == 0 and not codec[name].raw and math.prod(sizes[a] for a in inner) > 1:
+        once = whole or k == 0
+        layout = Layout(codec[name], shapes, dtypes, sizes[name] if once else 1)
+        yield (name,), codec[name], layout, 1 if once else sizes[name]
+        if leader and k == 0 and not (codec[name].raw or codec[name].linear) and math.prod(sizes[a] for a in inner) > 1:
             yield inner, codec[name], layout, 1
+
+
+def _whole(codec, names, leader):
+    """Whether inner exchanges are of whole leaves."""
+    return len(names) > 1 and isinstance(codec, dict) and (leader or codec[names[0]].linear)
 
 
 def _own_bytes(layout):
     """The bytes of each leaf of a message, without what fills it up."""
     codec, found = layout.codec, [0] * len(layout.shapes)
+    if codec.linear:
+        return list(map(codec.wire_bytes, layout.shapes, layout.dtypes))
     for piece in itertools.chain(*layout.pieces):
         meta = 4 * codec.meta if piece.bucket else 0
         coded = sum(n * (meta + codec.code_bytes(size, layout.dtypes[piece.leaf])) for _, n, size in piece.buckets())

@@ -18,8 +18,16 @@ def why_unfit(leaf):
 
 
 def why_raw(leaf, codecs):
-    """Why a leaf travels as it is; None where one of the codecs encodes it."""
-    return why_unfit(leaf) or ("its codec is Raw()" if all(codec.raw for codec in codecs) else None)
+    """Why a leaf travels as it is; None where one of the codecs encodes it, and none refuses it."""
+    if why := why_unfit(leaf) or ("its codec is Raw()" if all(codec.raw for codec in codecs) else None):
+        return why
+    return next((why for codec in codecs if (why := codec.why_raw(leaf.shape, jnp.dtype(leaf.dtype)))), None)
+
+
+def factor_shape(leaf, codecs):
+    """Of the factor that a leaf with these codecs, outermost first, hands from step to step (PowerSGD); None if there is none."""
+    linear = next((codec for codec in codecs if codec.linear), None)
+    return None if linear is None or why_raw(leaf, codecs) else linear.factor_shape(leaf.shape)
 
 
 def messages(leaves, limit):

@@ -18,7 +18,7 @@ def test_every_codec_comes_back(tmp_path, codec):
 
 
 def test_every_codec_is_there():
-    assert {type(codec) for codec in CODECS} == set(cgx.plan.file.CODECS.values())
+    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD()]} == set(cgx.plan.file.CODECS.values())
 
 
 @pytest.mark.short
