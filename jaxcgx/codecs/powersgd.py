@@ -106,19 +106,19 @@ def multiply(basis, q):
 
 
 # Gram and Schmidt's, twice for each column, which makes columns orthogonal to rounding however close they were. A column is of
-# norm 1 before, so that what is left of it has a scale; nothing is ever divided by a smaller number than _NOTHING.
+# norm 1 before, so that what is left of it has a scale; nothing is ever divided by a smaller number than _NOTHING. One turn of the
+# loop is one projection: half as much to compile, and matrices of many shapes compile long enough.
 def orthonormal(p):
     """Of each of k matrices, given as its columns [k, rank, m], an orthonormal basis, and 0 for columns that others span."""
     p = _over(p, jnp.abs(p).max(-1, keepdims=True))
     p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 
-    def step(j, p):
+    def project(turn, p):
+        j = turn // 2
         x = lax.dynamic_index_in_dim(p, j, 1)
         before = jnp.where(jnp.arange(p.shape[1])[:, None] < j, p, 0)
-        for _ in range(2):
-            along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
-            x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
-            x = _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING)
-        return lax.dynamic_update_index_in_dim(p, x, j, 1)
+        along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
+        x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
+        return lax.dynamic_update_index_in_dim(p, _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING), j, 1)
 
-    return lax.fori_loop(1, p.shape[1], step, p)
+    return lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column is there already
