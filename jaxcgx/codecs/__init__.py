@@ -8,5 +8,7 @@ from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
+from jaxcgx.codecs.topk import Sampled, TopK
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "PowerSGD", "Raw", "Sign", "decode", "encode", "roundtrip"]
+__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "PowerSGD", "Raw", "Sampled", "Sign", "TopK", "decode", "encode",
+           "roundtrip"]
