@@ -53,14 +53,14 @@ _LATE = MPI.Comm.Create_keyval()  # the request that a checked call gave up: MPI
 _NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
 
 
-def compressed_allreduce(x, codec, comm=None, *, key=None, op="sum", residuals=None, factors=None, schedule="auto", own="raw",
-                         leader=False, strict=False, fusion_mb=None, check=False):
+def compressed_allreduce(x, codec, comm=None, *, key=None, op="sum", residuals=None, momentum=None, factors=None, schedule="auto",
+                         own="raw", leader=False, strict=False, fusion_mb=None, check=False):
     """The sum, or with op="mean" the mean, of `x` over the ranks: `compressed_psum` and `compressed_pmean`."""
     name = "compressed_allreduce"
-    net = _ranks(name, comm, check, x, codec=codec, key=key, op=op, residuals=residuals, factors=factors, schedule=schedule, own=own,
-                 leader=leader, strict=strict, fusion_mb=fusion_mb)
+    net = _ranks(name, comm, check, x, codec=codec, key=key, op=op, residuals=residuals, momentum=momentum, factors=factors,
+                 schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     check_choice(name, "op", op, ("sum", "mean"))
-    return psum.reduce(name, x, net, codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, mean=op == "mean")
+    return psum.reduce(name, x, net, codec, key, residuals, momentum, factors, schedule, own, leader, strict, fusion_mb, mean=op == "mean")
 
 
 def compressed_reduce_scatter(x, codec, comm=None, *, key=None, scatter_dimension=0, tiled=False, schedule="auto", own="raw",

@@ -76,6 +76,7 @@ class TopK(Codec):
     lists: int = 1
 
     whole = True
+    sparse = True
 
     def __post_init__(self):
         _check_share(self, "ratio", 0, 1)

@@ -104,6 +104,13 @@ def check_own(op, own, schedule):
                          "part as it is")
 
 
+def check_hops(op, schedule, codec):
+    """That a codec can go from neighbour to neighbour: what a rank passes on is a sum already, in as many bytes again."""
+    if schedule == "ring" and codec.of_sum(2) != codec:
+        raise ValueError(f"{op}: argument 'schedule': expected \"two_shot\" or \"one_shot\" with {spell(codec)}, whose sums grow from rank to "
+                         "rank, got \"ring\"; pass schedule=\"two_shot\", or a codec with pull=\"top\"")
+
+
 def check_tracked(op, names):
     """Whether JAX tracks what varies over the axes (shard_map's check_vma): over all of them or none."""
     tracked = _compat.tracked_axes(names)
@@ -133,6 +140,17 @@ def check_residuals(op, call, residuals):
     return _check_state(op, "residuals", call, residuals, [leaf.shape if leaf.dtype in DTYPES else None for leaf in call.leaves])
 
 
+def check_momentum(op, call, momentum):
+    """What of each leaf loses what is sent, or None."""
+    found = _check_state(op, "momentum", call, momentum, [leaf.shape for leaf in call.leaves], [leaf.dtype for leaf in call.leaves])
+    for i, given in enumerate(found):
+        codec = call.routes[i].stages[0][1]
+        if given is not None and i not in call.raw and not codec.sparse:
+            raise ValueError(f"{op}: argument 'momentum'{_at(call.paths[i])}: expected None for a leaf whose every element is sent, with "
+                             f"{spell(codec)}, got an array; take jaxcgx.TopK")
+    return found
+
+
 def check_factors(op, call, factors):
     """For each leaf what its low rank begins with, or None."""
     found = _check_state(op, "factors", call, factors, list(map(factor_shape, call.leaves, call.codecs)))
@@ -143,16 +161,16 @@ def check_factors(op, call, factors):
     return found
 
 
-def _check_state(op, argument, call, state, shapes):
-    """For each leaf an array, float32 of its shape, or None."""
+def _check_state(op, argument, call, state, shapes, dtypes=None):
+    """For each leaf an array of its shape and dtype, float32 by default, or None."""
     try:
         found = call.tree.flatten_up_to(state)
     except (TypeError, ValueError):
         raise ValueError(f"{op}: argument '{argument}': expected a tree like x, {call.tree}, got {jax.tree_util.tree_structure(state)}") from None
-    for path, leaf, given, shape in zip(call.paths, call.leaves, found, shapes):
+    for path, leaf, given, shape, dtype in zip(call.paths, call.leaves, found, shapes, dtypes or ["float32"] * len(shapes)):
         if given is None:
             continue
-        expected = "None" if shape is None else f"float32{list(shape)}"
+        expected = "None" if shape is None else f"{dtype}{list(shape)}"
         got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else repr(given)
         if got != expected:
             raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got {got}")

@@ -11,6 +11,9 @@ A rank sends a message of `wire` compressed bytes, which were `raw` bytes of flo
   step. On a network where any two ranks talk at full speed it never wins, so "auto" never takes it; it is for
   those whose links form a ring.
 
+A sparse codec sends sums in more bytes than leaves, `back`, if they are to have all that was sent: then one_shot sends no more
+than two_shot as long as there is an index for every element. And what it decodes costs its bytes, not the elements' that are 0.
+
 The constants are of the network that compression is for, 1 Gbit/s Ethernet between machines with a few cores.
 """
 LATENCY = 50e-6  # seconds that a row costs whatever its size: a system call, a switch, a wake-up
@@ -18,14 +21,16 @@ BANDWIDTH = 125e6  # bytes per second that a rank sends
 KERNEL = 10e9  # bytes of float32 per second that a kernel encodes or decodes
 
 
-def seconds(schedule: str, ranks: int, raw: int, wire: int) -> float:
-    """A bound of the time that a reduction to all takes."""
-    others = ranks - 1
+def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> float:
+    """A bound of the time that a reduction to all takes. back: bytes of the sum, if not those of the message."""
+    others, back = ranks - 1, wire if back is None else back
     if schedule == "one_shot":
-        return others * (LATENCY + wire / BANDWIDTH) + (1 + ranks) * raw / KERNEL
-    return 2 * others * (LATENCY + wire / ranks / BANDWIDTH) + (3 + 1 / ranks) * raw / KERNEL
+        decoded = wire * ranks if sparse else raw * ranks
+        return others * (LATENCY + wire / BANDWIDTH) + (raw + decoded) / KERNEL
+    decoded = wire + back if sparse else 2 * raw
+    return others * (2 * LATENCY + (wire + back) / ranks / BANDWIDTH) + ((1 + 1 / ranks) * raw + decoded) / KERNEL
 
 
-def choose(ranks: int, raw: int, wire: int) -> str:
+def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> str:
     """The schedule with the least time; of equals the one with fewer roundings."""
-    return min(("one_shot", "two_shot"), key=lambda schedule: seconds(schedule, ranks, raw, wire))
+    return min(("one_shot", "two_shot"), key=lambda schedule: seconds(schedule, ranks, raw, wire, back, sparse))

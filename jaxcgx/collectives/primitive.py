@@ -1,9 +1,9 @@
 """What the compressed collectives have in common as JAX primitives, a bind for each message.
 
-Operands: the message's leaves; with `feedback` a residual for each, which a result follows behind the leaves' own; with `warm` a
-factor for each, the same on every rank, which a result follows behind all these; for codecs that draw noise the two words of a key.
-Each carries in front an axis for every entry of the parameter `batch`, a pair of its size and its name. The name is None for an axis that vmap added; it is
-the name of the axis where the collective itself runs over what vmap(axis_name=...) maps. `net` is the transport.
+Operands: the message's leaves; of each kind of `state` (STATE) an array for each leaf, and as many results behind the leaves'
+own; for codecs that draw noise the two words of a key. Each carries in front an axis for every entry of the parameter `batch`, a
+pair of its size and its name. The name is None for an axis that vmap added; it is the name of the axis where the collective itself
+runs over what vmap(axis_name=...) maps. `net` is the transport.
 
 Linearisation ignores quantization (straight-through): a collective is linear in its leaves, and the derivative of a
 staircase is of no use to anybody. So a tangent goes through the same collective, compressed alike, with the same key. What
@@ -18,39 +18,38 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 
 
+# What a sum keeps from call to call, and whether it is a rank's own. factors: the same on every rank, vary as sums do.
+STATE = {"residuals": True, "momentum": True, "factors": False}
+
+
 def split(operands, params):
-    """(leaves, key or None, residuals or None, factors or None)."""
-    n, rest, found = len(params["ids"]), list(operands), []
-    for there in (True, params.get("feedback"), params.get("warm")):
-        found.append(rest[:n] if there else None)
-        rest = rest[n:] if there else rest
-    leaves, residuals, factors = found
-    return leaves, rest[0] if rest else None, residuals, factors
+    """(leaves, key or None, {kind of state: its arrays})."""
+    n = len(params["ids"])
+    groups = [list(operands[k : k + n]) for k in range(0, n * (1 + len(params["state"])), n)]
+    rest = operands[n * len(groups) :]
+    return groups[0], rest[0] if rest else None, dict(zip(params["state"], groups[1:]))
 
 
-def bind(primitive, leaves, key, residuals=None, factors=None, **params):
-    """The results, and behind them the new residuals and the new factors, where there are any."""
+def bind(primitive, leaves, key, state={}, **params):
+    """The results, and behind them those of each kind of state."""
     if key is not None:  # what noise varies over, results do; what else is in the message doesn't matter
         leaves = [_compat.vary(x, _compat.varying_axes(key)) for x in leaves]
-    if residuals is not None:  # what is lost varies as what is sent does
-        leaves, residuals = zip(*(_compat.match_varying(x, r) for x, r in zip(leaves, residuals)))
-        params["feedback"] = True
-    if factors is not None:  # vary as sums do
-        leaves = [_compat.vary(x, _compat.varying_axes(q)) for x, q in zip(leaves, factors)]
-        factors = [_compat.vary(q, _compat.varying_axes(x) - set(params["net"].names)) for x, q in zip(leaves, factors)]
-        params["warm"] = True
-    return primitive.bind(*leaves, *(residuals or []), *(factors or []), *([] if key is None else [key]), **{"batch": (), **params})
+    for kind, arrays in state.items():  # what is kept varies as what is sent does
+        leaves = [_compat.vary(x, _compat.varying_axes(kept)) for x, kept in zip(leaves, arrays)]
+    gone = {kind: frozenset() if own else frozenset(params["net"].names) for kind, own in STATE.items()}
+    arrays = [_compat.vary(kept, _compat.varying_axes(x) - gone[kind]) for kind, kept_of in state.items() for x, kept in zip(leaves, kept_of)]
+    return primitive.bind(*leaves, *arrays, *([] if key is None else [key]), **{"batch": (), **params, "state": tuple(state)})
 
 
-def _linear(params):
+def _stateless(params):
     """The parameters of the same without state."""
-    return {name: value for name, value in params.items() if name not in ("feedback", "warm")}
+    return {name: value for name, value in params.items() if name != "state"}
 
 
 def define(name, run, shape, transpose, same, invarying=lambda **params: False):
     """A primitive.
 
-    run(leaves, key, [residuals=, factors=,] **params): what it does, in terms of lax and the native operations.
+    run(leaves, key, [state of each kind,] **params): what it does, in terms of lax and the native operations.
     shape(shape, **params): the shape that a leaf of a shape becomes. transpose(leaves, cts, key, **params): cotangents of
     the leaves, of which only the types are given. same: the results are the same on every rank. invarying(**params): and
     say so in their types.
@@ -66,9 +65,8 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
 
     def lower(*operands, batch, **params):
         def mapped(*operands):
-            leaves, key, residuals, factors = split(operands, params)
-            state = {name: x for name, x in dict(residuals=residuals, factors=factors).items() if x is not None}
-            return run(leaves, key, **state, **_linear(params))
+            leaves, key, state = split(operands, params)
+            return run(leaves, key, **state, **_stateless(params))
 
         for _, axis in reversed(batch):
             mapped = jax.vmap(mapped, axis_name=axis)
@@ -80,9 +78,9 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         bound = [axis for axis in net.names if axis not in [name for _, name in batch]]
         sizes, n = tuple(size for size, _ in batch), len(batch)
         gone = net.names if invarying(**params) else ()
-        leaves, _, residuals, factors = split(avals, params)
-        results = [_compat.result_aval([x], sizes + shape(x.shape[n:], **params), x.dtype, n, gone) for x in leaves]
-        new = [_compat.result_aval([x], x.shape, x.dtype, n) for x in (residuals or []) + (factors or [])]
+        leaves, _, state = split(avals, params)
+        results = [_compat.result_aval([x], sizes + shape(x.shape[n:], **_stateless(params)), x.dtype, n, gone) for x in leaves]
+        new = [_compat.result_aval([x], x.shape, x.dtype, n) for kept in state.values() for x in kept]
         return results + new, _compat.axis_effects(bound) | net.effects
 
     primitive.def_effectful_abstract_eval(abstract)
@@ -95,30 +93,30 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         moved = [jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
         batch = ((axis.size, axis.name if ours else None), *batch)
         results = primitive.bind(*moved, batch=batch, net=net, **params)
-        n, own = len(params["ids"]), params.get("feedback", False)  # residuals, behind the leaves, are every rank's own
-        alone = [ours and same and not (own and n <= k < 2 * n) for k in range(len(results))]
+        n = len(params["ids"])
+        alone = [ours and same and not STATE.get(kind) for kind in ("leaves", *params["state"]) for _ in range(n)]
         return [r[0] if one else r for r, one in zip(results, alone)], [None if one else 0 for one in alone]
 
     batching.fancy_primitive_batchers[primitive] = batched
 
     def jvp(primals, tangents, **params):
         results = primitive.bind(*primals, **params)
-        leaves, key, *_ = split(primals, params)
-        moving, *_ = split(tangents, params)
+        leaves, key, _ = split(primals, params)
+        moving, _, _ = split(tangents, params)
         if all(type(t) is ad.Zero for t in moving):
             return results, [_compat.zero_tangent(r) for r in results]
-        moved = bind(primitive, list(map(ad.instantiate_zeros, moving)), key, **_linear(params))
+        moved = bind(primitive, list(map(ad.instantiate_zeros, moving)), key, **_stateless(params))
         return results, moved + [_compat.zero_tangent(r) for r in results[len(leaves) :]]
 
     ad.primitive_jvps[primitive] = jvp
 
     def transposed(cts, *operands, **params):
-        leaves, key, *_ = split(operands, params)
+        leaves, key, _ = split(operands, params)
         if all(type(ct) is ad.Zero for ct in cts):
             back = [ad.Zero(x.aval) for x in leaves]
         else:
             avals = [x.aval for x in leaves]
-            back = transpose(avals, list(map(ad.instantiate_zeros, cts)), key, **params)
+            back = transpose(avals, list(map(ad.instantiate_zeros, cts)), key, **_stateless(params))
             back = [_compat.vary(ct, _compat.varying_axes(aval)) for ct, aval in zip(back, avals)]
         return back + [None] * (len(operands) - len(leaves))
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.collectives import costs, feedback, hierarchy, low_rank, primitive, schedules
-from jaxcgx.collectives.call import (Call, callers_level, check_axes, check_choice, check_each, check_factors, check_flag, check_own,
-                                     check_residuals)
+from jaxcgx.collectives.call import (Call, callers_level, check_axes, check_choice, check_each, check_factors, check_flag, check_hops,
+                                     check_momentum, check_own, check_residuals)
 from jaxcgx.plan import SCHEDULES, Plan
 
 
-def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, factors=None, schedule="auto", own="raw", leader=False,
-                    strict=False, fusion_mb=None):
+def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, momentum=None, factors=None, schedule="auto", own="raw",
+                    leader=False, strict=False, fusion_mb=None):
     """The sum of `x` over a named axis, as `jax.lax.psum`, sent in the codec's bytes.
 
     x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed; others go through lax.psum, or
@@ -34,58 +34,66 @@ def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, factors=No
     residuals. None in place of a leaf: no feedback for it. With `own="encoded"` what the sum's own encoding loses stays
     lost; of a hierarchy, what the inner axes lose.
 
+    momentum: arrays that lose what is sent, as in Deep Gradient Compression: a tree like `x` of this rank's arrays, of which those of
+    leaves that go in sparse codecs (`TopK`) come back 0 where an element of this rank was sent. They follow the residuals, without
+    which there are none. None in place of a leaf: nothing of it. Leaves that travel raw keep theirs.
+
     factors: what `PowerSGD` begins with, those of the step before (`init_factors` at first): a tree like `x`, the same on every
-    rank, None for leaves that have none. The new factors then follow the sum, or the residuals. Without, or with None for a leaf,
+    rank, None for leaves that have none. The new factors then follow last. Without, or with None for a leaf,
     every call begins alike and finds the less the less gradients change.
 
     Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
     """
     op = "compressed_psum"
-    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, mean=False)
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, momentum, factors, schedule, own, leader, strict, fusion_mb, mean=False)
 
 
-def compressed_pmean(x, axis_name, codec, *, key=None, residuals=None, factors=None, schedule="auto", own="raw", leader=False,
-                     strict=False, fusion_mb=None):
+def compressed_pmean(x, axis_name, codec, *, key=None, residuals=None, momentum=None, factors=None, schedule="auto", own="raw",
+                     leader=False, strict=False, fusion_mb=None):
     """The mean of `x` over a named axis, as `jax.lax.pmean`: compressed_psum, divided in float32 before the last encoding."""
     op = "compressed_pmean"
-    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, mean=True)
+    return reduce(op, x, check_axes(op, axis_name), codec, key, residuals, momentum, factors, schedule, own, leader, strict, fusion_mb, mean=True)
 
 
-def reduce(op, x, net, codec, key, residuals, factors, schedule, own, leader, strict, fusion_mb, *, mean):
+def reduce(op, x, net, codec, key, residuals, momentum, factors, schedule, own, leader, strict, fusion_mb, *, mean):
     fed = residuals is not None
     call, plain, compressed = prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=fed)
-    if not fed and factors is None:
-        return call.run(plain, compressed)
-    for codec in {route.stages[0][1] for route in call.groups}:
-        if fed and not codec.contracts:
-            warnings.warn(f"{op}: argument 'residuals': {codec} loses more than it is given, so what is over grows without bound; take more "
-                          "bits, smaller buckets, rounding to nearest, or jaxcgx.Sign", stacklevel=callers_level())
-    lost = check_residuals(op, call, residuals) if fed else [None] * len(call.leaves)
-    warm = check_factors(op, call, factors) if factors is not None else [None] * len(call.leaves)
+    kept = {}
+    if fed:
+        for codec in {route.stages[0][1] for route in call.groups}:
+            if not codec.contracts:
+                warnings.warn(f"{op}: argument 'residuals': {codec} loses more than it is given, so what is over grows without bound; take "
+                              "more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign", stacklevel=callers_level())
+        kept["residuals"] = check_residuals(op, call, residuals)
+    if momentum is not None:
+        if not fed:
+            raise ValueError(f"{op}: argument 'residuals': expected a tree like x with 'momentum', got None")
+        kept["momentum"] = check_momentum(op, call, momentum)
+    if factors is not None:
+        kept["factors"] = check_factors(op, call, factors)
 
-    def plain_fed(leaf, i):
-        if lost[i] is None:
-            return plain(leaf, i)
-        (leaf,), (lost[i],) = feedback.carry([leaf], [lost[i]])
+    def plain_kept(leaf, i):
+        if fed and kept["residuals"][i] is not None:
+            (leaf,), (kept["residuals"][i],) = feedback.carry([leaf], [kept["residuals"][i]])
         return plain(leaf, i)
 
-    def compressed_fed(leaves, key, ids, route):
-        linear, given, begin = route.stages[0][1].linear, None, None
-        if fed:
-            given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
-        if linear and factors is not None:
-            shapes = [route.stages[0][1].factor_shape(x.shape) for x in leaves]
-            begin = [jnp.zeros(shape, jnp.float32) if warm[i] is None else warm[i] for i, shape in zip(ids, shapes)]
-        done, n = compressed(leaves, key, ids, route, given, begin), len(leaves)
-        after = done[n:]
-        for kept, new in ((lost, after[:n] if fed else ()), (warm, after[-n:] if begin else ())):
-            for i, x in zip(ids, new):
-                kept[i] = x if kept[i] is not None else None
+    def compressed_kept(leaves, key, ids, route):
+        codec = route.stages[0][1]
+        fresh = dict(residuals=lambda x: jnp.zeros(x.shape, jnp.float32))
+        if codec.sparse:
+            fresh["momentum"] = jnp.zeros_like
+        if codec.linear:
+            fresh["factors"] = lambda x: jnp.zeros(codec.factor_shape(x.shape), jnp.float32)
+        state = {kind: [fresh[kind](x) if kept[kind][i] is None else kept[kind][i] for i, x in zip(ids, leaves)] for kind in kept if kind in fresh}
+        done, n = compressed(leaves, key, ids, route, state), len(leaves)
+        for number, kind in enumerate(state, 1):
+            for i, new in zip(ids, done[number * n :]):
+                if kept[kind][i] is not None:
+                    kept[kind][i] = new
         return done[:n]
 
-    results = call.run(plain_fed, compressed_fed)
-    states = [lost] * fed + [warm] * (factors is not None)
-    return results, *(call.tree.unflatten(state) for state in states)
+    results = call.run(plain_kept, compressed_kept)
+    return (results, *(call.tree.unflatten(state) for state in kept.values())) if kept else results
 
 
 def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, fed=False, argument="x", local=True):
@@ -112,10 +120,12 @@ def prepare(op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *,
             raise ValueError(f"{op}: argument 'schedule'{said}: expected \"two_shot\" or \"one_shot\" with residuals, got \"ring\", which encodes "
                              "sums of several ranks on the way; pass schedule=\"two_shot\"")
         chosen[route] = _choose(route, [call.leaves[i] for i in ids], names, leader)
+        for name, (_, codec) in zip(chosen[route], route.stages):
+            check_hops(op, name, codec)
 
-    def compressed(leaves, key, ids, route, residuals=None, factors=None):
-        return primitive.bind(psum_p, leaves, key, residuals, factors, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own,
-                              leader=leader, divisor=float(call.size) if mean else 1.0, tracked=call.tracked)
+    def compressed(leaves, key, ids, route, state={}):
+        return primitive.bind(psum_p, leaves, key, state, net=net, stages=route.stages, ids=ids, schedule=chosen[route], own=own, leader=leader,
+                              divisor=float(call.size) if mean else 1.0, tracked=call.tracked)
 
     def plain(leaf, i):
         return (net.plain_pmean if mean else net.plain_psum)(leaf)
@@ -130,20 +140,21 @@ def _choose(route, leaves, names, leader):
         first = "psum"
     elif first == "auto":
         share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
-        first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share,
-                             sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves) // share)
+        sent, back = (sum(each.wire_bytes(x.shape, x.dtype) for x in leaves) // share for each in (codec, codec.of_sum(net.size)))
+        first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
     return (first, *("two_shot" if name == "auto" else name for name in names[1:]))
 
 
-def _run(leaves, key, residuals=None, factors=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):
+def _run(leaves, key, residuals=None, momentum=None, factors=None, *, net, stages, ids, schedule, own, leader, divisor, tracked):
     if stages[0][1].linear:
         results, lost, new = low_rank.allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor)
         return [*results, *(lost or []), *(new if factors is not None else [])]
     if len(stages) > 1:
-        results, lost = hierarchy.allreduce(net, stages, leaves, residuals, ids, key, schedule, own, leader, divisor)
+        results, lost, momentum = hierarchy.allreduce(net, stages, leaves, residuals, momentum, ids, key, schedule, own, leader, divisor)
     else:
-        results, lost = schedules.allreduce(schedule[0], *stages[0], leaves, residuals, ids, key, own, divisor)
-    return [*results, *(lost or [])]
+        results, lost, sent = schedules.allreduce(schedule[0], *stages[0], leaves, residuals, ids, key, own, divisor)
+        momentum = momentum and sent.clear(momentum)
+    return [*results, *(lost or []), *(momentum or [])]
 
 
 def _shape(shape, **params):

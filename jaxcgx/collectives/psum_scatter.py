@@ -3,7 +3,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.collectives import all_gather, primitive, schedules
-from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible, check_own
+from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible, check_hops, check_own
 from jaxcgx.transports import rows
 
 
@@ -27,6 +27,10 @@ def reduce_scatter(op, x, net, codec, key, scatter_dimension, tiled, schedule, o
     for leaf, path in zip(call.leaves, call.paths):
         dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
         check_divisible(op, "scatter_dimension", dims[-1], leaf, path, call.size, tiled)
+
+    for route in call.groups:
+        for _, codec in route.stages:
+            check_hops(op, schedule, codec)
 
     def plain(leaf, i):
         return net.plain_psum_scatter(leaf, dims[i], tiled)

@@ -6,9 +6,15 @@ buckets, balanced in bytes) or `Slices` (psum_scatter: what the caller's scatter
 
 Sums are in float32 and in rank order. A rank's own part takes part in its sum as it is, not encoded, unless `own` is
 "encoded". Every rank, the owner too, decodes the same bytes of a sum: replicas are identical to the bit.
+
+A sparse codec may give sums a codec of their own, with room for all that ranks sent (`Codec.of_sum`). A rank's own part then
+takes part as the others see it: nothing of the sum is lost.
 """
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcgx.collectives.scopes import Exchange, scope
@@ -52,6 +58,14 @@ class Chunks:
                           divisor=divisor, encoded=encoded, key=key)
 
 
+    def owned(self, rank):
+        """Of each leaf, which elements lie in the part of a rank."""
+        ends = np.array([[sum(p.coded for pieces in self.layout.pieces[:c] for p in pieces if p.leaf == i) for c in range(self.layout.chunks + 1)]
+                         for i in range(len(self.leaves))])
+        found = [(jnp.arange(x.size) >= jnp.asarray(end)[rank]) & (jnp.arange(x.size) < jnp.asarray(end)[rank + 1]) for x, end in zip(self.leaves, ends)]
+        return [mine.reshape(x.shape) for mine, x in zip(found, self.leaves)]
+
+
 class Slices:
     """Leaves [ranks, ...], of which row r is for rank r."""
 
@@ -69,6 +83,18 @@ class Slices:
     def reduce(self, payloads, part, place, own, divisor, encoded, key):
         mine = [lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves] if own else None
         return ops.reduce(self.layout, payloads, own=mine, rank=place, divisor=divisor, encoded=encoded, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What of this rank's leaves was sent."""
+
+    layout: Layout
+    payload: jax.Array
+
+    def clear(self, arrays):
+        """Arrays of the leaves' shapes, 0 where an element was sent."""
+        return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
 def exchange(net, parts, key, own, divisor, encoded):
@@ -96,13 +122,15 @@ REDUCE = {"two_shot": exchange, "ring": ring}
 
 
 def fed_exchange(net, parts, residuals, key, own, divisor):
-    """`exchange` with feedback: (the encoded sum, new residuals). What the first encoding of a rank's own part loses is
-    not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses."""
+    """`exchange` with feedback: (the encoded sum, new residuals, what was sent). What the first encoding of a rank's own part
+    loses is not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses. Of that
+    part the rank has sent what the sum has."""
     payload, lost = parts.encode(fold(key, FIRST, net.rank), residuals)
     received = net.all_to_all(payload)
     if own == "encoded":
-        return parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)), lost
-    return ops.reduce(parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM))
+        return parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)), lost, Sent(parts.layout, payload)
+    row, lost = ops.reduce(parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM))
+    return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
 
 def one_shot(net, codec, leaves, residuals, ids, key, divisor):
@@ -112,21 +140,40 @@ def one_shot(net, codec, leaves, residuals, ids, key, divisor):
         payload, lost = ops.encode(layout, leaves, fold(key, FIRST, net.rank), residuals), None
         if residuals is not None:
             payload, lost = payload
-        return ops.reduce(layout, net.all_gather(payload[0]), divisor=divisor), lost
+        received = net.all_gather(payload[0])
+        if codec.sparse and codec.of_sum(net.size) == codec:
+            sums, lost = top(net, codec, ops.reduce(layout, received), lost, ids, fold(key, SUM))
+            sums = [x / divisor for x in sums]
+        else:
+            sums = ops.reduce(layout, received, divisor=divisor)
+        return sums, lost, Sent(layout, payload)
+
+
+def top(net, codec, sums, lost, ids, key):
+    """Of sums that every rank has, what their owners would send, and the rest in the residual of each."""
+    parts = Chunks(codec, sums, ids, net.size)
+    payload, rest = parts.encode(key, [jnp.zeros_like(x) for x in sums])
+    if lost is not None:
+        lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(net.rank), rest)]
+    return ops.decode(parts.layout, payload), lost
 
 
 def allreduce(schedule, net, codec, leaves, residuals, ids, key, own, divisor):
-    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals."""
+    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals and what was sent."""
     if schedule == "one_shot":
-        sums, lost = one_shot(net, codec, leaves, residuals, ids, key, divisor)
-        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost
-    parts, lost = Chunks(codec, leaves, ids, net.size), None
+        sums, lost, sent = one_shot(net, codec, leaves, residuals, ids, key, divisor)
+        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost, sent
+    parts, lost, sent = Chunks(codec, leaves, ids, net.size), None, None
+    back = parts.layout.of_sum(net.size)
+    if back != parts.layout:
+        own = "encoded"
     with scope(Exchange.of(schedule, parts.layout)):
         if residuals is None:
             row = REDUCE[schedule](net, parts, key, own, divisor, True)
         else:
-            row, lost = fed_exchange(net, parts, residuals, key, own, divisor)
-        return ops.decode(parts.layout, net.all_gather(row)), lost
+            row, lost, sent = fed_exchange(net, parts, residuals, key, own, divisor)
+    with scope(Exchange.of(schedule, back)):
+        return ops.decode(back, net.all_gather(row)), lost, sent
 
 
 def reduce_scatter(schedule, net, codec, leaves, ids, key, own):

@@ -1,0 +1,168 @@
+"""Sums of sparse codecs: what is not sent stays, whoever sums and whatever way sums come back."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
+
+KEY = jax.random.key(7)
+SHAPES = {"small": (7,), "flat": (3001,), "matrix": (30, 40)}
+ALL, TOP = cgx.TopK(0.05), cgx.TopK(0.05, pull="top")
+CODECS = {"all": ALL, "top": TOP, "sampled": cgx.TopK(0.05, select="sampled"), "fitted_top": cgx.TopK(0.05, select="fitted", pull="top"),
+          "bfloat16": cgx.TopK(0.05, cgx.Cast("bfloat16")), "quarter": cgx.TopK(0.25)}
+WAYS = {"two_shot": dict(schedule="two_shot"), "one_shot": dict(schedule="one_shot")}
+
+
+def tree(*ranks, seed=0):
+    """Different whole numbers but 0, so that sums are exact."""
+    rng = np.random.RandomState(seed)
+    return {name: jnp.asarray(rng.choice([-1, 1], (*ranks, *shape)) * rng.randint(1, 60000, (*ranks, *shape)), jnp.float32)
+            for name, shape in SHAPES.items()}
+
+
+def psum(x, residuals, axes="a", codec=ALL, **options):
+    codecs = codec.values() if isinstance(codec, dict) else [codec]
+    key = KEY if any(c.stochastic for c in codecs) else None
+    return cgx.compressed_psum(x, axes, codec, key=key, residuals=residuals, **options)
+
+
+def assert_conserved(x, before, results, after, axes=1):
+    """To the bit: all numbers are whole, and so are their sums."""
+    for name in x:
+        have, over = (np.asarray(a[name], np.float64).sum(tuple(range(axes))) + np.asarray(b[name], np.float64).sum(tuple(range(axes)))
+                      for a, b in ((x, before), (jax.tree.map(lambda y: y[(slice(1),) * axes], results), after)))
+        np.testing.assert_array_equal(have, over, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_nothing_is_lost(ranks):
+    x, before = tree(ranks), tree(ranks, seed=1)
+    ways = {f"{codec} {way}": dict(codec=CODECS[codec], **WAYS[way]) for codec in CODECS for way in WAYS}
+    done = on_ranks(lambda x, e: {name: psum(x, e, **way) for name, way in ways.items()}, mesh(ranks))(x, before)
+    for results, after in done.values():
+        assert_conserved(x, before, results, after)
+        for y in results.values():
+            assert (np.asarray(y) == np.asarray(y)[:1]).all()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"})], ids=["shards", "leader", "one_shot"])
+def test_nothing_is_lost_of_a_hierarchy(options):
+    x, before = tree(2, 4), tree(2, 4, seed=1)
+
+    def run(x, e):
+        return {name: psum(x, e, ("a", "b"), {"a": CODECS[name], "b": cgx.Raw()}, **options) for name in ("all", "top")}
+
+    for results, after in on_ranks(run, mesh(2, 4))(x, before).values():
+        assert_conserved(x, before, results, after, 2)
+
+
+def sent(x, after):
+    """Where x, nowhere 0, was sent: nothing is left there."""
+    return {name: np.asarray(after[name]) == 0 for name in x}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_that_is_sent_arrives(way):
+    """pull="all": the result is the sum of what ranks sent, of each the largest numbers."""
+    x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
+    results, after = on_ranks(lambda x, e: psum(x, e, **WAYS[way]), mesh(4))(x, zero)
+    for name, where in sent(x, after).items():
+        np.testing.assert_array_equal(results[name][0], np.where(where, x[name], 0).sum(0), err_msg=name)
+        if way == "one_shot":
+            flat, kept = np.abs(np.asarray(x[name])).reshape(4, -1), where.reshape(4, -1)
+            assert (kept.sum(1) == -(-flat.shape[1] // 20)).all()
+            assert (np.where(kept, flat, np.inf).min(1) >= np.where(kept, 0, flat).max(1)).all()
+
+
+def test_a_mean_of_two_is_the_sum_halved():
+    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
+    mean = on_ranks(lambda x, e: cgx.compressed_pmean(x, "a", TOP, residuals=e, schedule="one_shot"), mesh(2))(x, zero)
+    total = on_ranks(lambda x, e: psum(x, e, codec=TOP, schedule="one_shot"), mesh(2))(x, zero)
+    jax.tree.map(np.testing.assert_array_equal, mean, (jax.tree.map(lambda y: y / 2, total[0]), total[1]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
+    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf (here 2 k values and their indices)."""
+    n, k = 100_000, 1000
+    x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
+    program = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n, pull="top"), schedule="two_shot"), mesh(ranks))
+    assert 4 * k < cgx.explain(program, x, show=False).bytes < 4 * 6 * k * (ranks - 1) / ranks
+    lists = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n), schedule="one_shot"), mesh(ranks))
+    assert (ranks - 1) * 4 * k < cgx.explain(lists, x, show=False).bytes < (ranks - 1) * 4 * 2 * k
+
+
+@pytest.mark.parametrize("codec", ["all", "top"])
+def test_momentum_loses_what_is_sent(codec):
+    x, zero, ones = tree(4), jax.tree.map(jnp.zeros_like, tree(4)), jax.tree.map(jnp.ones_like, tree(4))
+    run = on_ranks(lambda x, e, m: {way: psum(x, e, codec=CODECS[codec], momentum=m, **WAYS[way]) for way in WAYS}, mesh(4))
+    for way, (results, after, momentum) in run(x, zero, ones).items():
+        for name in x:
+            kept, m = np.asarray(after[name]), np.asarray(momentum[name])
+            assert set(np.unique(m)) <= {0, 1}
+            if codec == "all":
+                np.testing.assert_array_equal(m == 0, kept == 0)
+            else:  # an owner keeps what others sent it, too; what it sent is in the sum
+                assert ((m == 0) <= ((kept == 0) | (np.asarray(results[name]) != 0) | (way == "one_shot"))).all()
+            assert 0 < (m == 0).sum() < m.size
+
+
+@pytest.mark.parametrize("leader", [False, True])
+def test_of_a_hierarchy_all_of_a_node_lose_what_the_node_sends(leader):
+    x, zero, ones = tree(2, 4), jax.tree.map(jnp.zeros_like, tree(2, 4)), jax.tree.map(jnp.ones_like, tree(2, 4))
+    run = on_ranks(lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.Raw()}, momentum=m, leader=leader), mesh(2, 4))
+    _, after, momentum = run(x, zero, ones)
+    for name in x:
+        gone = np.asarray(after[name]).sum(1) == 0
+        something = np.asarray(x[name]).sum(1) != 0
+        for rank in range(4):
+            np.testing.assert_array_equal((np.asarray(momentum[name])[:, rank] == 0)[something], gone[something], err_msg=name)
+
+
+def test_of_ratio_1_nothing_is_lost_by_any_collective():
+    x = whole_numbers((4, 4, 8, 12))
+    compressed, plain = twins("a", cgx.TopK(1.0))
+    assert_same(on_ranks(compressed, mesh(4), check_vma=False)(x), on_ranks(plain, mesh(4), check_vma=False)(x))
+
+
+def test_of_ratio_0_nothing_is_sent():
+    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
+    results, after = on_ranks(lambda x, e: psum(x, e, codec=cgx.TopK(0.0)), mesh(2))(x, zero)
+    jax.tree.map(np.testing.assert_array_equal, (results, after), (zero, x))
+
+
+def test_a_ring_sends_the_top_of_its_sums():
+    """In whole numbers below 2^24 a sum of all elements is exact; of a ring of codecs that keep all of them, too."""
+    x = tree(4)
+    ring = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(1.0, pull="top"), schedule="ring"), mesh(4))(x)
+    jax.tree.map(lambda y, x: np.testing.assert_array_equal(y[0], np.asarray(x).sum(0)), ring, x)
+    few = on_ranks(lambda x: cgx.compressed_psum(x, "a", TOP, schedule="ring"), mesh(4))(x)["flat"][0]
+    assert 0 < (np.asarray(few) != 0).sum() <= 0.05 * 3001 + 4
+
+
+def test_nan_is_seen_and_kept_out_of_residuals():
+    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
+    x["flat"] = x["flat"].at[1, 5].set(jnp.nan)
+    for way in WAYS.values():
+        results, after = on_ranks(lambda x, e: psum(x, e, **way), mesh(2))(x, zero)
+        assert np.isnan(np.asarray(results["flat"])[:, 5]).all() and all(np.isfinite(y).all() for y in after.values())
+
+
+def test_errors():
+    x, zero = tree(2), jax.tree.map(jnp.zeros_like, tree(2))
+
+    def call(**options):
+        return on_ranks(lambda x, e: psum(x, **{"residuals": e, **options}), mesh(2))(x, zero)
+
+    with pytest.raises(ValueError, match=r"argument 'schedule': expected .* with TopK\(ratio=0.05\), whose sums grow .* pull=\"top\""):
+        call(residuals=None, schedule="ring")
+    with pytest.raises(ValueError, match="compressed_psum_scatter: argument 'schedule'"):
+        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", ALL, tiled=True, schedule="ring"), mesh(2))(jnp.zeros((2, 600)))
+    with pytest.raises(ValueError, match="argument 'residuals': expected a tree like x with 'momentum', got None"):
+        call(residuals=None, momentum=x)
+    with pytest.raises(ValueError, match=r"argument 'momentum', leaf \['flat'\]: expected None for a leaf whose every element is sent"):
+        call(codec=cgx.MaxMin(4), momentum={"flat": jnp.zeros(3001), "small": None, "matrix": None})
+    with pytest.raises(ValueError, match=r"argument 'momentum', leaf \['flat'\]: expected float32\[3001\]"):
+        call(momentum={"flat": jnp.zeros(5), "small": None, "matrix": None})
