@@ -7,5 +7,6 @@ from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
+from jaxcgx.codecs.topk import Sampled, TopK
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sign", "decode", "encode", "roundtrip"]
+__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Raw", "Sampled", "Sign", "TopK", "decode", "encode", "roundtrip"]

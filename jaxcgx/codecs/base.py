@@ -21,7 +21,8 @@ class Codec:
     A codec sees buckets of float32 and never needs to know about messages, ranks or dtypes. To write one:
 
     - ``bucket_size``: elements that share metadata (a field or an attribute), and ``meta``, how many float32 of
-      metadata a bucket has. Without metadata leave both: the codec then sees stretches of any length.
+      metadata a bucket has. Without metadata leave both: the codec then sees stretches of any length; or, with
+      ``whole = True``, all of a leaf in a chunk at once.
     - ``code_bytes(n, dtype)``: bytes of the codes of n elements of one bucket, for a leaf of that dtype.
     - ``encode_buckets(x, noise)``: ``x`` is float32[buckets, n], every element valid; the result is
       (float32[buckets, meta], uint8[buckets, code_bytes(n)]).
@@ -33,6 +34,7 @@ class Codec:
 
     bucket_size = None
     meta = 0
+    whole = False  # a bucket is all of a leaf in a chunk
     stochastic = False
     skip_incomplete = False  # the elements after the last whole bucket of a leaf travel as they are
     raw = False  # all elements travel as they are
@@ -46,6 +48,14 @@ class Codec:
 
     def code_bytes(self, n: int, dtype) -> int:
         raise NotImplementedError(f"{type(self).__name__}.code_bytes")
+
+    def weight(self, n: int, dtype) -> int:
+        """What n elements count where a message is cut into chunks of the same weight."""
+        return self.code_bytes(n, dtype)
+
+    def of_sum(self, ranks: int):
+        """The codec of a sum of what so many ranks sent with this one."""
+        return self
 
     def encode_buckets(self, x, noise):
         raise NotImplementedError(f"{type(self).__name__}.encode_buckets")

@@ -19,6 +19,7 @@ class ByteGrad(GridCodec):
     compatible: bool = False
 
     meta = 2
+    whole = True
     code_bits = 8
 
     def __post_init__(self):

@@ -61,6 +61,10 @@ class Layout:
         return cls(codec, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), chunks,
                    None if ids is None else tuple(ids))
 
+    def of_sum(self, ranks):
+        """Of a sum of so many ranks' messages, in pieces of the same elements."""
+        return dataclasses.replace(self, codec=self.codec.of_sum(ranks))
+
     @functools.cached_property
     def sizes(self):
         return tuple(math.prod(s) for s in self.shapes)
@@ -74,10 +78,10 @@ class Layout:
         rows, before = [], 0
         for size, dtype in zip(self.sizes, self.dtypes):
             full, rest = divmod(size, unit)
-            weight = counted + codec.code_bytes(unit, dtype)
+            weight = counted + codec.weight(unit, dtype)
             last = 0
             if rest:
-                last = rest * dtype.itemsize if codec.skip_incomplete else counted + codec.code_bytes(rest, dtype)
+                last = rest * dtype.itemsize if codec.skip_incomplete else counted + codec.weight(rest, dtype)
             rows.append((before, weight, full, full + (rest > 0)))
             before += full * weight + last
         total = before
@@ -94,7 +98,6 @@ class Layout:
     @functools.cached_property
     def _placed(self):
         codec, (cuts, unit) = self.codec, self._cuts
-        whole = codec.meta and not codec.bucket_size
         chunks, ends = [], []
         for c in range(self.chunks):
             pieces, at = [], 0
@@ -104,7 +107,7 @@ class Layout:
                 start, end = bounds[c] * unit, min(bounds[c + 1] * unit, size)
                 raw = end % unit if codec.skip_incomplete else 0
                 coded = end - start - raw
-                bucket = coded if whole else codec.bucket_size or 0
+                bucket = coded if codec.whole else codec.bucket_size or 0
                 pieces.append(Piece(i, start, coded, raw, bucket, at, 0, 0))
                 if bucket:
                     at += -(-coded // bucket) * 4 * codec.meta

@@ -1,4 +1,4 @@
-"""The native operations as JAX primitives: encode, decode and reduce, of messages of many leaves in one call.
+"""The native operations as JAX primitives: encode, decode, reduce and clear, of messages of many leaves in one call.
 
 Each in the same order: function, lowering, abstract evaluation, batching, differentiation, registration.
 
@@ -220,8 +220,8 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
     """The sum of payloads uint8[ranks, layout.chunk_bytes], in fp32 in rank order, divided by `divisor`.
 
     chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
-    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.chunk_bytes], for
-    which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there is not
+    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.of_sum(ranks).chunk_bytes],
+    for which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there is not
     the CPU's kernels make an error, the GPU's, which can't stop, NaNs.
 
     residuals: float32 of the leaves' whole shapes, for a sum that is encoded. Those of the chunk's elements are added to
@@ -248,7 +248,7 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
         sums = payloads[0] if encoded else []
         return sums if residuals is None else (sums, [])
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    operands = [payloads, where, *(own or residuals or []), *(_check_key("reduce", layout.codec, key) if encoded else [])]
+    operands = [payloads, where, *(own or residuals or []), *(_check_key("reduce", layout.of_sum(len(payloads)).codec, key) if encoded else [])]
     results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded,
                     feedback=residuals is not None)
     if residuals is not None:
@@ -258,7 +258,7 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
 
 def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded, feedback):
     n = len(layout.shapes) if own or feedback else 0
-    key = rest[n] if encoded and layout.codec.stochastic else None
+    key = rest[n] if encoded and layout.of_sum(payloads.shape[0]).codec.stochastic else None
     return reference.reduce(layout, payloads, where, rest[:n] if own else None, divisor, encoded, key, rest[:n] if feedback else None)
 
 
@@ -269,7 +269,7 @@ def _reduce_attributes(layout, avals, own, divisor, encoded, feedback):
 
 def _reduce_abstract(*avals, layout, batch, own, divisor, encoded, feedback):
     result = functools.partial(_compat.result_aval, avals, rows=len(batch))
-    payload = [result((*batch, layout.chunk_bytes), jnp.uint8)] if encoded else []
+    payload = [result((*batch, layout.of_sum(avals[0].shape[-2]).chunk_bytes), jnp.uint8)] if encoded else []
     return [*payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback or not encoded)]
 
 
@@ -284,6 +284,34 @@ def _reduce_jvp(primals, tangents, **params):
 
 
 _register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp, over=_one_by_one)
+
+
+# clear: arrays without what a payload of a sparse codec has sent
+
+clear_p = _compat.Primitive("jaxcgx_clear")
+
+
+def clear(layout, payload, arrays):
+    """Arrays of the leaves' shapes and dtypes, 0 where the payload uint8[layout.chunks, layout.chunk_bytes], of a codec that sends
+    some elements only, has an element. An array that is donated is updated in place."""
+    _check("clear", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
+    _check("clear", "arrays", arrays := list(arrays), layout.shapes, layout.dtypes)
+    return _bind(clear_p, [payload, *arrays], layout=layout, batch=()) if arrays else []
+
+
+def _clear_reference(payload, *arrays, layout):
+    return reference.clear(layout, payload, arrays)
+
+
+def _clear_attributes(layout, avals):
+    return {}, {1 + i: i for i in range(len(layout.shapes))}
+
+
+def _clear_abstract(payload, *arrays, layout, batch):
+    return [_compat.result_aval([payload, x], x.shape, x.dtype, len(batch)) for x in arrays]
+
+
+_register(clear_p, "clear", _clear_reference, _clear_attributes, _clear_abstract, _zero_jvp(clear_p))
 
 
 # roundtrip: an array as the other end will see it
@@ -312,7 +340,7 @@ def _roundtrip_keeps(shape, shards, codec):
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True
-    if codec.stochastic or codec.meta and not codec.bucket_size or any(size % n for size, n in zip(shape, shards)):
+    if codec.stochastic or codec.whole or any(size % n for size, n in zip(shape, shards)):
         return False
     return math.prod(shape[last:]) // shards[last] % (codec.bucket_size or 1) == 0
 

@@ -50,9 +50,14 @@ def _flat(leaves):
     return [x.reshape(-1) for x in leaves]
 
 
-def _encode_chunk(layout, pieces, fetch, key):
-    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements), and what each
-    stretch of it decodes to: [(leaf, first element, numbers, decoded)]."""
+def _noise(layout, key):
+    """What draws the random bits of elements of a piece."""
+    return lambda p, first, count: noise(key, layout.ids[p.leaf], p.start + first, count)
+
+
+def _encode_chunk(layout, pieces, fetch, draw):
+    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements) and random bits from `draw`,
+    and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)]."""
     codec = layout.codec
     metas, bodies, kept = [], [], []
 
@@ -74,7 +79,7 @@ def _encode_chunk(layout, pieces, fetch, key):
             x = widen(fetch(p, first, number * size)).reshape(number, size)
             drawn = None
             if codec.stochastic:
-                drawn = noise(key, layout.ids[p.leaf], p.start + first, number * size).reshape(number, size)
+                drawn = draw(p, first, number * size).reshape(number, size)
             meta, codes = codec.encode_buckets(x, drawn)
             for name, got, dtype, width in (("metadata", meta, jnp.float32, codec.meta),
                                             ("codes", codes, jnp.uint8, codec.code_bytes(size, layout.dtypes[p.leaf]))):
@@ -112,13 +117,19 @@ def encode(layout, leaves, key=None, residuals=None):
 
     chunks = []
     for pieces in layout.pieces:
-        chunk, kept = _encode_chunk(layout, pieces, fetch, key)
+        chunk, kept = _encode_chunk(layout, pieces, fetch, _noise(layout, key))
         chunks.append(chunk)
         if lost:
             for leaf, first, x, decoded in kept:
                 stretch = slice(first, first + x.size)
                 lost[leaf] = lost[leaf].at[stretch].set(_lost(x, decoded, lost[leaf][stretch]))
     return jnp.stack(chunks), [r.reshape(s) for r, s in zip(lost, layout.shapes)]
+
+
+def encode_drawn(layout, x, drawn):
+    """The payload of one leaf, one chunk, with the random bits of each element given."""
+    part = lambda of: lambda p, first, count: of[p.start + first :][:count]
+    return _encode_chunk(layout, layout.pieces[0], part(x), part(drawn))[0]
 
 
 def _read(layout, chunk, p):
@@ -157,9 +168,23 @@ def decode(layout, payload):
     return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
+def clear(layout, payload, arrays):
+    """The arrays, 0 where the payload has an element."""
+    flat = _flat(arrays)
+    for c, pieces in enumerate(layout.pieces):
+        for p in pieces:
+            for first, count, _, codes, _ in _read(layout, payload[c], p):
+                at = layout.codec.indices(codes[0], count)
+                at = jnp.where(at < count, p.start + first + at, flat[p.leaf].size)
+                flat[p.leaf] = flat[p.leaf].at[at].set(0, mode="drop")
+    return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
+
+
 def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None, residuals=None):
     """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again and the new residuals."""
     ranks = payloads.shape[0]
+    sum_layout = layout.of_sum(ranks)
+    bucketed = layout.codec.meta or layout.codec.whole
     own = own and _flat(own)
     lost = [] if residuals is None else _flat(residuals)
 
@@ -179,7 +204,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
                 else:
                     split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
                     terms = [value.reshape(-1) for _, value in split]
-                if meta is not None and layout.codec.meta:
+                if meta is not None and bucketed:
                     bases = [base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)]
                     total = bases[0]
                     for base in bases[1:]:
@@ -189,7 +214,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
                     if own is not None:
                         term = jnp.where(is_own(r), mine, term)
                     total = term if total is None else ieee.add(total, term)
-                if meta is not None and layout.codec.meta:
+                if meta is not None and bucketed:
                     total = ieee.positive_zero(total)  # see decode_buckets in codecs/grid.py
                 if lost:
                     total = ieee.add(total, lost[p.leaf][p.start + first :][:count])
@@ -204,7 +229,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
         def chunk(c):
             sums = reduce_chunk(c)
             fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
-            encoded, kept = _encode_chunk(layout, layout.pieces[c], fetch, key)
+            encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, key))
             new = list(lost)
             for leaf, first, x, decoded in kept if lost else ():
                 stretch, given = slice(first, first + x.size), decoded if divisor == 1.0 else ieee.multiply(decoded, divisor)

@@ -1,0 +1,81 @@
+"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp. A list is int32[k], ascending, of indices below n; n
+itself stands for none and comes last.
+
+Of the two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are, the
+high ones as a row of bits in which the j-th one stands at j + high. Or a bit for each of the n elements.
+"""
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.native.packing import from_bytes, pack, packed_bytes, to_bytes, unpack
+
+
+def _low_bits(n: int, k: int) -> int:
+    return (n // k).bit_length() - 1
+
+
+def _bitmap_bytes(bits: int) -> int:
+    return -(-bits // 32) * 4
+
+
+def _high_count(n: int, k: int) -> int:
+    return (n >> _low_bits(n, k)) + k
+
+
+def _split_bytes(n: int, k: int) -> int:
+    low = _low_bits(n, k)
+    return _bitmap_bytes(_high_count(n, k)) + low // 8 * k + packed_bytes(k, low % 8)
+
+
+def index_bytes(n: int, k: int) -> int:
+    """Bytes of a list of k of n indices; none where it is all of them."""
+    return 0 if k in (0, n) else min(_split_bytes(n, k), _bitmap_bytes(n))
+
+
+def _is_split(n, k):
+    return _split_bytes(n, k) < _bitmap_bytes(n)
+
+
+def _to_bitmap(at, bits):
+    """The bytes of a row of bits, ones at `at`, what is past its end left out."""
+    rows = jnp.zeros(8 * _bitmap_bytes(bits), jnp.uint32).at[at].set(1, mode="drop").reshape(-1, 32)
+    return to_bytes((rows << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32))
+
+
+def _from_bitmap(raw, bits, k):
+    """Where the first k ones stand; `bits` for those that there are not."""
+    words = from_bytes(raw, jnp.uint32)
+    row = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return jnp.nonzero(row.reshape(-1)[:bits], size=k, fill_value=bits)[0].astype(jnp.int32)
+
+
+def to_list(indices, n: int):
+    k = indices.size
+    if k in (0, n):
+        return jnp.zeros(0, jnp.uint8)
+    if not _is_split(n, k):
+        return _to_bitmap(indices, n)
+    low = _low_bits(n, k)
+    parts = [_to_bitmap((indices >> low) + jnp.arange(k), _high_count(n, k))]
+    parts += [((indices >> 8 * i) & 0xFF).astype(jnp.uint8) for i in range(low // 8)]
+    if low % 8:
+        parts.append(pack((indices >> low // 8 * 8) & (2 ** (low % 8) - 1), low % 8))
+    return jnp.concatenate(parts)
+
+
+def from_list(raw, n: int, k: int):
+    """int32[k] of any bytes. What is not above all indices before it counts for none."""
+    if k in (0, n):
+        return jnp.arange(k, dtype=jnp.int32)
+    if not _is_split(n, k):
+        return _from_bitmap(raw, n, k)
+    low, at = _low_bits(n, k), _bitmap_bytes(_high_count(n, k))
+    high = _from_bitmap(raw[:at], _high_count(n, k), k) - jnp.arange(k, dtype=jnp.int32)
+    indices = jnp.where(high <= n >> low, high << low, n)
+    for i in range(low // 8):
+        indices |= raw[at : at + k].astype(jnp.int32) << 8 * i
+        at += k
+    if low % 8:
+        indices |= unpack(raw[at:], low % 8, k) << low // 8 * 8
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), lax.cummax(indices)[:-1]])
+    return jnp.where((indices < n) & (indices > before), indices, n)
