@@ -16,6 +16,7 @@ from jaxcgx.native.layout import Layout, align16
 
 _MOST = 2**31 - 1  # elements that an index of 32 bits tells apart
 _FINITE = 0x7F7FFFFF  # bits of the largest finite magnitude
+_ESTIMATES = ("quantile", "exponential")
 
 
 def _check_share(codec, field, low, high):
@@ -46,7 +47,7 @@ class Sampled:
 
     def __post_init__(self):
         _check_share(self, "share", 2.0**-15, 1)
-        check_choice(self, "estimate", ("quantile", "exponential"))
+        check_choice(self, "estimate", _ESTIMATES)
         _check_share(self, "lower", 2.0**-15, 1)
         check_integer(self, "refinements", 0, 100)
 
@@ -170,6 +171,7 @@ def _exponential(sample, n, k):
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)
+    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # everywhere, as XLA flushes denormals on CPUs only
     t, quarters = jnp.zeros((), jnp.float32), 0
     while True:
         last = k * 4 ** (quarters + 1) >= n

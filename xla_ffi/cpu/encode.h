@@ -17,7 +17,8 @@ inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
     case Kind::kFloat8: return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
     case Kind::kSign: return Sign::grid(s, sum, n, c);
     case Kind::kRaw:
-    case Kind::kCast: break;
+    case Kind::kCast:
+    case Kind::kTopK: break;
   }
   return Grid{};
 }

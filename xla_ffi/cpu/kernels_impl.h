@@ -280,7 +280,8 @@ EncodeFn encoder(const Codec& c) {
     case Kind::kFloat8: return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
     case Kind::kSign: return encode<Sign, 1, false>;
     case Kind::kRaw:
-    case Kind::kCast: break;
+    case Kind::kCast:
+    case Kind::kTopK: break;
   }
   return nullptr;
 }
@@ -292,7 +293,8 @@ DecodeFn decoder(const Codec& c) {
     case Kind::kFloat8: return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
     case Kind::kSign: return decode<Sign, 1, true>;
     case Kind::kRaw:
-    case Kind::kCast: break;
+    case Kind::kCast:
+    case Kind::kTopK: break;
   }
   return nullptr;
 }
