@@ -175,7 +175,8 @@ def parse():
     if args.repeats < 1:
         parser.error("--repeats: expected a positive number")
     usual = args.repeats == parser.get_default("repeats")
-    args.command = "make bench-powersgd" if usual else f"python benchmarks/powersgd.py --repeats {args.repeats}"
+    other = args.torch != sys.executable
+    args.command = "make bench-powersgd" + " TORCH=PYTHON" * other if usual else f"python benchmarks/powersgd.py --repeats {args.repeats}"
     args.out = args.out or (RESULTS if usual else None)
     return args
 
