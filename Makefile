@@ -29,7 +29,7 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
-.PHONY: help demo test build pytest mpi cpptest cuda matrix matrix-short bench bench-collectives bench-mpi bench-training clean check
+.PHONY: help demo test build pytest mpi cpptest cuda matrix matrix-short bench bench-collectives bench-mpi bench-powersgd bench-training clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -78,6 +78,9 @@ bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against PyTorch's where TORCH names a Python that has it
+	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py

@@ -193,14 +193,16 @@ def _collective(found, axes):
     if calls and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []
     exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.Exchange)]
-    sent = _sent(found.operation, sum(size for _, size in found.operands), ranks)
+    size = sum(size for _, size in found.operands)
+    sent = _sent(found.operation, size, ranks)
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader hands its result on: that is half of what a sum sends
+    plain = sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0  # that XLA joined to factors
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation, axes=names, ranks=ranks, dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
-        bytes=sent, raw_bytes=round(sent * saving), times=found.times, branch=found.branch,
+        bytes=sent, raw_bytes=round(sent * (plain + (1 - plain) * saving)), times=found.times, branch=found.branch,
         function=_joined([c.function for c in calls] or [name.split(".")[0] for name in unknown[:1]]),
         codec="unknown" if unknown else _joined(spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
         schedule=_joined(e.schedule for e in exchanges), leaves=tuple(itertools.chain(*(c.leaves for c in calls))), name=found.name)
