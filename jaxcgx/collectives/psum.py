@@ -66,7 +66,8 @@ def reduce(op, x, net, codec, key, residuals, schedule, own, leader, strict, fus
         given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
         done = compressed(leaves, key, ids, route, given)
         for i, new in zip(ids, done[len(leaves) :]):
-            lost[i] = new if lost[i] is not None else None
+            if lost[i] is not None:
+                lost[i] = new
         return done[: len(leaves)]
 
     results = call.run(plain_fed, compressed_fed)
