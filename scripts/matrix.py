@@ -149,8 +149,8 @@ def test(version, python, age, short):
     report.unlink(missing_ok=True)
     start = time.monotonic()
     # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
-    result = run(inside, "-m", "pytest", f"--junitxml={report}", *(["-m", "short"] if short else []), cwd=ROOT,
-                 env=os.environ | {"PYTHONSAFEPATH": "1"})
+    result = run(inside, "-m", "pytest", "-n", 2, "--dist", "loadfile", f"--junitxml={report}", *(["-m", "short"] if short else []),
+                 cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"})
     row["seconds"] = round(time.monotonic() - start, 1)
     if report.exists():
         suite = {k: int(v) for k, v in xml.parse(report).find("testsuite").attrib.items()

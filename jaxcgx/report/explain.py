@@ -11,7 +11,7 @@ import numpy as np
 from jaxcgx.codecs.base import spell
 from jaxcgx.collectives import scopes
 from jaxcgx.report import hlo
-from jaxcgx.table import ratio, spell_sizes, table
+from jaxcgx.table import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
 
@@ -36,7 +36,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Totals):
     """What `explain` found. str() is a table."""
 
     collectives: tuple  # of Collective
@@ -53,20 +53,6 @@ class Explanation:
             found[c.axes] = sent + times * c.bytes, raw + times * c.raw_bytes
         return found
 
-    @property
-    def bytes(self):
-        """That a rank sends in a call, over all axes."""
-        return sum(sent for sent, _ in self.totals.values())
-
-    @property
-    def raw_bytes(self):
-        """The same without compression."""
-        return sum(raw for _, raw in self.totals.values())
-
-    @property
-    def ratio(self):
-        return ratio(self.bytes, self.raw_bytes)
-
     def __repr__(self):
         return f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
 
@@ -78,11 +64,7 @@ class Explanation:
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
-        totals = [(_axes(axes), *sent) for axes, sent in self.totals.items() if sent[0]]
-        if len(totals) != 1:
-            totals.append(("in all", self.bytes, self.raw_bytes))
-        rows = [(axes, *spell_sizes(sent, raw)) for axes, sent, raw in totals]
-        parts.append(table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
+        parts.append(self.spell_totals("a rank sends over", [(_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]))
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):

@@ -201,7 +201,6 @@ def test_explain_sees_the_step():
     assert report.bytes < 4 * 1240
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     (dict(loss_fn=3), TypeError, "make_train_step: argument 'loss_fn': expected a function, got 3"),
     (dict(optimizer=3), TypeError, "make_train_step: argument 'optimizer': expected an optax.GradientTransformation, got 3"),
