@@ -49,12 +49,13 @@ pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
 	@.venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/mpi
 
-mpi: $(INSTALLED) ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks
+mpi: $(INSTALLED) ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
 	@echo "== MPI, launching"
 	@.venv/bin/python -m pytest tests/mpi/test_launch.py
 	@for n in 1 2 3 4; do \
 		echo "== MPI, mpirun -n $$n"; \
-		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi -p no:cacheprovider --timeout-method thread --timeout 300 || exit 1; \
+		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \
+		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 || exit 1; \
 	done
 
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan

@@ -109,14 +109,16 @@ def wheel(version, python):
     stamp = folder / "checksum"
     if not (stamp.exists() and stamp.read_text() == checksum(*WHEEL)):
         print(f"== Python {version}: building the wheel", flush=True)
-        # Pip's build isolation would build everything again (see the Makefile).
-        builder = venv(python, folder / "env", version)
-        pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
+        # Pip's build isolation would build everything again (see the Makefile), and so would a folder of its own what `make` has built.
+        builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
+        if output(builder, "-c", PROBE) != version:
+            builder, build = venv(python, folder / "env", version), folder / "build"
+            pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):
             old.unlink()
         pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-            f"--config-settings=build-dir={folder}/build", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
+            f"--config-settings=build-dir={build}", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
         stamp.write_text(checksum(*WHEEL))
     return next(folder.glob("*.whl"))
 
