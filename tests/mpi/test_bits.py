@@ -61,6 +61,27 @@ def test_feedback():
     same(jax.jit(f(lambda x, lost: cgx.mpi.compressed_allreduce(x, codec, residuals=lost)))(mine(x)), expected)
 
 
+def test_sparse_sums():
+    """Of ranks and of nodes, with momentum that loses what is sent."""
+    x, few = {"w": normal((N, 900))}, cgx.TopK(0.1)
+    grid = GRIDS[0]
+
+    def over_mesh(x):
+        state = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
+        return [cgx.compressed_psum(x, ("a", "b"), codec, **state, schedule=schedule, leader=leader)
+                for codec, schedule, leader in ((few, "one_shot", False), (cgx.TopK(0.1, pull="top"), "two_shot", False),
+                                                ({"a": few, "b": cgx.Raw()}, "two_shot", False), ({"a": few, "b": cgx.Raw()}, "two_shot", True))]
+
+    def over_mpi(x):
+        state, there = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x), nodes(grid)
+        return [cgx.mpi.compressed_allreduce(x, codec, comm, **state, schedule=schedule, leader=leader)
+                for codec, comm, schedule, leader in ((few, None, "one_shot", False), (cgx.TopK(0.1, pull="top"), None, "two_shot", False),
+                                                      ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", False),
+                                                      ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", True))]
+
+    same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x, sizes=grid))
+
+
 def test_derivatives():
     """Transposes are compressed alike. What is left raw has those of lax."""
     codec, x = cgx.MaxMin(4, 33, "stochastic"), {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))}
