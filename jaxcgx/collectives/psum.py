@@ -70,15 +70,13 @@ def reduce(op, x, net, codec, key, residuals, factors, schedule, own, leader, st
         return plain(leaf, i)
 
     def compressed_fed(leaves, key, ids, route):
-        linear, given, begin = route.stages[0][1].linear, None, None
+        n, outer, given, begin = len(leaves), route.stages[0][1], None, None
         if fed:
             given = [jnp.zeros(x.shape, jnp.float32) if lost[i] is None else lost[i] for i, x in zip(ids, leaves)]
-        if linear and factors is not None:
-            shapes = [route.stages[0][1].factor_shape(x.shape) for x in leaves]
-            begin = [jnp.zeros(shape, jnp.float32) if warm[i] is None else warm[i] for i, shape in zip(ids, shapes)]
-        done, n = compressed(leaves, key, ids, route, given, begin), len(leaves)
-        after = done[n:]
-        for kept, new in ((lost, after[:n] if fed else ()), (warm, after[-n:] if begin else ())):
+        if outer.linear and factors is not None:
+            begin = [jnp.zeros(outer.factor_shape(x.shape), jnp.float32) if warm[i] is None else warm[i] for i, x in zip(ids, leaves)]
+        done = compressed(leaves, key, ids, route, given, begin)
+        for kept, new in ((lost, done[n : 2 * n] if fed else ()), (warm, done[-n:] if begin else ())):
             for i, x in zip(ids, new):
                 kept[i] = x if kept[i] is not None else None
         return done[:n]
