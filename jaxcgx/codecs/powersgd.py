@@ -16,6 +16,7 @@ from jaxcgx.codecs.base import Codec, check_dtype, check_integer, check_shape
 
 _TINY = 2.0**-126  # the smallest normal number: what is below counts as 0, which XLA makes of it on CPUs anyway
 _NOTHING = 2.0**-20  # what is left of a column of norm 1 is rounding
+_FEW = 8  # columns whose products are fused with what uses them, and have no memory of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,7 @@ class PowerSGD(Codec):
             return x
         matrices = x.astype(jnp.float32).reshape(1, *matrix(x.shape))
         q = jnp.zeros((1, *self.factor_shape(x.shape)), jnp.float32)
-        basis = orthonormal(left(matrices, q))
+        basis = orthonormal(left(matrices, begin(q)))
         return multiply(basis, right(basis, matrices))[0].reshape(x.shape).astype(x.dtype)
 
 
@@ -86,11 +87,15 @@ def _over(x, size, least=_TINY):
 
 # The basis doesn't depend on how long Q's columns are. With sums of magnitudes of 1 products are no larger than their matrix: numbers
 # of any size neither overflow nor vanish. A column of zeros, in the first step or of a matrix of lower rank, would stay one.
-def left(matrices, q):
-    """P of float32[k, m, n] and Q, [k, rank, n]."""
+def begin(q):
+    """The Q to multiply with, of that of the step before, [k, rank, n]."""
     q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
     q = q / jnp.abs(q).max(-1, keepdims=True)
-    q = q / jnp.abs(q).sum(-1, keepdims=True)
+    return q / jnp.abs(q).sum(-1, keepdims=True)
+
+
+def left(matrices, q):
+    """P of float32[k, m, n]."""
     # This way round, and transposed afterwards: XLA's matrix products on CPUs take another one twice the time.
     return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
@@ -102,6 +107,8 @@ def right(basis, matrices):
 
 def multiply(basis, q):
     """[k, m, n]"""
+    if q.shape[1] <= _FEW:
+        return sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1]))
     return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
 

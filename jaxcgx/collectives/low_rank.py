@@ -14,10 +14,12 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.codecs.base import check_codec
-from jaxcgx.codecs.powersgd import left, matrix, multiply, orthonormal, right
+from jaxcgx.codecs.powersgd import begin, left, matrix, multiply, orthonormal, right
 from jaxcgx.collectives import hierarchy, scopes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import factor_shape
+
+_LARGE = 2**20  # elements
 
 
 def init_factors(x, codec):
@@ -39,26 +41,27 @@ def init_factors(x, codec):
 def allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor):
     """The leaves' sum over all stages, outermost first, divided by `divisor`; new residuals, if there were any; new factors."""
     (net, codec), inner = stages[0], math.prod(part.size for part, _ in stages[1:])
-    sums = [x.astype(jnp.float32) for x in leaves]
-    if residuals is not None:
-        sums = [x + r for x, r in zip(sums, residuals)]
-    sums = hierarchy.sum_inside(stages, sums, ids, key, schedule, own)
-    alike = {}  # matrices of one shape are multiplied together
+    terms = [[x.astype(jnp.float32) for x in leaves]] + ([residuals] if residuals is not None else [])
+    if inner > 1:
+        terms = [hierarchy.sum_inside(stages, [sum(each) for each in zip(*terms)], ids, key, schedule, own)]
+    alike = {}  # matrices of one shape are multiplied together, and compile as one; large ones would have to be copied for that
     for i, x in enumerate(leaves):
-        alike.setdefault(matrix(x.shape), []).append(i)
-    matrices = [jnp.stack([sums[i].reshape(shape) for i in each]) for shape, each in alike.items()]
+        alike.setdefault((matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
+    # Of products the sum, not products of the sum: that is no array of its own.
+    matrices = [[jnp.stack([term[i].reshape(shape) for i in each]) for term in terms] for (shape, _), each in alike.items()]
     if factors is None:
-        warm = [jnp.zeros((len(each), codec.rank, n), jnp.float32) for (_, n), each in alike.items()]
+        warm = [jnp.zeros((len(each), *codec.factor_shape(shape)), jnp.float32) for (shape, _), each in alike.items()]
     else:
         warm = [jnp.stack([factors[i] for i in each]) for each in alike.values()]
     saving = sum(x.size * x.dtype.itemsize for x in leaves) / sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves)
     with scopes.scope(scopes.Exchange("psum", codec, saving)):
-        bases = [orthonormal(p) for p in _psum(net, [left(x, q) for x, q in zip(matrices, warm)])]
-        mine = [right(basis, x) for basis, x in zip(bases, matrices)]
+        first = [begin(q) for q in warm]
+        bases = [orthonormal(p) for p in _psum(net, [sum(left(x, q) for x in each) for each, q in zip(matrices, first)])]
+        mine = [sum(right(basis, x) for x in each) for basis, each in zip(bases, matrices)]
         found = [q / divisor for q in _psum(net, mine)]
     results, lost, new = [None] * len(leaves), [None] * len(leaves), [None] * len(leaves)
-    for each, x, basis, own_q, q, old in zip(alike.values(), matrices, bases, mine, found, warm):
-        total, gone = multiply(basis, q), (x - multiply(basis, own_q)) / inner
+    for each, given, basis, own_q, q, old in zip(alike.values(), matrices, bases, mine, found, warm):
+        total, gone = multiply(basis, q), (sum(given) - multiply(basis, own_q)) / inner
         q = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, old)
         for k, i in enumerate(each):
             results[i], new[i] = total[k].reshape(leaves[i].shape), q[k]

@@ -53,11 +53,12 @@ def test_roundtrip():
     x = {"matrix": low_rank(40, 50, 2), "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30), "constant": jnp.full((40, 50), 7.5),
          "zero": jnp.zeros((40, 50)), "tiny": low_rank(40, 50, 2) * 1e-30, "huge": low_rank(40, 50, 2) * 1e30}
     others = {"full": normal((40, 50)), "overflown": normal((40, 50)).at[3, 4].set(jnp.inf), "half": normal((40, 50), 1, "bfloat16"),
-              "bias": normal(100)}
+              "bias": normal(100), "many": low_rank(40, 50, 9)}
     sent = lambda x: jax.tree.map(lambda leaf: cgx.roundtrip(leaf, CODEC), x)
-    y, derivative = jax.jit(lambda x: (sent(x), jax.grad(lambda x: (3 * cgx.roundtrip(x, CODEC)).sum())(x["full"])))(x | others)
+    y, many, derivative = jax.jit(lambda x: (sent(x), cgx.roundtrip(x["many"], cgx.PowerSGD(9)), jax.grad(lambda x: (3 * cgx.roundtrip(x, CODEC)).sum())(x["full"])))(x | others)
     for name in x:
         np.testing.assert_allclose(y[name], x[name], rtol=0, atol=3e-6 * np.abs(x[name]).max(), err_msg=name)
+    np.testing.assert_allclose(many, others["many"], rtol=0, atol=1e-4)
     assert not np.asarray(y["zero"]).any() and np.isnan(y["overflown"]).all() and y["half"].dtype == jnp.bfloat16
     assert_same_bytes(y["bias"], others["bias"])
     best, lost = np.linalg.svd(others["full"], compute_uv=False), np.linalg.norm(others["full"] - y["full"])
