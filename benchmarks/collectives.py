@@ -30,6 +30,7 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
+TCP = "tcp"  # "auto" over connections of jaxcgx's own
 SPEEDUP, SHARE = 4.0, 0.9  # the goals: on loopback over psum, between hosts of the ideal ratio
 ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # of a size in MiB, in one program
 LIMIT = 900  # seconds that the processes of a network may take
@@ -105,7 +106,8 @@ class Call:
 
 def reductions():
     return {"psum": lambda x: lax.psum(x, "data")} | {
-        schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule) for schedule in SCHEDULES}
+        schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule) for schedule in SCHEDULES} | {
+            TCP: lambda x: cgx.compressed_psum(x, cgx.Tcp("data"), CODEC)}
 
 
 def parts(mesh, x, ranks, iterations):
@@ -191,7 +193,7 @@ def row(network, size, what, times):
     elements = int(size * 2**18)
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
     auto = costs.choose(network.processes, raw, wire)
-    speedup = {name: median(np.divide(times["psum"], times[name])) for name in SCHEDULES}
+    speedup = {name: median(np.divide(times["psum"], times[name])) for name in (*SCHEDULES, TCP)}
     figures = dict(network=network.name, processes=network.processes, what=what, size_bytes=raw, wire_bytes=wire,
                    ms={name: median(ms) for name, ms in times.items()}, speedup=speedup, auto=auto, fastest=max(speedup, key=speedup.get),
                    ideal=round(raw / wire, 4), share=round(speedup[auto] * wire / raw, 4))

@@ -33,7 +33,8 @@ class Axes:
         return {name: Axes((name,)) for name in self.names}
 
     def leaders(self):
-        return Leaders(Axes(self.names[:1]), Axes(self.names[1:]))
+        outer, *inner = self.names
+        return Leaders(self, Axes((outer,)), Axes(tuple(inner)))
 
     @property
     def size(self):
@@ -90,10 +91,10 @@ class Axes:
 
 class Leaders:
     """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
-    but what they compute between two gatherings goes nowhere."""
+    but what they compute between two gatherings goes nowhere. `everybody`: both together."""
 
-    def __init__(self, outer, inner):
-        self.outer, self.inner, self.size = outer, inner, outer.size
+    def __init__(self, everybody, outer, inner):
+        self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
 
     @property
     def rank(self):
@@ -107,7 +108,7 @@ class Leaders:
     def _send(self, row, distance):
         """The row of the leader that many ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
-        return Axes(self.outer.names + self.inner.names).permute(row, pairs)
+        return self.everybody.permute(row, pairs)
 
     def _collect(self, row_for):
         """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""
