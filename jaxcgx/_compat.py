@@ -128,9 +128,9 @@ def rendezvous():
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
 
 
-def lower_ordered(target, effect):
+def lower_ordered(target, effect, **options):
     """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before 0.11."""
-    call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    call = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
     def rule(ctx, *operands, **attributes):
         with_token = ctx.replace(avals_in=[*ctx.avals_in, abstract_token], avals_out=[*ctx.avals_out, abstract_token])

@@ -41,6 +41,7 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
     cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
+    cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
     cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;

@@ -1,7 +1,7 @@
-"""Exchanges among processes, over TCP, as a JAX primitive of one array.
+"""Exchanges among processes, over TCP, as JAX primitives: of an array, and the sum of a message in pieces.
 
 In the same order as in ops.py. `net` is the transport (transports/tcp.py). What a collective's derivatives are is its own
-business, and the primitive has none. The second operand says who takes part: a rank, and every rank's place in the mesh.
+business, and these have none. The operand `who` says who takes part: a rank, and every rank's place in the mesh.
 """
 import functools
 import math
@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
+from jaxcgx.native.layout import Layout
 from jaxcgx.native.shm import module
 
 CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
@@ -26,13 +27,11 @@ tcp_exchange_p = _compat.Primitive("jaxcgx_tcp_exchange")
 def exchange(operation, x, net, targets=()):
     """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. permute: x of the rank whose target this is;
     targets: of each rank, -1 for none."""
-    x, *places = _compat.match_varying(x, net.rank, *_places(net))
-    who = jnp.stack(places).astype(jnp.int32)
-    return tcp_exchange_p.bind(x, who, operation=operation, targets=targets, net=net)
+    return tcp_exchange_p.bind(*_compat.match_varying(x, _who(net)), operation=operation, targets=targets, net=net)
 
 
-def _places(net):
-    """Of every rank along the names the place among all devices of the mesh."""
+def _who(net):
+    """The rank, and of every rank along the names the place among all devices of the mesh."""
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
@@ -41,10 +40,12 @@ def _places(net):
     strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
     first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
     along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
-    return [first + int(place) for place in np.array([strides[name] for name in net.names]) @ along]
+    places = np.array([strides[name] for name in net.names]) @ along
+    return jnp.concatenate([net.rank[None], first + jnp.asarray(places)]).astype(jnp.int32)
 
 
-def _lower(ctx, x, who, *, operation, targets, net):
+def _with_processes(ctx, who, at):
+    """`who`, operand number `at`, with processes in place of places; and connects this one, if it isn't yet."""
     devices = _compat.devices_of(ctx)
     if devices is None:
         raise ValueError("Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself, or set it "
@@ -57,15 +58,19 @@ def _lower(ctx, x, who, *, operation, targets, net):
     def by_process(who):
         return jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
 
-    aval = ctx.avals_in[1]
-    (who,) = mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)
+    aval = ctx.avals_in[at]
+    return mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)[0]
+
+
+def _lower(ctx, x, who, *, operation, targets, net):
+    who = _with_processes(ctx, who, 1)
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx, x, who, operation=np.int64(OPERATIONS.index(operation)), targets=np.array(targets, np.int64),
         timeout_ms=np.int64(net.timeout * 1000))
 
 
 def _refuse(ctx, *operands, **params):
-    raise NotImplementedError("jaxcgx_tcp_exchange: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
+    raise NotImplementedError("jaxcgx_tcp: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
                               "the axis's name alone")
 
 
@@ -85,6 +90,63 @@ tcp_exchange_p.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[tcp_exchange_p] = _batch
 mlir.register_lowering(tcp_exchange_p, _refuse)
 mlir.register_lowering(tcp_exchange_p, _lower, platform="cpu")
+
+
+# The sum of a message, sent in pieces that are encoded, added up and decoded while others are on their way
+
+tcp_allreduce_p = _compat.Primitive("jaxcgx_tcp_allreduce")
+PIECE, MOST_PIECES = 2**19, 16  # bytes that a piece has at least, and how many there are at most (benchmarks/notes/collectives.md)
+
+
+def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
+    """collectives/schedules.py's "one_shot" or "two_shot" with its bits: the sums, in float32 of the first, and new residuals or
+    None. keys: of the first encoding and of the sum's; codec: one that has kernels."""
+    two_shot = schedule == "two_shot"
+    parts = net.size if two_shot else 1
+    pieces = max(1, min(MOST_PIECES, Layout.of(codec, leaves, parts, ids).chunk_bytes // PIECE))
+    if codec.meta and not codec.bucket_size:  # a leaf's part is one bucket
+        pieces = 1
+    operands = [*leaves, *(residuals or []), _who(net), *(keys[: 1 + two_shot] if codec.stochastic else [])]
+    raw = two_shot and own == "raw" and not codec.raw  # whose bytes are the part as it is
+    found = tcp_allreduce_p.bind(
+        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), two_shot=two_shot, own=raw and residuals is None,
+        feedback=residuals is not None, sum_feedback=two_shot and own == "raw" and residuals is not None, divisor=float(divisor), net=net)
+    n = len(leaves)
+    return found[:n], found[n:] if residuals is not None else None
+
+
+def _allreduce_lower(ctx, *operands, layout, net, divisor, **params):
+    n, feedback = len(layout.shapes), params["feedback"]
+    at = 2 * n if feedback else n
+    operands = [*operands[:at], _with_processes(ctx, operands[at], at), *operands[at + 1 :]]
+    payloads = net.size * layout.chunks // (net.size if params["two_shot"] else 1) + (2 * layout.chunks if params["two_shot"] else 0)
+    workspace = _compat.result_aval(ctx.avals_in, (payloads * layout.chunk_bytes,), np.dtype("uint8"))
+    call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases={n + i: n + i for i in range(n if feedback else 0)})
+    hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    results = call(hidden, *operands, **layout.attributes, **params, batch=np.int64(1),
+                   ranks=np.int64(net.size), divisor=np.float32(divisor), timeout_ms=np.int64(net.timeout * 1000))
+    ctx.set_tokens_out(hidden.tokens_out)
+    return results[:-1]
+
+
+def _allreduce_abstract(*avals, layout, two_shot, feedback, net, **params):
+    dtypes = layout.dtypes if two_shot else [jnp.float32] * len(layout.shapes)
+    sums = [_compat.result_aval(avals, s, d) for s, d in zip(layout.shapes, dtypes)]
+    return sums + [_compat.result_aval(avals, s, jnp.float32) for s in layout.shapes if feedback], net.effects
+
+
+def _allreduce_batch(operands, dims, **params):
+    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+    moved = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    results = lax.map(lambda each: tcp_allreduce_p.bind(*each, **params), moved)
+    return results, [0] * len(results)
+
+
+tcp_allreduce_p.multiple_results = True
+tcp_allreduce_p.def_effectful_abstract_eval(_allreduce_abstract)
+batching.primitive_batchers[tcp_allreduce_p] = _allreduce_batch
+mlir.register_lowering(tcp_allreduce_p, _refuse)
+mlir.register_lowering(tcp_allreduce_p, _allreduce_lower, platform="cpu")
 
 
 # The connections of this process, made once

@@ -34,6 +34,7 @@ class Transport:
     `plain_psum`."""
 
     names = ()
+    allreduce = None
 
     @property
     def parts(self):

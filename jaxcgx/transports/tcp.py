@@ -12,6 +12,7 @@ from collections.abc import Hashable
 import jax
 
 from jaxcgx import _compat
+from jaxcgx.native import tcp
 from jaxcgx.native.tcp import exchange
 from jaxcgx.transports.xla import Axes, Leaders
 
@@ -89,6 +90,9 @@ class TcpAxes(Axes):
 
     def all_gather(self, row):
         return exchange("all_gather", row, self)
+
+    def allreduce(self, schedule, *message):
+        return tcp.allreduce(schedule, self, *message)
 
     def permute(self, row, pairs):
         target = dict(pairs)

@@ -6,6 +6,7 @@ A transport is hashable, static under jit. What every one has:
 - `size`, `rank`; `parts`: {name: transport} of the levels of a hierarchy, outermost first; `leaders()`: of its first level,
   those that speak for the others;
 - for rows of bytes, `all_to_all`, `all_gather` and `shift`;
+- `allreduce`: None, or a way of its own to do a whole schedule, native/tcp.py's `allreduce`, with the same bits;
 - for arrays that travel as they are, what `lax` has under the name: `plain_psum`, `plain_pmean`, `plain_psum_scatter`,
   `plain_all_gather` and `plain_all_to_all`.
 """
@@ -27,6 +28,7 @@ class Axes:
     names: tuple
 
     effects = frozenset()  # but for those of the names
+    allreduce = None
 
     @property
     def parts(self):
@@ -92,6 +94,8 @@ class Axes:
 class Leaders:
     """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
     but what they compute between two gatherings goes nowhere. `everybody`: both together."""
+
+    allreduce = None
 
     def __init__(self, everybody, outer, inner):
         self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size

@@ -1,6 +1,7 @@
 #include "handlers/tcp.h"
 
 #include <cstring>
+#include <limits>
 #include <set>
 
 #include "cpu/pages.h"
@@ -14,80 +15,11 @@ enum class Operation : int64_t { kAllToAll, kAllGather, kPermute };
 constexpr int64_t kOperations = 3;
 const char* const kNames[kOperations] = {"all_to_all", "all_gather", "permute"};
 
-// Handlers have no state of their own. Neither is ever destroyed: a program may still run when the process ends.
-std::shared_ptr<tcp::Net>& the_net() {
-  static auto& net = *new std::shared_ptr<tcp::Net>;
-  return net;
-}
-tcp::Threads& the_threads() {
-  static auto& threads = *new tcp::Threads;
-  return threads;
-}
-
-ffi::Error error_of(const tcp::Error& error) {
-  const auto code = error.kind == tcp::Error::Kind::kGone ? ffi::ErrorCode::kUnavailable
-                  : error.kind == tcp::Error::Kind::kLate ? ffi::ErrorCode::kDeadlineExceeded
-                                                          : ffi::ErrorCode::kInvalidArgument;
-  return ffi::Error(code, "jaxcgx_tcp_exchange: " + error.message);
-}
-
-// A result that is complete when all of a number of parts are. XLA goes on with the program in the thread that completes it,
-// hence in one that nobody needs.
-class Completion {
- public:
-  explicit Completion(int64_t parts) : left_(parts) {}
-
-  void part(std::optional<ffi::Error> error = std::nullopt) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (error && !error_) error_ = std::move(error);
-    if (--left_ > 0) return;
-    the_threads().run([promise = promise_, error = error_]() mutable {
-      if (error) promise.SetError(*error);
-      else promise.SetAvailable();
-    });
-  }
-  ffi::Future future() { return ffi::Future(promise_); }
-
- private:
-  std::mutex mutex_;
-  int64_t left_;
-  std::optional<ffi::Error> error_;
-  ffi::Promise promise_;
-};
-
-ffi::Future failed(const ffi::Error& error) {
-  ffi::Promise promise;
-  promise.SetError(error);
-  return ffi::Future(promise);
-}
-
-// `who`: this process's rank, and then the process of every rank.
-ffi::ErrorOr<tcp::Exchange> exchange_among(const std::string& op, const ffi::Buffer<ffi::DataType::S32>& who, int64_t timeout_ms) {
-  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
-  const auto ranks = static_cast<int64_t>(who.element_count()) - 1;
-  if (!the_net()) return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_" + op + ": the processes have not connected"));
-  if (ranks < 1) return bad("no ranks");
-  if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
-  const int32_t* w = who.typed_data();
-  tcp::Exchange e{};
-  e.rank = w[0];
-  e.processes.assign(w + 1, w + 1 + ranks);
-  e.timeout = std::chrono::milliseconds(timeout_ms);
-  if (e.rank < 0 || e.rank >= ranks) return bad("rank " + std::to_string(e.rank) + " of " + std::to_string(ranks));
-  for (const int64_t p : e.processes) {
-    if (p < 0 || p >= the_net()->processes()) return bad("process " + std::to_string(p) + " of " + std::to_string(the_net()->processes()));
-  }
-  if (std::set<int64_t>(e.processes.begin(), e.processes.end()).size() != e.processes.size() || e.processes[e.rank] != the_net()->process()) {
-    return bad("the ranks are not processes of their own");
-  }
-  return e;
-}
-
 // The tokens order a program's exchanges; they hold nothing.
 ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
                      int64_t operation, Sizes targets, int64_t timeout_ms) {
   const std::string op = "tcp_exchange";
-  auto made = exchange_among(op, who, timeout_ms);
+  auto made = exchange_among(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
   if (made.has_error()) return failed(made.error());
   tcp::Exchange& e = *made;
   const auto ranks = static_cast<int64_t>(e.processes.size());
@@ -120,7 +52,7 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   const int64_t rank = e.rank;
   const bool waits = !e.receives.empty();
   auto completion = std::make_shared<Completion>(2);
-  e.done = [completion](const tcp::Status& status) { completion->part(status ? std::optional(error_of(*status)) : std::nullopt); };
+  e.done = [completion](const tcp::Status& status) { completion->part(status); };
   cpu::ask_for_large_pages(to, out);
   const auto running = the_net()->begin(std::move(e));
   for (const int64_t other : others) the_net()->send(running, other, 0, from + (to_each ? other * bytes : 0), bytes);
@@ -133,6 +65,56 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
 }
 
 }  // namespace
+
+std::shared_ptr<tcp::Net>& the_net() {
+  static auto& net = *new std::shared_ptr<tcp::Net>;
+  return net;
+}
+
+ffi::Error error_of(const tcp::Error& error) {
+  const auto code = error.kind == tcp::Error::Kind::kGone ? ffi::ErrorCode::kUnavailable
+                  : error.kind == tcp::Error::Kind::kLate ? ffi::ErrorCode::kDeadlineExceeded
+                                                          : ffi::ErrorCode::kInvalidArgument;
+  return ffi::Error(code, "jaxcgx_tcp: " + error.message);
+}
+
+ffi::Future failed(const ffi::Error& error) {
+  ffi::Promise promise;
+  promise.SetError(error);
+  return ffi::Future(promise);
+}
+
+void Completion::part(const tcp::Status& status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (status && !error_) error_ = error_of(*status);
+  if (--left_ > 0) return;
+  static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
+  threads.run([promise = promise_, error = error_]() mutable {
+    if (error) promise.SetError(*error);
+    else promise.SetAvailable();
+  });
+}
+
+ffi::ErrorOr<tcp::Exchange> exchange_among(const std::string& op, const int32_t* who, int64_t ranks, int64_t timeout_ms) {
+  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
+  if (!the_net() || the_net()->process() < 0) {
+    return ffi::Unexpected(ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_" + op + ": the processes have not connected"));
+  }
+  if (ranks < 1) return bad("no ranks");
+  if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
+  tcp::Exchange e{};
+  e.rank = who[0];
+  e.processes.assign(who + 1, who + 1 + ranks);
+  e.timeout = std::chrono::milliseconds(timeout_ms);
+  if (e.rank < 0 || e.rank >= ranks) return bad("rank " + std::to_string(e.rank) + " of " + std::to_string(ranks));
+  for (const int64_t p : e.processes) {
+    if (p < 0 || p >= the_net()->processes()) return bad("process " + std::to_string(p) + " of " + std::to_string(the_net()->processes()));
+  }
+  if (std::set<int64_t>(e.processes.begin(), e.processes.end()).size() != e.processes.size() || e.processes[e.rank] != the_net()->process()) {
+    return bad("the ranks are not processes of their own");
+  }
+  return e;
+}
 
 tcp::Or<int> tcp_listen() {
   if (the_net()) return tcp::Failure{"this process listens already"};

@@ -1,4 +1,4 @@
-// Threads for what may take long, or wait: whatever one of them does, there is another one for what comes next.
+// Threads that run tasks, begun when they are needed: at most `most`, each after the other's beginning in the order of the calls.
 #pragma once
 
 #include <condition_variable>
@@ -11,10 +11,12 @@ namespace jaxcgx::tcp {
 
 class Threads {
  public:
+  explicit Threads(int64_t most) : most_(most) {}
+
   void run(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (static_cast<int64_t>(tasks_.size()) > idle_) std::thread([this] { work(); }).detach();
+    if (static_cast<int64_t>(tasks_.size()) > idle_ && begun_ < most_) ++begun_, std::thread([this] { work(); }).detach();
     else wake_.notify_one();
   }
 
@@ -38,7 +40,8 @@ class Threads {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> tasks_;
-  int64_t idle_ = 0;
+  const int64_t most_;
+  int64_t begun_ = 0, idle_ = 0;
 };
 
 }  // namespace jaxcgx::tcp
