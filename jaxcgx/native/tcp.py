@@ -109,36 +109,41 @@ def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
     operands = [*leaves, *(residuals or []), _who(net), *(keys[: 1 + two_shot] if codec.stochastic else [])]
     raw = two_shot and own == "raw" and not codec.raw  # whose bytes are the part as it is
     found = tcp_allreduce_p.bind(
-        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), two_shot=two_shot, own=raw and residuals is None,
+        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), batch=(), two_shot=two_shot, own=raw and residuals is None,
         feedback=residuals is not None, sum_feedback=two_shot and own == "raw" and residuals is not None, divisor=float(divisor), net=net)
     n = len(leaves)
     return found[:n], found[n:] if residuals is not None else None
 
 
-def _allreduce_lower(ctx, *operands, layout, net, divisor, **params):
+def _allreduce_lower(ctx, *operands, layout, batch, net, divisor, **params):
     n, feedback = len(layout.shapes), params["feedback"]
     at = 2 * n if feedback else n
     operands = [*operands[:at], _with_processes(ctx, operands[at], at), *operands[at + 1 :]]
-    payloads = net.size * layout.chunks // (net.size if params["two_shot"] else 1) + (2 * layout.chunks if params["two_shot"] else 0)
-    workspace = _compat.result_aval(ctx.avals_in, (payloads * layout.chunk_bytes,), np.dtype("uint8"))
+    payloads = 3 * layout.chunks if params["two_shot"] else net.size * layout.chunks  # as xla_ffi/handlers/tcp_allreduce.cc counts them
+    workspace = _compat.result_aval(ctx.avals_in, (math.prod(batch) * payloads * layout.chunk_bytes,), np.dtype("uint8"))
     call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases={n + i: n + i for i in range(n if feedback else 0)})
     hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    results = call(hidden, *operands, **layout.attributes, **params, batch=np.int64(1),
+    results = call(hidden, *operands, **layout.attributes, **params, batch=np.int64(math.prod(batch)),
                    ranks=np.int64(net.size), divisor=np.float32(divisor), timeout_ms=np.int64(net.timeout * 1000))
     ctx.set_tokens_out(hidden.tokens_out)
     return results[:-1]
 
 
-def _allreduce_abstract(*avals, layout, two_shot, feedback, net, **params):
-    dtypes = layout.dtypes if two_shot else [jnp.float32] * len(layout.shapes)
-    sums = [_compat.result_aval(avals, s, d) for s, d in zip(layout.shapes, dtypes)]
-    return sums + [_compat.result_aval(avals, s, jnp.float32) for s in layout.shapes if feedback], net.effects
+def _allreduce_abstract(*avals, layout, batch, two_shot, feedback, net, **params):
+    def result(shape, dtype):
+        return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
+
+    sums = [result(s, d if two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
+    return sums + [result(s, jnp.float32) for s in layout.shapes if feedback], net.effects
 
 
-def _allreduce_batch(operands, dims, **params):
+# One call for all messages, as of the operations.
+def _allreduce_batch(operands, dims, *, layout, batch, feedback, **params):
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     moved = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
-    results = lax.map(lambda each: tcp_allreduce_p.bind(*each, **params), moved)
+    at = len(layout.shapes) * (2 if feedback else 1)
+    moved[at] = operands[at]  # who takes part
+    results = tcp_allreduce_p.bind(*moved, layout=layout, batch=(size, *batch), feedback=feedback, **params)
     return results, [0] * len(results)
 
 

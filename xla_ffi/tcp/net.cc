@@ -31,6 +31,8 @@ constexpr std::chrono::milliseconds kNap{100};     // after which a deadline is 
 constexpr size_t kMostStrangers = 256;             // connections that have not said yet who they are
 constexpr int kSilence = 30;                       // seconds after which a host that answers nothing has vanished
 
+const char* const kEnded = "has ended or left";
+
 struct Hello {
   uint64_t magic = kHello;
   char token[kTokenBytes] = {};
@@ -310,7 +312,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     if (running->over) return;
     const auto r = static_cast<size_t>(rank);
     Peer& peer = *peers_[static_cast<size_t>(running->exchange.processes[r])];
-    if (peer.closed) return fail({Error::Kind::kGone, peer.process, "has ended or left"});
+    if (peer.closed) return fail({Error::Kind::kGone, peer.process, kEnded});
     peer.outs.push_back({{kMessage, running->numbers[r], running->exchange.kind, slot, bytes}, data, running});
   });
 }
@@ -360,7 +362,7 @@ void Net::start(const std::shared_ptr<Running>& running) {
     running->numbers[rank] = peer.begun++;
     if (running->coming[rank] == 0) continue;
     peer.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
-    if (peer.closed) fail({Error::Kind::kGone, peer.process, "has ended or left"});
+    if (peer.closed) fail({Error::Kind::kGone, peer.process, kEnded});
   }
   if (trouble_ && !running->over) {
     running->finish(error_of(e));
@@ -383,7 +385,7 @@ bool Net::push(Peer& peer) {
   if (n < 0) {
     if (errno == EINTR) return true;
     if (would_block()) peer.writable = false;
-    else lose(peer, reason());
+    else lose(peer, errno);
     return false;
   }
   out.sent += n;
@@ -413,11 +415,11 @@ bool Net::pull(Peer& peer) {
     if (n < 0) {
       if (errno == EINTR) return true;
       if (would_block()) peer.readable = false;
-      else lose(peer, reason());
+      else lose(peer, errno);
       return false;
     }
     if (n == 0) {
-      lose(peer, "has ended or left");
+      lose(peer, 0);
       return false;
     }
     (header ? peer.header_bytes : peer.received) += n;
@@ -466,10 +468,12 @@ bool Net::expect(Peer& peer) {
   return false;
 }
 
-void Net::lose(Peer& peer, const std::string& why) {
+// number: the system's, of the error; 0: it closed the connection.
+void Net::lose(Peer& peer, int number) {
   peer.closed = true;
   if (peer.open.empty() && peer.outs.empty()) return;  // perhaps it is done
-  fail({Error::Kind::kGone, peer.process, why});
+  const bool ended = number == 0 || number == ECONNRESET || number == EPIPE;
+  fail({Error::Kind::kGone, peer.process, ended ? kEnded : std::string("can't be reached: ") + std::strerror(number)});
 }
 
 void Net::step(const std::shared_ptr<Running>& running) {
