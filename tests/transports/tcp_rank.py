@@ -2,8 +2,8 @@
 
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
-everything: four processes run every collective over Tcp, and print the digests of what they got, and the errors of what they
-can't do. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of the others, who print their error.
+everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what they can't
+do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of the others, who print their error.
 """
 import ctypes
 import hashlib
@@ -157,6 +157,12 @@ def messages_of_errors(processes):
     return found
 
 
+def explained():
+    mesh = the_mesh("data")
+    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))))
+    return str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False))
+
+
 def sum_until(action, last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
     x = array(mesh, (200_000,), "float32", 0)
@@ -178,7 +184,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
-        result = [messages_of_errors(processes), everything(tcp=True)]
+        result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else ""]
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

@@ -51,14 +51,18 @@ def everything():
 
 def test_the_bits_of_plain_axes(everything, monkeypatch):
     expected = load_script(RANK, monkeypatch).everything(tcp=False)
-    found = {case: {rank: digest for _, ours in everything for rank, digest in ours[case].items()} for case in expected}
+    found = {case: {rank: digest for _, ours, _ in everything for rank, digest in ours[case].items()} for case in expected}
     assert found == expected
 
 
 def test_meshes_that_it_can_not_serve(everything):
-    for (abstract, automatic), _ in everything:
+    for (abstract, automatic), _, _ in everything:
         assert "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself" in abstract
         assert "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler" in automatic
+
+
+def test_explain_says_what_it_does_not_count(everything):
+    assert "Not counted: 1 exchange over Tcp." in everything[1][2]
 
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
