@@ -145,7 +145,7 @@ def messages_of_errors(processes):
     x = array(mesh, (8,), "float32", 0)
     psum = lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))
     found = []
-    abstract = jax.sharding.AbstractMesh((processes,), ("data",))
+    abstract = jax.sharding.AbstractMesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with_axes = jax.sharding.Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "other"))
     for function in (jax.shard_map(psum, mesh=abstract, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False),
                      jax.shard_map(psum, mesh=with_axes, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}, check_vma=False)):
