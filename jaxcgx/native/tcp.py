@@ -35,8 +35,8 @@ def _who(net):
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        raise ValueError(f"Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves {', '.join(map(repr, whole))} to the compiler; "
-                         "leave out its argument 'axis_names'")
+        raise ValueError("Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves "
+                         f"{', '.join(map(repr, whole))} to the compiler; leave out its argument 'axis_names'")
     strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
     first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
     along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
@@ -48,8 +48,8 @@ def _with_processes(ctx, who, at):
     """`who`, operand number `at`, with processes in place of places; and connects this one, if it isn't yet."""
     devices = _compat.devices_of(ctx)
     if devices is None:
-        raise ValueError("Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself, or set it "
-                         "with jax.set_mesh")
+        raise ValueError("Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself, "
+                         "or set it with jax.set_mesh")
     processes = [device.process_index for device in devices]
     if len(set(processes)) < len(processes):
         raise ValueError(f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}")
@@ -107,19 +107,21 @@ def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
     if codec.meta and not codec.bucket_size:  # a leaf's part is one bucket
         pieces = 1
     operands = [*leaves, *(residuals or []), _who(net), *(keys[: 1 + two_shot] if codec.stochastic else [])]
-    raw = two_shot and own == "raw" and not codec.raw  # whose bytes are the part as it is
+    feedback, raw = residuals is not None, two_shot and own == "raw"
     found = tcp_allreduce_p.bind(
-        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), batch=(), two_shot=two_shot, own=raw and residuals is None,
-        feedback=residuals is not None, sum_feedback=two_shot and own == "raw" and residuals is not None, divisor=float(divisor), net=net)
+        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), batch=(), two_shot=two_shot,
+        own=raw and not feedback and not codec.raw,  # whose bytes are the part as it is
+        feedback=feedback, sum_feedback=raw and feedback, divisor=float(divisor), net=net)
     n = len(leaves)
-    return found[:n], found[n:] if residuals is not None else None
+    return found[:n], found[n:] if feedback else None
 
 
 def _allreduce_lower(ctx, *operands, layout, batch, net, divisor, **params):
     n, feedback = len(layout.shapes), params["feedback"]
     at = 2 * n if feedback else n
     operands = [*operands[:at], _with_processes(ctx, operands[at], at), *operands[at + 1 :]]
-    payloads = 3 * layout.chunks if params["two_shot"] else net.size * layout.chunks  # as xla_ffi/handlers/tcp_allreduce.cc counts them
+    # As xla_ffi/handlers/tcp_allreduce.cc counts them.
+    payloads = 3 * layout.chunks if params["two_shot"] else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (math.prod(batch) * payloads * layout.chunk_bytes,), np.dtype("uint8"))
     call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases={n + i: n + i for i in range(n if feedback else 0)})
     hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])

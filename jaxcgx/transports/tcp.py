@@ -13,7 +13,6 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native import tcp
-from jaxcgx.native.tcp import exchange
 from jaxcgx.transports.xla import Axes, Leaders
 
 ORDER = _compat.OrderedOnEachDevice()
@@ -58,8 +57,8 @@ def check(op, axes, names):
     """The transport over some names, of which `axes` are Tcp."""
     mesh = jax.sharding.get_abstract_mesh()
     if others := [axis.name for axis in axes if axis.name not in mesh.manual_axes]:
-        raise ValueError(f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got {', '.join(map(repr, others))} of "
-                         "vmap; give the name alone")
+        raise ValueError(f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got "
+                         f"{', '.join(map(repr, others))} of vmap; give the name alone")
     if mesh.size > jax.process_count():
         raise ValueError(f"{op}: argument 'axis_name': expected Tcp on a mesh of one device of each process, got {mesh.size} devices of "
                          f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}; start a process for each device "
@@ -86,14 +85,14 @@ class TcpAxes(Axes):
         return Leaders(self if outer in self.over else Axes(self.names), self.parts[outer], Axes(tuple(inner)))
 
     def all_to_all(self, rows):
-        return exchange("all_to_all", rows, self)
+        return tcp.exchange("all_to_all", rows, self)
 
     def all_gather(self, row):
-        return exchange("all_gather", row, self)
+        return tcp.exchange("all_gather", row, self)
 
     def allreduce(self, schedule, *message):
         return tcp.allreduce(schedule, self, *message)
 
     def permute(self, row, pairs):
         target = dict(pairs)
-        return exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))
+        return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))

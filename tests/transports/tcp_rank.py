@@ -3,7 +3,8 @@
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
 everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what they can't
-do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of the others, who print their error.
+do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of
+the others, who print their error.
 """
 import ctypes
 import hashlib
@@ -145,12 +146,12 @@ def messages_of_errors(processes):
     x = array(mesh, (8,), "float32", 0)
     psum = lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))
     found = []
+    spec = PartitionSpec("data")
     abstract = jax.sharding.AbstractMesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with_axes = jax.sharding.Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "other"))
-    for function in (jax.shard_map(psum, mesh=abstract, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False),
-                     jax.shard_map(psum, mesh=with_axes, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), axis_names={"data"}, check_vma=False)):
+    for where in dict(mesh=abstract), dict(mesh=with_axes, axis_names={"data"}):
         try:
-            jax.jit(function)(x)
+            jax.jit(jax.shard_map(psum, in_specs=spec, out_specs=spec, check_vma=False, **where))(x)
             found.append("no error")
         except ValueError as error:
             found.append(str(error))

@@ -25,8 +25,9 @@ LIMIT = 300  # seconds, after which processes count as hung; they take a tenth o
 def results(action, processes):
     """What comes of an action on each rank; None for one that ended without a result."""
     port = random.randrange(20_000, 32_000)  # of those that no connection gets by itself
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     running = [subprocess.Popen([sys.executable, RANK, action, str(port), str(rank), str(processes)], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}) for rank in range(processes)]
+                                stdout=subprocess.PIPE, text=True, env=environment) for rank in range(processes)]
     limit = threading.Timer(LIMIT, lambda: [process.kill() for process in running])
     limit.start()
     try:
@@ -78,7 +79,8 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
 
 
 def test_devices_of_one_process():
-    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got 2 devices of 1 process; "):
+    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got "
+                                         "2 devices of 1 process; start a process for each device"):
         on_ranks(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
 
 
@@ -115,4 +117,5 @@ def test_everything_else_knows_the_axis_by_its_name():
     assert cgx.Plan.bytegrad(axes) == cgx.Plan.bytegrad(("node", "local"))
     transformation = cgx.compress_gradients(axes, cgx.MaxMin(4), axis_size=4)
     state = transformation.init({"w": jax.numpy.ones((64, 64))})
-    assert cgx.state_specs(state, axes) == cgx.state_specs(state, ("node", "local")) and cgx.state_specs(state, axes).residuals["w"] == P(("node", "local"))
+    assert cgx.state_specs(state, axes) == cgx.state_specs(state, ("node", "local"))
+    assert cgx.state_specs(state, axes).residuals["w"] == P(("node", "local"))
