@@ -4,6 +4,7 @@ from jax import lax
 from jax._src import effects
 from jax._src.core import NamedAxisEffect  # what makes jit and scan ask which axes are bound; public nowhere
 from jax._src.core import abstract_token  # public from 0.11 on
+from jax._src.distributed import global_state as distributed
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.effects import remat_allowed_effects
 from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
@@ -98,14 +99,38 @@ class OrderedEffect(effects.Effect):
     """Operations that have it run in the order of the program, and programs in the order in which they are called."""
 
 
-for _allowed in (effects.ordered_effects, effects.lowerable_effects, effects.control_flow_allowed_effects,
-                 effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects):
+class OrderedOnEachDevice(OrderedEffect):
+    """The same for programs on several devices, on each by itself."""
+
+
+class CalledByPython(effects.Effect):
+    """Beside an ordered effect: the second call of a program that was compiled ahead of time forgets the tokens of that, unless
+    there is one that is not ordered (JAX 0.9 to 0.12)."""
+
+
+for _allowed in (effects.lowerable_effects, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects,
+                 effects.remat_allowed_effects):
     _allowed.add_type(OrderedEffect)
+    _allowed.add_type(CalledByPython)
+effects.ordered_effects.add_type(OrderedEffect)
+effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
 
-def lower_ordered(target, effect):
+def devices_of(ctx):
+    """The devices of the mesh that shard_map is being lowered for, in its order; None where JAX doesn't say."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+
+
+def rendezvous():
+    """jax.distributed's store of keys and values, this process, their number, and the coordinator's address; the store is None
+    before jax.distributed.initialize."""
+    return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
+
+
+def lower_ordered(target, effect, **options):
     """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before 0.11."""
-    call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    call = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
     def rule(ctx, *operands, **attributes):
         with_token = ctx.replace(avals_in=[*ctx.avals_in, abstract_token], avals_out=[*ctx.avals_out, abstract_token])

@@ -1,15 +1,16 @@
 // The Python module: handlers as capsules, and what this build is.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
 #include "cpu/kernels.h"
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
+#include "handlers/tcp.h"
 #ifdef JAXCGX_CUDA
-#include <nanobind/stl/vector.h>
-
 #include "cuda/cuda.h"
 #include "handlers/cuda.h"
 #include "handlers/message.h"
@@ -41,6 +42,8 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
     cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
     cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
+    cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
+    cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;
 #ifdef JAXCGX_CUDA
@@ -92,6 +95,18 @@ NB_MODULE(_native, m) {
   }, "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"), nb::arg("ranks"),
      nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
   m.def("shm_detach", jaxcgx::shm_detach, "Leaves the other ranks.", nb::arg("segment"));
+  m.def("tcp_listen", [] {
+    const auto port = jaxcgx::tcp_listen();
+    if (const auto* failure = std::get_if<jaxcgx::tcp::Failure>(&port)) throw std::runtime_error(failure->what);
+    return std::get<0>(port);
+  }, "The port at which this process waits for the others.");
+  m.def("tcp_connect", [](int64_t process, const std::vector<std::pair<std::string, int>>& addresses, nb::bytes token, double timeout) {
+    std::vector<jaxcgx::tcp::Address> all;
+    for (const auto& [host, port] : addresses) all.push_back({host, port});
+    const std::string secret(token.c_str(), token.size());
+    const nb::gil_scoped_release others_run;
+    if (const auto failure = jaxcgx::tcp_connect(process, all, secret, timeout)) throw std::runtime_error(failure->what);
+  }, "Returns when all processes are connected.", nb::arg("process"), nb::arg("addresses"), nb::arg("token"), nb::arg("timeout"));
   m.def("select_kernels", [](const std::string& name) {
     if (!jaxcgx::cpu::select_kernels(name.c_str())) {
       throw nb::value_error(("select_kernels: expected 'avx512', 'avx2' or 'portable', as far as this processor runs them; got '" + name + "'").c_str());

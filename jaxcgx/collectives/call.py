@@ -17,12 +17,13 @@ from jaxcgx.collectives import schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
 from jaxcgx.plan.leaves import factor_shape
+from jaxcgx.transports import tcp
 from jaxcgx.transports.xla import Axes
 
 
 def check_axes(op, axis_name):
     """The transport over the axes, every one of them bound."""
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = tcp.axis_names(axis_name)
     single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
     if not names or not single or len(set(names)) < len(names):
         raise ValueError(f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")
@@ -32,7 +33,8 @@ def check_axes(op, axis_name):
         except NameError:
             raise NameError(f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
                             f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})") from None
-    return Axes(names)
+    marked = tcp.marked(axis_name)
+    return tcp.check(op, marked, names) if marked else Axes(names)
 
 
 def check_each(op, argument, given, net, what):

@@ -160,6 +160,12 @@ def top(net, codec, sums, lost, ids, key):
 
 def allreduce(schedule, net, codec, leaves, residuals, ids, key, own, divisor):
     """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals and what was sent."""
+    if net.allreduce and schedule != "ring" and codec.native is not None and not codec.sparse:
+        layout = Layout.of(codec, leaves, net.size if schedule == "two_shot" else 1, ids)
+        keys = fold(key, FIRST, net.rank), fold(key, SUM)
+        with scope(Exchange.of(schedule, layout, 1.0 if schedule == "two_shot" else 2 / net.size)):
+            sums, lost = net.allreduce(schedule, codec, leaves, residuals, ids, keys, own, divisor)
+        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost, None
     if schedule == "one_shot":
         sums, lost, sent = one_shot(net, codec, leaves, residuals, ids, key, divisor)
         return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost, sent

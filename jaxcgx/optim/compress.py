@@ -19,6 +19,7 @@ from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.leaves import factor_shape
 from jaxcgx.plan.rules import check_codecs
+from jaxcgx.transports.tcp import axis_names
 
 OP = "compress_gradients"
 
@@ -216,7 +217,7 @@ def _check_plan(plan):
 
 def _check_schedules(axis_name, schedule, plans):
     """That no ring is outermost: it encodes sums of several ranks on the way, of which no rank knows what it lost."""
-    outermost = axis_name[0] if isinstance(axis_name, (tuple, list)) else axis_name
+    outermost = axis_names(axis_name)[0]
     for plan in plans:
         argument, given = ("plan", plan.schedule) if schedule == "auto" else ("schedule", schedule)
         if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(codec.raw or codec.linear for codec in plan.codecs):
@@ -232,8 +233,7 @@ def _flatten(tree):
 
 def _codecs(plan, axis_name, paths, leaves):
     """Of each leaf the codecs that it is encoded with, outermost axis first; none where it travels raw."""
-    names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
-    found = []
+    names, found = axis_names(axis_name), []
     for leaf, (codec, guarded) in zip(leaves, plan.assign(OP, "plan", paths, leaves) if leaves else ()):
         codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
@@ -246,7 +246,7 @@ def _ranks(axis_name, axis_size):
         return 1, _compat.tracked_axes(check_axes(OP, axis_name).names), False
     except NameError:
         pass  # outside of shard_map
-    names = axis_name if isinstance(axis_name, (tuple, list)) else [axis_name]
+    names = axis_names(axis_name)
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     found = math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else None
     axis_size = found if axis_size is None else axis_size

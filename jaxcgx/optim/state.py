@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.optim.extra import import_optax
+from jaxcgx.transports.tcp import axis_names
 
 
 def _ours(node):
@@ -23,7 +24,7 @@ def state_specs(opt_state, axis_name):
     (optax.tree_map_params doesn't know of the axis of the ranks.)
     """
     _check_order("state_specs", opt_state)
-    return specs_per_rank(opt_state, tuple(axis_name) if isinstance(axis_name, list) else axis_name, None)
+    return specs_per_rank(opt_state, axis_names(axis_name), None)
 
 
 def specs_per_rank(opt_state, rows, param_specs):

@@ -17,6 +17,7 @@ from jaxcgx.collectives.gradients import local_value_and_grad
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import specs_per_rank, state_specs
+from jaxcgx.transports.tcp import axis_names
 
 OP = "make_train_step"
 
@@ -143,7 +144,7 @@ def _check_mesh(mesh, data_axis, param_specs):
     """The names of the data axes, and of the others."""
     if not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"{OP}: argument 'mesh': expected a jax.sharding.Mesh, got {mesh!r}")
-    names = tuple(data_axis) if isinstance(data_axis, (tuple, list)) else (data_axis,)
+    names = axis_names(data_axis)
     if not names or any(name not in mesh.shape for name in names):
         raise ValueError(f"{OP}: argument 'data_axis': expected an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of "
                          f"them, got {data_axis!r}")

@@ -18,6 +18,7 @@ from jaxcgx.plan import adaptation, environment, file, forecast
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.rules import ByAxis, Rule, as_rule, check_codecs, compressing
 from jaxcgx.plan.statistics import GradientStatistics
+from jaxcgx.transports.tcp import axis_names
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
 _SHOWN = 5  # leaves that an error names
@@ -215,7 +216,7 @@ class Plan:
 
 
 def _axes(method, axis_name):
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names = axis_names(axis_name)
     single = axis_name is None or all(isinstance(name, Hashable) and not isinstance(name, (int, tuple, type(None))) for name in names)
     if not names or not single or len(set(names)) < len(names):
         raise ValueError(f"Plan.{method}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")

@@ -41,6 +41,7 @@ class Explanation(Totals):
 
     collectives: tuple  # of Collective
     raw: tuple  # of jaxcgx.collectives.scopes.Leaf: leaves that travel as they are, and why
+    tcp: int = 0  # exchanges over Tcp, in no figure here: they are not XLA's
 
     @property
     def totals(self):
@@ -69,6 +70,8 @@ class Explanation(Totals):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
             parts.append("Every branch of a conditional counts.")
+        if self.tcp:
+            parts.append(f"Not counted: {self.tcp} exchange{'s' * (self.tcp > 1)} over Tcp. Explain the same program over plain axes to see what they send.")
         return "\n\n".join(parts)
 
 
@@ -96,7 +99,8 @@ def explain(fn, /, *args, show=True, **kwargs):
         _note_mesh(sharding, meshes)
     _walk(jaxpr, "", meshes, raw)
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw))
+    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw),
+                         text.count('custom_call_target="jaxcgx_tcp_'))
     if show:
         print(result)
     return result

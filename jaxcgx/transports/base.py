@@ -15,6 +15,7 @@ class Transport:
     `plain_psum`."""
 
     names = ()
+    allreduce = None
 
     @property
     def parts(self):

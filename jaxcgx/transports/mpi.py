@@ -143,6 +143,8 @@ class Leaders:
     """The first ranks of the nodes, which alone speak. The others run no part of an exchange but its last, in which their
     leader hands them what came."""
 
+    allreduce = None
+
     def __init__(self, cross, inner):
         self.cross, self.inner, self.size, self.rank, self.speaks = cross, inner, cross.size, cross.rank, inner.rank == 0
 

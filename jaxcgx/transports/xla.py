@@ -6,6 +6,7 @@ A transport is hashable, static under jit. What every one has:
 - `size`, `rank`; `parts`: {name: transport} of the levels of a hierarchy, outermost first; `leaders()`: of its first level,
   those that speak for the others;
 - for rows of bytes, `all_to_all`, `all_gather` and `shift`;
+- `allreduce`: None, or a way of its own to do a whole schedule, native/tcp.py's `allreduce`, with the same bits;
 - for arrays that travel as they are, what `lax` has under the name: `plain_psum`, `plain_pmean`, `plain_psum_scatter`,
   `plain_all_gather` and `plain_all_to_all`.
 """
@@ -27,13 +28,15 @@ class Axes:
     names: tuple
 
     effects = frozenset()  # but for those of the names
+    allreduce = None
 
     @property
     def parts(self):
         return {name: Axes((name,)) for name in self.names}
 
     def leaders(self):
-        return Leaders(Axes(self.names[:1]), Axes(self.names[1:]))
+        outer, *inner = self.names
+        return Leaders(self, Axes((outer,)), Axes(tuple(inner)))
 
     @property
     def size(self):
@@ -90,10 +93,12 @@ class Axes:
 
 class Leaders:
     """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
-    but what they compute between two gatherings goes nowhere."""
+    but what they compute between two gatherings goes nowhere. `everybody`: both together."""
 
-    def __init__(self, outer, inner):
-        self.outer, self.inner, self.size = outer, inner, outer.size
+    allreduce = None
+
+    def __init__(self, everybody, outer, inner):
+        self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
 
     @property
     def rank(self):
@@ -107,7 +112,7 @@ class Leaders:
     def _send(self, row, distance):
         """The row of the leader that many ranks before."""
         pairs = [(r * self.inner.size, (r + distance) % self.size * self.inner.size) for r in range(self.size)]
-        return Axes(self.outer.names + self.inner.names).permute(row, pairs)
+        return self.everybody.permute(row, pairs)
 
     def _collect(self, row_for):
         """[size, ...]: row_for(distance) from the leader that many ranks before, at its rank."""

@@ -2,13 +2,14 @@
 // std::string that is made only then.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <string>
 
 namespace jaxcgx::test {
 
-inline int64_t passed = 0, failed = 0;
+inline std::atomic<int64_t> passed = 0, failed = 0;
 
 #define CHECK(condition, context)                                                                            \
   do {                                                                                                       \
@@ -20,7 +21,7 @@ inline int64_t passed = 0, failed = 0;
   } while (0)
 
 inline int finish() {
-  std::printf("%lld passed, %lld failed\n", static_cast<long long>(passed), static_cast<long long>(failed));
+  std::printf("%lld passed, %lld failed\n", static_cast<long long>(passed.load()), static_cast<long long>(failed.load()));
   return failed > 0 ? 1 : 0;
 }
 

@@ -23,6 +23,7 @@ struct Encode {
   const float* const* residuals;  // null without feedback: added to the leaves before encoding,
   float* const* new_residuals;    // and what encoding lost; may be the same memory
   uint8_t* payload;               // [batch, chunks, chunk_bytes]
+  int64_t only = -1;              // of the chunks this one alone, payload [batch, chunk_bytes]; -1: all
 };
 void encode(const Encode& args, const Pool& pool);
 
@@ -31,6 +32,7 @@ struct Decode {
   int64_t batch;
   const uint8_t* payload;  // [batch, chunks, chunk_bytes]
   void* const* leaves;
+  int64_t only = -1;       // as of Encode
 };
 void decode(const Decode& args, const Pool& pool);
 

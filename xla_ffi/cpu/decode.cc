@@ -12,11 +12,12 @@ void decode(const Decode& a, const Pool& pool) {
   const Write write = write_of_leaves(l, a.batch);
   for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
 
-  const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
+  const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
+  const Spans spans(l, a.batch, [&](int64_t) { return first; }, chunks);
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     const DType dtype = l.leaves[i].dtype;
-    const uint8_t* chunk = a.payload + (s.row * l.chunks() + s.piece->chunk) * l.chunk_bytes;
+    const uint8_t* chunk = a.payload + (s.row * chunks + s.piece->chunk - first) * l.chunk_bytes;
     const int meta_count = meta_floats(l.codec.kind);
     each_bucket(s, dtype == DType::kF32 ? kSpan : kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
       void* leaf = at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + at);

@@ -9,7 +9,8 @@ void encode(const Encode& a, const Pool& pool) {
   if (l.codec.kind == Kind::kTopK) return encode_topk(a, pool);
   const Kernels& k = kernels();
   const bool feedback = a.residuals != nullptr;
-  const Target target{l, a.payload, l.chunks() * l.chunk_bytes, false, a.leaf_ids, a.keys};
+  const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
+  const Target target{l, a.payload, chunks * l.chunk_bytes, a.only >= 0, a.leaf_ids, a.keys};
 
   const auto place = [&](const Span& s, int64_t at) {  // in the leaf's buffer, which holds the whole batch
     return s.row * l.leaves[static_cast<size_t>(s.piece->leaf)].size + at;
@@ -33,10 +34,10 @@ void encode(const Encode& a, const Pool& pool) {
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));
   };
 
-  ask_for_large_pages(a.payload, a.batch * l.chunks() * l.chunk_bytes);
-  const Spans spans(l, a.batch, [](int64_t) { return int64_t{0}; }, l.chunks());
+  ask_for_large_pages(a.payload, a.batch * chunks * l.chunk_bytes);
+  const Spans spans(l, a.batch, [&](int64_t) { return first; }, chunks);
   for (int64_t row = 0; row < a.batch; ++row) {
-    for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
+    for (int64_t c = 0; c < chunks; ++c) clear_gaps(l, first + c, a.payload + (row * chunks + c) * l.chunk_bytes);
   }
   if (l.codec.kind != Kind::kRaw || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
   if (feedback || !(l.codec.kind == Kind::kRaw || l.codec.skip_incomplete)) return;

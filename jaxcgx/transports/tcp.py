@@ -1,0 +1,98 @@
+"""Ranks along the axes of a mesh between processes, each of one device: connections of their own move the bytes.
+
+XLA's collectives between CPUs send before they receive, so that a link is used in one direction at a time; these use both.
+xla_ffi/tcp/net.h says how. What travels as it is still goes through lax.
+
+Exchanges run in the order of the program, on every rank the same, without holding a thread while they wait.
+"""
+import dataclasses
+import numbers
+from collections.abc import Hashable
+
+import jax
+
+from jaxcgx import _compat
+from jaxcgx.native import tcp
+from jaxcgx.transports.xla import Axes, Leaders
+
+ORDER = _compat.OrderedOnEachDevice()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcp:
+    """An axis of a mesh between processes, for which jaxcgx's own connections move what is compressed: in place of its name as
+    `axis_name`, or in a tuple of axes; everything else knows the axis by its name.
+
+    name: of the axis. timeout: seconds, of every wait for another process.
+
+    For CPUs, one device in each process, after jax.distributed.initialize. The processes connect when the first program that
+    has such an exchange is lowered.
+    """
+
+    name: Hashable
+    timeout: float = 1800.0
+
+    def __post_init__(self):
+        if isinstance(self.name, (tuple, list, Tcp)):
+            raise ValueError(f"Tcp: argument 'name': expected the name of one axis, got {self.name!r}; a tuple of axes has a Tcp for each")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real) or not 0.001 <= self.timeout < 1e9:
+            raise ValueError(f"Tcp: argument 'timeout': expected a positive number of seconds, got {self.timeout!r}")
+
+
+def _each(axis_name):
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def axis_names(axis_name):
+    """The names of an axis or a tuple of axes, whoever moves their bytes."""
+    return tuple(axis.name if isinstance(axis, Tcp) else axis for axis in _each(axis_name))
+
+
+def marked(axis_name):
+    """Those that are Tcp."""
+    return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
+
+
+def check(op, axes, names):
+    """The transport over some names, of which `axes` are Tcp."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if others := [axis.name for axis in axes if axis.name not in mesh.manual_axes]:
+        raise ValueError(f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got "
+                         f"{', '.join(map(repr, others))} of vmap; give the name alone")
+    if mesh.size > jax.process_count():
+        raise ValueError(f"{op}: argument 'axis_name': expected Tcp on a mesh of one device of each process, got {mesh.size} devices of "
+                         f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}; start a process for each device "
+                         "(jax.distributed.initialize, jax_num_cpu_devices=1), or give the name alone")
+    return TcpAxes(names, frozenset(axis.name for axis in axes), min(axis.timeout for axis in axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class TcpAxes(Axes):
+    """As Axes. Together all of them go over connections; of its parts, each by itself, those in `over`."""
+
+    over: frozenset
+    timeout: float
+
+    order = ORDER
+    effects = frozenset({ORDER, _compat.CalledByPython()})
+
+    @property
+    def parts(self):
+        return {name: TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,)) for name in self.names}
+
+    def leaders(self):
+        outer, *inner = self.names
+        return Leaders(self if outer in self.over else Axes(self.names), self.parts[outer], Axes(tuple(inner)))
+
+    def all_to_all(self, rows):
+        return tcp.exchange("all_to_all", rows, self)
+
+    def all_gather(self, row):
+        return tcp.exchange("all_gather", row, self)
+
+    def allreduce(self, schedule, *message):
+        return tcp.allreduce(schedule, self, *message)
+
+    def permute(self, row, pairs):
+        target = dict(pairs)
+        return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))

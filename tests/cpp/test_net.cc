@@ -1,0 +1,296 @@
+// Processes that exchange over TCP, here each a Net in a thread: what they get, and what they learn of one that fails or lies.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <random>
+
+#include "check.h"
+#include "tcp/net.h"
+#include "tcp/threads.h"
+
+using namespace jaxcgx;
+using tcp::Net;
+
+namespace {
+
+using namespace std::chrono_literals;
+const std::string kToken = "0123456789abcdef";
+
+bool has(const std::string& message, const std::string& words) { return message.find(words) != std::string::npos; }
+
+class Waiter {
+ public:
+  std::function<void(const tcp::Status&)> done() {
+    return [this](const tcp::Status& status) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      result_ = status ? status->message : "";
+      changed_.notify_all();
+    };
+  }
+  // The error, or nothing.
+  std::string wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, 60s, [&] { return result_.has_value(); });
+    return result_.value_or("hangs");
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::optional<std::string> result_;
+};
+
+std::shared_ptr<Net> listening() {
+  auto made = Net::listen();
+  CHECK(std::holds_alternative<std::shared_ptr<Net>>(made), "listen");
+  return std::get<0>(made);
+}
+
+// body(net, rank) in a thread for each of the processes, all connected.
+void together(int64_t processes, const std::function<void(Net&, int64_t)>& body) {
+  std::vector<std::shared_ptr<Net>> nets;
+  std::vector<tcp::Address> addresses;
+  for (int64_t i = 0; i < processes; ++i) nets.push_back(listening()), addresses.push_back({"127.0.0.1", nets.back()->port()});
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < processes; ++i) {
+    threads.emplace_back([&, i] {
+      const auto failure = nets[static_cast<size_t>(i)]->connect(i, addresses, kToken, 30s);
+      CHECK(!failure, failure->what);
+      body(*nets[static_cast<size_t>(i)], i);
+      nets[static_cast<size_t>(i)].reset();
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) { return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5); }
+
+// From every rank to every other, in slots that are sent in another order than they are received in.
+struct AllToAll {
+  Waiter waiter;
+  std::vector<std::vector<uint8_t>> in, out;
+  int64_t number, rank, ranks, slots;
+
+  AllToAll(Net& net, std::vector<int64_t> processes, int64_t rank, int64_t bytes, int64_t slots, int64_t number, std::chrono::milliseconds timeout = 30s)
+      : number(number), rank(rank), ranks(static_cast<int64_t>(processes.size())), slots(slots) {
+    tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes", 0, std::move(processes), rank, timeout, {}, (ranks - 1) * slots, {}, waiter.done()};
+    for (int64_t i = 0; i < ranks * slots; ++i) {
+      in.emplace_back(bytes), out.emplace_back(bytes, 0xee);
+      for (int64_t at = 0; at < bytes; ++at) in.back()[at] = sent(number + i % slots, rank, i / slots, at);
+      if (i / slots != rank) e.receives.push_back({i / slots, i % slots, out.back().data(), bytes});
+    }
+    const auto running = net.begin(std::move(e));
+    for (int64_t i = ranks * slots - 1; i >= 0; --i) {
+      if (i / slots != rank) net.send(running, i / slots, i % slots, in[i].data(), bytes);
+    }
+  }
+  std::string result() {
+    if (std::string error = waiter.wait(); !error.empty()) return error;
+    for (int64_t i = 0; i < ranks * slots; ++i) {
+      for (size_t at = 0; at < out[i].size() && i / slots != rank; ++at) {
+        if (out[i][at] != sent(number + i % slots, i / slots, rank, at)) return "wrong bytes";
+      }
+    }
+    return "";
+  }
+};
+
+std::vector<int64_t> first(int64_t n) {
+  std::vector<int64_t> all(n);
+  for (int64_t i = 0; i < n; ++i) all[i] = i;
+  return all;
+}
+
+void test_exchanges() {
+  for (const int64_t processes : {1, 2, 3, 5}) {
+    together(processes, [&](Net& net, int64_t rank) {
+      int64_t number = 0;
+      for (const int64_t bytes : {0, 1, 1000, 300001}) {
+        for (const int64_t slots : {1, 3}) {
+          const std::string error = AllToAll(net, first(processes), rank, bytes, slots, number += 7).result();
+          CHECK(error.empty(), error);
+        }
+      }
+    });
+  }
+}
+
+// Large enough that sockets fill up: what belongs to the second exchange stands behind the first, of other ranks, in other order.
+void test_several_in_flight_and_groups() {
+  together(4, [](Net& net, int64_t process) {
+    const std::vector<int64_t> row = process < 2 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{3, 2};
+    const std::vector<int64_t> column = process % 2 ? std::vector<int64_t>{3, 1} : std::vector<int64_t>{0, 2};
+    const auto rank_in = [&](const std::vector<int64_t>& group) { return static_cast<int64_t>(group[1] == process); };
+    if (process == 2) std::this_thread::sleep_for(50ms);
+    AllToAll a(net, row, rank_in(row), 3000000, 2, 1), b(net, column, rank_in(column), 2000000, 1, 2), c(net, first(4), process, 100000, 1, 3);
+    CHECK(c.result() + b.result() + a.result() == "", "in flight");
+  });
+}
+
+void test_one_way() {
+  together(3, [](Net& net, int64_t rank) {  // 0 -> 1 alone, several times, while 1 is late
+    std::vector<uint8_t> data(100000, 7), got(100000);
+    if (rank == 1) std::this_thread::sleep_for(50ms);
+    for (int i = 0; i < 5; ++i) {
+      Waiter waiter;
+      tcp::Exchange e{"one way", 1, first(3), rank, 30s, {}, rank == 0, {}, waiter.done()};
+      if (rank == 1) e.receives.push_back({0, 0, got.data(), 100000});
+      const auto running = net.begin(std::move(e));
+      if (rank == 0) net.send(running, 1, 0, data.data(), 100000);
+      CHECK(waiter.wait() == "", "one way");
+    }
+    CHECK(rank != 1 || got == data, "one way");
+    CHECK(AllToAll(net, first(3), rank, 100, 1, 1).result() == "", "after it");
+  });
+}
+
+void test_one_leaves() {
+  together(3, [](Net& net, int64_t rank) {
+    CHECK(AllToAll(net, first(3), rank, 1000, 1, 1).result() == "", "all are here");
+    if (rank == 2) return;
+    for (int i = 0; i < 2; ++i) {
+      const std::string error = AllToAll(net, first(3), rank, 1000, 1, 2).result();
+      CHECK(has(error, "all_to_all of 1000 bytes: rank " + std::to_string(rank) + " waits for rank 2 (process 2 at 127.0.0.1), which has ended or left") ||
+            has(error, "which gave up, because of process 2"), error);
+    }
+  });
+}
+
+void test_one_is_late() {
+  together(2, [](Net& net, int64_t rank) {
+    if (rank == 1) return std::this_thread::sleep_for(700ms);
+    const std::string error = AllToAll(net, first(2), rank, 1000, 1, 1, 200ms).result();
+    CHECK(has(error, "rank 0 waits for rank 1 (process 1 at 127.0.0.1), which has not come within 200 ms"), error);
+  });
+}
+
+void test_they_differ() {
+  together(2, [](Net& net, int64_t rank) {
+    const std::string error = AllToAll(net, first(2), rank, 1000 + rank, 1, 1).result();
+    CHECK(has(error, "sent 100" + std::to_string(1 - rank) + " bytes where 100" + std::to_string(rank) + " are expected") || has(error, "gave up"), error);
+  });
+}
+
+// A connection of somebody else's.
+int connection(int port) {
+  const int s = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK(connect(s, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0, "connect");
+  return s;
+}
+
+struct Hello {
+  uint64_t magic = 0x6a61786367781001;
+  char token[16];
+  int64_t process;
+
+  Hello(const std::string& secret, int64_t process) : process(process) { std::memcpy(token, secret.data(), 16); }
+};
+
+void test_strangers_are_turned_away() {
+  const auto net = listening(), other = listening();
+  std::vector<int> strangers;
+  for (const Hello& hello : {Hello("another job's...", 1), Hello(kToken, 0), Hello(kToken, 2), Hello(kToken, -1)}) {
+    strangers.push_back(connection(net->port()));
+    CHECK(write(strangers.back(), &hello, sizeof hello) == sizeof hello, "hello");
+  }
+  strangers.push_back(connection(net->port()));  // which says nothing
+  strangers.push_back(connection(net->port()));
+  CHECK(write(strangers.back(), "GET / HTTP/1.1\r\n\r\n", 18) == 18, "hello");
+  const std::vector<tcp::Address> addresses{{"127.0.0.1", net->port()}, {"127.0.0.1", 1}};
+  std::thread waits([&] { CHECK(!net->connect(0, addresses, kToken, 30s), "connect"); });
+  char byte;
+  for (size_t i = 0; i < 4; ++i) CHECK(read(strangers[i], &byte, 1) <= 0, std::to_string(i));
+  CHECK(!other->connect(1, addresses, kToken, 30s), "connect");
+  waits.join();
+  for (const int s : strangers) close(s);
+
+  const auto wrong = listening(), right = listening();
+  const std::vector<tcp::Address> two{{"127.0.0.1", right->port()}, {"127.0.0.1", wrong->port()}};
+  std::thread lonely([&] {
+    const auto failure = right->connect(0, two, kToken, 500ms);
+    CHECK(failure && failure->what == "process 1 has not come in time", failure ? failure->what : "");
+  });
+  const auto failure = wrong->connect(1, two, "fedcba9876543210", 30s);
+  CHECK(failure && has(failure->what, "turned this process away"), failure ? failure->what : "");
+  lonely.join();
+  const auto nobody = listening();
+  const auto refused = nobody->connect(1, {{"127.0.0.1", 1}, {"127.0.0.1", nobody->port()}}, kToken, 5s);
+  CHECK(refused && has(refused->what, "process 0 at 127.0.0.1, port 1 can't be reached: Connection refused"), refused ? refused->what : "");
+}
+
+// Whatever a peer sends that knows the token: an error, soon, and nothing is written where it doesn't belong.
+void fuzz() {
+  std::mt19937_64 random(1);
+  for (int64_t round = 0; round < 60; ++round) {
+    const auto net = listening();
+    std::thread liar([&, seed = random()] {
+      std::mt19937_64 of(seed);
+      const int s = connection(net->port());
+      const Hello hello(kToken, 1);
+      char answer[sizeof hello];
+      CHECK(write(s, &hello, sizeof hello) == sizeof hello && recv(s, answer, sizeof answer, MSG_WAITALL) == sizeof answer, "hello");
+      const auto choose = [&](std::vector<uint64_t> likely) { return of() % 8 ? likely[of() % likely.size()] : of(); };
+      for (int64_t i = 0; i < 4; ++i) {
+        const uint64_t bytes = choose({0, 100, 101});
+        const uint64_t header[5] = {of() % 16 ? 0x6a61786367781002ull : 0x6a61786367781003ull, choose({0, 0, 1, 7}), choose({0, 0, 0, 1}), choose({0, 0, 1, ~0ull}), bytes};
+        const std::vector<uint8_t> data(bytes > 1000 ? 1000 : bytes, 1);
+        (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
+        (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
+      }
+      shutdown(s, SHUT_WR);
+      char rest[4096];
+      while (read(s, rest, sizeof rest) > 0) {
+      }
+      close(s);
+    });
+    CHECK(!net->connect(0, {{"127.0.0.1", net->port()}, {"127.0.0.1", 1}}, kToken, 30s), "connect");
+    for (int64_t i = 0; i < 3; ++i) {
+      Waiter waiter;
+      std::vector<uint8_t> in(100), out(200);
+      const auto running = net->begin({"an exchange", 0, first(2), 0, 20ms, {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, 100}}, 1, {}, waiter.done()});
+      net->send(running, 1, 0, in.data(), 100);
+      CHECK(waiter.wait() != "hangs", std::to_string(round));
+    }
+    const_cast<std::shared_ptr<Net>&>(net).reset();
+    liar.join();
+  }
+}
+
+void test_threads() {
+  Waiter all;
+  auto& threads = *new tcp::Threads(3);  // its threads end with the process
+  std::mutex mutex;
+  int left = 100;
+  for (int i = 0; i < 100; ++i) {
+    threads.run([&] {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (--left == 0) all.done()(std::nullopt);
+    });
+  }
+  CHECK(all.wait() == "", "threads");
+}
+
+}  // namespace
+
+int main() {
+  alarm(120);
+  test_exchanges();
+  test_several_in_flight_and_groups();
+  test_one_way();
+  test_one_leaves();
+  test_one_is_late();
+  test_they_differ();
+  test_strangers_are_turned_away();
+  fuzz();
+  test_threads();
+  return test::finish();
+}

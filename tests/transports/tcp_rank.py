@@ -1,0 +1,197 @@
+"""A process of those that test_tcp.py starts. It joins the others, makes a mesh of all their devices, and does what it is told:
+
+    python tcp_rank.py ACTION PORT RANK PROCESSES
+
+everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what they can't
+do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of
+the others, who print their error.
+"""
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcgx as cgx
+
+TCP, BOTH = cgx.Tcp("data"), ("node", "local")
+SHAPES = {"w": ((300, 37), "float32"), "scale": ((), "float32"), "half": ((3001,), "bfloat16"), "empty": ((0,), "float32"), "count": ((5,), "int32")}
+ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
+LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
+NOISY = cgx.MaxMin(3, 128, "stochastic")
+HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
+
+
+def key():
+    return jax.random.key(7)
+
+
+def zeros(x):
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32) if leaf.dtype != jnp.int32 else None, x)
+
+
+def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
+    def run(axes, x):
+        more = dict(residuals=jax.tree.map(lambda r: r + 0.125, zeros(x))) if fed else {}
+        return cgx.compressed_pmean(x, axes, codec, key=key() if keyed else None, **options, **more)
+
+    return run
+
+
+def in_a_scan(axes, x):
+    return lax.scan(lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3)[0]
+
+
+def under_vmap(axes, x):
+    return jax.vmap(lambda x: cgx.compressed_psum(x, axes, NOISY, key=key(), schedule="two_shot"))(x)
+
+
+def derivative(axes, x):
+    def loss(x):
+        parts = cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8)), cgx.compressed_all_to_all(x["w"], axes, 0, 0, cgx.MaxMin(4))
+        return sum(jnp.sum(jnp.sin(y)) for y in parts) + jnp.sum(cgx.compressed_psum_scatter(x["w"], axes, cgx.MaxMin(8))) ** 2
+
+    return jax.grad(loss)(x)
+
+
+# Of each: the shapes of a rank's leaves, the axes of a mesh, what runs over one or the other kind of axis.
+CASES = {
+    "two_shot": (SHAPES, "data", reduction(schedule="two_shot")),
+    "one_shot": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="one_shot", fed=True)),
+    "ring": (SHAPES, "data", reduction(schedule="ring")),
+    "noise": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="two_shot")),
+        "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
+    "several pieces": (LARGE, "data", reduction(schedule="two_shot", fed=True)),
+    "several pieces one_shot": (LARGE, "data", reduction(cgx.MaxMin(8, skip_incomplete=True), schedule="one_shot")),
+    "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
+    "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
+    "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
+    "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
+    "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
+    "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
+    "scan": (ROWS, "data", in_a_scan),
+    "vmap": (ROWS, "data", under_vmap),
+    "grad": (ROWS, "data", derivative),
+}
+
+
+def the_mesh(*names):
+    devices = np.array(jax.devices()[:4]).reshape((2, 2) if len(names) == 2 else -1)
+    return jax.sharding.Mesh(devices[::-1] if len(names) == 2 else devices, names)
+
+
+def array(mesh, shape, dtype, seed):
+    """Every rank's own, [ranks, ...]."""
+    numbers = np.random.default_rng(seed).standard_normal((mesh.size, *shape)) * 100
+    whole = np.asarray(jnp.asarray(numbers, jnp.dtype(dtype)))
+    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda at: whole[at])
+
+
+def on_ranks(mesh, function):
+    def run(*args):
+        return jax.tree.map(lambda x: x[None], function(*jax.tree.map(lambda x: x[0], args)))
+
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def digests(tree):
+    """{rank: digest of what it has}, of this process's ranks."""
+    found = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256()).update(np.asarray(shard.data).tobytes())
+    return {rank: digest.hexdigest() for rank, digest in found.items()}
+
+
+def everything(tcp):
+    """{case: digests}, over Tcp or over the plain axes. All cases of a mesh are one program."""
+    results = {}
+    for names in ("data",), BOTH:
+        mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
+        marked = axes if not tcp else TCP if len(names) == 1 else (cgx.Tcp("node"), "local")
+        cases = {name: case for name, case in CASES.items() if case[1] == axes}
+        inputs = {name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())} for name, case in cases.items()}
+        program = jax.jit(on_ranks(mesh, lambda inputs: {name: cases[name][2](marked, inputs[name]) for name in cases})).lower(inputs).compile()
+        for target in "jaxcgx_tcp_exchange", "jaxcgx_tcp_allreduce":
+            assert (target in program.as_text()) == tcp
+        jax.block_until_ready(program(inputs))
+        found = jax.block_until_ready(program(inputs))  # the second call is another way through JAX
+        results |= {name: digests(each) for name, each in found.items()}
+    return results | {"make_train_step": train(TCP if tcp else "data")}
+
+
+def train(axis):
+    mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
+    init, step = cgx.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, plan=cgx.MaxMin(4))
+    params, state = init({"w": jnp.ones((8, 300))})
+    for _ in range(2):
+        params, state, _ = jax.block_until_ready(step(params, state, batch))
+    return digests((params, state))
+
+
+def messages_of_errors(processes):
+    """What a Tcp is told that it can't do, before anything is sent."""
+    mesh = the_mesh("data")
+    x = array(mesh, (8,), "float32", 0)
+    psum = lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))
+    found = []
+    spec = PartitionSpec("data")
+    abstract = jax.sharding.AbstractMesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with_axes = jax.sharding.Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "other"))
+    for where in dict(mesh=abstract), dict(mesh=with_axes, axis_names={"data"}):
+        try:
+            jax.jit(jax.shard_map(psum, in_specs=spec, out_specs=spec, check_vma=False, **where))(x)
+            found.append("no error")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def explained():
+    mesh = the_mesh("data")
+    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))))
+    return str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False))
+
+
+def sum_until(action, last):
+    mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
+    x = array(mesh, (200_000,), "float32", 0)
+    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.MaxMin(4), schedule="two_shot")))
+    for i in range(10**9):
+        if last and i == 5:
+            if action == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10**6)
+        try:
+            program(x).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+
+
+def main():
+    action, port, rank, processes = sys.argv[1], *map(int, sys.argv[2:])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
+    if action == "everything":
+        result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else ""]
+    else:
+        result = sum_until(action, rank == processes - 1)
+    print("RESULT", json.dumps(result), flush=True)
+    if action != "everything":  # as if nothing were: the others are not to be waited for
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

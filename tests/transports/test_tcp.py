@@ -1,0 +1,121 @@
+"""Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank fails."""
+import json
+import os
+import pathlib
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import load_script
+from jaxcgx.transports.tcp import axis_names
+from ranks import mesh, on_ranks
+
+RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
+LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
+
+
+def results(action, processes):
+    """What comes of an action on each rank; None for one that ended without a result."""
+    port = random.randrange(20_000, 32_000)  # of those that no connection gets by itself
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    running = [subprocess.Popen([sys.executable, RANK, action, str(port), str(rank), str(processes)], stdin=subprocess.DEVNULL,
+                                stdout=subprocess.PIPE, text=True, env=environment) for rank in range(processes)]
+    limit = threading.Timer(LIMIT, lambda: [process.kill() for process in running])
+    limit.start()
+    try:
+        found = []
+        for process in running:
+            lines = [line for line in process.stdout if line.startswith("RESULT ")]
+            found.append(json.loads(lines[0].removeprefix("RESULT ")) if lines else None)
+            if action == "stay_away":  # the last one never ends
+                running[-1].send_signal(signal.SIGKILL)
+        return found
+    finally:
+        limit.cancel()
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return results("everything", 4)
+
+
+def test_the_bits_of_plain_axes(everything, monkeypatch):
+    expected = load_script(RANK, monkeypatch).everything(tcp=False)
+    found = {case: {rank: digest for _, ours, _ in everything for rank, digest in ours[case].items()} for case in expected}
+    assert found == expected
+
+
+def test_meshes_that_it_can_not_serve(everything):
+    for (abstract, automatic), _, _ in everything:
+        assert "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself" in abstract
+        assert "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler" in automatic
+
+
+def test_explain_says_what_it_does_not_count(everything):
+    assert "Not counted: 1 exchange over Tcp." in everything[1][2]
+
+
+def test_a_rank_that_is_killed_is_an_error_of_the_others():
+    error, nothing = results("die", 2)
+    assert re.search(r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left", error)
+    assert nothing is None
+
+
+def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
+    error, nothing = results("stay_away", 2)
+    assert re.search(r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 1000 ms", error)
+    assert nothing is None
+
+
+def test_devices_of_one_process():
+    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got "
+                                         "2 devices of 1 process; start a process for each device"):
+        on_ranks(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
+
+
+def test_axes_of_vmap():
+    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got 'a' of vmap"):
+        jax.vmap(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), axis_name="a")(jax.numpy.ones((2, 3)))
+
+
+def test_an_axis_that_is_not_there():
+    with pytest.raises(NameError, match="compressed_psum: argument 'axis_name': no axis 'a' is bound here"):
+        cgx.compressed_psum(jax.numpy.ones(3), cgx.Tcp("a"), cgx.MaxMin(4))
+
+
+@pytest.mark.parametrize("name", [("a", "b"), ["a"], cgx.Tcp("a")], ids=str)
+def test_the_name_of_one_axis(name):
+    with pytest.raises(ValueError, match="Tcp: argument 'name': expected the name of one axis, got "):
+        cgx.Tcp(name)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
+def test_a_timeout_must_be_a_positive_number(timeout):
+    with pytest.raises(ValueError, match="Tcp: argument 'timeout': expected a positive number of seconds, got"):
+        cgx.Tcp("a", timeout)
+
+
+def test_the_same_axis_twice():
+    with pytest.raises(ValueError, match="expected a name or a tuple of different names"):
+        on_ranks(lambda x: cgx.compressed_psum(x, ("a", cgx.Tcp("a")), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
+
+
+def test_everything_else_knows_the_axis_by_its_name():
+    axes = (cgx.Tcp("node"), "local")
+    assert axis_names(axes) == ("node", "local") and axis_names(cgx.Tcp("data")) == ("data",)
+    assert cgx.Plan.bytegrad(axes) == cgx.Plan.bytegrad(("node", "local"))
+    transformation = cgx.compress_gradients(axes, cgx.MaxMin(4), axis_size=4)
+    state = transformation.init({"w": jax.numpy.ones((64, 64))})
+    assert cgx.state_specs(state, axes) == cgx.state_specs(state, ("node", "local"))
+    assert cgx.state_specs(state, axes).residuals["w"] == P(("node", "local"))

@@ -1,0 +1,47 @@
+// Threads that run tasks, begun when they are needed: at most `most`, each after the other's beginning in the order of the calls.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+namespace jaxcgx::tcp {
+
+class Threads {
+ public:
+  explicit Threads(int64_t most) : most_(most) {}
+
+  void run(std::function<void()> task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (static_cast<int64_t>(tasks_.size()) > idle_ && begun_ < most_) ++begun_, std::thread([this] { work(); }).detach();
+    else wake_.notify_one();
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      while (!tasks_.empty()) {
+        const auto task = std::move(tasks_.front());
+        tasks_.pop_front();
+        lock.unlock();
+        task();
+        lock.lock();
+      }
+      ++idle_;
+      wake_.wait(lock, [&] { return !tasks_.empty(); });
+      --idle_;
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> tasks_;
+  const int64_t most_;
+  int64_t begun_ = 0, idle_ = 0;
+};
+
+}  // namespace jaxcgx::tcp
