@@ -35,7 +35,7 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
     for ratio**((epoch + 1) / (warmup_epochs + 1)); a number c for c**(epoch + 1), of which 0.25 is the paper's; or a list of the
     epochs' ratios, of which 1 sends everything.
     """
-    check_number(OP, "ratio", ratio, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    check_number(OP, "ratio", ratio, numbers.Real, lambda x: 0 < x < 1, "a number above 0 and below 1")
     limits = dict(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
     for name, limit in limits.items():
         if limit is not None:

@@ -214,8 +214,8 @@ def test_sparse_local_steps():
 
 
 @pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: cgx.dgc("data", 0), ValueError, "dgc: argument 'ratio': expected a number above 0 and up to 1, got 0"),
-    (lambda: cgx.dgc("data", "1%"), TypeError, "dgc: argument 'ratio': expected a number above 0 and up to 1, got '1%'"),
+    (lambda: cgx.dgc("data", 0), ValueError, "dgc: argument 'ratio': expected a number above 0 and below 1, got 0"),
+    (lambda: cgx.dgc("data", "1%"), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got '1%'"),
     (lambda: cgx.dgc("data", select="random"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'random'"),
     (lambda: cgx.dgc("data", clip_norm=0), ValueError, "dgc: argument 'clip_norm': expected a positive number, got 0"),
     (lambda: cgx.dgc("data", clip_value="a"), TypeError, "dgc: argument 'clip_value': expected a positive number, got 'a'"),
