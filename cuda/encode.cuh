@@ -189,7 +189,8 @@ Status with_variant(const Codec& c, Fn f) {
     case Kind::kFloat8: return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
     case Kind::kSign: return f(Variant<Sign, 1, false>());
     case Kind::kRaw:
-    case Kind::kCast: break;
+    case Kind::kCast:
+    case Kind::kTopK: break;
   }
   return {};
 }

@@ -12,8 +12,7 @@ from jaxcgx.report.explain import explain
 __all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Plan", "PowerSGD", "Raw", "Rule", "Sampled", "Sign", "TopK", "bsc",
            "check_replicas", "compress_gradients", "compressed", "compressed_all_gather", "compressed_all_to_all", "compressed_pmean",
            "compressed_psum", "compressed_psum_scatter", "decode", "dgc", "encode", "explain", "gradient_statistics", "init_factors",
-           "local_value_and_grad", "make_train_step", "reshard_state", "roundtrip",
-           "state_specs", "sync_in_backward"]
+           "local_value_and_grad", "make_train_step", "reshard_state", "roundtrip", "state_specs", "sync_in_backward"]
 
 
 def __getattr__(name):

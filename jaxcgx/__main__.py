@@ -18,7 +18,7 @@ def tune(options):
         plan, words = tune.tune(options.gradients, options.plan, options.method, options.alpha, options.bits)
         plan.save(options.out)
     except (OSError, TypeError, ValueError) as error:
-        sys.exit(f"python -m jaxcgx tune: {error}")
+        sys.exit(f"python -m jaxcgx tune: {str(error).removeprefix('tune: ')}")
     print(f"{words}\n\nsaved to {options.out}")
 
 

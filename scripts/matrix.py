@@ -109,14 +109,16 @@ def wheel(version, python):
     stamp = folder / "checksum"
     if not (stamp.exists() and stamp.read_text() == checksum(*WHEEL)):
         print(f"== Python {version}: building the wheel", flush=True)
-        # Pip's build isolation would build everything again (see the Makefile).
-        builder = venv(python, folder / "env", version)
-        pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
+        # Pip's build isolation would build everything again (see the Makefile), and so would a folder of its own what `make` has built.
+        builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
+        if output(builder, "-c", PROBE) != version:
+            builder, build = venv(python, folder / "env", version), folder / "build"
+            pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):
             old.unlink()
         pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-            f"--config-settings=build-dir={folder}/build", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
+            f"--config-settings=build-dir={build}", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
         stamp.write_text(checksum(*WHEEL))
     return next(folder.glob("*.whl"))
 
@@ -149,8 +151,8 @@ def test(version, python, age, short):
     report.unlink(missing_ok=True)
     start = time.monotonic()
     # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
-    result = run(inside, "-m", "pytest", f"--junitxml={report}", *(["-m", "short"] if short else []), cwd=ROOT,
-                 env=os.environ | {"PYTHONSAFEPATH": "1"})
+    result = run(inside, "-m", "pytest", "-n", 2, "--dist", "loadfile", f"--junitxml={report}", *(["-m", "short"] if short else []),
+                 cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"})
     row["seconds"] = round(time.monotonic() - start, 1)
     if report.exists():
         suite = {k: int(v) for k, v in xml.parse(report).find("testsuite").attrib.items()

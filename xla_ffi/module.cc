@@ -39,6 +39,7 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cpu);
     cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
+    cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
     cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;
@@ -71,7 +72,12 @@ NB_MODULE(_native, m) {
                               const std::vector<int64_t>& ids, int64_t chunks, int64_t batch) {
     const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
     const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
-    const jaxcgx::CodecAttr attr{flag("kind"), flag("bits"), field("bucket_size"), flag("stochastic"), flag("skip_incomplete"), flag("compatible")};
+    const auto share = [&](const char* name) { return nb::cast<double>(nb::float_(codec[name])); };
+    const jaxcgx::CodecAttr attr{
+        flag("kind"), flag("bits"), field("bucket_size"), flag("stochastic"), flag("skip_incomplete"), flag("compatible"),
+        share("ratio"), field("lists"), flag("top"), flag("select"), share("share"), share("lower"), flag("refinements"),
+        flag("values_kind"), flag("values_bits"), field("values_bucket_size"), flag("values_stochastic"), flag("values_skip_incomplete"),
+        flag("values_compatible")};
     const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
     const auto layout = jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
     if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());

@@ -82,7 +82,7 @@ class Codec:
 class Kind(enum.IntEnum):
     """Kind in xla_ffi/codec/base.h."""
 
-    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN = range(7)
+    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK = range(8)
 
 
 def spell(value):
@@ -96,10 +96,16 @@ def spell(value):
     return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"
 
 
-def native_codec(kind: Kind, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False):
-    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h."""
-    return dict(kind=np.int32(kind), bits=np.int32(bits), bucket_size=np.int64(bucket_size), stochastic=np.int32(stochastic),
-                skip_incomplete=np.int32(skip_incomplete), compatible=np.int32(compatible))
+_DENSE = dict(kind=np.int32, bits=np.int32, bucket_size=np.int64, stochastic=np.int32, skip_incomplete=np.int32, compatible=np.int32)
+_SPARSE = dict(ratio=np.float64, lists=np.int64, top=np.int32, select=np.int32, share=np.float64, lower=np.float64, refinements=np.int32)
+_NATIVE = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
+
+
+def native_codec(kind: Kind, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False, *, values=None, **sparse):
+    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h. values: of TopK's that of its values."""
+    given = dict(kind=kind, bits=bits, bucket_size=bucket_size, stochastic=stochastic, skip_incomplete=skip_incomplete, compatible=compatible)
+    given |= sparse | {f"values_{name}": values[name] for name in _DENSE if values}
+    return {name: dtype(given.get(name, 0)) for name, dtype in _NATIVE.items()}
 
 
 def check_integer(codec: Codec, field: str, low: int, high: int = MOST):

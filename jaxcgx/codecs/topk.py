@@ -6,7 +6,7 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Codec, check_choice, check_codec, check_integer
+from jaxcgx.codecs.base import Codec, Kind, check_choice, check_codec, check_integer, native_codec
 from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
@@ -16,6 +16,7 @@ from jaxcgx.native.layout import Layout, align16
 
 _MOST = 2**31 - 1  # elements that an index of 32 bits tells apart
 _FINITE = 0x7F7FFFFF  # bits of the largest finite magnitude
+_ESTIMATES = ("quantile", "exponential")
 
 
 def _check_share(codec, field, low, high):
@@ -46,7 +47,7 @@ class Sampled:
 
     def __post_init__(self):
         _check_share(self, "share", 2.0**-15, 1)
-        check_choice(self, "estimate", ("quantile", "exponential"))
+        check_choice(self, "estimate", _ESTIMATES)
         _check_share(self, "lower", 2.0**-15, 1)
         check_integer(self, "refinements", 0, 100)
 
@@ -96,6 +97,17 @@ class TopK(Codec):
     @property
     def contracts(self):
         return self.values.contracts
+
+    @property
+    def native(self):
+        if self.values.native is None:
+            return None
+        knobs = {}
+        if self.select != "exact":
+            knobs = dataclasses.asdict(self.select)
+            knobs["select"] = 1 + _ESTIMATES.index(knobs.pop("estimate"))  # Select in xla_ffi/codec/base.h
+        return native_codec(Kind.TOPK, stochastic=self.stochastic, values=self.values.native, ratio=self.ratio, lists=self.lists,
+                            top=self.pull == "top", **knobs)
 
     def capacity(self, n: int) -> int:
         """How many of n elements are sent, at most."""
@@ -171,6 +183,7 @@ def _exponential(sample, n, k):
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)
+    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # everywhere, as XLA flushes denormals on CPUs only
     t, quarters = jnp.zeros((), jnp.float32), 0
     while True:
         last = k * 4 ** (quarters + 1) >= n

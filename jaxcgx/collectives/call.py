@@ -267,9 +267,11 @@ class Call:
         if local:  # the leaves are what is exchanged: each rank's own
             check_varying(op, net.names, self.paths, self.leaves)
         self.size = net.size
-        used, possible = [], []
-        stages, guarded = self._assign("codec", codec, used, possible)
-        backward = stages if backward_codec is None else self._assign("backward_codec", backward_codec, used, possible)[0]
+        stages, guarded, used, possible = self._assign("codec", codec)
+        backward = stages
+        if backward_codec is not None:
+            backward, _, used_back, possible_back = self._assign("backward_codec", backward_codec)
+            used, possible = used + used_back, possible + possible_back
         check_linear(op, "codec", stages, sums)
         check_linear(op, "backward_codec", backward, sums)
         self.codecs = [[codec for _, codec in there] for there in stages]
@@ -293,18 +295,15 @@ class Call:
             if i not in self.raw:
                 self.groups.setdefault(route, []).append(i)
 
-    def _assign(self, argument, codec, used, possible):
-        """For each leaf its stages, and why a plan leaves it raw. The codecs go into `used` and `possible` (see check_key)."""
-        if not isinstance(codec, plan.Plan):
-            stages = check_stages(self.op, argument, codec, self.net)
-            used += [codec for _, codec in stages]
-            possible += [codec for _, codec in stages]
-            return [stages] * len(self.leaves), [None] * len(self.leaves)
-        assigned = codec.assign(self.op, argument, self.paths, self.leaves)
-        found = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
-        used += [codec for stages in found for _, codec in stages]
-        possible += codec.codecs
-        return found, [reason for _, reason in assigned]
+    def _assign(self, argument, codec):
+        """Of each leaf the stages, and why a plan leaves it raw; the codecs in use, and those of another tree (see check_key)."""
+        if isinstance(codec, plan.Plan):
+            assigned = codec.assign(self.op, argument, self.paths, self.leaves)
+            stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
+            return stages, [reason for _, reason in assigned], [used for there in stages for _, used in there], codec.codecs
+        stages = check_stages(self.op, argument, codec, self.net)
+        codecs = [used for _, used in stages]
+        return [stages] * len(self.leaves), [None] * len(self.leaves), codecs, codecs
 
     def _alike(self, there, back):
         """Both of as many stages: what travels raw over all ranks together does over each part, too."""

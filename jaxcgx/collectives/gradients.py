@@ -15,6 +15,21 @@ def _vary(x, names):
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _own(names, loss):
+    """The loss. That it is each rank's own is checked where it has a derivative: a constant may be the same everywhere."""
+    return loss
+
+
+@_own.defjvp
+def _own_jvp(names, primals, tangents):
+    varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(primals)))
+    if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
+        raise ValueError("local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank "
+                         f"of {', '.join(map(repr, same))}; take the pmean outside")
+    return *primals, *tangents
+
+
 def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=False, allow_int=False):
     """`jax.value_and_grad` whose gradients are those of this rank alone.
 
@@ -23,13 +38,12 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
     `compressed_pmean(grads, axis_name, codec)`. Value and auxiliary outputs are this rank's, too.
 
     `fun` is this rank's own loss: the gradients of one that is averaged over the axis inside would be divided by the ranks twice.
-    Under check_vma that is an error; without, nothing tells.
+    Under check_vma that is an error, but where its gradients are zero; without, nothing tells.
 
     axis_name: the axis, or a tuple of axes, that the gradients are not to be reduced over. The rest as in jax.
     """
     if not callable(fun):
         raise TypeError(f"local_value_and_grad: argument 'fun': expected a function, got {fun!r}")
-    inner = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def value_and_grad(*args, **kwargs):
@@ -37,12 +51,15 @@ def local_value_and_grad(fun, axis_name, argnums=0, has_aux=False, holomorphic=F
         for i in argnums if isinstance(argnums, (tuple, list)) else [argnums]:
             if -len(args) <= i < len(args):  # else jax says it better
                 args[i] = _vary(args[i], names)
-        value, grads = inner(*args, **kwargs)
-        varying = _compat.varying_axes(value[0] if has_aux else value)
-        if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
-            raise ValueError("local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank "
-                             f"of {', '.join(map(repr, same))}; take the pmean outside")
-        return value, grads
+
+        def own(*args, **kwargs):
+            match fun(*args, **kwargs):
+                case (loss, aux) if has_aux:
+                    return _own(names, loss), aux
+                case found:  # with has_aux jax says what is wrong
+                    return found if has_aux else _own(names, found)
+
+        return jax.value_and_grad(own, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int)(*args, **kwargs)
 
     return value_and_grad
 

@@ -38,7 +38,7 @@ def _is_split(n, k):
 
 def _to_bitmap(at, bits):
     """The bytes of a row of bits, ones at `at`, what is past its end left out."""
-    rows = jnp.zeros(8 * _bitmap_bytes(bits), jnp.uint32).at[at].set(1, mode="drop").reshape(-1, 32)
+    rows = jnp.pad(jnp.zeros(bits, jnp.uint32).at[at].set(1, mode="drop"), (0, -bits % 32)).reshape(-1, 32)
     return to_bytes((rows << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32))
 
 

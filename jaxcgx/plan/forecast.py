@@ -11,7 +11,7 @@ from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.leaves import messages, spell_path, why_raw
-from jaxcgx.table import ratio, spell_sizes, table
+from jaxcgx.table import Totals, ratio, spell_sizes, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,23 +34,11 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Forecast:
+class Forecast(Totals):
     """What `Plan.explain` found. str() is a table."""
 
     rows: tuple  # of Row, in the order of the leaves
     totals: dict  # {axes: (bytes, the same uncompressed)}; messages with what fills them up
-
-    @property
-    def bytes(self):
-        return sum(sent for sent, _ in self.totals.values())
-
-    @property
-    def raw_bytes(self):
-        return sum(raw for _, raw in self.totals.values())
-
-    @property
-    def ratio(self):
-        return ratio(self.bytes, self.raw_bytes)
 
     def __repr__(self):
         return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
@@ -59,10 +47,8 @@ class Forecast:
         head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
         rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
                  str(r.message or ""), *spell_sizes(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
-        totals = [(_spell_axes(axes), *spell_sizes(*found)) for axes, found in self.totals.items()]
-        if len(totals) != 1:
-            totals.append(("in all", *spell_sizes(self.bytes, self.raw_bytes)))
-        return f"{table(head, rows)}\n\n{table(('over', 'bytes', 'uncompressed', 'ratio'), totals)}"
+        totals = self.spell_totals("over", [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items()])
+        return f"{table(head, rows)}\n\n{totals}"
 
 
 def _spell_axes(axes):

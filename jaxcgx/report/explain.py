@@ -11,7 +11,7 @@ import numpy as np
 from jaxcgx.codecs.base import spell
 from jaxcgx.collectives import scopes
 from jaxcgx.report import hlo
-from jaxcgx.table import ratio, spell_sizes, table
+from jaxcgx.table import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
 
@@ -36,7 +36,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(Totals):
     """What `explain` found. str() is a table."""
 
     collectives: tuple  # of Collective
@@ -53,20 +53,6 @@ class Explanation:
             found[c.axes] = sent + times * c.bytes, raw + times * c.raw_bytes
         return found
 
-    @property
-    def bytes(self):
-        """That a rank sends in a call, over all axes."""
-        return sum(sent for sent, _ in self.totals.values())
-
-    @property
-    def raw_bytes(self):
-        """The same without compression."""
-        return sum(raw for _, raw in self.totals.values())
-
-    @property
-    def ratio(self):
-        return ratio(self.bytes, self.raw_bytes)
-
     def __repr__(self):
         return f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
 
@@ -78,11 +64,7 @@ class Explanation:
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
-        totals = [(_axes(axes), *sent) for axes, sent in self.totals.items() if sent[0]]
-        if len(totals) != 1:
-            totals.append(("in all", self.bytes, self.raw_bytes))
-        rows = [(axes, *spell_sizes(sent, raw)) for axes, sent, raw in totals]
-        parts.append(table(("a rank sends over", "bytes", "uncompressed", "ratio"), rows))
+        parts.append(self.spell_totals("a rank sends over", [(_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]))
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -193,14 +175,16 @@ def _collective(found, axes):
     if calls and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []
     exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.Exchange)]
-    sent = _sent(found.operation, sum(size for _, size in found.operands), ranks)
+    size = sum(size for _, size in found.operands)
+    sent = _sent(found.operation, size, ranks)
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader hands its result on: that is half of what a sum sends
+    plain = sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0  # that XLA joined to factors
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation, axes=names, ranks=ranks, dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
-        bytes=sent, raw_bytes=round(sent * saving), times=found.times, branch=found.branch,
+        bytes=sent, raw_bytes=round(sent * (plain + (1 - plain) * saving)), times=found.times, branch=found.branch,
         function=_joined([c.function for c in calls] or [name.split(".")[0] for name in unknown[:1]]),
         codec="unknown" if unknown else _joined(spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
         schedule=_joined(e.schedule for e in exchanges), leaves=tuple(itertools.chain(*(c.leaves for c in calls))), name=found.name)

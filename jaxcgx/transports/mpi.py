@@ -8,7 +8,6 @@ around those in use, linear in one array.
 Ranks and sizes are Python's numbers, not traced ones: every rank compiles a program of its own.
 """
 import dataclasses
-import functools
 import warnings
 
 import jax
@@ -18,7 +17,7 @@ from mpi4py import MPI
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.transports.rows import Transport, countable
+from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
 
 with warnings.catch_warnings():  # a release of mpi4jax warns of every JAX newer than itself; jaxcgx has bounds of its own for JAX
@@ -187,12 +186,7 @@ def _define(name, run, shape, transpose, before=0, after=0):
     """A primitive, linear in one array. run(x, net, ...): what it does. shape(shape, net): of its result. before, after: where
     vmap's dimension stands in its operand and in its result. transpose(cotangent, net, ...): of the operand."""
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
-
-    @functools.lru_cache
-    def compiled(params):
-        return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-    primitive.def_impl(lambda x, **params: compiled(tuple(params.items()))(x))
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("net", "root")))
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
     def abstract(x, *, net, **params):

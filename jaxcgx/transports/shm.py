@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.native.shm import add, exchange, module
-from jaxcgx.transports.rows import Transport, countable
+from jaxcgx.transports.base import Transport, countable
 
 EFFECTS = frozenset({_compat.OrderedEffect()})
 

@@ -141,6 +141,18 @@ def test_a_loss_that_is_averaged_inside(has_aux):
         on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(jnp.ones(30), X)
 
 
+@CHECKS
+def test_a_loss_that_is_constant(check_vma):
+    """In the parameters: whether every rank has the same doesn't matter."""
+    constants = [lambda w, x: 3.0, lambda w, x: x.sum(), lambda w, x: lax.pmean(x.sum() + lax.stop_gradient(w.sum()), "data")]
+
+    def step(w, x):
+        return [cgx.compressed_pmean(cgx.local_value_and_grad(f, "data")(w, x)[1], "data", CODEC) for f in constants]
+
+    for gradient in on_mesh(step, check_vma)(jnp.ones((30, 40)), X):
+        np.testing.assert_array_equal(gradient, jnp.zeros((30, 40)))
+
+
 def test_errors():
     with pytest.raises(TypeError, match="local_value_and_grad: argument 'fun': expected a function, got 3"):
         cgx.local_value_and_grad(3, "data")

@@ -91,7 +91,6 @@ def bare(compiled):
     return [line for line in text.splitlines() if not re.match(r"\d+ |FileNames|FunctionNames|FileLocations|StackFrames", line)]
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_raw_is_the_program_of_lax(check_vma):
     raw, both = cgx.Raw(), {"a": cgx.Raw(), "b": cgx.Raw()}

@@ -171,7 +171,7 @@ void large_buckets() {
     for (const Codec& codec : codecs(bucket)) {
       const bool rare = codec.kind == Kind::kSign || codec.kind == Kind::kByteGrad || codec.kind == Kind::kFloat8;
       if (!rare && ++turn % 8 != 0) continue;  // time
-      compare({codec, {{bucket + 1 + r.below(bucket), r.pick(kDTypes)}, {17, DType::kF32}}, 1 + r.below(2), 1, 2, r.below(2) == 0, r.below(2)}, r);
+      compare({codec, {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}}, 1 + r.below(2), 1, 2, r.below(2) == 0, r.below(2)}, r);
     }
   }
   for (const bool compatible : {false, true}) {
@@ -218,7 +218,7 @@ void nowhere() {
   size_t turn = 0;
   for (const Codec& codec : all) {
     const int64_t chunks = 1 + turn % 2;
-    const Message m(codec, {{10000, DType::kF32}, {77, DType::kBF16}}, chunks, 2, r);
+    const Message m(codec, {{std::max<int64_t>(codec.bucket_size, 4096) + 1000, DType::kF32}, {77, DType::kBF16}}, chunks, 2, r);
     const Layout& l = m.layout;
     const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2));
     const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});

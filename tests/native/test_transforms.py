@@ -301,7 +301,6 @@ def test_invariant_inputs_stay_invariant():
     assert_same_bytes(jax.jit(f)(normal(60)), cgx.roundtrip(normal(60), codec))
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("codec", **each_codec(SOME))
 def test_an_exchange_in_shard_map(codec, check_vma):

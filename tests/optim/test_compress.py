@@ -290,7 +290,6 @@ def hlo(step, *args):
     return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"])
 def test_raw_costs_nothing(plan):
     """The compiled program is that of optax and lax.pmean."""
@@ -448,7 +447,6 @@ def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
     np.testing.assert_allclose(mean["w"], GRADS["w"].mean(0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
     (dict(plan={"data": 4}), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),

@@ -76,7 +76,6 @@ def test_multi_transform():
     close(train(optax.chain(groups, optax.sgd(0.5)), 30), train(optax.chain(RAW, optax.sgd(0.5)), 30))
 
 
-@pytest.mark.short
 def test_inject_hyperparams_into_the_knobs():
     """momentum and beta may change from step to step."""
     make = optax.inject_hyperparams(cgx.compress_gradients, static_args=("axis_size",))

@@ -169,6 +169,15 @@ def test_an_axis_for_the_partitioner():
 
 
 @NESTED
+def test_shards_have_factors_of_their_own():
+    params, state, metrics = run(tensor_parallel(cgx.PowerSGD(2)), 20, SHARDED)
+    assert metrics[-1].loss < 0.95 * metrics[0].loss
+    assert {name: x if x is None else x.shape for name, x in state[0].factors.items()} == {"up": (2, 4 * 16), "down": (2, 4 * 30), "bias": None}
+    assert state[0].factors["down"].sharding.is_equivalent_to(NamedSharding(params["up"].sharding.mesh, P(None, "model")), 2)
+    assert np.linalg.matrix_rank(state[0].factors["down"]) == 2
+
+
+@NESTED
 def test_all_shards_wait_for_a_nan():
     """Though only one of them has it."""
     train = tensor_parallel(plan=cgx.MaxMin(4, 64), skip_nonfinite=True)
@@ -202,7 +211,6 @@ def test_explain_sees_the_step():
     assert report.bytes < 4 * 1240
 
 
-@pytest.mark.short
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     (dict(loss_fn=3), TypeError, "make_train_step: argument 'loss_fn': expected a function, got 3"),
     (dict(optimizer=3), TypeError, "make_train_step: argument 'optimizer': expected an optax.GradientTransformation, got 3"),

@@ -31,7 +31,6 @@ def exact(rows, choice):
     return total([list(map(Fraction, row)) for row in rows], choice)
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("seed", range(40))
 def test_lgreco_is_as_good_as_trying_everything(seed):
     rng = random.Random(seed)

@@ -82,7 +82,7 @@ def test_everything_on_three_ranks(monkeypatch):
         assert processes.results() == on_a_mesh(3, monkeypatch)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), 4])
 def test_exchanges(size):
     with Processes("exchanges", size) as processes:
         assert processes.results() == [None] * size

@@ -30,7 +30,25 @@ CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
 // Which codec, and how it is set. The values of Kind cross the FFI boundary: Kind in jaxcgx/codecs/base.py. kRaw has no
 // header of its own: it has no arithmetic.
-enum class Kind : int32_t { kRaw = 0, kMaxMin = 1, kByteGrad = 2, kAbsMax = 3, kFloat8 = 4, kCast = 5, kSign = 6 };
+enum class Kind : int32_t { kRaw = 0, kMaxMin = 1, kByteGrad = 2, kAbsMax = 3, kFloat8 = 4, kCast = 5, kSign = 6, kTopK = 7 };
+
+// How elements are chosen. These values cross the FFI boundary, too: jaxcgx/codecs/topk.py.
+enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
+
+// What TopK has besides; see codec/topk.h.
+struct Sparse {
+  double ratio = 0;
+  int64_t lists = 0;
+  bool top = false;  // of a sum its largest elements are sent, else all that were sent
+  Select select = Select::kExact;
+  double share = 0, lower = 0;
+  int32_t refinements = 0;
+  // The codec of the values.
+  Kind kind = Kind::kRaw;
+  int32_t bits = 0;
+  int64_t bucket_size = 0;
+  bool stochastic = false, skip_incomplete = false, compatible = false;
+};
 
 struct Codec {
   Kind kind;
@@ -39,6 +57,7 @@ struct Codec {
   bool stochastic;
   bool skip_incomplete;
   bool compatible;
+  Sparse sparse = {};
 };
 
 constexpr int64_t kUnit = 512;         // where chunks of a codec without buckets may begin: a multiple of this

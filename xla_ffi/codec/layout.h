@@ -6,13 +6,15 @@
 //
 // A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes begin, and
 // each piece of them, on 16 bytes. With skip_incomplete the raw tail of a leaf follows its codes, on 16 bytes too.
-// What lies between and behind is zero.
+// What lies between and behind is zero. A piece of TopK is one bucket, without metadata, and counts as its elements where
+// a message is cut.
 #pragma once
 
 #include <vector>
 
 #include "codec/base.h"
 #include "codec/pack.h"
+#include "codec/topk.h"
 
 namespace jaxcgx {
 
@@ -24,7 +26,8 @@ CGX_HD int meta_floats(Kind k) {
     case Kind::kFloat8:
     case Kind::kSign: return 1;
     case Kind::kRaw:
-    case Kind::kCast: break;
+    case Kind::kCast:
+    case Kind::kTopK: break;
   }
   return 0;
 }
@@ -57,9 +60,12 @@ struct Piece {
   int64_t tail;    // and raw tail
 };
 
+int64_t topk_bytes(const Codec& c, int64_t n);
+
 // Bytes of the codes of a piece, without the padding behind them.
 inline int64_t code_bytes(const Codec& c, DType leaf, const Piece& p) {
   if (p.bucket == 0) return code_bytes(c, leaf, p.coded);
+  if (c.kind == Kind::kTopK) return topk_bytes(c, p.coded);
   return p.coded / p.bucket * code_bytes(c, leaf, p.bucket) + code_bytes(c, leaf, p.coded % p.bucket);
 }
 
@@ -77,7 +83,8 @@ struct Layout {
     const int64_t meta_bytes = 4 * meta_floats(codec.kind);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
     // One bucket for the whole of a piece: its metadata does not count when bytes are balanced.
-    const bool whole = has_buckets(codec.kind) && codec.bucket_size == 0;
+    const bool sparse = codec.kind == Kind::kTopK, whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
+    const auto weight = [&](DType dtype, int64_t n) { return sparse ? n : (whole ? 0 : meta_bytes) + code_bytes(codec, dtype, n); };
     struct Units {
       int64_t count, full, weight, bytes, before;
     };
@@ -86,12 +93,12 @@ struct Layout {
     for (const Leaf& leaf : leaves) {
       Units u;
       u.full = leaf.size / unit;
-      u.weight = (whole ? 0 : meta_bytes) + code_bytes(codec, leaf.dtype, unit);
+      u.weight = weight(leaf.dtype, unit);
       const int64_t rest = leaf.size % unit;
       u.count = u.full + (rest > 0);
       const int64_t last = rest == 0 ? 0
                            : codec.skip_incomplete ? rest * size_of(leaf.dtype)
-                                                   : (whole ? 0 : meta_bytes) + code_bytes(codec, leaf.dtype, rest);
+                                                   : weight(leaf.dtype, rest);
       u.before = total;
       u.bytes = u.full * u.weight + last;
       total += u.bytes;
@@ -142,5 +149,17 @@ struct Layout {
     }
   }
 };
+
+// The layout of a sum of so many ranks' messages: pieces of the same elements.
+inline Layout of_sum(const Layout& l, int64_t ranks) {
+  return l.codec.kind == Kind::kTopK ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks()) : l;
+}
+
+// The values of a piece of n elements, as a message of their own.
+inline Layout values_layout(const Codec& c, int64_t n) { return Layout(values_of(c), {{capacity(c.sparse, n), DType::kF32}}, 1); }
+
+// The bytes of a piece of n elements: its list of indices, and its values from values_at on.
+inline int64_t values_at(const Codec& c, int64_t n) { return align16(IndexList(n, capacity(c.sparse, n)).bytes); }
+inline int64_t topk_bytes(const Codec& c, int64_t n) { return values_at(c, n) + values_layout(c, n).chunk_bytes; }
 
 }  // namespace jaxcgx

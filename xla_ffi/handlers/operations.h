@@ -45,6 +45,18 @@ inline ffi::Error expect_count(const std::string& op, const char* name, size_t g
   return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
 }
 
+// Where results are written in part only: XLA, told that they are the operands, copies first where it must not lose these.
+template <class T>
+ffi::Error expect_in_place(const std::string& op, const std::string& result, const std::string& operand, const Layout& l, int64_t batch,
+                           const std::vector<T*>& operands, const std::vector<T*>& results) {
+  for (size_t i = 0; i < l.leaves.size(); ++i) {
+    if (batch * l.leaves[i].size > 0 && operands[i] != results[i]) {
+      return invalid(op, result + " " + std::to_string(i) + " does not lie where the " + operand + " does");
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // Operands: leaves, residuals (with feedback), keys (stochastic). Results: payload, new residuals.
 template <class Platform>
 ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
@@ -106,8 +118,9 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   if (feedback && (own || !encoded)) return invalid(op, "feedback is for a sum that is encoded, and not with own leaves");
   // Of a smaller one 1 / divisor may be infinite.
   if (!(divisor >= 0x1p-126f)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
+  const Layout sum = of_sum(l, ranks);
   const size_t n = l.leaves.size(), inputs = own || feedback ? n + 2 : 2, outputs = feedback ? n + 1 : encoded ? 1 : n;
-  const bool keyed = encoded && l.codec.stochastic;
+  const bool keyed = encoded && sum.codec.stochastic;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), inputs + (keyed ? 1 : 0)));
   const uint8_t* payloads = nullptr;
   const int32_t* where = nullptr;
@@ -124,16 +137,11 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   if (feedback) {
     CGX_RETURN_IF_ERROR(find_leaves(op, "residual", l, batch, args, 2, DType::kF32, &residuals));
     CGX_RETURN_IF_ERROR(find_leaves(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
-    // Only those of a chunk are written: XLA, told that the results are the operands, copies first where it must not lose them.
-    for (size_t i = 0; i < n; ++i) {
-      if (batch * l.leaves[i].size > 0 && new_residuals[i] != residuals[i]) {
-        return invalid(op, "new residual " + std::to_string(i) + " does not lie where the residual does");
-      }
-    }
+    CGX_RETURN_IF_ERROR(expect_in_place(op, "new residual", "residual", l, batch, residuals, new_residuals));
   }
   if (keyed) CGX_RETURN_IF_ERROR(find(op, "keys", args, inputs, ffi::DataType::U32, batch, 2, &keys));
   if (encoded) {
-    CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, l.chunk_bytes, &payload));
+    CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, sum.chunk_bytes, &payload));
   } else {
     CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, rets, 0, DType::kF32, &leaves));
   }
@@ -142,12 +150,33 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
                           payload, feedback ? residuals.data() : nullptr, ids.begin(), keys);
 }
 
+// Operands: payload, arrays of the leaves' shapes and dtypes. Results: these without what the payload has, in the same memory.
+template <class Platform>
+ffi::Error clear(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets, CodecAttr codec, Sizes sizes,
+                 Sizes dtypes, Sizes ids, int64_t chunks, int64_t batch) {
+  const std::string op = "clear";
+  auto layout = make_layout(op, codec, sizes, dtypes, ids, chunks, batch);
+  if (layout.has_error()) return layout.error();
+  const Layout& l = *layout;
+  if (l.codec.kind != Kind::kTopK) return invalid(op, "this codec sends every element");
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), 1 + l.leaves.size()));
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), l.leaves.size()));
+  const uint8_t* payload = nullptr;
+  std::vector<void*> arrays, cleared;
+  CGX_RETURN_IF_ERROR(find(op, "payload", args, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
+  CGX_RETURN_IF_ERROR(find_leaves(op, "array", l, batch, args, 1, std::nullopt, &arrays));
+  CGX_RETURN_IF_ERROR(find_leaves(op, "cleared array", l, batch, rets, 0, std::nullopt, &cleared));
+  CGX_RETURN_IF_ERROR(expect_in_place(op, "cleared array", "array", l, batch, arrays, cleared));
+  return Platform::clear(context, l, batch, payload, cleared.data());
+}
+
 // What the handlers of the operations are bound to. The context is bound before.
 #define CGX_MESSAGE                                                                                                     \
   RemainingArgs().RemainingRets().Attr<CodecAttr>("codec").Attr<Sizes>("sizes").Attr<Sizes>("dtypes").Attr<Sizes>("ids") \
       .Attr<int64_t>("chunks").Attr<int64_t>("batch")
 #define CGX_ENCODE CGX_MESSAGE.Attr<bool>("feedback")
 #define CGX_DECODE CGX_MESSAGE
+#define CGX_CLEAR CGX_MESSAGE
 #define CGX_REDUCE CGX_MESSAGE.Attr<int64_t>("ranks").Attr<bool>("own").Attr<bool>("encoded").Attr<float>("divisor").Attr<bool>("feedback")
 
 }  // namespace jaxcgx

@@ -1,0 +1,207 @@
+"""PowerSGD of one large gradient between hosts: compressed_pmean against PyTorch's DDP hook, and both uncompressed.
+
+    python benchmarks/powersgd.py [--torch PYTHON] [--repeats 9] [--out DIR]
+
+The hosts (netlab.py) need root. --torch: a Python that has torch, where that of jaxcgx has none.
+"""
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shlex
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcgx as cgx
+import netlab
+from collectives import Mesh
+from powersgd_torch import SIZE, gradient, relative_error, serve, start
+from report import RESULTS, Report, header, line, mark, median, rounded
+
+PROCESSES = 2
+RANKS = 1, 4
+NETWORKS = {1000: 10, 100: 3}  # Mbit/s: steps of a program in a turn
+STEPS = 12  # of the sequence whose error is taken
+
+NOTES = f"""\
+- ms: of a step of the slower of the {PROCESSES} hosts. All programs take turns, those of PyTorch too, whose processes wait meanwhile;
+  ratios are formed within each turn, and the medians stand here. Warm start and error feedback are on everywhere. Both hosts share the
+  processors of one machine.
+- PyTorch: one parameter under DistributedDataParallel over Gloo, whose backward pass is a product of matrices' size. What that takes
+  alone is taken off: "ahead" is (PyTorch - its backward pass) / jaxcgx. Goal: above 1.
+- rank none: no hook, and lax.pmean.
+- error: of all that {STEPS} steps sent, beside the sum of the true means, |sent - meant| / |meant|, on the same gradients, {SIZE} x {SIZE} of
+  falling singular values with noise of its own for every host and step, from the same first Q. Goal: no more than 1% above PyTorch's.
+"""
+
+
+# In a process
+
+
+def run_rank(address, port, rank, processes, ranks, steps):
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"{address}:{port}", processes, rank)
+    mesh = Mesh(processes)
+    everywhere = NamedSharding(mesh.mesh, PartitionSpec())
+
+    class Step:
+        """A training step's exchange: the old mean's memory and that of the state are used again."""
+
+        def __init__(self, low_rank):
+            self.state = [mesh.array(np.zeros((1, SIZE, SIZE), np.float32))]
+            if low_rank:
+                codec = cgx.PowerSGD(low_rank)
+                factors = jax.make_array_from_process_local_data(everywhere, np.ascontiguousarray(start(low_rank).T))
+                self.state += [mesh.array(np.zeros((1, SIZE, SIZE), np.float32)), factors]
+
+            def step(x, state):
+                if not low_rank:
+                    return [lax.pmean(x, "data")]
+                mean, lost, factors = cgx.compressed_pmean(x[0], "data", codec, residuals=state[1][0], factors=state[2])
+                return [mean[None], lost[None], factors]
+
+            specs = [PartitionSpec("data"), PartitionSpec("data"), PartitionSpec()][: len(self.state)]
+            mapped = jax.shard_map(step, mesh=mesh.mesh, in_specs=(PartitionSpec("data"), specs), out_specs=specs, check_vma=False)
+            self.program = jax.jit(mapped, donate_argnums=1, keep_unused=True).lower(given, self.state).compile()
+
+        def __call__(self, x=None):
+            self.state = jax.block_until_ready(self.program(given if x is None else x, self.state))
+            return self.state[0].addressable_data(0)[0]
+
+    local = lambda t: mesh.array(gradient(rank, t)[None])
+    given = local(0)
+    programs = {str(n): Step(n) for n in (0, *ranks)}
+    serve({str(n): relative_error(lambda t: np.asarray(programs[str(n)](local(t))), processes, steps) for n in ranks}, programs)
+
+
+# In the process that starts the others
+
+
+def launch(stack, lab, command):
+    """A process in every host, of `command` and what it is to know."""
+    port, running = random.randrange(20_000, 32_000), []
+    for rank in range(PROCESSES):
+        worker = dict(address=lab.address(0), port=port, rank=rank, processes=PROCESSES, ranks=RANKS, steps=STEPS)
+        running.append(lab.start(rank, [*command, json.dumps(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+        stack.callback(running[-1].wait)
+        stack.callback(running[-1].kill)
+    return running
+
+
+def hear(running, word):
+    """What each process says behind a word."""
+    found = []
+    for process in running:
+        said = next((text for text in process.stdout if text.startswith(word + " ")), None)
+        if said is None:
+            raise RuntimeError(f"powersgd.py: a process ended: {shlex.join(process.args[-3:-1])}")
+        found.append(json.loads(said.removeprefix(word + " ")))
+    return found
+
+
+def measure(mbit, torch, repeats):
+    """{framework: {"errors": {rank: error}, "ms": {program: ms of every turn}}}"""
+    here = pathlib.Path(__file__).resolve()
+    commands = {"jaxcgx": [sys.executable, str(here), "--rank"]}
+    if torch:
+        commands["torch"] = [torch, str(here.with_name("powersgd_torch.py"))]
+    with contextlib.ExitStack() as stack:
+        lab = stack.enter_context(netlab.Lab(PROCESSES, mbit))
+        running, results = {}, {}
+        for name, command in commands.items():
+            running[name] = launch(stack, lab, command)
+            results[name] = dict(errors=hear(running[name], "READY")[0], ms={})
+        programs = [(name, program) for program in ["0", *map(str, RANKS), "alone"] for name in commands if program != "alone" or name == "torch"]
+        for turn in range(repeats + 1):
+            for name, program in programs:
+                for process in running[name]:
+                    process.stdin.write(f"{program} {NETWORKS[mbit]}\n")
+                    process.stdin.flush()
+                ms = max(hear(running[name], "MS"))
+                if turn:
+                    results[name]["ms"].setdefault(program, []).append(ms)
+        return results
+
+
+def rows(mbit, results):
+    for n in (0, *RANKS):
+        found = dict(mbit=mbit, rank=n, wire_bytes=cgx.PowerSGD(n).wire_bytes((SIZE, SIZE), jnp.float32) if n else 4 * SIZE**2)
+        for name, data in results.items():
+            found[f"{name}_ms"] = median(data["ms"][str(n)])
+            if n:
+                found[f"{name}_error"] = data["errors"][str(n)]
+        if "torch" in results:
+            theirs = np.subtract(results["torch"]["ms"][str(n)], results["torch"]["ms"]["alone"])
+            found["backward_ms"] = median(results["torch"]["ms"]["alone"])
+            found["ahead"] = median(theirs / np.array(results["jaxcgx"]["ms"][str(n)]))
+            if n:
+                found["reached"] = found["ahead"] > 1 and found["jaxcgx_error"] <= 1.01 * found["torch_error"]
+        yield found | dict(ms_of_repetitions={name: rounded(data["ms"][str(n)]) for name, data in results.items()})
+
+
+def row_line(r):
+    figure = lambda name, form: format(r[name], form) if name in r else ""
+    return line([str(r["rank"] or "none"), f"{r['wire_bytes']:,}", figure("jaxcgx_ms", ".2f"), figure("torch_ms", ".2f"),
+                 figure("backward_ms", ".2f"), figure("ahead", ".2f"), figure("jaxcgx_error", ".5f"), figure("torch_error", ".5f"),
+                 mark(r["reached"]) if "reached" in r else ""], 6)
+
+
+HEAD = ("rank", "bytes", "jaxcgx ms", "PyTorch ms", "its backward", "ahead", "our error", "its error", "goal")
+
+
+def version(torch):
+    """torch's, or None."""
+    found = subprocess.run([torch, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def parse():
+    parser = argparse.ArgumentParser(description="PowerSGD of one gradient between hosts, against PyTorch's hook.")
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help="a Python that has torch (default: this one)")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns (default: 9)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written (default: benchmarks/results, "
+                        "but nowhere with another --repeats)")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats: expected a positive number")
+    usual = args.repeats == parser.get_default("repeats")
+    other = args.torch != sys.executable
+    args.command = "make bench-powersgd" + " TORCH=PYTHON" * other if usual else f"python benchmarks/powersgd.py --repeats {args.repeats}"
+    args.out = args.out or (RESULTS if usual else None)
+    return args
+
+
+def main():
+    args = parse()
+    if args.rank:
+        return run_rank(**json.loads(args.rank))
+    if why := netlab.why_not():
+        sys.exit(f"powersgd.py: not measured, {why}")
+    torch = version(args.torch)
+    report = Report(args.command, args.repeats, torch=torch, rows=[])
+    if not torch:
+        report.show("", f"PyTorch: not measured, {args.torch} has no torch; name a Python that has: --torch PYTHON.")
+    for mbit in NETWORKS:
+        report.show("", f"{mbit} Mbit/s, {PROCESSES} hosts, {SIZE} x {SIZE} float32" + (f", torch {torch}." if torch else "."), "",
+                    *header(*HEAD, width=6))
+        for row in rows(mbit, measure(mbit, args.torch if torch else None, args.repeats)):
+            report.data["rows"].append(row)
+            report.show(row_line(row))
+    report.show("", *NOTES.splitlines())
+    if args.out:
+        report.write(args.out, "powersgd")
+
+
+if __name__ == "__main__":
+    with netlab.signals_raise():
+        main()

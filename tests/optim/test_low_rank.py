@@ -1,0 +1,110 @@
+"""PowerSGD under compress_gradients: its factors in the state, from step to step, in schedules, specs and steps that are skipped."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes, normal
+from training import PARAMS, X, compress_state, mesh_of, train
+
+RANKS = 2
+GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
+compress = functools.partial(cgx.compress_gradients, "data", axis_size=RANKS)
+
+
+def run(transformation, steps, state=None):
+    """[(mean, state)] of steps with these gradients, each rank's own in front."""
+    state = transformation.init(jax.tree.map(lambda g: g[0], GRADS)) if state is None else state
+    specs, found = cgx.state_specs(state, "data"), []
+    step = jax.jit(jax.shard_map(lambda g, s: transformation.update(jax.tree.map(lambda x: x[0], g), s), mesh=mesh_of(RANKS),
+                                 in_specs=(P("data"), specs), out_specs=(P(), specs)))
+    for grads in steps:
+        mean, state = jax.block_until_ready(step(grads, state))
+        found.append((mean, state))
+    return found
+
+
+def test_steps_are_calls_of_the_collective():
+    """Residuals and factors go from one to the next; what was lost is measured."""
+    codec = cgx.PowerSGD(2)
+    found = run(compress(codec, telemetry=True), [GRADS, GRADS])
+
+    def twice(x):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        first = cgx.compressed_pmean(x, "data", codec, residuals=jax.tree.map(jnp.zeros_like, x), factors=cgx.init_factors(x, codec))
+        second = cgx.compressed_pmean(x, "data", codec, residuals=first[1], factors=first[2])
+        rows = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
+        return [(mean, rows(lost), factors) for mean, lost, factors in (first, second)]
+
+    expected = jax.jit(jax.shard_map(twice, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=[(P(), P("data"), P())] * 2))(GRADS)
+    for (mean, state), (their_mean, lost, factors) in zip(found, expected):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), (mean, state.factors), (their_mean, factors))
+        np.testing.assert_allclose(state.residuals["w"], lost["w"], atol=1e-5)
+        assert state.residuals["b"] is state.factors["b"] is None
+    first = found[0][1]
+    np.testing.assert_allclose(first.telemetry.vnmse["w"], (expected[0][1]["w"] ** 2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-4)
+    assert first.telemetry.bytes == {"w": 4 * 2 * 70, "b": 160}
+
+
+def test_the_state():
+    """Factors are the same everywhere: replicated, kept for any number of ranks, there without feedback, and only where needed."""
+    state = compress(cgx.PowerSGD(2)).init(PARAMS)
+    assert state.factors["w"].shape == (2, 40) and state.factors["b"] is None
+    specs = cgx.state_specs(state, "data")
+    assert (specs.factors, specs.residuals) == ({"w": P(), "b": None}, {"w": P("data"), "b": None})
+    state = state._replace(factors={"w": normal((2, 40)), "b": None})
+    three = cgx.reshard_state(state, 3)
+    assert three.residuals["w"].shape == (3, 30, 40) and three.factors["w"] is state.factors["w"]
+    assert compress(cgx.PowerSGD(2), feedback=False).init(PARAMS).factors["w"].shape == (2, 40)
+    assert compress(cgx.MaxMin(4)).init(PARAMS).factors is None
+    assert compress(cgx.PowerSGD(20)).init(PARAMS).factors is None  # no smaller than the leaves
+
+
+def test_schedules():
+    """Ranks may change; a setting keeps what it has no use for."""
+    found = [state for _, state in run(compress({0: cgx.Raw(), 1: cgx.PowerSGD(1), 2: cgx.PowerSGD(3), 3: cgx.MaxMin(4)}), [GRADS] * 4)]
+    factors = [np.asarray(state.factors["w"]) for state in found]
+    assert factors[0].shape == (3, 40) and not factors[0].any()
+    assert factors[1][0].any() and not factors[1][1:].any()
+    assert np.linalg.matrix_rank(factors[2]) == 3
+    assert_same_bytes(factors[3], factors[2])
+
+
+def test_steps_that_are_skipped():
+    bad = GRADS | {"b": GRADS["b"].at[1, 3].set(jnp.inf)}
+    (_, before), (mean, after) = run(compress(cgx.PowerSGD(2), skip_nonfinite=True), [GRADS, bad])
+    assert np.isfinite(mean["w"]).all() and not np.isfinite(mean["b"]).all()
+    jax.tree.map(assert_same_bytes, (after.residuals, after.factors), (before.residuals, before.factors))
+
+
+def test_training():
+    """What is not sent is owed: parameters under SGD go the way of those without compression but for that."""
+    rate, steps = 0.5, 30
+    params, state, losses = train(optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), steps)
+    plain, _, expected = train(optax.chain(compress(cgx.Raw(), axis_size=4), optax.sgd(rate)), steps)
+    owed = np.asarray(compress_state(state).residuals["w"], np.float64).mean(0)
+    assert np.abs(owed).max() > 1e-4 and expected[-1] < 1.01 * losses[-1] < 0.75 * losses[0]
+    linear = lambda params, x: (params["w"] * normal((30, 40), 9)).sum() * x.mean()  # gradients that parameters don't change
+    params, state, _ = train(optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), 5, loss_fn=linear, x=X)
+    exact = PARAMS["w"] - 5 * rate * normal((30, 40), 9) * np.asarray(X).reshape(4, -1).mean()
+    owed = np.asarray(compress_state(state).residuals["w"], np.float64).mean(0)
+    np.testing.assert_allclose(params["w"] - rate * owed, exact, atol=1e-5)
+
+
+def test_in_a_scan():
+    """One program for all steps, the state its carry: under check_vma types stay what they are."""
+    transformation = compress(cgx.PowerSGD(2))
+    state = transformation.init(PARAMS)
+    specs = cgx.state_specs(state, "data")
+
+    def steps(grads, state):
+        return lax.scan(lambda state, _: transformation.update(jax.tree.map(lambda x: x[0], grads), state)[::-1], state, length=3)[0]
+
+    state = jax.jit(jax.shard_map(steps, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=specs))(GRADS, state)
+    by_hand = run(transformation, [GRADS] * 3)[-1][1]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)

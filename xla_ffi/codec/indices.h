@@ -1,0 +1,43 @@
+// Where a list of indices lies in bytes: k of n, ascending. n itself stands for none and comes last.
+//
+// Of two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are,
+// the high ones as a row of bits, in which the one of index j stands at j + high. Or a bit for each of the n elements.
+// Rows of bits are 32-bit words, low bits first; what is behind their end is 0. The low bits follow the row: whole
+// bytes first, of all indices the lowest one, then the next; the bits above them as a bucket of codes (codec/pack.h).
+//
+// Of the bytes of a list that no encoder made, an index that is not above all before it, or not below n, is none.
+#pragma once
+
+#include "codec/pack.h"
+
+namespace jaxcgx {
+
+CGX_HD int64_t bitmap_bytes(int64_t bits) { return div_up(bits, 32) * 4; }
+
+struct IndexList {
+  int64_t n, k;
+  int low = 0;         // low bits of an index
+  bool split = false;  // Elias and Fano's
+  int64_t bits = 0;    // of the row
+  int64_t bytes = 0;   // of the whole list; none where it is all indices, or none
+
+  CGX_HD IndexList(int64_t n, int64_t k) : n(n), k(k) {
+    if (is_implied()) return;
+    while (n / k >> (low + 1) > 0) ++low;
+    const int64_t high_bits = (n >> low) + k;
+    const int64_t split_bytes = bitmap_bytes(high_bits) + low / 8 * k + packed_bytes(k, low % 8);
+    split = split_bytes < bitmap_bytes(n);
+    bits = split ? high_bits : n;
+    bytes = split ? split_bytes : bitmap_bytes(n);
+  }
+
+  CGX_HD bool is_implied() const { return k == 0 || k == n; }
+  // Of Elias and Fano's form: where index j has its one, where its byte i lies, and what the packed codes are.
+  CGX_HD int64_t one_of(int64_t j, int64_t index) const { return (index >> low) + j; }
+  CGX_HD int64_t byte_at(int i, int64_t j) const { return bitmap_bytes(bits) + i * k + j; }
+  CGX_HD int64_t packed_at() const { return byte_at(low / 8, 0); }
+  CGX_HD int packed_bits() const { return low % 8; }
+  CGX_HD int32_t packed_of(int64_t index) const { return static_cast<int32_t>(index >> (low - packed_bits()) & ((1 << packed_bits()) - 1)); }
+};
+
+}  // namespace jaxcgx
