@@ -1,15 +1,17 @@
-"""What compression costs in accuracy: plain psum against a few bits, with error feedback and without.
+"""What compression costs in accuracy: plain psum against a few bits, with error feedback and without, and against a few elements.
 
-    python benchmarks/training.py [--data REGEX] [--seeds 3] [--devices 8] [--out DIR]
+    python benchmarks/training.py [--tables REGEX] [--data REGEX] [--seeds 3] [--devices 8] [--out DIR]
 
 A small network learns digits (scikit-learn carries them) and Fashion-MNIST (Debian's package dataset-fashion-mnist), data-parallel on
 virtual CPU devices. All runs of a seed begin with the same weights and see the same batches.
 """
 import argparse
+import functools
 import gzip
 import pathlib
 import re
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +27,41 @@ HIDDEN = 256, 128
 BATCH = 256
 
 LEAST = 1.0  # points of accuracy that few bits without feedback lose where they matter
-# name: the plan, whether there is feedback, and the points of accuracy that it may lose at most; None: it loses more than LEAST
-RUNS = {
-    "float32": (cgx.Raw(), False, 0.0),
-    "4 bits, stochastic, feedback": (cgx.MaxMin(4, rounding="stochastic"), True, 0.3),
-    "2 bits, feedback": (cgx.MaxMin(2), True, 1.0),
-    "2 bits, no feedback": (cgx.MaxMin(2), False, None),
+WARM = 0.4  # of the epochs, in which DGC's ratio comes down
+MOMENTUM = functools.partial(optax.sgd, momentum=0.9), 0.1
+PLAIN = optax.sgd, 0.1
+ADAM = optax.adam, 1e-3
+
+
+class Run(NamedTuple):
+    optimizer: Any  # and the learning rate that its cosine begins with
+    options: dict  # make_train_step's
+    most: float | None = 0.0  # points of accuracy that it may lose; None: it loses more than LEAST
+    against: str = "float32"
+
+
+RAW = dict(plan=cgx.Raw(), feedback=False)
+TABLES = {
+    "training": {
+        "float32": Run(MOMENTUM, RAW),
+        "4 bits, stochastic, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(4, rounding="stochastic")), 0.3),
+        "2 bits, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2)), 1.0),
+        "2 bits, no feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2), feedback=False), None),
+    },
+    "training-sparse": {
+        "float32": Run(MOMENTUM, RAW),
+        "DGC, 0.1 %": Run(PLAIN, dict(compress=cgx.dgc, ratio=0.001), 0.5),
+        "float32, Adam": Run(ADAM, RAW, against="float32, Adam"),
+        "BSC, 1 %, Adam": Run(ADAM, dict(compress=cgx.bsc, threshold=0.01, size_bound=10_000), 0.5, "float32, Adam"),
+    },
 }
+NOTES = {
+    "training": "- lost: points of accuracy against float32, of the means. Without feedback the same two bits show what feedback is for; digits don't "
+                "tell them apart.",
+    "training-sparse": f"- lost: points of accuracy against float32 with the same optimizer, of the means. Adam's cosine begins at {ADAM[1]:g}. DGC has its momentum itself, and SGD none; in the "
+                       f"first {WARM:.0%} of the epochs its ratio comes down to 0.1 %, and bytes are those after them. BSC takes weights of more than "
+                       "10,000 elements; the others, and biases, travel as they are.",
+}  # fmt: skip
 
 
 def digits():
@@ -53,8 +83,8 @@ def fashion_mnist():
     return tuple((read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz")) for part in ("train", "t10k"))
 
 
-# name: the data, epochs, learning rate, and whether they tell feedback from none
-DATA = {"digits": (digits, 40, 0.1, False), "Fashion-MNIST": (fashion_mnist, 10, 0.1, True)}
+# name: the data, epochs, and whether they tell feedback from none
+DATA = {"digits": (digits, 40, False), "Fashion-MNIST": (fashion_mnist, 10, True)}
 
 
 def init_params(seed, inputs):
@@ -74,12 +104,14 @@ def loss_fn(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
 
 
-def train(data, epochs, rate, plan, feedback, seed, mesh):
-    """The test accuracy in percent, and bytes a rank sends in a step."""
+def train(data, epochs, run, seed, mesh):
+    """The test accuracy in percent, and bytes a rank sends in a step, behind any warm-up."""
     (images, labels), (test_images, test_labels) = data
     each = len(images) // BATCH
-    optimizer = optax.sgd(optax.cosine_decay_schedule(rate, epochs * each), momentum=0.9)
-    training = cgx.make_train_step(loss_fn, optimizer, mesh, plan=plan, feedback=feedback, seed=seed)
+    make, rate = run.optimizer
+    make = functools.partial(cgx.make_train_step, loss_fn, make(optax.cosine_decay_schedule(rate, epochs * each)), mesh, seed=seed, **run.options)
+    warm = "ratio" in run.options
+    training = make(warmup_epochs=int(WARM * epochs), steps_per_epoch=each) if warm else make()
     params, state = training.init(init_params(seed, images.shape[1]))
     rng, sent = np.random.default_rng(seed), None
     for _ in range(epochs):
@@ -87,13 +119,14 @@ def train(data, epochs, rate, plan, feedback, seed, mesh):
         for chosen in order:
             batch = images[chosen], labels[chosen]
             if sent is None:
-                sent = cgx.explain(training.step, params, state, batch, show=False).bytes
+                sent = cgx.explain(make().step, params, state, batch, show=False).bytes
             params, state, _ = jax.block_until_ready(training.step(params, state, batch))
     return 100 * float((predict(params, test_images).argmax(-1) == test_labels).mean()), sent
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tables", default="", help="a regular expression: only these of " + ", ".join(TABLES))
     parser.add_argument("--data", default="", help="a regular expression: only these data sets")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--devices", type=int, default=8)
@@ -102,8 +135,14 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
+    for table, runs in TABLES.items():
+        if re.search(args.tables, table):
+            measure(table, runs, args, mesh)
+
+
+def measure(table, runs, args, mesh):
     report = Report("make bench-training", seeds=args.seeds, devices=args.devices, hidden=HIDDEN, batch=BATCH, rows=[])
-    for name, (load, epochs, rate, tells) in DATA.items():
+    for name, (load, epochs, tells) in DATA.items():
         if not re.search(args.data, name):
             continue
         if load is fashion_mnist and not FASHION.is_dir():
@@ -111,25 +150,23 @@ def main():
             continue
         data = [(images.astype(np.float32), labels.astype(np.int32)) for images, labels in load()]
         report.show("", f"{name}: {len(data[0][0]):,} images, {epochs} epochs, batches of {BATCH} over {args.devices} devices, SGD with momentum 0.9 and a "
-                    f"cosine from {rate:g}. Test accuracy in %.", "",
+                    f"cosine from {MOMENTUM[1]:g}. Test accuracy in %.", "",
                     *header("gradients", *(f"seed {seed}" for seed in range(args.seeds)), "mean", "lost", "goal", "", "bytes/step"))
-        plain = None
-        for run, (plan, feedback, most) in RUNS.items():
-            accuracies, sent = zip(*(train(data, epochs, rate, plan, feedback, seed, mesh) for seed in range(args.seeds)))
-            mean = float(np.mean(accuracies))
-            plain = mean if plain is None else plain
-            lost = plain - mean
-            report.data["rows"].append(dict(data=name, run=run, plan=repr(plan), feedback=feedback, accuracies=accuracies, lost=lost, bytes=sent[0]))
+        means = {}
+        for title, run in runs.items():
+            accuracies, sent = zip(*(train(data, epochs, run, seed, mesh) for seed in range(args.seeds)))
+            means[title] = float(np.mean(accuracies))
+            lost, most = means[run.against] - means[title], run.most
+            options = {name: getattr(value, "__name__", repr(value)) for name, value in run.options.items()}
+            report.data["rows"].append(dict(data=name, run=title, options=options, accuracies=accuracies, lost=lost, bytes=sent[0]))
             goal, reached = "", ""
             if most is None and tells:
                 goal, reached = f"> {LEAST:g}", mark(lost > LEAST)
             elif most:
                 goal, reached = f"<= {most:g}", mark(lost <= most)
-            report.show(line([run, *(f"{a:.2f}" for a in accuracies), f"{mean:.2f}", f"{lost:.2f}", goal, reached, f"{sent[0]:,}"]))
-    report.show("", "- lost: points of accuracy against float32, of the means. Without feedback the same two bits show what feedback is for; digits don't "
-                "tell them apart.",
-                "- bytes/step: that a rank sends, by all collectives of the compiled step, as jaxcgx.explain finds them.")
-    report.write(args.out, "training")
+            report.show(line([title, *(f"{a:.2f}" for a in accuracies), f"{means[title]:.2f}", f"{lost:.2f}", goal, reached, f"{sent[0]:,}"]))
+    report.show("", NOTES[table], "- bytes/step: that a rank sends, by all collectives of the compiled step, as jaxcgx.explain finds them.")
+    report.write(args.out, table)
 
 
 if __name__ == "__main__":

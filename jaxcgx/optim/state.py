@@ -33,12 +33,12 @@ def specs_per_rank(opt_state, rows, param_specs):
         if not _ours(node):
             return P()
         found = jax.tree_util.tree_map(lambda _: P(), node)
-        for name in node.per_rank:
+        for name, front in [*((name, (rows,)) for name in node.per_rank), *((name, ()) for name in node.replicated)]:
             field = getattr(node, name)
             if param_specs is None or field is None:
-                field = jax.tree_util.tree_map(lambda _: P(rows), field)
+                field = jax.tree_util.tree_map(lambda _: P(*front), field)
             else:
-                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(rows, *spec), param_specs, field)
+                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(*front, *spec), param_specs, field)
             found = found._replace(**{name: field})
         if param_specs is not None and node.factors is not None:  # a factor is of a shard: side by side, along their long dimension
             beside = lambda spec, x: x if x is None else P(None, _named(spec))

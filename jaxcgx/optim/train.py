@@ -35,8 +35,8 @@ class TrainStep(NamedTuple):
     step: Callable  # jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
 
 
-def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_specs=None, accumulate=1, has_aux=False,
-                    donate=True, **options):
+def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", compress=compress_gradients, param_specs=None, accumulate=1,
+                    has_aux=False, donate=True, **options):
     """Data-parallel training with compressed gradients: a TrainStep.
 
         train = cgx.make_train_step(loss_fn, optax.adam(1e-3), mesh, plan=cgx.MaxMin(4))
@@ -48,8 +48,9 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
     Where `step` is given a random key, another one every step, (params, batch, key) -> ..., with another key for every rank and
     micro-batch.
     optimizer: an optax.GradientTransformation; one that takes extra arguments gets value=the mean loss. data_axis: the mesh's
-    axis, or tuple of axes, that batches are split over, along their leaves' first dimensions. plan, and all other options,
-    `telemetry` among them: as in `compress_gradients`.
+    axis, or tuple of axes, that batches are split over, along their leaves' first dimensions.
+    compress: what makes the transformation that gradients are exchanged by: `compress_gradients`, `dgc` or `bsc`. All other
+    options, `plan` and `telemetry` among them, are its.
     param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the parameters, that says how
     they are sharded over them. Gradients are compressed shard by shard (docs/meshes.md); plans see shards.
     accumulate: micro-batches that a rank's batch is split into; their gradients are averaged in float32 and sent once.
@@ -61,6 +62,8 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
         raise TypeError(f"{OP}: argument 'loss_fn': expected a function, got {loss_fn!r}")
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise TypeError(f"{OP}: argument 'optimizer': expected an optax.GradientTransformation, got {optimizer!r}")
+    if not callable(compress):
+        raise TypeError(f"{OP}: argument 'compress': expected jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc, got {compress!r}")
     for name, flag in dict(has_aux=has_aux, donate=donate).items():
         check_flag(OP, name, flag)
     if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral) or accumulate < 1:
@@ -70,7 +73,7 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
                         f"{options['axis_size']!r}; leave it out")
     optimizer = optax.with_extra_args_support(optimizer)
     ranks = math.prod(mesh.shape[name] for name in names)
-    transformation = compress_gradients(data_axis, plan, axis_size=ranks, **options)
+    transformation = compress(data_axis, axis_size=ranks, **options)
     value_and_grad = local_value_and_grad(loss_fn, data_axis, has_aux=has_aux)
 
     def gradients(params, batch, key):
@@ -98,15 +101,15 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", plan, param_s
         found = jax.tree_util.tree_map(lambda x: x / accumulate, found)
         return found, jax.tree_util.tree_map(lambda x, shape: (x / accumulate).astype(shape.dtype), grads, shapes[1])
 
-    def exchange(grads, state):
+    def exchange(grads, state, params):
         if param_specs is None:
-            return transformation.update(grads, state)
+            return transformation.update(grads, state, params)
         specs = param_specs, specs_per_rank(state, None, param_specs)
-        return jax.shard_map(transformation.update, in_specs=specs, out_specs=specs, axis_names=others)(grads, state)
+        return jax.shard_map(transformation.update, in_specs=(*specs, param_specs), out_specs=specs, axis_names=others)(grads, state, params)
 
     def local_step(params, state, batch, key):
         found, grads = local_gradients(params, batch, key)
-        mean, sent = exchange(grads, state[0])
+        mean, sent = exchange(grads, state[0], params)
         tracked = _compat.tracked_axes(names)
         loss, aux = jax.tree_util.tree_map(lambda x: lax.pmean(_compat.vary(x, tracked), names), found)
         updates, rest = optimizer.update(mean, state[1], params, value=loss)

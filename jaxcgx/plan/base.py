@@ -14,6 +14,7 @@ from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.topk import TopK
 from jaxcgx.plan import adaptation, environment, file, forecast
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.rules import ByAxis, Rule, as_rule, check_codecs, compressing
@@ -77,7 +78,7 @@ class Plan:
     @classmethod
     def bytegrad(cls, axis_name=None):
         """What Bagua's ByteGrad does: 8 bits for everything, and of a tuple of axes the inner ones as they are."""
-        return cls(_by_axis(_axes("bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
+        return cls(by_axis(_axes("bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
     def fp16(cls):
@@ -90,10 +91,18 @@ class Plan:
         float16 over all axes; larger ones in the codec's bytes, but over the inner axes of a tuple as they are."""
         op, names, half = "Plan.mixed_precision", _axes("mixed_precision", axis_name), Cast("float16")
         check_codec(op, codec)
-        if isinstance(size_bound, bool) or not isinstance(size_bound, numbers.Integral) or not 0 <= size_bound <= MOST:
-            raise ValueError(f"{op}: argument 'size_bound': expected an integer of at least 0 (and at most 2^40), got {size_bound!r}")
-        tiny = Rule(_by_axis(names, half, half), max_size=size_bound)
-        return cls(_by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
+        tiny = Rule(by_axis(names, half, half), max_size=_size_bound(op, size_bound))
+        return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
+
+    @classmethod
+    def bsc(cls, threshold=0.01, size_bound=200_000, axis_name=None, pull="all", select="sampled"):
+        """What GeoMX's bidirectional sparsification does: of leaves of more than `size_bound` elements the largest `threshold` travel,
+        over the inner axes of a tuple everything as it is; smaller leaves travel raw.
+
+        pull, select: as in TopK. `jaxcgx.bsc` is the transformation with its momentum.
+        """
+        codec = TopK(threshold, select=select, pull=pull)
+        return cls(by_axis(_axes("bsc", axis_name), codec, Raw()), min_size=_size_bound("Plan.bsc", size_bound) + 1, skip_1d=False)
 
     @classmethod
     def from_env(cls, axis_name=None, environ=os.environ):
@@ -106,9 +115,9 @@ class Plan:
         hierarchy = len(names) > 1
         codec = Raw() if env.bits == 32 or env.dummy else MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete)
         inner, cross = ("one_shot", "one_shot") if env.all_to_all else (env.inner_reduction, env.cross_reduction)
-        return cls(_by_axis(names, codec, codec if env.intra_compress else Raw()),
+        return cls(by_axis(names, codec, codec if env.intra_compress else Raw()),
                    min_size=max(env.minimal_size, 16) + 1,  # up to that many elements CGX sends as they are
-                   skip_1d=False, fusion_mb=env.fusion_mb, schedule=_by_axis(names, cross if hierarchy else inner, inner),
+                   skip_1d=False, fusion_mb=env.fusion_mb, schedule=by_axis(names, cross if hierarchy else inner, inner),
                    leader=hierarchy and env.intra_broadcast)
 
     @property
@@ -223,6 +232,12 @@ def _axes(method, axis_name):
     return names
 
 
-def _by_axis(names, outer, inner):
+def _size_bound(op, size_bound):
+    if isinstance(size_bound, bool) or not isinstance(size_bound, numbers.Integral) or not 0 <= size_bound < MOST:
+        raise ValueError(f"{op}: argument 'size_bound': expected an integer of at least 0 (and less than 2^40), got {size_bound!r}")
+    return size_bound
+
+
+def by_axis(names, outer, inner):
     """Of several axes, outermost first, `outer` for the first and `inner` for the others."""
     return {name: outer if name == names[0] else inner for name in names} if len(names) > 1 else outer

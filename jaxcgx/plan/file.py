@@ -10,6 +10,7 @@ from jaxcgx.plan.rules import Rule
 
 CODECS = {name: found for name in codecs.__all__ if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec)}
 del CODECS["Codec"]
+PARTS = CODECS | {"Sampled": codecs.Sampled}  # and what a codec's field may be
 
 
 def write(plan) -> str:
@@ -30,8 +31,8 @@ def write(plan) -> str:
 
 
 def _value(where, value):
-    if isinstance(value, Codec):
-        if CODECS.get(type(value).__name__) is not type(value):
+    if isinstance(value, (Codec, codecs.Sampled)):
+        if PARTS.get(type(value).__name__) is not type(value):
             raise ValueError(f"Plan.save: {where}: expected a codec of jaxcgx, got {value!r}, which no file can hold")
         value = {"name": type(value).__name__} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -80,11 +81,11 @@ def _codecs(where, found):
                          f"got {found!r}")
     if not isinstance(found.get("name"), str):
         return {axis: _codecs(f"{where}.{axis}", codec) for axis, codec in found.items()}
-    if found["name"] not in CODECS:
-        raise ValueError(f"key '{where}.name': expected one of {', '.join(CODECS)}, got {found['name']!r}")
-    made, said = CODECS[found["name"]], {key: value for key, value in found.items() if key != "name"}
+    if found["name"] not in PARTS:
+        raise ValueError(f"key '{where}.name': expected one of {', '.join(PARTS)}, got {found['name']!r}")
+    made, said = PARTS[found["name"]], {key: value for key, value in found.items() if key != "name"}
     _known(f"{where}.", said, [field.name for field in dataclasses.fields(made)])
-    return _made(where, made, said)
+    return _made(where, made, {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in said.items()})
 
 
 def _made(where, make, arguments):

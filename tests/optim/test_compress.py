@@ -64,7 +64,7 @@ def test_two_steps_are_two_calls_of_the_collective(check_vma):
     first = pmean(CODEC)
     assert_trees_same((mean, state.residuals), first)
     assert_trees_same((again, after.residuals), pmean(CODEC, residuals=first[1]))
-    assert state.count == 1 and state.key.shape == (2,) and state.momentum is state.telemetry is None
+    assert state.count == 1 and state.key.shape == (2,) and state.momentum is state.trace is state.telemetry is None
 
 
 def test_noise_is_another_one_every_step():
@@ -127,6 +127,29 @@ def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
         expected, state = trace.update(mean, state)
         for name in got:
             np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nesterov):
+    plan = cgx.Plan(cgx.MaxMin(8), min_size=10**6)
+    ours = cgx.compressed(optax.sgd(0.1), "data", plan, axis_size=RANKS, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
+    theirs = optax.chain(cgx.compress_gradients("data", plan, axis_size=RANKS), optax.add_decayed_weights(0.01),
+                         optax.sgd(0.1, momentum=0.9, nesterov=nesterov))
+    (params, state, _), (expected, _, _) = train(ours), train(theirs)
+    for name, p in params.items():
+        np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)
+        assert state[0].momentum[name] is None and state[0].trace[name].shape == p.shape
+
+
+def test_momentum_of_what_is_compressed_and_of_what_is_not():
+    """Nesterov's: all but the error of 8 bits is that of the mean. Weight decay is not compressed."""
+    plan, options = cgx.Plan(cgx.MaxMin(8, 64), min_size=100), dict(axis_size=RANKS, momentum=0.9, nesterov=True, weight_decay=0.1)
+    params, state, _ = train(cgx.compressed(optax.sgd(0.1), "data", plan, **options), 20)
+    expected, _, _ = train(cgx.compressed(optax.sgd(0.1), "data", cgx.Raw(), **options), 20)
+    for name, p in params.items():
+        np.testing.assert_allclose(p, expected[name], atol=2e-3)
+    assert (params["w"] != expected["w"]).any() and state[0].trace["w"].any()
+    assert state[0].momentum["b"] is None and state[0].momentum["w"].shape == (RANKS, 30, 40)
 
 
 def test_an_overflow_does_not_stay_in_the_momentum():
@@ -441,14 +464,20 @@ def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
     (dict(reset_every=2.5), TypeError, "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5"),
     (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
     (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
-    (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+    (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
+    (dict(nesterov=True), ValueError, "compress_gradients: argument 'momentum': expected a number with 'nesterov', 'momentum_masking' or 'weight_decay', got None"),
+    (dict(weight_decay=0.1), ValueError, "got None; optax.add_decayed_weights is weight decay without momentum"),
+    (dict(momentum=0.9, weight_decay=-1), ValueError, "compress_gradients: argument 'weight_decay': expected a number of at least 0, got -1"),
+    (dict(momentum=0.9, nesterov=1), TypeError, "compress_gradients: argument 'nesterov': expected True or False, got 1"),
+    (dict(momentum=0.9, momentum_masking=True), ValueError, "compress_gradients: argument 'momentum_masking': expected False without jaxcgx.TopK"),
+    (dict(plan=cgx.TopK(), momentum=0.9, momentum_masking=True, feedback=False), ValueError, "argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
     (dict(schedule="ring"), ValueError, "compress_gradients: argument 'schedule': expected the schedule \"two_shot\" or \"one_shot\" over 'data' with feedback "
      "or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass schedule=\"two_shot\", or feedback=False without telemetry"),
     (dict(schedule={"data": "ring"}, feedback=False, telemetry=True), ValueError, "argument 'schedule': expected the schedule \"two_shot\""),
     (dict(plan={0: cgx.Raw(), 5: cgx.Plan(CODEC, schedule="ring")}), ValueError, "argument 'plan': expected the schedule \"two_shot\""),
     (dict(axis_name=("cross", "inner"), plan=cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})), ValueError,
      "argument 'plan': expected the schedule \"two_shot\" or \"one_shot\" over 'cross'"),
-    (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta' or 'reset_every', got False"),
+    (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
 ])  # fmt: skip
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error) as caught:

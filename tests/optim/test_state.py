@@ -37,9 +37,9 @@ def test_specs_through_any_nesting():
     state = optimizer.init(PARAMS)
     specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
     assert jax.tree.structure(specs) == jax.tree.structure(state)
-    assert specs[1] == cgx.optim.CompressState(P(), P(), {"w": P("data"), "b": None}, {"w": P("data"), "b": P("data")}, None)
+    assert specs[1] == cgx.optim.CompressState(P(), P(), {"w": P("data"), "b": None}, {"w": P("data"), "b": None}, None, {"w": None, "b": P()})
     assert set(jax.tree.leaves((specs[0], specs[2]))) == {P()}
-    assert cgx.state_specs(state, ["node", "local"])[1].momentum["b"] == P(("node", "local"))
+    assert cgx.state_specs(state, ["node", "local"])[1].momentum["w"] == P(("node", "local"))
 
 
 @pytest.mark.parametrize(("wrap", "name"), [

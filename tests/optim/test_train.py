@@ -140,18 +140,18 @@ SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": 
 SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
 
 
-def tensor_parallel(plan, **options):
+def tensor_parallel(model=4, **options):
     def loss(params, x):
         return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
 
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, plan=plan, param_specs=SPECS, **options)
+    mesh = jax.make_mesh((2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model])
+    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, param_specs=SPECS, **options)
 
 
 @NESTED
 def test_an_axis_for_the_partitioner():
     """Local shards are compressed; nothing is gathered that isn't without compression."""
-    train, plain = tensor_parallel(cgx.MaxMin(4, 64), telemetry=True, momentum=0.5), tensor_parallel(cgx.Raw())
+    train, plain = tensor_parallel(plan=cgx.MaxMin(4, 64), telemetry=True, momentum=0.5), tensor_parallel(plan=cgx.Raw())
     params, state, metrics = run(train, 20, SHARDED)
     expected = run(plain, 20, SHARDED)
     assert expected[2][-1].loss < 0.9 * expected[2][0].loss
@@ -180,11 +180,21 @@ def test_shards_have_factors_of_their_own():
 @NESTED
 def test_all_shards_wait_for_a_nan():
     """Though only one of them has it."""
-    train = tensor_parallel(cgx.MaxMin(4, 64), skip_nonfinite=True)
+    train = tensor_parallel(plan=cgx.MaxMin(4, 64), skip_nonfinite=True)
     params, state, _ = run(train, 1, {**SHARDED, "bias": SHARDED["bias"].at[5].set(3e38)}, 0 * X)
     before = jax.tree.map(np.asarray, state[0].residuals)
     _, after, _ = train.step(params, state, X.at[3, 4].set(jnp.nan))
     assert_trees_same(after[0].residuals, before)
+
+
+@NESTED
+def test_norms_are_those_of_all_shards():
+    """Where DGC clips; and the momentum of what travels raw, and of weight decay, is sharded as parameters are."""
+    options = dict(compress=cgx.dgc, min_size=10**6, clip_norm=0.05, clip_global_norm=0.05, weight_decay=0.1, nesterov=True)
+    (params, state, _), (expected, _, _) = (run(tensor_parallel(model, **options), 5, SHARDED) for model in (4, 1))
+    for name, spec in SPECS.items():
+        np.testing.assert_allclose(params[name], expected[name], rtol=1e-4, atol=1e-6)
+        assert state[0].trace[name].sharding.is_equivalent_to(NamedSharding(params[name].sharding.mesh, spec), SHARDED[name].ndim)
 
 
 def test_optimizers_that_want_the_loss():

@@ -18,16 +18,17 @@ def test_every_codec_comes_back(tmp_path, codec):
 
 
 def test_every_codec_is_there():
-    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD()]} == set(cgx.plan.file.CODECS.values())
+    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD(), cgx.TopK()]} == set(cgx.plan.file.CODECS.values())
 
 
 @pytest.mark.short
 @pytest.mark.parametrize("plan", [
     cgx.Plan(FOUR), cgx.Plan.cgx(3, 100, "stochastic"), cgx.Plan.bytegrad(("a", "b")), cgx.Plan.mixed_precision(axis_name=("dc", "local")),
+    cgx.Plan.bsc(axis_name=("dc", "local")), cgx.Plan(cgx.TopK(0.1, cgx.MaxMin(2), cgx.Sampled(0.02, "exponential", 0.5, 3), "top", 2)),
     cgx.Plan.from_env(("node", "local"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}),
     cgx.Plan(FOUR, [cgx.Rule(cgx.MaxMin(8), path='^a\\.b"\'\\d+$|é\x7f\t\n|☃', min_size=1, max_size=2**40, ndim=0, priority=-3, optional=True)],
              min_size=0, skip_1d=False, fusion_mb=0.5, schedule={"node": "ring", "local": "one_shot"}, leader=True),
-], ids=["default", "cgx", "bytegrad", "mixed precision", "environment", "everything"])  # fmt: skip
+], ids=["default", "cgx", "bytegrad", "mixed precision", "bsc", "top-k", "environment", "everything"])  # fmt: skip
 def test_every_field_comes_back(tmp_path, plan):
     path = str(tmp_path / "plan.toml")
     plan.save(path)
@@ -76,13 +77,17 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
     (DEFAULT + "rules = 3", "key 'rules': expected tables [[rules]], got 3"),
     (DEFAULT + "rules = [3]", "key 'rules': expected tables [[rules]], got [3]"),
     (DEFAULT + '[[rules]]\npath = "a"', "key 'rules[0].codec': expected a codec, got none"),
+    ('default = { name = "TopK", values = { name = "MaxMin", bits = 9 } }', "key 'default.values': MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+    ('default = { name = "TopK", values = { name = "Sampled" } }', "key 'default': TopK: argument 'values': expected a codec"),
+    ('default = { name = "TopK", select = { name = "Sampled", share = 2 } }', "key 'default.select': Sampled: argument 'share': expected a number from"),
+    ('default = { name = "Sampled" }', "Plan: argument 'default': expected a codec such as"),
     (DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\nwhere = "a"', "key 'rules[0].where': unknown, expected one of codec, path, min_size, max_size, ndim, priority, optional"),
     (DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\npath = "("', "key 'rules[0]': Rule: argument 'path': expected a regular expression, got '('"),
     (DEFAULT + '[[rules]]\ncodec = { name = "Raw", x = 1 }', "key 'rules[0].codec.x': unknown, expected none"),
     ("default = ", "Invalid value (at "),
     ("default = \xe9".encode("latin-1"), "'utf-8' codec can't decode"),
 ], ids=["empty", "number", "no axes", "axis", "codec", "no codec", "codec's key", "codec's value", "axis's codec", "key", "value", "schedule", "rules",
-        "a rule", "rule without codec", "rule's key", "rule's value", "rule's codec", "no TOML", "no text"])  # fmt: skip
+        "a rule", "rule without codec", "values", "values that are no codec", "selection", "no codec but a selection", "rule's key", "rule's value", "rule's codec", "no TOML", "no text"])  # fmt: skip
 def test_bad_files(tmp_path, text, words):
     path = tmp_path / "plan.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

@@ -30,8 +30,13 @@ def codecs(plan):
     (cgx.Plan.mixed_precision(size_bound=0), [FOUR] * 4),
     (cgx.Plan.mixed_precision(axis_name=("dc", "rack", "local")), [
         {"dc": HALF, "rack": HALF, "local": HALF}, {"dc": FOUR, "rack": RAW, "local": RAW}, *[{"dc": HALF, "rack": HALF, "local": HALF}] * 2]),
+    (cgx.Plan.mixed_precision(cgx.TopK(0.01)), [HALF, cgx.TopK(0.01), HALF, HALF]),
+    (cgx.Plan.bsc(), [RAW, cgx.TopK(0.01, select="sampled"), RAW, RAW]),
+    (cgx.Plan.bsc(0.1, 199_999, ("dc", "rack", "local"), "top", "exact"), [
+        RAW, {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW}, RAW, {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW}]),
+    (cgx.Plan.bsc(size_bound=0, select="exact"), [cgx.TopK(0.01)] * 4),
 ], ids=["cgx", "cgx with arguments", "bytegrad", "bytegrad on an axis", "bytegrad hierarchical", "fp16", "mixed precision", "mixed precision with arguments",
-        "all large", "mixed precision hierarchical"])  # fmt: skip
+        "all large", "mixed precision hierarchical", "mixed precision, sparse", "bsc", "bsc hierarchical", "bsc for all"])  # fmt: skip
 def test_presets(plan, found):
     assert codecs(plan) == found
 
@@ -44,11 +49,15 @@ def test_presets(plan, found):
     (lambda: cgx.Plan.mixed_precision(size_bound=1e5), ValueError, "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0"),
     (lambda: cgx.Plan.mixed_precision({"a": FOUR}), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
     (lambda: cgx.Plan.mixed_precision({"a": FOUR, "b": RAW}, axis_name=("a", "b")), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
+    (lambda: cgx.Plan.bsc(2), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 2"),
+    (lambda: cgx.Plan.bsc(size_bound=-1), ValueError, "Plan.bsc: argument 'size_bound': expected an integer of at least 0 (and less than 2^40), got -1"),
+    (lambda: cgx.Plan.bsc(axis_name=()), ValueError, "Plan.bsc: argument 'axis_name': expected a name or a tuple of different names, got ()"),
+    (lambda: cgx.Plan.bsc(pull="push"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'push'"),
     (lambda: cgx.Plan.from_env([]), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got []"),
     (lambda: cgx.Plan.from_env(3), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got 3"),
     (lambda: cgx.Plan.from_env(("a", None)), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got ('a', None)"),
     (lambda: cgx.Plan.from_env({"HOME": "/root"}), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got {"),
-], ids=["bits", "no axis", "axis twice", "size", "float", "codecs", "codecs by axis", "environment", "number", "none", "variables"])  # fmt: skip
+], ids=["bits", "no axis", "axis twice", "size", "float", "codecs", "codecs by axis", "threshold", "size of bsc", "no axis for bsc", "pull", "environment", "number", "none", "variables"])  # fmt: skip
 def test_bad_arguments(make, error, words):
     with pytest.raises(error) as caught:
         make()

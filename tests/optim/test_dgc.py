@@ -1,0 +1,242 @@
+"""dgc and bsc: the published algorithms, what they conserve, what they refuse."""
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from helpers import assert_same_bytes
+from jaxcgx.optim.dgc import warm_up
+from training import PARAMS, X, loss_fn, mesh_of
+
+RANKS, STEPS, RATE = 4, 200, 2.0**-4
+SHAPES = {"bias": (6,), "kernel": (3, 2, 2, 3), "scalar": (), "weights": (5, 7)}
+
+
+def numbers(seed, *front):
+    """Few different ones, with few bits: sums are exact, and magnitudes that are equal occur."""
+    rng = np.random.RandomState(seed)
+    return {name: (rng.randint(-64, 65, (*front, *shape)) / 64).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def published(grads, params, ratios, momentum=0.5, nesterov=False, momentum_masking=True, weight_decay=0.0, clip_value=math.inf,
+              clip_norm=math.inf, clip_global_norm=math.inf, dense=lambda p: p.ndim < 2, dtype=np.float32):
+    """Deep Gradient Compression as it is published: the parameters after each step. grads: of each leaf, [steps, ranks, ...].
+    ratios: of each step. dtype: what values travel as. Of equal magnitudes the first are taken, and what the dtype rounds is kept."""
+    f = np.float32
+    zeros = lambda: {name: np.zeros_like(p) for name, p in params.items()}
+    u, v = [zeros() for _ in range(RANKS)], [zeros() for _ in range(RANKS)]
+    behind, decay, path = zeros(), zeros(), []
+    closest = math.inf
+
+    def accelerate(buffer, g):
+        buffer[...] = f(momentum) * (buffer + g) if nesterov else f(momentum) * buffer + g
+        return buffer + g if nesterov else buffer.copy()
+
+    def clipped(g):
+        g = {name: np.clip(x, -f(clip_value), f(clip_value)) for name, x in g.items()}
+        g = {name: x * f(min(1, clip_norm / max(np.sqrt((x.astype(np.float64) ** 2).sum()), 1e-30))) for name, x in g.items()}
+        share = {name: x / RANKS for name, x in g.items()}  # the paper's gradients: their sum is the mean
+        norm = np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in share.values()))
+        return {name: x * f(min(1, RANKS**-0.5 * clip_global_norm / norm)) for name, x in g.items()}
+
+    for t, ratio in enumerate(ratios):
+        own = [clipped({name: grads[name][t, r] for name in params}) for r in range(RANKS)]
+        after = {}
+        for name, p in params.items():
+            total = np.zeros_like(p)
+            for r in range(RANKS):
+                if dense(p):
+                    total += own[r][name]
+                    continue
+                v[r][name] += accelerate(u[r][name], own[r][name])
+                mine, k = v[r][name].reshape(-1), math.ceil(ratio * p.size)
+                order = np.argsort(-np.abs(mine), kind="stable")
+                if k < p.size:
+                    least, most = np.abs(mine[order[k - 1 : k + 1]])
+                    closest = min(closest, (least - most) / least if least != most else math.inf)
+                sent = np.zeros_like(mine)
+                sent[order[:k]] = mine[order[:k]].astype(dtype)
+                total += sent.reshape(p.shape)
+                v[r][name] -= sent.reshape(p.shape)
+                if momentum_masking:
+                    u[r][name].reshape(-1)[order[:k]] = 0
+            mean = total / RANKS
+            step = accelerate(behind[name], mean) if dense(p) else mean
+            after[name] = p - f(RATE) * (step + accelerate(decay[name], f(weight_decay) * p))
+        params = after
+        path.append(params)
+    return path, closest
+
+
+def run(transformation, grads, params):
+    """The same of a transformation, in one program."""
+    def steps(grads):
+        def step(carry, g):
+            params, state = carry
+            updates, state = transformation.update(g, state, params)
+            params = jax.tree.map(lambda p, x: p - RATE * x, params, updates)
+            return (params, state), params
+
+        return jax.lax.scan(step, (params, transformation.init(params)), grads)[1]
+
+    return jax.jit(jax.vmap(steps, axis_name="data", in_axes=1, out_axes=None))(grads)
+
+
+HALF = cgx.Cast("float16")
+
+
+@pytest.mark.parametrize(("options", "ratios"), [
+    (dict(nesterov=True, clip_value=0.5, weight_decay=2.0**-7), [0.05]),
+    (dict(momentum_masking=False, values=HALF, warmup_epochs=2, warmup_coeff=[1, 0.2], steps_per_epoch=10), [1, 0.2, 0.05]),
+    (dict(nesterov=True, clip_global_norm=0.5, weight_decay=0.01, momentum=0.9, momentum_masking=False, skip_1d=False), [0.05]),
+    (dict(clip_norm=1.0, momentum=0.9, min_size=36), [0.05]),
+], ids=["Nesterov, clipped values", "warm-up, no masking", "Nesterov, clipped together, no masking", "clipped leaves"])  # fmt: skip
+def test_the_published_recursion(options, ratios):
+    """200 steps, all knobs; to the bit where all that isn't an addition is a factor that is a power of two."""
+    grads, params = numbers(1, STEPS, RANKS), numbers(2)
+    transformation = cgx.dgc("data", 0.05, **dict(momentum=0.5, select="exact", schedule="one_shot") | options)
+    found = run(transformation, grads, params)
+    schedule = [ratios[min(t // options.get("steps_per_epoch", STEPS), len(ratios) - 1)] for t in range(STEPS)]
+    knobs = {name: value for name, value in options.items() if not name.startswith(("warmup", "steps", "values", "skip", "min"))}
+    dense = lambda p: p.ndim < 2 and options.get("skip_1d", True) or p.size < options.get("min_size", 0)
+    expected, closest = published(grads, params, schedule, dense=dense, dtype=np.float16 if "values" in options else np.float32, **knobs)
+    exact = "momentum" not in options
+    assert exact or closest > 1e-6  # else rounding would decide what is sent
+    for name, p in params.items():
+        got, want = np.asarray(found[name]), np.stack([step[name] for step in expected])
+        if exact and not dense(p):  # there weight decay and the mean have one momentum together
+            assert_same_bytes(got, want)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_warm_up():
+    """The original's table, the paper's, and a list."""
+    np.testing.assert_allclose(warm_up(0.001, 5, None, 1), [0.316, 0.1, 0.0316, 0.01, 0.00316], rtol=1e-2)
+    assert warm_up(0.001, 5, 0.25, 1) == [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
+    assert warm_up(0.001, 2, (1, 0.5), 1) == [1, 0.5] and warm_up(0.001, 0, None, None) == []
+
+
+AXES = "dc", "local"
+SPARSIFIERS = {
+    "dgc": ("data", cgx.dgc("data", 0.1, momentum=0.5, axis_size=RANKS, schedule="two_shot")),
+    "dgc, float16": ("data", cgx.dgc("data", 0.1, momentum=0.5, values=HALF, select="fitted", axis_size=RANKS, schedule="one_shot")),
+    "dgc, two axes": (AXES, cgx.dgc(AXES, 0.1, momentum=0.5, select="exact", axis_size=RANKS, schedule="one_shot")),
+    "bsc": (AXES, cgx.bsc(AXES, 0.1, 10, momentum=0.5, pull="top", axis_size=RANKS, schedule="two_shot")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSIFIERS)
+def test_conservation(name):
+    """Over all ranks sent + kept = given + kept before, at every step and to the bit: of numbers of so few bits sums are exact."""
+    axes, transformation = SPARSIFIERS[name]
+    shape = (2, 2) if axes == AXES else (RANKS,)
+    mesh = jax.make_mesh(shape, axes if axes == AXES else (axes,), axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:RANKS])
+    grads = jax.tree.map(lambda g: np.round(g * 4), numbers(3, RANKS))
+    state = transformation.init(jax.tree.map(lambda g: g[0], grads))
+    specs = cgx.state_specs(state, axes)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(axes), specs), out_specs=(P(), specs))
+    def step(grads, state):
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    total = lambda x: np.asarray(x, np.float64).sum(0)
+    for _ in range(6):
+        mean, after = jax.block_until_ready(step(grads, state))
+        for leaf in ("kernel", "weights"):
+            moved = 0.5 * state.momentum[leaf] + grads[leaf]
+            sent = RANKS * np.asarray(mean[leaf], np.float64)
+            np.testing.assert_array_equal(sent + total(after.residuals[leaf]), total(moved) + total(state.residuals[leaf]))
+            masked = np.asarray(after.momentum[leaf] != moved)
+            assert (np.asarray(after.momentum[leaf])[masked] == 0).all() and ((sent != 0) <= masked.any(0)).all()
+            assert 0 < (sent != 0).mean() < 1 and np.abs(after.residuals[leaf]).sum() > 0
+            if axes == AXES:  # all ranks of a data center
+                (a, b), (c, d) = (np.asarray(x).reshape(2, 2, -1).transpose(1, 0, 2) for x in (masked, moved))
+                assert ((a == b) | (c == 0) | (d == 0)).all()
+        state = after
+
+
+def test_states():
+    """They are compress_gradients', and go to other ranks with what they owe."""
+    plan = dict(min_size=1000, select="exact")
+    train_step = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(RANKS), compress=cgx.dgc, ratio=0.02, weight_decay=1e-3, telemetry=True, **plan)
+    params, state = train_step.init(PARAMS)
+    losses = []
+    for _ in range(20):
+        params, state, metrics = jax.block_until_ready(train_step.step(params, state, X))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.9 * losses[0] and 0 < metrics.telemetry.vnmse["w"] < 1 and metrics.telemetry.vnmse["b"] == 0
+    kept = state[0]
+    assert [kept.residuals["b"], kept.momentum["b"]] == [None, None] and kept.trace["b"].any() and kept.count == 20
+    assert jax.tree.structure(state[0]) == jax.tree.structure(cgx.dgc("data", 0.02, weight_decay=1e-3, telemetry=True, axis_size=RANKS, **plan).init(PARAMS))
+    two = cgx.reshard_state(state, 2)[0]
+    np.testing.assert_allclose(two.residuals["w"].sum(0), np.asarray(kept.residuals["w"]).sum(0), atol=1e-6)
+    np.testing.assert_allclose(two.momentum["w"].mean(0), np.asarray(kept.momentum["w"]).mean(0), atol=1e-6)
+    assert_same_bytes(np.asarray(two.trace["w"]), np.asarray(kept.trace["w"]))
+
+
+def test_an_overflow_does_not_stay():
+    """Of a leaf of NaNs some are sent, and then all are gone."""
+    grads, transformation = jnp.ones((RANKS, 5, 7)), cgx.dgc("data", 0.1, select="exact", clip_global_norm=1.0)
+    steps = lambda *grads: functools.reduce(lambda carry, g: transformation.update(g, carry[1]), grads, (None, transformation.init(grads[0])))
+    bad, zeros = grads.at[2].set(jnp.nan), jnp.zeros_like(grads)
+    mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(grads, bad, zeros)
+    assert jnp.isfinite(mean).all() and all(jnp.isfinite(x).all() for x in (state.residuals, state.momentum)) and mean.any()
+
+
+def test_sparse_local_steps():
+    """SparseLoCo's combination: ranks train by themselves for a while, and send of the way they went 1.6 %, in 2 bits, and later the rest."""
+    def train(codec, rounds=150, steps=10):
+        outer = cgx.compressed(optax.sgd(0.7), "data", codec)
+
+        def one(x):
+            def round_(carry, _):
+                params, state = carry
+                local = jax.lax.fori_loop(0, steps, lambda _, p: jax.tree.map(lambda p, g: p - 0.1 * g, p, jax.grad(loss_fn)(p, x)), params)
+                updates, state = outer.update(jax.tree.map(jnp.subtract, params, local), state)
+                return (optax.apply_updates(params, updates), state), None
+
+            return jax.lax.scan(round_, (PARAMS, outer.init(PARAMS)), length=rounds)[0][0]
+
+        return jax.jit(jax.vmap(one, axis_name="data", out_axes=None))(X.reshape(RANKS, -1, 30))
+
+    codec = cgx.TopK(0.016, cgx.MaxMin(2, 64))
+    start, dense, sparse = (float(loss_fn(params, X)) for params in (PARAMS, train(cgx.Raw()), train(cgx.Plan(codec, min_size=100))))
+    assert dense < 0.1 * start and sparse < 0.2 * start
+    assert codec.wire_bytes((30, 40), jnp.float32) < 4800 / 50
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: cgx.dgc("data", 0), ValueError, "dgc: argument 'ratio': expected a number above 0 and below 1, got 0"),
+    (lambda: cgx.dgc("data", "1%"), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got '1%'"),
+    (lambda: cgx.dgc("data", select="random"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'random'"),
+    (lambda: cgx.dgc("data", clip_norm=0), ValueError, "dgc: argument 'clip_norm': expected a positive number, got 0"),
+    (lambda: cgx.dgc("data", clip_value="a"), TypeError, "dgc: argument 'clip_value': expected a positive number, got 'a'"),
+    (lambda: cgx.dgc("data", warmup_epochs=-1), ValueError, "dgc: argument 'warmup_epochs': expected an integer of at least 0, got -1"),
+    (lambda: cgx.dgc("data", warmup_epochs=4), TypeError, "dgc: argument 'steps_per_epoch': expected a positive integer with 'warmup_epochs', got None"),
+    (lambda: cgx.dgc("data", warmup_coeff=0.25), ValueError, "dgc: argument 'warmup_epochs': expected a positive integer with 'warmup_coeff' or 'steps_per_epoch', got 0"),
+    (lambda: cgx.dgc("data", steps_per_epoch=9), ValueError, "dgc: argument 'warmup_epochs': expected a positive integer with"),
+    (lambda: cgx.dgc("data", warmup_epochs=2, warmup_coeff=[0.1], steps_per_epoch=9), ValueError,
+     "dgc: argument 'warmup_coeff': expected a ratio for each of 2 epochs, got [0.1]"),
+    (lambda: cgx.dgc("data", warmup_epochs=1, warmup_coeff=[2], steps_per_epoch=9), ValueError,
+     "dgc: argument 'warmup_coeff': expected a number above 0 and up to 1, or a list of them, got 2"),
+    (lambda: cgx.dgc("data", momentum=1), ValueError, "argument 'momentum': expected a number from 0 to below 1, got 1"),
+    (lambda: cgx.bsc("data", size_bound=-1), ValueError, "Plan.bsc: argument 'size_bound': expected an integer of at least 0"),
+    (lambda: cgx.dgc("data", axis_size=2).update(PARAMS, ()), NameError, "dgc: argument 'axis_name': no axis 'data' is bound here"),
+    (lambda: jax.vmap(lambda g: cgx.dgc("data", weight_decay=0.1).update(g, cgx.dgc("data", weight_decay=0.1).init(g)), axis_name="data")(numbers(1, 2)), ValueError,
+     "argument 'params': expected the parameters with 'weight_decay', got None; call update(gradients, state, params)"),
+    (lambda: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), compress=None), TypeError,
+     "make_train_step: argument 'compress': expected jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc, got None"),
+], ids=["ratio", "no number", "selection", "norm", "value", "epochs", "no steps", "no epochs", "steps without epochs", "list", "in the list", "momentum",
+        "size", "no axis", "no parameters", "compress"])  # fmt: skip
+def test_bad_arguments(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
