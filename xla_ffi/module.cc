@@ -39,6 +39,7 @@ NB_MODULE(_native, m) {
     cpu["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cpu);
     cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
     cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
+    cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
     cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
     nb::dict platforms;
     platforms["cpu"] = cpu;

@@ -6,7 +6,7 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Codec, check_choice, check_codec, check_integer
+from jaxcgx.codecs.base import Codec, Kind, check_choice, check_codec, check_integer, native_codec
 from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
@@ -96,6 +96,17 @@ class TopK(Codec):
     @property
     def contracts(self):
         return self.values.contracts
+
+    @property
+    def native(self):
+        if self.values.native is None:
+            return None
+        knobs = {}
+        if self.select != "exact":
+            knobs = dataclasses.asdict(self.select)
+            knobs["select"] = 1 + _ESTIMATES.index(knobs.pop("estimate"))  # Select in xla_ffi/codec/base.h
+        return native_codec(Kind.TOPK, stochastic=self.stochastic, values=self.values.native, ratio=self.ratio, lists=self.lists,
+                            top=self.pull == "top", **knobs)
 
     def capacity(self, n: int) -> int:
         """How many of n elements are sent, at most."""

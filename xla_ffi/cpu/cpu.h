@@ -44,7 +44,7 @@ struct Reduce {
   float divisor;
   // Either the sum itself (one chunk only),
   float* const* leaves;
-  // or the sum as a new payload [batch, chunk_bytes].
+  // or the sum as a new payload [batch, of_sum(layout, ranks).chunk_bytes].
   uint8_t* payload;
   float* const* residuals;   // null without feedback: of whole leaves; the chunk's are added to the sum before it is
                              // divided, and become what encoding lost
@@ -52,5 +52,14 @@ struct Reduce {
   const uint32_t* keys;
 };
 void reduce(const Reduce& args, const Pool& pool);
+
+// 0 where the payload of TopK has an element.
+struct Clear {
+  const Layout& layout;
+  int64_t batch;
+  const uint8_t* payload;  // [batch, chunks, chunk_bytes]
+  void* const* arrays;     // of the leaves' sizes and dtypes
+};
+void clear(const Clear& args, const Pool& pool);
 
 }  // namespace jaxcgx::cpu

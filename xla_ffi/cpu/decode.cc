@@ -1,10 +1,12 @@
 #include "cpu/pages.h"
 #include "cpu/spans.h"
+#include "cpu/topk.h"
 
 namespace jaxcgx::cpu {
 
 void decode(const Decode& a, const Pool& pool) {
   const Layout& l = a.layout;
+  if (l.codec.kind == Kind::kTopK) return decode_topk(a, pool);
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
   const Write write = write_of_leaves(l, a.batch);

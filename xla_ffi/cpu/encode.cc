@@ -1,10 +1,12 @@
 #include "cpu/encode.h"
 #include "cpu/pages.h"
+#include "cpu/topk.h"
 
 namespace jaxcgx::cpu {
 
 void encode(const Encode& a, const Pool& pool) {
   const Layout& l = a.layout;
+  if (l.codec.kind == Kind::kTopK) return encode_topk(a, pool);
   const Kernels& k = kernels();
   const bool feedback = a.residuals != nullptr;
   const Target target{l, a.payload, l.chunks() * l.chunk_bytes, false, a.leaf_ids, a.keys};

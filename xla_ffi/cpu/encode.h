@@ -31,6 +31,7 @@ struct Target {
   bool one_chunk;
   const int64_t* leaf_ids;
   const uint32_t* keys;
+  int64_t noise_from = 0;   // element 0 of a leaf draws the noise of this one
 
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
@@ -194,6 +195,7 @@ class Encoder {
 
   // The noise of n elements from `at` on; drawn by whole blocks, so that where it begins does not matter.
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
+    at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;
     k_.noise(t_.key(s.row), static_cast<uint32_t>(t_.leaf_ids[s.piece->leaf]), first, div_up(at + n - first, kBlock), noise);
     return noise + (at - first);

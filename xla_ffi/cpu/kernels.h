@@ -42,6 +42,15 @@ struct Kernels {
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
+  // How many magnitudes are at least `least` (bits); and these numbers with their indices, x[0] having the index `first`:
+  // both arrays have room for n.
+  int64_t (*count)(const float* x, int64_t n, uint32_t least);
+  int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
+  // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old
+  void (*hold)(const float* x, const float* old, int64_t n, uint32_t least, float* out);
+  // n codes of `bits` (1 to 7) bits, as those of a bucket
+  void (*pack)(const int32_t* codes, int64_t n, int bits, uint8_t* out);
+  void (*unpack)(const uint8_t* in, int64_t n, int bits, int32_t* codes);
   EncodeFn (*encoder)(const Codec& codec);
   DecodeFn (*decoder)(const Codec& codec);
   CastFn (*caster)(const Codec& codec);

@@ -118,6 +118,46 @@ void stats(const float* x, int64_t n, Stats* s) {
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
 
+CGX_HD M at_least(F x, uint32_t least) {
+  return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));
+}
+
+int64_t count(const float* x, int64_t n, uint32_t least) {
+  int64_t found = 0;
+  each_vector(
+      n, [&](int64_t i) { found += __builtin_popcount(lanes(at_least(load(x + i), least))); },
+      [&](int64_t i, int k) { found += __builtin_popcount(lanes(at_least(load(x + i, k), least)) & ((1u << k) - 1u)); });
+  return found;
+}
+
+int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values) {
+  int64_t found = 0;
+  const auto take = [&](int64_t i, uint32_t left) {
+    for (; left != 0; left &= left - 1) {
+      const int64_t at = i + __builtin_ctz(left);
+      index[found] = first + static_cast<int32_t>(at);
+      values[found++] = x[at];
+    }
+  };
+  constexpr int kTogether = 4;  // vectors to a branch: those that are taken are few
+  int64_t i = 0;
+  for (; i + 16 * kTogether <= n; i += 16 * kTogether) {
+    M m[kTogether], some = none();
+    for (int j = 0; j < kTogether; ++j) m[j] = at_least(load(x + i + 16 * j), least), some = some | m[j];
+    if (!any(some)) continue;
+    for (int j = 0; j < kTogether; ++j) take(i + 16 * j, lanes(m[j]));
+  }
+  for (; i < n; i += 16) {
+    const int k = n - i < 16 ? static_cast<int>(n - i) : 16;
+    take(i, lanes(at_least(load(x + i, k), least)) & ((1u << k) - 1u));
+  }
+  return found;
+}
+
+void hold(const float* x, const float* old, int64_t n, uint32_t least, float* out) {
+  map(n, out, [=](F a, F was) { return select(at_least(a, least), was, a); }, x, old);
+}
+
 // How many lanes a block of n elements has, and how many elements row r of it.
 CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
 CGX_HD int in_row(int64_t n, int lanes, int row) {
@@ -178,6 +218,37 @@ CGX_HD Words<Vector, kBits> get_block(const uint8_t* p, int lanes, Count... coun
   if constexpr (kBits & 2) w.c = load_halves(p, count...), p += 2 * lanes;
   if constexpr (kBits & 1) w.d = load_bytes(p, count...);
   return w;
+}
+
+template <int kBits>
+void pack_codes(const int32_t* codes, int64_t n, uint8_t* out) {
+  for (; n > 0; n -= kBlock, codes += kBlock, out += kLanes * kBits) {
+    const int lanes = lanes_of(n);
+    Words<Vector, kBits> words;
+    words.clear();
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) words.put(row, load_words(codes + row * lanes, in_row(n, lanes, row)));
+    put_block<kBits>(out, words, lanes, lanes);
+  }
+}
+template <int kBits>
+void unpack_codes(const uint8_t* in, int64_t n, int32_t* codes) {
+  for (; n > 0; n -= kBlock, codes += kBlock, in += kLanes * kBits) {
+    const int lanes = lanes_of(n);
+    const auto words = get_block<kBits>(in, lanes, lanes);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) store_words(codes + row * lanes, words.get(row), in_row(n, lanes, row));
+  }
+}
+void pack(const int32_t* codes, int64_t n, int bits, uint8_t* out) {
+  static constexpr decltype(&pack_codes<1>) kTable[] = {pack_codes<1>, pack_codes<2>, pack_codes<3>, pack_codes<4>,
+                                                        pack_codes<5>, pack_codes<6>, pack_codes<7>};
+  kTable[bits - 1](codes, n, out);
+}
+void unpack(const uint8_t* in, int64_t n, int bits, int32_t* codes) {
+  static constexpr decltype(&unpack_codes<1>) kTable[] = {unpack_codes<1>, unpack_codes<2>, unpack_codes<3>, unpack_codes<4>,
+                                                          unpack_codes<5>, unpack_codes<6>, unpack_codes<7>};
+  kTable[bits - 1](in, n, codes);
 }
 
 template <class C, int kBits, bool kStochastic>
@@ -306,6 +377,7 @@ CastFn caster(const Codec& c) {
 }  // namespace
 
 const Kernels kKernels = {CGX_NAME(JAXCGX_ISA), load_leaf, store_leaf, add,   residual, scale,  divide,
-                          stats,                sum,       noise,      encoder, decoder,  caster};
+                          stats,                sum,       noise,      count,   find,     hold,
+                          pack,                 unpack,     encoder,    decoder, caster};
 
 }  // namespace jaxcgx::cpu::JAXCGX_ISA

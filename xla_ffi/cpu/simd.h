@@ -65,6 +65,7 @@ CGX_HD M unordered(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q
 CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
+CGX_HD uint32_t lanes(M m) { return m.v; }  // a bit for each
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
@@ -152,6 +153,9 @@ CGX_HD M unordered(F x, F y) {
 CGX_HD M operator|(M x, M y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 CGX_HD bool any(M m) { return !_mm256_testz_si256(_mm256_or_si256(m.a, m.b), _mm256_set1_epi32(-1)); }
 CGX_HD M none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+CGX_HD uint32_t lanes(M m) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a)) | _mm256_movemask_ps(_mm256_castsi256_ps(m.b)) << 8);
+}
 CGX_HD F select(M m, F x, F y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
 }
@@ -237,6 +241,11 @@ CGX_HD M less(I a, I b) { CGX_EACH(M, a.v[i] < b.v[i]); }
 CGX_HD M less(F a, F b) { CGX_EACH(M, a.v[i] < b.v[i]); }
 CGX_HD M unordered(F a, F b) { CGX_EACH(M, (a.v[i] != a.v[i]) | (b.v[i] != b.v[i])); }
 CGX_HD M none() { return splat_i(0); }
+CGX_HD uint32_t lanes(M m) {
+  uint32_t r = 0;
+  for (int i = 0; i < 16; ++i) r |= static_cast<uint32_t>(m.v[i / 4][i % 4] & 1) << i;
+  return r;
+}
 CGX_HD bool any(M m) {
   const I4 r = m.v[0] | m.v[1] | m.v[2] | m.v[3];
   return (r[0] | r[1] | r[2] | r[3]) != 0;

@@ -40,6 +40,11 @@ struct Cpu {
     cpu::reduce({fields...}, pool_of(threads));
     return ffi::Error::Success();
   }
+  template <class... Fields>
+  static ffi::Error clear(Context& threads, const Fields&... fields) {
+    cpu::clear({fields...}, pool_of(threads));
+    return ffi::Error::Success();
+  }
 };
 
 }  // namespace
@@ -47,5 +52,6 @@ struct Cpu {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cpu, encode<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_ENCODE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cpu, decode<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_DECODE);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cpu, reduce<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_REDUCE);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cpu, clear<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_CLEAR);
 
 }  // namespace jaxcgx

@@ -1,0 +1,343 @@
+// Which elements TopK sends.
+//
+// One pass finds the elements that reach a threshold, which a sample gives: most likely all that are sent and not many
+// more, their candidates. What is left to do, is done among these. Where the sample misleads (too few reach the threshold,
+// or more than there is room for) the same is done among all elements instead, in a fixed number of passes: slower, but
+// linear, whatever the numbers are.
+//
+// With feedback the pass writes new residuals, too, once it is certain that there will be enough candidates: until then
+// the old ones may still be needed. In place of a candidate the old one remains until it is known whether it is sent.
+#include <array>
+#include <cmath>
+#include <memory>
+
+#include "cpu/topk.h"
+
+namespace jaxcgx::cpu {
+namespace {
+
+constexpr int64_t kTogether = 16;  // stretches of a task
+
+uint32_t magnitude(float x) { return bits_of(x) & kMagnitude; }
+
+// The k-th largest magnitude, from three histograms, each of the next bits of those that are still in question.
+// `visit(task, f)` calls f(numbers, count) for all numbers of a task.
+template <class Visit>
+uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
+  constexpr int kBits[] = {11, 10, 10};
+  uint32_t known = 0;
+  int shift = 31;
+  for (const int bits : kBits) {
+    const int above = shift;
+    shift -= bits;
+    std::array<int64_t, 2048> total{};
+    std::mutex mutex;
+    parallel_for(pool, tasks, [&](int64_t task) {
+      std::array<int32_t, 2048> mine{};
+      visit(task, [&](const float* x, int64_t n) {
+        for (int64_t i = 0; i < n; ++i) {
+          const uint32_t m = magnitude(x[i]);
+          if (m >> above == known) ++mine[(m >> shift) & ((1u << bits) - 1u)];
+        }
+      });
+      std::lock_guard<std::mutex> lock(mutex);
+      for (size_t i = 0; i < total.size(); ++i) total[i] += mine[i];
+    });
+    auto bin = static_cast<uint32_t>((1 << bits) - 1);
+    for (; total[bin] < k; --bin) k -= total[bin];
+    known = known << bits | bin;
+  }
+  return known;
+}
+
+class Selection {
+ public:
+  Selection(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool)
+      : numbers_(numbers), n_(numbers.n), wanted_(k), how_(how), random_(random), new_residual_(new_residual), pool_(pool), k_(kernels()),
+        stretches_(static_cast<size_t>(div_up(n_, kStretch))) {}
+
+  Elements run() {
+    if (wanted_ == n_) {
+      take(0);
+    } else if (wanted_ > 0) {
+      how_.select == Select::kExact ? exact() : sampled();
+    }
+    if (new_residual_ != nullptr) update();
+    return std::move(sent_);
+  }
+
+ private:
+  struct Stretch {
+    int64_t at = 0, found = 0;  // its candidates
+    bool has_candidates = false, updated = false;
+    int64_t taken = 0, ties = 0, sent_at = 0;
+  };
+
+  void exact() {
+    find(guess(), wanted_);
+    largest();
+  }
+
+  // A threshold that the wanted elements most likely reach, and few others: at least 1.
+  uint32_t guess() const {
+    if (n_ <= kStretch) return 1;
+    const int64_t count = std::min<int64_t>(16384, n_ / 16);
+    // of as many elements of the sample as there would be on average, four standard deviations more
+    const double average = static_cast<double>(wanted_) * static_cast<double>(count) / static_cast<double>(n_);
+    const auto rank = static_cast<int64_t>(average + 4.0 * std::sqrt(average) + 4.0);
+    if (rank >= count) return 1;
+    return std::clamp<uint32_t>(kth_of(sample(0, n_ / count, count), rank), 1, kLargest);
+  }
+
+  void sampled() {
+    const Sample of(how_, n_, wanted_);
+    const std::vector<float> numbers = sample(of.first(random_), of.stride, of.count);
+    std::vector<uint32_t> ladder;
+    float t = float_of(how_.select == Select::kQuantile ? std::min(kth_of(numbers, of.rank(n_, wanted_)), kLargest) : exponential(numbers));
+    for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
+    const int64_t least = enough(how_, wanted_);
+    // The step that it will be, as far as the sample tells.
+    size_t step = 0;
+    const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.data(), of.count, ladder[i])); };
+    while (step + 1 < ladder.size() && in_sample(step) * static_cast<double>(n_) < static_cast<double>(least * of.count)) ++step;
+    find(std::max(ladder[step], 1u), ladder[step] == 0 ? wanted_ : step + 1 == ladder.size() ? 0 : least);
+    for (size_t i = 0;; ++i) {
+      if (i == step + 1) forget();
+      const int64_t reached = ladder[i] == 0 ? n_ : count(ladder[i]);
+      if (reached < least && i + 1 < ladder.size()) continue;
+      return reached < wanted_ ? take(ladder[i]) : largest();
+    }
+  }
+
+  // The bits of the first threshold, from exponential distributions.
+  uint32_t exponential(const std::vector<float>& sample) const {
+    const auto count = static_cast<int64_t>(sample.size()), groups = div_up(count, Sign::kSumGroup);
+    uint32_t largest = 0;
+    for (const float x : sample) largest = std::max(largest, std::min(magnitude(x), kLargest));
+    const float scale = scale_of(float_of(largest));
+    const Exponential fit(n_, wanted_);
+    float t = 0.0f;
+    for (int round = 0; round < fit.rounds; ++round) {
+      std::vector<float> sums(static_cast<size_t>(groups));
+      std::vector<int64_t> numbers(sums.size());
+      parallel_for(pool_, groups, [&](int64_t g) {
+        const auto group = static_cast<size_t>(g);
+        const int64_t begin = g * Sign::kSumGroup, end = std::min(count, begin + Sign::kSumGroup);
+        for (int64_t at = begin; at < end; at += kTile) {
+          float excess[kTile];
+          const int64_t m = std::min(kTile, end - at);
+          int64_t number = 0;
+          for (int64_t i = 0; i < m; ++i) {
+            const float x = Exponential::scaled(float_of(std::min(magnitude(sample[static_cast<size_t>(at + i)]), kLargest)), scale);
+            const bool above = round == 0 || x > t;
+            excess[i] = above ? x - t : 0.0f;
+            number += above;
+          }
+          sums[group] = k_.sum(excess, m, sums[group]);
+          numbers[group] += number;
+        }
+      });
+      float sum = 0.0f;
+      int64_t number = 0;
+      for (size_t g = 0; g < sums.size(); ++g) sum = sum + sums[g], number += numbers[g];
+      t = fit.next(round, t, sum, number);
+    }
+    return Exponential::threshold(t, scale);
+  }
+
+  std::vector<float> sample(int64_t first, int64_t stride, int64_t count) const {
+    std::vector<float> numbers(static_cast<size_t>(count));
+    parallel_for(pool_, div_up(count, kStretch), [&](int64_t i) {
+      float* to = numbers.data() + i * kStretch;
+      const int64_t n = std::min(kStretch, count - i * kStretch);
+      const float* from = numbers_.fetch(first + i * kStretch * stride, stride, n, to);
+      if (from != to) std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
+    });
+    return numbers;
+  }
+  uint32_t kth_of(const std::vector<float>& numbers, int64_t k) const {
+    const auto n = static_cast<int64_t>(numbers.size());
+    constexpr int64_t kEach = kTogether * kStretch;
+    return kth_largest(k, div_up(n, kEach), pool_, [&](int64_t i, auto f) { f(numbers.data() + i * kEach, std::min(kEach, n - i * kEach)); });
+  }
+
+  template <class Fn>
+  void each_stretch(Fn f) {
+    const auto count = static_cast<int64_t>(stretches_.size());
+    parallel_for(pool_, div_up(count, kTogether), [&](int64_t task) {
+      for (int64_t i = task * kTogether; i < std::min(count, (task + 1) * kTogether); ++i) f(stretches_[static_cast<size_t>(i)], i * kStretch);
+    });
+  }
+  int64_t length(int64_t at) const { return std::min(kStretch, n_ - at); }
+  const float* fetch(int64_t at, float* buffer) const { return numbers_.fetch(at, 1, length(at), buffer); }
+
+  // Candidates: what reaches `least`, as far as there is room. From `certain` candidates on nothing else can be sent.
+  void find(uint32_t least, int64_t certain) {
+    const int64_t room = std::min(n_, 8 * wanted_ + 16 * kStretch);
+    index_.reset(new int32_t[static_cast<size_t>(room)]);
+    values_.reset(new float[static_cast<size_t>(room)]);
+    std::atomic<int64_t> found{0};
+    each_stretch([&](Stretch& s, int64_t at) {
+      alignas(64) float buffer[kStretch], values[kStretch];
+      int32_t index[kStretch];
+      const float* x = fetch(at, buffer);
+      s.found = k_.find(x, length(at), least, static_cast<int32_t>(at), index, values);
+      s.at = found.fetch_add(s.found);
+      s.has_candidates = s.at + s.found <= room;
+      if (!s.has_candidates) return;
+      std::copy_n(index, s.found, index_.get() + s.at);
+      std::copy_n(values, s.found, values_.get() + s.at);
+      s.updated = new_residual_ != nullptr && s.at + s.found >= certain;
+      if (s.updated) k_.hold(x, numbers_.residual + at, length(at), least, new_residual_ + at);
+    });
+    found_ = found;
+    least_ = least;
+  }
+
+  // What is asked for is not among the candidates. (Then no residual has been updated.)
+  void forget() {
+    for (Stretch& s : stretches_) s.has_candidates = false;
+  }
+
+  // Calls f(numbers, count, indices or null) for a stretch: its candidates, where it has them, or all its numbers.
+  template <class Fn>
+  void look(const Stretch& s, int64_t at, Fn f) const {
+    alignas(64) float buffer[kStretch];
+    if (s.has_candidates) f(values_.get() + s.at, s.found, index_.get() + s.at);
+    else f(fetch(at, buffer), length(at), static_cast<const int32_t*>(nullptr));
+  }
+
+  int64_t count(uint32_t least) {
+    std::atomic<int64_t> reached{0};
+    each_stretch([&](const Stretch& s, int64_t at) {
+      look(s, at, [&](const float* x, int64_t n, const int32_t*) { reached += k_.count(x, n, least); });
+    });
+    return reached;
+  }
+
+  void largest() {
+    const bool all_but_zeros = found_ < wanted_ && least_ == 1;
+    if (found_ < wanted_) forget();
+    if (all_but_zeros) return take(0);
+    const auto count = static_cast<int64_t>(stretches_.size());
+    take(kth_largest(wanted_, div_up(count, kTogether), pool_, [&](int64_t task, auto f) {
+      for (int64_t i = task * kTogether; i < std::min(count, (task + 1) * kTogether); ++i) {
+        look(stretches_[static_cast<size_t>(i)], i * kStretch, [&](const float* x, int64_t n, const int32_t*) { f(x, n); });
+      }
+    }));
+  }
+
+  // What is above the magnitude, and as many of those that have it as are still wanted, the first ones.
+  void take(uint32_t least) {
+    each_stretch([&](Stretch& s, int64_t at) {
+      look(s, at, [&](const float* x, int64_t n, const int32_t*) {
+        s.taken = k_.count(x, n, least + 1);
+        s.ties = k_.count(x, n, least) - s.taken;
+      });
+    });
+    int64_t ties = wanted_;
+    for (const Stretch& s : stretches_) ties -= s.taken;
+    int64_t size = 0;
+    for (Stretch& s : stretches_) {
+      s.ties = std::min(s.ties, ties);
+      ties -= s.ties;
+      s.taken += s.ties;
+      s.sent_at = size;
+      size += s.taken;
+    }
+    sent_.index.resize(static_cast<size_t>(size));
+    sent_.values.resize(static_cast<size_t>(size));
+    each_stretch([&](const Stretch& s, int64_t at) {
+      if (s.taken == 0) return;
+      look(s, at, [&](const float* x, int64_t n, const int32_t* index) {
+        float values[kStretch];
+        int32_t places[kStretch];
+        const int64_t found = k_.find(x, n, least + (s.ties == 0), 0, places, values);
+        int64_t to = s.sent_at, ties = s.ties;
+        for (int64_t i = 0; i < found; ++i) {
+          if (magnitude(values[i]) == least && ties-- <= 0) continue;
+          const int32_t place = places[i];
+          sent_.index[static_cast<size_t>(to)] = index != nullptr ? index[place] : static_cast<int32_t>(at) + place;
+          sent_.values[static_cast<size_t>(to++)] = values[i];
+        }
+      });
+    });
+  }
+
+  // The residuals that the pass has not written: of candidates that are not sent after all, and of other stretches.
+  void update() {
+    each_stretch([&](const Stretch& s, int64_t at) {
+      if (!s.updated) {
+        alignas(64) float buffer[kStretch];
+        return update_unsent(fetch(at, buffer), numbers_.residual + at, at, length(at), sent_, new_residual_ + at);
+      }
+      int64_t next = s.sent_at;
+      for (int64_t i = s.at; i < s.at + s.found; ++i) {
+        if (next < s.sent_at + s.taken && sent_.index[static_cast<size_t>(next)] == index_[static_cast<size_t>(i)]) ++next;
+        else if (const float x = values_[static_cast<size_t>(i)]; is_finite(x)) new_residual_[index_[static_cast<size_t>(i)]] = x;
+      }
+    });
+  }
+
+  const Numbers& numbers_;
+  const int64_t n_, wanted_;
+  const Sparse& how_;
+  const int32_t random_;
+  float* const new_residual_;
+  const Pool& pool_;
+  const Kernels& k_;
+  std::vector<Stretch> stretches_;
+  std::unique_ptr<int32_t[]> index_;
+  std::unique_ptr<float[]> values_;
+  int64_t found_ = 0;
+  uint32_t least_ = 0;
+  Elements sent_;
+};
+
+}  // namespace
+
+const float* Numbers::fetch(int64_t first, int64_t stride, int64_t count, float* buffer) const {
+  const Kernels& k = kernels();
+  if (stride > 1) {
+    const auto gather = [&](const auto* from, auto* to) {
+      for (int64_t i = 0; i < count; ++i) to[i] = from[(first + i * stride)];
+    };
+    if (dtype == DType::kF32) {
+      gather(static_cast<const float*>(x), buffer);
+    } else {
+      uint16_t halves[kStretch];
+      gather(static_cast<const uint16_t*>(x), halves);
+      k.load(dtype, halves, count, buffer);
+    }
+    if (residual != nullptr) {
+      float gathered[kStretch];
+      gather(residual, gathered);
+      k.add(buffer, gathered, count, buffer);
+    }
+  } else {
+    const void* from = at_element(x, dtype, first);
+    if (dtype != DType::kF32) k.load(dtype, from, count, buffer);
+    else if (residual == nullptr && divisor == 1.0f) return static_cast<const float*>(from);
+    const float* loaded = dtype == DType::kF32 ? static_cast<const float*>(from) : buffer;
+    if (residual != nullptr) k.add(loaded, residual + first, count, buffer);
+    else if (loaded != buffer) std::memcpy(buffer, loaded, static_cast<size_t>(count) * sizeof(float));
+  }
+  if (divisor != 1.0f) k.divide(buffer, count, divisor, buffer, Write::kOver);
+  return buffer;
+}
+
+Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool) {
+  return Selection(numbers, k, how, random, new_residual, pool).run();
+}
+
+void update_unsent(const float* x, const float* old, int64_t first, int64_t n, const Elements& sent, float* updated) {
+  const auto from = [&](int64_t index) { return std::lower_bound(sent.index.begin(), sent.index.end(), index) - sent.index.begin(); };
+  const int64_t begin = from(first), count = from(first + n) - begin;
+  const int32_t* index = sent.index.data() + begin;
+  float kept[kStretch];
+  for (int64_t i = 0; i < count; ++i) kept[i] = old[index[i] - first];
+  kernels().hold(x, old, n, 0x7f800000u, updated);
+  for (int64_t i = 0; i < count; ++i) updated[index[i] - first] = kept[i];
+}
+
+}  // namespace jaxcgx::cpu
