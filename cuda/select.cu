@@ -67,13 +67,16 @@ struct Selection {
     const uint32_t first = segment * kSegment;
     for (uint32_t i = first + threadIdx.x % 32; i < first + kSegment; i += 32 * kAhead) {
       float x[kAhead];
-      const auto load = [&](auto element) {
+      const auto load = [&](const auto* leaf, auto convert) {
+        std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
 #pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) x[a] = i + 32 * a < n ? element(i + 32 * a) : 0.0f;
+        for (uint32_t a = 0; a < kAhead; ++a) raw[a] = i + 32 * a < n ? __ldcs(leaf + i + 32 * a) : 0;
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
       };
       const DType dtype = static_cast<DType>(e.dtype);
-      if (dtype == DType::kF32) load([&](uint32_t at) { return __ldcs(static_cast<const float*>(e.leaf) + at); });
-      else load([&](uint32_t at) { return widen(dtype, __ldcs(static_cast<const uint16_t*>(e.leaf) + at)); });
+      if (dtype == DType::kF32) load(static_cast<const float*>(e.leaf), [](float number) { return number; });
+      else load(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
       if (old != nullptr) {
         float y[kAhead];
 #pragma unroll
@@ -273,11 +276,15 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   if (p.tile >= blocks) return;
   uint32_t found = 0, all;
   if (segment * kSegment < s.n) {
+    uint2* const candidates = s.candidates(segment);
+    const auto room = static_cast<uint32_t>(s.words.room);
     s.each_element(segment, [&](bool there, float undivided, uint32_t i) {
       const float x = s.divided(undivided);
       const bool reaches = there && (bits_of(x) & kMagnitude) >= threshold;
-      const uint32_t ballot = __ballot_sync(kWarp, reaches), at = found + before_lane(ballot);
-      if (reaches && at < s.words.room) s.candidates(segment)[at] = {bits_of(x), i};
+      const uint32_t ballot = __ballot_sync(kWarp, reaches);
+      if (ballot == 0) return;
+      const uint32_t at = found + before_lane(ballot);
+      if (reaches && at < room) candidates[at] = {bits_of(x), i};
       found += static_cast<uint32_t>(__popc(ballot));
     });
     if (threadIdx.x % 32 == 0) s.memory[s.words.found + segment] = found;

@@ -210,7 +210,7 @@ struct Sum {
 
   // With feedback the residuals are updated.
   Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr, bool guarded = false) const {
-    Memory out(own.batch * own.layout.chunk_bytes, fill, guarded);
+    Memory out(own.batch * of_sum(own.layout, ranks).chunk_bytes, fill, guarded);
     run(pool, nullptr, out.data(), residuals);
     return out;
   }
