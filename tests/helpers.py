@@ -28,6 +28,10 @@ CODECS = [
     cgx.Sign(), cgx.Sign(33), cgx.Raw(),
 ]  # fmt: skip
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
+SPARSE = [
+    cgx.TopK(0.01), cgx.TopK(0.1, cgx.MaxMin(3, 20, "stochastic", skip_incomplete=True), "sampled"),
+    cgx.TopK(0.05, cgx.Cast("float16"), "fitted", pull="top"),
+]  # fmt: skip
 
 @dataclasses.dataclass(frozen=True)
 class Halves(cgx.Codec):

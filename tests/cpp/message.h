@@ -283,4 +283,22 @@ inline std::vector<Codec> codecs_without_buckets() {
   return all;
 }
 
+inline Codec topk(double ratio, Select select, const Codec& values, bool top = false) {
+  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact, false, false, {}};
+  c.sparse = {ratio, 1, top, select, 0.01, 0.8, 10, values.kind, values.bits, values.bucket_size, values.stochastic, values.skip_incomplete, values.compatible};
+  return c;
+}
+// Every selection, and values with and without buckets, with noise and with a raw tail. `exact`: only values of which any bytes
+// decode to the same numbers, whether or not products are fused with sums.
+inline std::vector<Codec> sparse_codecs(bool exact = false) {
+  const Codec raw{Kind::kRaw, 0, 0, false, false, false};
+  std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw), topk(1.0, Select::kExact, raw),
+                         topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true, false, false}),
+                         topk(0.1, Select::kExact, {Kind::kSign, 1, 33, false, false, false}, true)};
+  if (exact) return all;
+  all.push_back(topk(0.05, Select::kQuantile, {Kind::kMaxMin, 3, 20, true, true, false}, true));
+  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}));
+  return all;
+}
+
 }  // namespace jaxcgx::test

@@ -91,6 +91,7 @@ void small_sizes() {
   }
   for (int i = 0; i < 3; ++i) {
     for (const Codec& codec : codecs_without_buckets()) all_sizes(codec);
+    for (const Codec& codec : sparse_codecs()) all_sizes(codec);
   }
 }
 
@@ -125,6 +126,7 @@ void large_sizes() {
     }
   }
   for (const Codec& codec : codecs_without_buckets()) large(codec);
+  for (const Codec& codec : sparse_codecs()) large(codec);
 }
 
 // Decoding 8 MiB and more writes around the caches where memory is aligned for it: the second message is not.
@@ -137,7 +139,9 @@ void streamed() {
 void nothing() {
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;
-    for (const Codec& codec : codecs(512)) {
+    std::vector<Codec> all = codecs(512);
+    all.push_back(sparse_codecs()[1]);
+    for (const Codec& codec : all) {
       for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
         const Layout l(codec, shapes, 3);
         const void* const in[2] = {};

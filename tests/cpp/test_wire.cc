@@ -626,6 +626,35 @@ void layouts() {
   }
 }
 
+// Lists of indices, up to the largest piece: as many bytes as a list of these indices needs, and from where each index lies
+// it comes back.
+void index_lists() {
+  CHECK(IndexList(10, 3).bytes == 4 && !IndexList(10, 3).split, "a bit each");
+  CHECK(IndexList(1000, 10).bytes == 4 + 2 * 6 && IndexList(1000, 10).low == 6, "25 high bits, 2 times 8 codes of 6 bits");
+  CHECK(IndexList(kMostIndices, 2147484).bytes == 3208644 && IndexList(kMostIndices, 21474837).bytes == 22984790, "as in Python");
+  for (const int64_t n : {int64_t{2}, int64_t{100}, int64_t{4097}, int64_t{1} << 20, kMostIndices - 1, kMostIndices}) {
+    for (const int64_t k : {int64_t{0}, int64_t{1}, n / 1000, n / 100, n / 10, n / 2, n - 1, n}) {
+      const IndexList l(n, k);
+      const std::string context = std::to_string(k) + " of " + std::to_string(n);
+      if (k == 0 || k == n) {
+        CHECK(l.bytes == 0, context);
+        continue;
+      }
+      CHECK(l.bytes > 0 && l.bytes <= bitmap_bytes(n), context);
+      if (!l.split) continue;
+      CHECK(l.packed_at() + packed_bytes(k, l.packed_bits()) == l.bytes, context);
+      for (const int64_t j : {int64_t{0}, k / 2, k - 1}) {
+        for (const int64_t index : {j, n - k + j, n}) {  // the lowest, the highest that it can be; none
+          const int64_t one = l.one_of(j, index), high = (one - j) << l.low;
+          int64_t low = int64_t{l.packed_of(index)} << (l.low - l.packed_bits());
+          for (int i = 0; i < l.low / 8; ++i) low |= (index >> 8 * i & 255) << 8 * i;
+          CHECK(one >= j && one < l.bits && (high | low) == index, context);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jaxcgx::test
 
@@ -637,6 +666,7 @@ int main() {
   stochastic_halves<DType::kBF16>(bfloat16);
   stochastic_halves<DType::kF16>(float16);
   layouts();
+  index_lists();
   noise_is_the_elements();
   // Instruction sets that agree (test_kernels) need these only once, and portable code is slow when instrumented.
   for (const char* isa : kIsas) {

@@ -12,6 +12,8 @@ LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), 
 LEAVES = (normal(100), normal(7, dtype=jnp.bfloat16))
 PAYLOAD = (2, LAYOUT.chunk_bytes)
 WHERE = jnp.array([1, 0], jnp.int32)
+SPARSE = Layout(cgx.TopK(0.1), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
+LISTS = jnp.zeros((2, SPARSE.chunk_bytes), jnp.uint8)
 LOST = (jnp.zeros(100), jnp.zeros(7))
 NEW = [((100,), "float32"), ((7,), "float32")]
 
@@ -26,8 +28,12 @@ def call(op, operands, results, aliases=None, **changes):
     return jax.block_until_ready(jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)(*operands, **attributes))
 
 
-def codec(**changes):
-    return {**LAYOUT.codec.native, **{k: type(LAYOUT.codec.native[k])(v) for k, v in changes.items()}}
+def codec(of=LAYOUT.codec, **changes):
+    return {**of.native, **{k: type(of.native[k])(v) for k, v in changes.items()}}
+
+
+def topk(**changes):
+    return dict(codec=codec(SPARSE.codec, **changes))
 
 
 def test_a_right_call_passes():
@@ -35,6 +41,9 @@ def test_a_right_call_passes():
     call("decode", [payload], [((100,), "float32"), ((7,), "bfloat16")])
     call("reduce", [payload, WHERE], [(PAYLOAD[1:], "uint8")])
     call("reduce", [payload, WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], {2: 1, 3: 2}, feedback=True)
+    call("encode", LEAVES, [(LISTS.shape, "uint8")], **topk())
+    call("reduce", [LISTS, WHERE], [((SPARSE.of_sum(2).chunk_bytes,), "uint8")], **topk())
+    call("clear", [LISTS, *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], {1: 0, 2: 1}, **topk())
 
 
 @pytest.mark.parametrize(("op", "operands", "results", "changes", "words"), [
@@ -79,6 +88,25 @@ def test_a_right_call_passes():
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "new residual 0 does not lie where"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True, own=True), "not with own leaves"),
     ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], NEW, dict(feedback=True, encoded=False, chunks=np.int64(1)), "feedback is for a sum that is encoded"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=1.5), "ratio out of range: 1.5"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=np.nan), "ratio out of range: nan"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=0.5), "payload has"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(lists=0), "lists out of range: 0"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=3), "select out of range: 3"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=1, stochastic=1), "share out of range: 0"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=2, stochastic=1, share=1, lower=0), "lower out of range: 0"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=2, stochastic=1, share=1, lower=1, refinements=101), "refinements out of range: 101"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=1, share=1, lower=1), "stochastic where nothing is random"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "values of kind 7"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=1, values_bits=4), "values: bucket_size is 0"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(bucket_size=3), "without buckets has a bucket_size"),
+    ("encode", LEAVES, [(LISTS.shape, "uint8")], {**topk(), "chunks": np.int64(1), "sizes": np.array([2**32, 7])}, "more than 2^31 - 1 elements: 4294967296"),
+    ("reduce", [LISTS, WHERE], [(LISTS.shape[1:], "uint8")], topk(), "payload has"),
+    ("clear", [LISTS, *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], topk(), "cleared array 0 does not lie where the array does"),
+    ("clear", [LISTS, *LEAVES], [((100,), "float32"), ((8,), "bfloat16")], topk(), "cleared array 1 has 8 elements, expected 7"),
+    ("clear", [LISTS, *LEAVES], [((100,), "float32")], topk(), "results: got 1, expected 2"),
+    ("clear", [LISTS[:, 1:], *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], topk(), "payload has"),
+    ("clear", [jnp.zeros(PAYLOAD, jnp.uint8), *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], {}, "this codec sends every element"),
 ])  # fmt: skip
 def test_a_wrong_call_is_refused(op, operands, results, changes, words):
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:  # jax turns some into ValueError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jaxcgx as cgx
-from helpers import (CODECS, GRIDS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan,
+from helpers import (CODECS, GRIDS, KEY, SPARSE, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan,
                      reference_decode, reference_encode, reference_reduce)
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -89,6 +89,29 @@ def test_reduce_to_leaves(codec, with_own):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
 
 
+# Few, for a selection compiles slowly: each estimate, values with and without buckets, with noise and a raw tail; sums of both kinds.
+@pytest.mark.parametrize("codec", **each_codec(SPARSE[1:]))
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
+@hypothesis.given(**spaces)
+def test_sparse_codecs(codec, seed, exponent, special):
+    layout = Layout(codec, ((30, 31), (700,)), ("float32", "bfloat16"), chunks=2)
+    key = native_key(codec)
+    ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(2)]
+    residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, exponent, "none")]
+    payload, new = ops.encode(layout, ranks[1], key, residuals)
+    expected, expected_new = reference_encode(layout, True)(ranks[1], residuals, key)
+    assert_same_bytes(payload, expected)
+    for a, b in zip([*new, *ops.decode(layout, payload)], [*expected_new, *reference_decode(layout)(payload)], strict=True):
+        assert_same_values(a, b)
+    payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, 1]
+    of_sum = dict(chunk=1, divisor=3.0, encoded=True, key=native_key(layout.of_sum(2).codec))
+    total, lost = ops.reduce(layout, payloads, residuals=residuals, **of_sum)
+    expected, *expected_lost = reference_reduce(layout, 3.0, True, False, feedback=True)(payloads, jnp.array([1, 0], jnp.int32), residuals, key)
+    assert_same_bytes(total, expected)
+    for a, b in zip(lost, expected_lost, strict=True):
+        assert_same_values(a, b)
+
+
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(layout=layouts(), key=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), **spaces)
 def test_any_layout(layout, key, seed, exponent, special):
@@ -125,10 +148,11 @@ def test_every_kernel_gives_the_same_bytes(kernels):
 
     def everything():
         out = []
-        for codec in CODECS:
+        for codec in (*CODECS, *SPARSE):
             layout = Layout.of(codec, leaves, chunks=3)
             payload, new = ops.encode(layout, leaves, native_key(codec), residuals)
-            summed, lost = ops.reduce(layout, payload, chunk=1, divisor=3, encoded=True, key=native_key(codec), residuals=residuals)
+            key = native_key(layout.of_sum(3).codec)
+            summed, lost = ops.reduce(layout, payload, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals)
             out += [payload, *new, summed, *lost, *ops.decode(layout, payload)]
         return [np.asarray(x) for x in out]
 

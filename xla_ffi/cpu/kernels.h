@@ -43,7 +43,7 @@ struct Kernels {
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
   // How many magnitudes are at least `least` (bits); and these numbers with their indices, x[0] having the index `first`:
-  // both arrays have room for n.
+  // both arrays have room for n + 16.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);
   int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
   // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old

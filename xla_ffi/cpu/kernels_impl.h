@@ -118,6 +118,7 @@ void stats(const float* x, int64_t n, Stats* s) {
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
 
+// Whether a magnitude is at least `least`.
 CGX_HD M at_least(F x, uint32_t least) {
   return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));
 }
@@ -132,12 +133,8 @@ int64_t count(const float* x, int64_t n, uint32_t least) {
 
 int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values) {
   int64_t found = 0;
-  const auto take = [&](int64_t i, uint32_t left) {
-    for (; left != 0; left &= left - 1) {
-      const int64_t at = i + __builtin_ctz(left);
-      index[found] = first + static_cast<int32_t>(at);
-      values[found++] = x[at];
-    }
+  const auto take = [&](int64_t i, F v, M m) {
+    found += store_where(m, splat_i(first + static_cast<int32_t>(i)) + iota(), v, index + found, values + found);
   };
   constexpr int kTogether = 4;  // vectors to a branch: those that are taken are few
   int64_t i = 0;
@@ -145,11 +142,12 @@ int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* 
     M m[kTogether], some = none();
     for (int j = 0; j < kTogether; ++j) m[j] = at_least(load(x + i + 16 * j), least), some = some | m[j];
     if (!any(some)) continue;
-    for (int j = 0; j < kTogether; ++j) take(i + 16 * j, lanes(m[j]));
+    for (int j = 0; j < kTogether; ++j) take(i + 16 * j, load(x + i + 16 * j), m[j]);
   }
   for (; i < n; i += 16) {
     const int k = n - i < 16 ? static_cast<int>(n - i) : 16;
-    take(i, lanes(at_least(load(x + i, k), least)) & ((1u << k) - 1u));
+    const F v = load(x + i, k);
+    take(i, v, at_least(v, least) & less(iota(), splat_i(k)));
   }
   return found;
 }

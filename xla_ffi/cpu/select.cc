@@ -178,8 +178,8 @@ class Selection {
     values_.reset(new float[static_cast<size_t>(room)]);
     std::atomic<int64_t> found{0};
     each_stretch([&](Stretch& s, int64_t at) {
-      alignas(64) float buffer[kStretch], values[kStretch];
-      int32_t index[kStretch];
+      alignas(64) float buffer[kStretch], values[kStretch + 16];
+      int32_t index[kStretch + 16];
       const float* x = fetch(at, buffer);
       s.found = k_.find(x, length(at), least, static_cast<int32_t>(at), index, values);
       s.at = found.fetch_add(s.found);
@@ -250,8 +250,8 @@ class Selection {
     each_stretch([&](const Stretch& s, int64_t at) {
       if (s.taken == 0) return;
       look(s, at, [&](const float* x, int64_t n, const int32_t* index) {
-        float values[kStretch];
-        int32_t places[kStretch];
+        float values[kStretch + 16];
+        int32_t places[kStretch + 16];
         const int64_t found = k_.find(x, n, least + (s.ties == 0), 0, places, values);
         int64_t to = s.sent_at, ties = s.ties;
         for (int64_t i = 0; i < found; ++i) {

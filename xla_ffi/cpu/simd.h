@@ -63,6 +63,7 @@ CGX_HD I min(I a, I b) { return {_mm512_min_epi32(a.v, b.v)}; }
 CGX_HD M less(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 CGX_HD M unordered(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q)}; }
 CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
+CGX_HD M operator&(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
 CGX_HD uint32_t lanes(M m) { return m.v; }  // a bit for each
@@ -84,6 +85,13 @@ CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low
   high->odd = _mm512_srli_epi64(low->odd, 32);
 }
 CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
+// Stores the lanes of the mask one behind the other and says how many they are; writes up to 16. (Into a register first:
+// compressing into memory is slow on some processors.)
+CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
+  _mm512_storeu_si512(to_i, _mm512_maskz_compress_epi32(m.v, i.v));
+  _mm512_storeu_ps(to_x, _mm512_maskz_compress_ps(m.v, x.v));
+  return __builtin_popcount(m.v);
+}
 
 #elif defined(__AVX2__)
 
@@ -151,6 +159,7 @@ CGX_HD M unordered(F x, F y) {
   return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))};
 }
 CGX_HD M operator|(M x, M y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+CGX_HD M operator&(M x, M y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 CGX_HD bool any(M m) { return !_mm256_testz_si256(_mm256_or_si256(m.a, m.b), _mm256_set1_epi32(-1)); }
 CGX_HD M none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 CGX_HD uint32_t lanes(M m) {
@@ -295,6 +304,18 @@ CGX_HD void store(float* p, F x, int n) { float b[16]; store(b, x); memcpy(p, b,
 CGX_HD void store_words(void* p, I x, int n) { uint8_t b[64]; store_words(b, x); memcpy(p, b, static_cast<size_t>(n) * 4); }
 CGX_HD void store_halves(void* p, I x, int n) { uint8_t b[32]; store_halves(b, x); memcpy(p, b, static_cast<size_t>(n) * 2); }
 CGX_HD void store_bytes(void* p, I x, int n) { uint8_t b[16]; store_bytes(b, x); memcpy(p, b, static_cast<size_t>(n)); }
+CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
+  int32_t b[16];
+  float c[16];
+  store_words(b, i);
+  store(c, x);
+  int stored = 0;
+  for (uint32_t left = lanes(m); left != 0; left &= left - 1, ++stored) {
+    to_i[stored] = b[__builtin_ctz(left)];
+    to_x[stored] = c[__builtin_ctz(left)];
+  }
+  return stored;
+}
 CGX_HD float lowest(F x) {
   float b[16];
   store(b, x);

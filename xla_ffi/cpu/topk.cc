@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cpu/encode.h"
+#include "cpu/pages.h"
 
 namespace jaxcgx::cpu {
 namespace {
@@ -237,6 +238,7 @@ void encode_topk(const Encode& a, const Pool& pool) {
 
 void decode_topk(const Decode& a, const Pool& pool) {
   const Layout& l = a.layout;
+  for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
   each_piece(l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool, [&](const Piece& p, int64_t row) {
     const auto i = static_cast<size_t>(p.leaf);
     const DType dtype = l.leaves[i].dtype;
@@ -259,6 +261,9 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
   const auto first_chunk = [&](int64_t row) { return int64_t{a.where[2 * row]}; };
   const Kernels& k = kernels();
   if (a.payload == nullptr) {
+    for (size_t i = 0; i < l.leaves.size(); ++i) {
+      if (l.leaves[i].size > 0) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * int64_t{sizeof(float)});
+    }
     return each_piece(l, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
       float* out = a.leaves[p.leaf] + row * l.leaves[static_cast<size_t>(p.leaf)].size + p.start;
       sum_to(a, p, row, out, pool);
@@ -269,6 +274,7 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
   // The pieces of both layouts are of the same elements, in the same order.
   each_piece(sum, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
     const std::unique_ptr<float[]> total(new float[static_cast<size_t>(p.coded)]);
+    ask_for_large_pages(total.get(), p.coded * int64_t{sizeof(float)});
     sum_to(a, l.pieces[static_cast<size_t>(&p - sum.pieces.data())], row, total.get(), pool);
     const Piecewise to{sum, a.payload + row * sum.chunk_bytes, a.leaf_ids, key_of(a.keys, row)};
     const Elements sent = choose(to, p, {p.coded, DType::kF32, total.get(), nullptr, a.divisor}, nullptr, pool);

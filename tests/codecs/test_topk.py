@@ -1,0 +1,226 @@
+"""What TopK sends, against NumPy; lists of indices to bytes and back."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcgx as cgx
+from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
+from jaxcgx.codecs.topk import Sampled
+from jaxcgx.native import indices, ops, reference
+from jaxcgx.native.layout import Layout
+
+TopK = cgx.TopK
+MOST = 2**31 - 1
+
+
+def largest(x, k):
+    """The indices of the k largest magnitudes, the first ones of equal magnitudes: by sorting."""
+    return np.sort(np.argsort(-(np.asarray(x).view(np.int32) & 0x7FFFFFFF).astype(np.int64), kind="stable")[:k])
+
+
+def numbers(n, kind):
+    r = np.random.RandomState(n)
+    x = r.standard_normal(n).astype(np.float32)
+    if kind == "ties":
+        x = np.sign(x) * np.round(np.abs(x) * 3)
+    elif kind == "equal":
+        x[:] = -1.5
+    elif kind == "zeros":
+        x = np.where(r.rand(n) < 0.5, np.float32(-0.0), np.float32(0))
+    elif kind == "few":
+        x[r.rand(n) > 0.001] = -0.0
+    elif kind == "denormal":
+        x *= np.float32(2.0**-140)
+    elif kind == "huge block":
+        x[n // 3 : n // 2] *= np.float32(1e30)
+    elif kind in ("rising", "falling"):
+        x = np.sort(x**2)[:: 1 if kind == "rising" else -1]
+    elif kind == "not finite":
+        x[r.randint(0, n, 1 + n // 30)] = np.nan
+        x[r.randint(0, n, 1 + n // 300)] = -np.inf
+    elif kind == "periodic":  # a sample sees nothing else
+        x[::16] = 100
+    return np.ascontiguousarray(x)
+
+
+KINDS = ("normal", "ties", "equal", "zeros", "few", "denormal", "huge block", "rising", "falling", "not finite", "periodic")
+
+
+@pytest.mark.parametrize(("n", "ratio"), [(1, 0.4), (5000, 0.0), (5000, 0.01), (5000, 1.0), (300_001, 0.001), (300_001, 0.4)])
+def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
+    codec = TopK(ratio)
+    layout = Layout(codec, ((n,),), ("float32",))
+    k = codec.capacity(n)
+    assert k == -(-ratio * n // 1)
+
+    @jax.jit
+    def run(x, leaf, residual, array):
+        payload, (new,) = ops.encode(layout, [leaf], residuals=[residual])
+        plain = ops.encode(layout, [x])
+        return ops.decode(layout, plain)[0], ops.decode(layout, payload)[0], new, ops.clear(layout, plain, [array])[0]
+
+    for kind in KINDS:
+        x = numbers(n, kind)
+        residual = np.where(np.isfinite(x), x, 0) / 2
+        leaf = x - residual
+        total = leaf + residual
+        array = normal(n, seed=1)
+        out, with_feedback, new, cleared = run(x, leaf, residual, array)
+        at, of_total = largest(x, k), largest(total, k)
+        expected, given = np.zeros_like(x), np.zeros_like(x)
+        expected[at], given[of_total] = x[at], total[of_total]
+        assert_same_bytes(out, expected)
+        assert_same_values(with_feedback, given)
+        # Nothing is lost: what is not sent remains. What is not finite leaves the residual as it was.
+        finite = np.isfinite(total)
+        assert_same_bytes(new, np.where(finite, np.where(finite, total, 0) - np.where(finite, given, 0), residual))
+        np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
+
+
+@pytest.mark.parametrize(("select", "n", "ratio"), [
+    ("sampled", 300, 0.01), ("sampled", 5000, 0.1), ("sampled", 300_001, 0.001), ("fitted", 5000, 0.01), ("fitted", 300_001, 0.02),
+    (Sampled(0.5, "exponential", 0.9, 3), 20_000, 0.02), (Sampled(refinements=0), 20_000, 0.01), (Sampled(2**-15, lower=1.0), 20_000, 0.3),
+])  # fmt: skip
+def test_sampled_takes_the_largest_of_what_reaches_a_threshold(select, n, ratio):
+    codec = TopK(ratio, select=select)
+    layout = Layout(codec, ((n,),), ("float32",))
+    k = codec.capacity(n)
+    run = jax.jit(lambda x, key: ops.decode(layout, ops.encode(layout, [x], key))[0])
+    for kind in KINDS:
+        x = numbers(n, kind)
+        at = largest(x, k)
+        for key in (KEY, KEY + 1):
+            out = np.asarray(run(x, key))
+            found = np.flatnonzero(out.view(np.int32))
+            assert_same_bytes(out[found], x[found])
+            # Of the k largest those that reach a magnitude: all of one, or the first where there were too many.
+            magnitudes = x.view(np.int32) & 0x7FFFFFFF
+            with_zeros = at[magnitudes[at] >= magnitudes[found].min(initial=MOST)]
+            np.testing.assert_array_equal(found, with_zeros[x[with_zeros].view(np.int32) != 0])
+
+
+@pytest.mark.parametrize("select", ["sampled", "fitted"])
+def test_sampled_sends_nearly_as_many_as_wanted(select):
+    n = 400_000
+    r = np.random.RandomState(0)
+    codec = TopK(0.01, select=select)
+    layout = Layout(codec, ((n,),), ("float32",))
+    run = jax.jit(lambda x, key: (ops.decode(layout, ops.encode(layout, [x], key))[0] != 0).sum())
+    draws = {"normal": r.standard_normal(n), "exponential": r.exponential(size=n), "heavy tails": r.standard_t(3, n)}
+    for name, x in draws.items():
+        x = x.astype(np.float32)
+        for i in range(4):
+            assert 0.8 * 4000 <= int(run(x, KEY + jnp.uint32(i))) <= 4000, name
+
+
+def test_the_sample_begins_where_the_key_says():
+    n = 100_000
+    layout = Layout(TopK(0.01, select=Sampled(0.001)), ((n,),), ("float32",))
+    payloads = {bytes(np.asarray(ops.encode(layout, [normal(n)], KEY + jnp.uint32(i)))) for i in range(4)}
+    assert len(payloads) > 1
+    assert_same_bytes(ops.encode(layout, [normal(n)], KEY), ops.encode(layout, [normal(n)], KEY))
+
+
+@pytest.mark.parametrize("values", [cgx.MaxMin(4, 64), cgx.Cast("float16"), cgx.AbsMax(8, 100), cgx.MaxMin(3, 50, "stochastic", skip_incomplete=True)], ids=repr)
+def test_what_the_values_lose_stays(values):
+    n = 20_000
+    codec = TopK(0.02, values=values)
+    layout = Layout(codec, ((n,),), ("float32",))
+    x, residual = normal(n), normal(n, seed=1, scale=0.1)
+    payload, (new,) = ops.encode(layout, [x], native_key(codec), [residual])
+    (out,) = ops.decode(layout, payload)
+    total = np.asarray(x + residual)
+    at = largest(total, 400)
+    assert set(np.flatnonzero(out)) <= set(at)
+    np.testing.assert_array_equal(new, total - np.asarray(out))
+    # as the codec alone does it with the values, where nothing is drawn
+    if not values.stochastic:
+        np.testing.assert_array_equal(np.asarray(out)[at], cgx.decode(cgx.encode(total[at], values), values, (400,), "float32"))
+
+
+def test_a_sum_of_lists_loses_nothing():
+    n, ranks = 10_000, 4
+    codec = TopK(0.01)
+    layout = Layout(codec, ((n,),), ("float32",))
+    xs = [normal(n, seed=r) for r in range(ranks)]
+    payloads = jnp.concatenate([ops.encode(layout, [x]) for x in xs])
+    expected = np.zeros(n, np.float32)
+    for x in xs:
+        at = largest(x, 100)
+        expected[at] += np.asarray(x)[at]
+    assert_same_bytes(ops.reduce(layout, payloads)[0], expected)
+    of_sum = layout.of_sum(ranks)
+    assert of_sum.codec == TopK(0.01, lists=4) and of_sum.codec.capacity(n) == 400
+    assert_same_bytes(ops.decode(of_sum, ops.reduce(layout, payloads, encoded=True)[None])[0], expected)
+    top = dataclasses.replace(layout, codec=TopK(0.01, pull="top"))
+    best = np.zeros(n, np.float32)
+    at = largest(expected, 100)
+    best[at] = expected[at]
+    lost = jnp.zeros(n)
+    total, (lost,) = ops.reduce(top, payloads, encoded=True, residuals=[lost])
+    assert_same_bytes(ops.decode(top, total[None])[0], best)
+    assert_same_bytes(lost, expected - best)
+
+
+def test_any_bytes_decode_as_the_reference_does():
+    layout = Layout(TopK(0.03), ((3000,), (40,), (0,)), ("float32", "bfloat16", "float32"), chunks=2)
+    clear = jax.jit(lambda payload, arrays: reference.clear(layout, payload, arrays))
+    r = np.random.RandomState(0)
+    ones = [jnp.ones(s, d) for s, d in zip(layout.shapes, layout.dtypes)]
+    for share in (256, 2):  # lists with many ones, and with some
+        payload = (r.randint(0, 256, (2, layout.chunk_bytes)) * (r.randint(0, share, (2, layout.chunk_bytes)) < 2)).astype(np.uint8)
+        if share == 2:
+            payload = r.randint(0, 256, payload.shape).astype(np.uint8)
+        for a, b in zip(ops.decode(layout, payload), reference_decode(layout)(payload)):
+            assert_same_values(a, b)
+        for a, b in zip(ops.clear(layout, payload, ones), clear(payload, ones)):
+            assert_same_values(a, b)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 0), (1, 1), (2, 1), (10, 3), (1000, 10), (1000, 500), (1000, 999), (70_000, 3), (5000, 133)])
+def test_indices_come_back(n, k):
+    r = np.random.RandomState(n + k)
+    for count in {k, k // 2}:
+        given = np.sort(np.r_[r.choice(n, count, replace=False), np.full(k - count, n)]).astype(np.int32) if k < n else np.arange(n, dtype=np.int32)
+        raw = indices.to_list(jnp.asarray(given), n)
+        assert raw.size == indices.index_bytes(n, k)
+        np.testing.assert_array_equal(indices.from_list(raw, n, k), given)
+
+
+def test_the_largest_piece_has_sizes():
+    # tests/cpp/test_wire.cc has the same
+    assert [indices.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
+    assert TopK(0.001).code_bytes(MOST, jnp.dtype("float32")) == -(-3208644 // 16) * 16 + 4 * 2147484
+    assert TopK(1.0).code_bytes(MOST, jnp.dtype("float32")) == 4 * MOST + 4
+    with pytest.raises(ValueError, match=r"TopK: expected at most 2\^31 - 1 elements of a leaf in a chunk, got 2147483648"):
+        TopK(0.001).wire_bytes((2**31,), "float32")
+    # the same limit where a message is cut: two chunks are two pieces
+    assert Layout(TopK(0.001), ((2**31,),), ("float32",), chunks=2).chunk_bytes == TopK(0.001).code_bytes(2**30, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize(("make", "error", "words"), [
+    (lambda: TopK(1.5), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 1.5"),
+    (lambda: TopK("1"), TypeError, "TopK: argument 'ratio': expected a number from 0 to 1, got '1'"),
+    (lambda: TopK(values=TopK()), ValueError, "TopK: argument 'values': expected a codec that keeps every element"),
+    (lambda: TopK(values=4), TypeError, "TopK: argument 'values': expected a codec such as"),
+    (lambda: TopK(select="best"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'best'"),
+    (lambda: TopK(pull="some"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'some'"),
+    (lambda: TopK(lists=0), ValueError, "TopK: argument 'lists': expected an integer from 1 to"),
+    (lambda: Sampled(share=0), ValueError, "Sampled: argument 'share': expected a number from"),
+    (lambda: Sampled(lower=2), ValueError, "Sampled: argument 'lower': expected a number from"),
+    (lambda: Sampled(refinements=101), ValueError, "Sampled: argument 'refinements': expected an integer from 0 to 100, got 101"),
+    (lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "encode: argument 'key'"),
+])  # fmt: skip
+def test_what_is_refused(make, error, words):
+    with pytest.raises(error) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("codec", **each_codec([TopK(0.1), TopK(0.1, cgx.MaxMin(4, 33)), TopK(0.05, select="sampled")]))
+def test_native_says_what_the_codec_is(codec):
+    assert codec.native["kind"] == 7 and codec.native["values_kind"] == codec.values.native["kind"]
+    assert codec.native["stochastic"] == codec.stochastic and codec.native["ratio"] == codec.ratio
