@@ -5,26 +5,20 @@
 namespace jaxcgx::test {
 namespace {
 
-Codec topk(double ratio, const Codec& values = {Kind::kRaw, 0, 0, false, false, false}, Select select = Select::kExact, double share = 0.01,
-           double lower = 0.8, int32_t refinements = 10) {
-  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact, false, false};
-  c.sparse = {ratio, 1, false, select, share, lower, refinements, values.kind, values.bits, values.bucket_size, values.stochastic,
-              values.skip_incomplete, values.compatible};
-  return c;
-}
-
+constexpr Codec kRaw{Kind::kRaw, 0, 0, false, false, false};
 constexpr Select kSelections[] = {Select::kExact, Select::kQuantile, Select::kExponential};
 
 // Messages of several leaves, chunks, rows and ranks; values in codecs of every kind of kernel.
 void every_selection() {
   Random r{1};
-  const Codec values[] = {{Kind::kRaw, 0, 0, false, false, false}, {Kind::kMaxMin, 4, 64, false, false, false},
+  const Codec values[] = {kRaw, {Kind::kMaxMin, 4, 64, false, false, false},
                           {Kind::kMaxMin, 3, 128, true, false, false}, {Kind::kCast, 1, 0, false, false, false},
                           {Kind::kByteGrad, 8, 0, false, false, false}, {Kind::kMaxMin, 5, 33, true, true, false}};
   for (int turn = 0; turn < 12; ++turn) {
-    Codec c = topk(r.pick({0.0, 0.003, 0.02, 0.06, 0.3, 0.7, 1.0}), values[turn % 6], kSelections[turn % 3], r.pick({0.002, 0.1, 1.0}),
-                   r.pick({0.5, 0.9, 1.0}), r.pick({0, 3, 100}));
-    c.sparse.top = r.below(3) == 0;
+    Codec c = topk(r.pick({0.0, 0.003, 0.02, 0.06, 0.3, 0.7, 1.0}), kSelections[turn % 3], values[turn % 6], r.below(3) == 0);
+    c.sparse.share = r.pick({0.002, 0.1, 1.0});
+    c.sparse.lower = r.pick({0.5, 0.9, 1.0});
+    c.sparse.refinements = r.pick({0, 3, 100});
     Case k{c, {{r.below(3000), r.pick(kDTypes)}, {r.below(90), r.pick(kDTypes)}, {r.below(700), r.pick(kDTypes)}}};
     k.chunks = r.pick({1, 1, 2, 3});
     k.batch = 1 + (r.below(4) == 0);
@@ -38,8 +32,8 @@ void every_selection() {
 // More segments than a block has, lists of several stretches, and values of a bucket that blocks share.
 void large() {
   Random r{2};
-  compare({topk(0.02, {Kind::kMaxMin, 4, 512, false, false, false}), {{34000, DType::kF32}}, 1, 1, 2, false, 0}, r);
-  compare({topk(0.45, {Kind::kByteGrad, 8, 0, false, false, false}, Select::kQuantile), {{19000, DType::kBF16}}, 1, 1, 1, true, 0}, r);
+  compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}), {{34000, DType::kF32}}, 1, 1, 2, false, 0}, r);
+  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}), {{19000, DType::kBF16}}, 1, 1, 1, true, 0}, r);
 }
 
 // What the sample says nothing of, and equal magnitudes: the bytes are those of the CPU.
@@ -56,7 +50,8 @@ void misleading() {
     CHECK(payload == expected, describe(l));
   };
   for (const Select select : kSelections) {
-    const Codec c = topk(0.02, {Kind::kRaw, 0, 0, false, false, false}, select, 0.04, 0.9, 20);
+    Codec c = topk(0.02, select, kRaw);
+    c.sparse.share = 0.04, c.sparse.lower = 0.9, c.sparse.refinements = 20;
     run(c, [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a period that a stride may have
     run(c, [&](int64_t i) { return i < 80 ? 3.0f * r.uniform() : 1e-5f * r.uniform(); });
     run(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
@@ -67,7 +62,7 @@ void misleading() {
 // Lists of no encoder: ones side by side from one stretch into the next, whose indices are in no order.
 void any_list() {
   Random r{4};
-  const Layout l(topk(0.1), {{20000, DType::kF32}}, 1);
+  const Layout l(topk(0.1, Select::kExact, kRaw), {{20000, DType::kF32}}, 1);
   for (const int64_t zeros : {0, 1000, 3}) {
     Memory payload(l.chunk_bytes, 0xff);
     const auto bits = IndexList(20000, 2000).bits;
@@ -84,7 +79,7 @@ void any_list() {
 // Of a chunk that there is not every number is NaN, and the residuals stay.
 void nowhere() {
   Random r{5};
-  const Message m(topk(0.1), {{1000, DType::kF32}}, 2, 1, r);
+  const Message m(topk(0.1, Select::kExact, kRaw), {{1000, DType::kF32}}, 2, 1, r);
   const Layout &l = m.layout, sum = of_sum(l, 2);
   const Memory payloads(2 * l.chunk_bytes, 0), old = as_leaf(DType::kF32, std::vector<float>(1000, 0.25f)), residual = old.copy();
   const Memory payload(sum.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 2, true));
@@ -105,7 +100,7 @@ void nothing() {
   const int64_t ids[2] = {};
   const int32_t where[2] = {};
   for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
-    const Layout l(topk(0.5), shapes, 3);
+    const Layout l(topk(0.5, Select::kExact, kRaw), shapes, 3);
     for (const int64_t batch : {0, 1}) {
       CHECK(cuda::workspace_bytes(l, batch, 2, true) == 0, "workspace");
       check(cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr));
@@ -121,7 +116,7 @@ void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};
   const auto refused = [&](double ratio, int64_t size, int64_t batch) {
-    const Layout l(topk(ratio), {{size, DType::kF32}}, 1);
+    const Layout l(topk(ratio, Select::kExact, kRaw), {{size, DType::kF32}}, 1);
     return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
            cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
            cuda::clear({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
