@@ -23,7 +23,7 @@ struct SelectionWords {
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
     // Twice as many as there are on average if all of them are sent, and some. Where they are many the segment is read again.
     room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
-    if (room > kSegment / 4) room = 0;
+    if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
     all = 0;
     found = take(segments);
@@ -45,8 +45,8 @@ struct SelectionWords {
 
   // The sample that the first threshold is from. Exact selection may choose one: what it tells is only where to begin.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
-    constexpr double kGuess = 32768;
-    if (s.select == Select::kExact) s.share = kGuess / static_cast<double>(n);
+    constexpr int64_t kGuess = 32768, kEvery = 16;
+    if (s.select == Select::kExact) s.share = n < kGuess * kEvery ? 1.0 / kEvery : static_cast<double>(kGuess) / static_cast<double>(n);
     return Sample(s, n, k);
   }
 };
