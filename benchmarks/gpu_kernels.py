@@ -31,12 +31,15 @@ from kernels import BUCKET, RANKS, mark, median, rounded
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
+PART = 2**24  # 64 MiB, too, for the selection of the largest elements
 SETS = 4  # of leaves: 256 MiB
 
 NOTES = f"""\
 - share: the bytes that must move (every input read once, every output written once), at the bandwidth of a device-to-device
   copy measured in the same turn, over the time. Medians of the turns.
 - reduce: the sum of {RANKS} payloads, encoded again in the same pass; arithmetic binds.
+- TopK: of {PART:,} elements where the row says 16 M. Exact selection reads its input twice, sampled selection twice with feedback
+  only; the share counts one reading. reduce: the largest of the sum again.
 - leaves: {LEAVES:,} leaves of {LEAF:,} elements in one launch, {SETS} sets of them in turn.
 - The other quantizers write formats of their own; their share is by the bytes that these must move.
 """
@@ -68,6 +71,10 @@ class Copy:
 def loop(operation, codec, x):
     step, carry, moved = operation(codec, [x])
     return kernels.check_copies(kernels.Loop(step, carry, ITERATIONS)), moved, 1
+
+
+def part_loop(operation, codec, x):
+    return loop(operation, codec, x[:PART])
 
 
 def leaves_loop(operation, codec, _):
@@ -107,6 +114,15 @@ def rows():
     for name in ("AbsMax 8", "Float8 e4m3", "Cast bfloat16", "Sign", "ByteGrad"):
         table[f"encode {name}"] = loop, kernels.encode, kernels.CODECS[name], "float32", None
         table[f"decode {name}"] = loop, kernels.decode, kernels.CODECS[name], "float32", 0.9
+    for ratio in (0.01, 0.001):
+        for select, goal in (("exact", 0.35), ("sampled", 0.7), ("fitted", None)):
+            codec = cgx.TopK(ratio, select=select)
+            table[f"encode TopK {ratio} {select}"] = loop, kernels.encode, codec, "float32", None
+            table[f"16 M: encode TopK {ratio} {select}"] = part_loop, kernels.encode, codec, "float32", goal
+        top = cgx.TopK(ratio, pull="top")
+        for name, operation in (("encode with feedback", kernels.feedback), ("decode", kernels.decode), ("reduce", kernels.reduce)):
+            table[f"{name} TopK {ratio}"] = loop, operation, top, "float32", None
+    table["leaves: encode TopK 0.01 sampled"] = leaves_loop, kernels.encode, cgx.TopK(0.01, select="sampled"), "float32", None
     table["leaves: encode MaxMin 4"] = leaves_loop, kernels.encode, maxmin[4], "float32", 0.6
     table["leaves: decode MaxMin 4"] = leaves_loop, kernels.decode, maxmin[4], "float32", 0.6
     return table

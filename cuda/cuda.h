@@ -18,10 +18,10 @@ struct Status {
   cudaError_t error = cudaSuccess;
 };
 
-// Bytes of workspace that encode needs, and reduce where its result is a payload. Buckets of more than 8192 elements
-// (kMostStaged) are shared among blocks, which meet in this memory, in floats: 8 for each such bucket, and for each 8192
-// elements of it, the last ones counting whole, 2, or 66 if the codec is Sign:
-//   4 * batch * sum over the pieces of all chunks with bucket > 8192 of
+// Workspace that encode needs, and reduce where its result is a payload. Buckets of more than 8192 elements (kMostStaged) are
+// shared among blocks, which meet in this memory, in floats: 8 for each such bucket, and for each 8192 elements of it, the
+// last ones counting whole, 2, or 66 if the codec is Sign:
+//   batch * sum over the pieces of all chunks with bucket > 8192 of
 //     ceil(coded / bucket) * (8 + ceil(bucket / 8192) * (66 if Sign else 2))
 constexpr int64_t kMostStaged = 8192;
 
@@ -29,11 +29,14 @@ inline int64_t workspace_floats(const Codec& c, const Piece& p) {
   if (p.bucket <= kMostStaged) return 0;
   return div_up(p.coded, p.bucket) * (8 + div_up(p.bucket, kMostStaged) * (c.kind == Kind::kSign ? 66 : 2));
 }
-inline int64_t workspace_bytes(const Layout& layout, int64_t batch) {
+inline int64_t workspace_floats(const Layout& layout) {
   int64_t floats = 0;
   for (const Piece& p : layout.pieces) floats += workspace_floats(layout.codec, p);
-  return 4 * batch * floats;
+  return floats;
 }
+// Bytes of workspace of an operation that decodes `payloads` of each row (encode: none), and that `encodes`. TopK's are
+// topk.cuh's TopkWork.
+int64_t workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
 
 struct Encode {
   const Layout& layout;
@@ -44,7 +47,7 @@ struct Encode {
   const float* const* residuals;  // null without feedback: added to the leaves before encoding,
   float* const* new_residuals;    // and what encoding lost; may be the same memory
   uint8_t* payload;               // [batch, chunks, chunk_bytes]
-  void* workspace;                // workspace_bytes(layout, batch), on 16 bytes
+  void* workspace;                // of workspace_bytes, on 16 bytes
 };
 Status encode(const Encode& args, cudaStream_t stream);
 
@@ -53,6 +56,7 @@ struct Decode {
   int64_t batch;
   const uint8_t* payload;  // [batch, chunks, chunk_bytes]
   void* const* leaves;
+  void* workspace;
 };
 Status decode(const Decode& args, cudaStream_t stream);
 
@@ -67,7 +71,7 @@ struct Reduce {
   float divisor;
   // Either the sum itself (one chunk only),
   float* const* leaves;
-  // or the sum as a new payload [batch, chunk_bytes].
+  // or the sum as a new payload [batch, of_sum(layout, ranks).chunk_bytes].
   uint8_t* payload;
   float* const* residuals;  // null without feedback: of whole leaves; the chunk's are added to the sum before it is
                             // divided, and become what encoding lost
@@ -76,5 +80,15 @@ struct Reduce {
   void* workspace;
 };
 Status reduce(const Reduce& args, cudaStream_t stream);
+
+// 0 where the payload of TopK has an element.
+struct Clear {
+  const Layout& layout;
+  int64_t batch;
+  const uint8_t* payload;  // [batch, chunks, chunk_bytes]
+  void* const* arrays;     // of the leaves' sizes and dtypes
+  void* workspace;
+};
+Status clear(const Clear& args, cudaStream_t stream);
 
 }  // namespace jaxcgx::cuda

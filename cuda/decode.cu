@@ -1,6 +1,7 @@
 #include "cuda/encode.cuh"
 #include "cuda/rest.cuh"
 #include "cuda/sum.cuh"
+#include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
@@ -27,6 +28,7 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
 }  // namespace
 
 Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
+  if (l.codec.kind == Kind::kTopK) return decode_topk(l, batch, leaves, m, stream);
   if (is_fast(l.codec)) {
     const Status s = with_decoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
@@ -42,6 +44,7 @@ Status decode(const Decode& a, cudaStream_t stream) {
   if (const Status s = check_size(a.layout, a.batch); s.call != nullptr) return s;
   Message m = message_of(a.layout);
   m.payloads = a.payload;
+  m.workspace = static_cast<float*>(a.workspace);
   return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m, stream);
 }
 

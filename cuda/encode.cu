@@ -1,5 +1,6 @@
 #include "cuda/encode.cuh"
 #include "cuda/rest.cuh"
+#include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
@@ -28,6 +29,19 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
 }  // namespace
 
+Status encode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps, cudaStream_t stream) {
+  if (is_fast(l.codec)) {
+    const Status s = with_encoder(l.codec, [&](auto variant) {
+      using V = decltype(variant);
+      const auto launch = [&](auto kernel) { return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads)); };
+      return leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                         : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+    });
+    if (s.call != nullptr) return s;
+  }
+  return encode_rest(l, batch, leaves, m, gaps, stream);
+}
+
 Status encode(const Encode& a, cudaStream_t stream) {
   const Layout& l = a.layout;
   const Leaves leaves{a.leaves, a.residuals, a.new_residuals, a.leaf_ids};
@@ -36,16 +50,13 @@ Status encode(const Encode& a, cudaStream_t stream) {
   m.payload = a.payload;
   m.keys = a.keys;
   m.workspace = static_cast<float*>(a.workspace);
-  if (is_fast(l.codec)) {
-    const Status s = with_encoder(l.codec, [&](auto variant) {
-      using V = decltype(variant);
-      const auto launch = [&](auto kernel) { return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads)); };
-      return a.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                                    : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
-    });
-    if (s.call != nullptr) return s;
-  }
-  return encode_rest(l, a.batch, leaves, m, stream);
+  if (l.codec.kind == Kind::kTopK) return encode_topk(TopkWork(l, a.batch, 0, true), a.batch, leaves, m, stream);
+  return encode_all(l, a.batch, leaves, m, true, stream);
+}
+
+int64_t workspace_bytes(const Layout& l, int64_t batch, int64_t payloads, bool encodes) {
+  if (l.codec.kind == Kind::kTopK) return 4 * TopkWork(l, batch, payloads, encodes).end;
+  return encodes ? 4 * batch * workspace_floats(l) : 0;
 }
 
 }  // namespace jaxcgx::cuda

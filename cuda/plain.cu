@@ -205,8 +205,8 @@ Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const 
 
 }  // namespace
 
-Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return launch_plain(l, batch, leaves, m, encode_plain_kernel, "plain encode kernel", true, stream);
+Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps, cudaStream_t stream) {
+  return launch_plain(l, batch, leaves, m, encode_plain_kernel, "plain encode kernel", gaps, stream);
 }
 Status decode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
   return launch_plain(l, batch, leaves, m, decode_plain_kernel, "plain decode kernel", false, stream);

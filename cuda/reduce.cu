@@ -49,7 +49,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   m.exact = std::frexp(a.divisor, &exponent) == 0.5f && std::isnormal(m.inverse);
   m.sums = true;
   m.own = a.own != nullptr;
-  if (a.payload == nullptr) return decode_all(l, a.batch, leaves, m, stream);
+  if (a.payload == nullptr || l.codec.kind == Kind::kTopK) return decode_all(l, a.batch, leaves, m, stream);
   if (is_fast(l.codec)) {
     const Status s = with_encoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
@@ -59,7 +59,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
     });
     if (s.call != nullptr) return s;
   }
-  return encode_rest(l, a.batch, leaves, m, stream);
+  return encode_rest(l, a.batch, leaves, m, true, stream);
 }
 
 }  // namespace jaxcgx::cuda

@@ -40,7 +40,8 @@ struct Message {
   const uint8_t* payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
-  const int32_t* where;     // null: all chunks; else those of the one that it names
+  const int32_t* where;     // null: all chunks; else those of the one that it names,
+  uint32_t lists;           // of so many rows the same one
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
@@ -88,8 +89,9 @@ CGX_D Place place_of(const T& t) {
   p.rank = m.ranks;
   p.row = p.slot = t.first + blockIdx.y;
   if (m.where != nullptr) {
-    const auto chunk = static_cast<uint32_t>(m.where[2 * p.row]);
-    if (m.own) p.rank = static_cast<uint32_t>(m.where[2 * p.row + 1]);
+    const int32_t* where = m.where + 2 * (p.row / m.lists);
+    const auto chunk = static_cast<uint32_t>(where[0]);
+    if (m.own) p.rank = static_cast<uint32_t>(where[1]);
     const bool nowhere = chunk >= m.chunks || (m.own && p.rank >= m.ranks);
     if (nowhere) p.rank = kNowhere;  // of chunk 0, which every layout has, and NaN
     p.slot = p.row * m.chunks + (nowhere ? 0 : chunk);
@@ -117,6 +119,7 @@ struct Leaves {
   const float* const* residuals = nullptr;   // null: no feedback
   float* const* results = nullptr;           // new residuals, or the fp32 sum
   const int64_t* ids = nullptr;
+  const int64_t* starts = nullptr;           // which element of its noise a leaf begins with; null: with the first
 };
 
 inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) { return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu; }
@@ -138,7 +141,7 @@ struct Item {
     entry.meta = static_cast<uint32_t>(p.meta / 4 + meta);
     entry.slot = slot_of(l, row, p.chunk);
     entry.dtype = static_cast<uint32_t>(dtype) & 3u;
-    extra.start = p.start + at;
+    extra.start = p.start + at + (b.starts != nullptr ? b.starts[i] : 0);
     if (b.ids != nullptr) extra.id = static_cast<uint32_t>(b.ids[i]);
     if (b.residuals != nullptr) residual.old = b.residuals[i] + element;
     if (b.results != nullptr) residual.lost = b.results[i] + element;
@@ -148,7 +151,7 @@ struct Item {
 // An error where the numbers in a table, of 30 and 32 bits, do not suffice for a message.
 inline Status check_size(const Layout& l, int64_t batch) {
   const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
-  bool fits = batch <= (int64_t{1} << 30) / l.chunks() && workspace_bytes(l, batch) / 4 <= UINT32_MAX;
+  bool fits = batch <= (int64_t{1} << 30) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
   for (const int64_t end : l.meta_end) fits = fits && end / 4 <= UINT32_MAX;
   for (const Piece& p : l.pieces) fits = fits && units(p.coded) <= UINT32_MAX && units(p.raw) <= UINT32_MAX;
   return fits ? Status() : Status{"table of pieces", cudaErrorInvalidConfiguration};
@@ -160,7 +163,7 @@ inline Message message_of(const Layout& l) {
   m.meta = meta_floats(l.codec.kind);
   m.chunk_bytes = l.chunk_bytes;
   m.chunks = static_cast<uint32_t>(l.chunks());
-  m.ranks = 1;
+  m.ranks = m.lists = 1;
   m.divisor = m.inverse = 1.0f;
   m.exact = true;
   while (int64_t{1} << m.log_bucket < l.codec.bucket_size) ++m.log_bucket;

@@ -3,7 +3,7 @@
     python scripts/cuda_resources.py sm_80,sm_90 LOG...
 
 LOG is what nvcc printed with -Xptxas=-v, for any number of files, and at least for these architectures. The kernels of cuda/general.cu and
-cuda/plain.cu may spill: they do what the fast ones leave over.
+cuda/plain.cu may spill: they do what the fast ones leave over; so may those of cuda/select.cu and cuda/scatter.cu that see little of the data.
 """
 import collections
 import pathlib
@@ -13,7 +13,7 @@ import sys
 ENTRY = re.compile(r"Compiling entry function '(?P<kernel>\w+)' for '(?P<arch>\w+)'.*?"
                    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
                    r"Used (?P<registers>\d+) registers", re.DOTALL)
-FAST = re.compile(r"(?:encode|decode|reduce)_kernel")
+FAST = re.compile(r"(?:encode|decode|reduce|find|pick|scatter)_kernel")
 
 
 def main(architectures, *logs):
@@ -25,7 +25,7 @@ def main(architectures, *logs):
         by_arch[e["arch"], fast[0]].append(int(e["registers"]))
         if int(e["stack"]) or int(e["stores"]) or int(e["loads"]):
             bad.append("{kernel} for {arch}: {stack} bytes of stack, {stores} stored, {loads} loaded in spills".format(**e))
-    wanted = [(a, f"{k}_kernel") for a in architectures.split(",") for k in ("decode", "encode", "reduce")]
+    wanted = [(a, f"{k}_kernel") for a in architectures.split(",") for k in ("decode", "encode", "reduce", "find", "pick", "scatter")]
     if missing := [f"{kernel} for {arch}" for arch, kernel in wanted if (arch, kernel) not in by_arch]:
         sys.exit(f"cuda_resources: no report on {', '.join(missing)}: compile with -Xptxas=-v")
     for (arch, kernel), registers in sorted(by_arch.items(), key=lambda item: (int(re.sub(r"\D", "", item[0][0])), item[0][1])):

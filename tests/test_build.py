@@ -85,7 +85,8 @@ def entry(arch, kernel, stores=0):
 ])  # fmt: skip
 def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
     cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
-    kernels = [(a, k) for a in ("sm_80", "sm_90") for k in ("encode_kernel", "decode_kernel", "reduce_kernel", "encode_general_kernel")]
+    names = [f"{name}_kernel" for name in ("encode", "decode", "reduce", "encode_general", "find", "pick", "scatter")]
+    kernels = [(a, k) for a in ("sm_80", "sm_90") for k in names]
     log = tmp_path / "log.txt"
     log.write_text("-- CUDA half: toolkit 13.0.88, architectures 80-real;90;100-virtual\n"
                    + "".join(entry(*k, spills.get(k, 0)) for k in kernels if k not in missing))

@@ -51,6 +51,7 @@ NB_MODULE(_native, m) {
     cuda["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cuda);
     cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
     cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
+    cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
     platforms["CUDA"] = cuda;
 #endif
     return platforms;
@@ -72,7 +73,7 @@ NB_MODULE(_native, m) {
   }, "The version, what it was built with, the CPU kernels in use, and the CUDA half or None.");
 #ifdef JAXCGX_CUDA
   m.def("workspace_bytes", [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
-                              const std::vector<int64_t>& ids, int64_t chunks, int64_t batch) {
+                              const std::vector<int64_t>& ids, int64_t chunks, int64_t batch, int64_t payloads, bool encodes) {
     const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
     const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
     const auto share = [&](const char* name) { return nb::cast<double>(nb::float_(codec[name])); };
@@ -84,9 +85,10 @@ NB_MODULE(_native, m) {
     const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
     const auto layout = jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
     if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());
-    return jaxcgx::cuda::workspace_bytes(*layout, batch);
-  }, "Bytes of the hidden result of encode, and of reduce where its result is encoded, of platform CUDA.",
-     nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"));
+    return jaxcgx::cuda::workspace_bytes(*layout, batch, payloads, encodes);
+  }, "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that `encodes`.",
+     nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"), nb::arg("payloads"),
+     nb::arg("encodes"));
 #endif
   m.def("shm_create", [](int64_t ranks) { return value_of(jaxcgx::shm::create(ranks)); },
         "The name of new memory for a number of ranks, for each of them to attach.", nb::arg("ranks"));

@@ -49,8 +49,8 @@ def _lower_to_handler(target, attributes, workspace_bytes):
         extra, aliases = attributes(layout, ctx.avals_in, **params)
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         results = ctx.avals_out
-        encodes = target == "encode" or params.get("encoded")
-        if hidden := workspace_bytes(**message) if encodes else 0:
+        payloads = extra.get("ranks", 0 if target == "encode" else 1)
+        if hidden := workspace_bytes(**message, payloads=payloads, encodes=target == "encode" or params.get("encoded", False)):
             ctx = ctx.replace(avals_out=[*results, _compat.result_aval(ctx.avals_in, (hidden,), np.dtype("uint8"))])
         call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
         return call(ctx, *operands, **message, **extra)[: len(results)]

@@ -1,137 +1,9 @@
 // The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and touch
 // nothing else.
-#include "check.h"
-#include "cpu/kernels.h"
-#include "cuda/cuda.h"
-#include "message.h"
+#include "cuda_message.h"
 
 namespace jaxcgx::test {
 namespace {
-
-constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
-
-// Copies that begin `elements` elements behind a multiple of 64 bytes, and end where their memory does.
-class Shifted {
- public:
-  Shifted(const std::vector<Memory>& from, const std::vector<int64_t>& sizes, int64_t elements) {
-    for (size_t i = 0; i < from.size(); ++i) {
-      const int64_t shift = elements * sizes[i];
-      memory_.emplace_back(static_cast<int64_t>(from[i].size()) + shift, uint8_t{0xCD});
-      at_.push_back(memory_.back().data() + shift);
-      if (from[i].size() > 0) std::memcpy(at_.back(), from[i].data(), from[i].size());
-    }
-  }
-  template <class T>
-  std::vector<T*> pointers() const {
-    std::vector<T*> p;
-    for (uint8_t* at : at_) p.push_back(reinterpret_cast<T*>(at));
-    return p;
-  }
-  Memory copy(size_t i) const {
-    const auto size = static_cast<int64_t>(memory_[i].size()) - (at_[i] - memory_[i].data());
-    Memory m(size);
-    if (size > 0) std::memcpy(m.data(), at_[i], static_cast<size_t>(size));
-    return m;
-  }
-
- private:
-  std::vector<Memory> memory_;
-  std::vector<uint8_t*> at_;
-};
-
-void check(const cuda::Status& s) { CHECK(s.call == nullptr, s.call == nullptr ? "" : s.call); }
-
-struct Case {
-  Codec codec;
-  std::vector<Leaf> shapes;
-  int64_t chunks = 1, batch = 1, ranks = 2;
-  bool feedback = false;
-  int64_t shift = 0;  // elements that leaves begin behind an aligned address
-};
-
-void compare(const Case& k, Random& r) {
-  Message m(k.codec, k.shapes, k.chunks, k.batch, r);
-  const Layout& l = m.layout;
-  const std::string context =
-      describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
-  std::vector<int64_t> sizes, fours(k.shapes.size(), 4);
-  for (const Leaf& leaf : k.shapes) sizes.push_back(size_of(leaf.dtype));
-  if (k.feedback) {
-    for (const Leaf& leaf : k.shapes) m.residuals.push_back(as_leaf(DType::kF32, numbers(k.batch * leaf.size, r)));
-  }
-  const Memory workspace(cuda::workspace_bytes(l, k.batch));
-  const auto garbage = [&](DType* as) {
-    std::vector<Memory> v;
-    for (const Leaf& leaf : k.shapes) v.emplace_back(k.batch * leaf.size * size_of(as ? *as : leaf.dtype), uint8_t{0x54});
-    return v;
-  };
-  DType f32 = DType::kF32;
-
-  // What travels raw may be the NaN of a sum, of which the processor chooses the bits.
-  const bool raw = k.codec.kind == Kind::kRaw || k.codec.skip_incomplete;
-  const auto same_sum = [&](const Memory& a, const Memory& b) { return raw ? same_numbers(DType::kF32, a, b) : a == b; };
-
-  const Shifted leaves(m.leaves, sizes, k.shift), old(m.residuals, fours, k.shift);
-  const bool in_place = r.below(2) == 0;
-  std::vector<Memory> lost = k.feedback ? garbage(&f32) : std::vector<Memory>();
-  const Shifted apart(lost, fours, k.shift);
-  const auto& results = in_place ? old : apart;
-  const Memory expected = encode(m, one_thread(), 0xAB, k.feedback ? &lost : nullptr);
-  const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
-  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
-                      k.feedback ? old.pointers<const float>().data() : nullptr,
-                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), workspace.data()}, nullptr));
-  CHECK(payload == expected, context);
-  for (size_t i = 0; i < lost.size(); ++i) {
-    CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
-  }
-
-  const auto compare_decoded = [&](const Memory& from, const char* what) {
-    const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
-    const Shifted out(garbage(nullptr), sizes, k.shift);
-    check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data()}, nullptr));
-    for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
-  };
-  compare_decoded(expected, "decode ");
-  // Any bytes decode, products that are not exact with one rounding: as AVX2's kernels have it.
-  const char* const best = cpu::kernels().name;
-  if (cpu::select_kernels("avx2")) {
-    Memory any = expected.copy();
-    for (size_t i = 0; i < any.size(); ++i) any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
-    compare_decoded(any, "decode any bytes ");
-    cpu::select_kernels(best);
-  }
-
-  std::vector<Memory> messages;
-  messages.push_back(expected.copy());
-  for (int64_t i = 1; i < k.ranks; ++i) messages.push_back(encode(Message(k.codec, k.shapes, k.chunks, k.batch, r), one_thread()));
-  const bool own = r.below(2) == 0;
-  std::vector<int32_t> where;
-  for (int64_t row = 0; row < k.batch; ++row) {
-    where.push_back(static_cast<int32_t>(r.below(k.chunks)));
-    where.push_back(own ? static_cast<int32_t>(r.below(k.ranks)) : -1);
-  }
-  const Memory payloads = gather(l, k.batch, messages, where);
-  const float divisor = r.pick({1.0f, 3.0f, 8.0f, 7.0f});
-  const Sum sum{m, k.ranks, payloads, where, divisor};
-  const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
-  const auto own_leaves = leaves.pointers<const void>();
-  const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* residuals) {
-    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, residuals,
-                        m.ids.data(), m.keys.data(), workspace.data()}, nullptr));
-  };
-  const Memory reduced(k.batch * l.chunk_bytes, 0x54);
-  lost = copies(m.residuals);
-  const Shifted sum_lost(lost, fours, k.shift);
-  reduce(nullptr, reduced.data(), k.feedback ? sum_lost.pointers<float>().data() : nullptr);
-  CHECK(same_sum(reduced, sum.payload(one_thread(), 0xAB, k.feedback ? &lost : nullptr)), "reduce " + context + ranks);
-  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, sum_lost.copy(i), lost[i]), "reduce " + context + ranks);
-  if (k.chunks > 1) return;
-  const std::vector<Memory> right = sum.leaves(one_thread());
-  const Shifted out(garbage(&f32), fours, k.shift);
-  reduce(out.pointers<float>().data(), nullptr, nullptr);
-  for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
-}
 
 void every_codec() {
   Random r{1};
@@ -200,7 +72,7 @@ void nothing() {
     const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);
     for (const int64_t batch : {0, 1}) {
       check(cuda::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr}, nullptr));
-      check(cuda::decode({l, batch, nullptr, out}, nullptr));
+      check(cuda::decode({l, batch, nullptr, out, nullptr}, nullptr));
       check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr}, nullptr));
     }
   }
@@ -220,7 +92,7 @@ void nowhere() {
     const int64_t chunks = 1 + turn % 2;
     const Message m(codec, {{std::max<int64_t>(codec.bucket_size, 4096) + 1000, DType::kF32}, {77, DType::kBF16}}, chunks, 2, r);
     const Layout& l = m.layout;
-    const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2));
+    const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2, 2, true));
     const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});
     const bool rank = turn++ % 4 < 2;
     const std::vector<int32_t> where{rank ? 0 : bad, rank ? bad : 0, 0, 1};  // the second row is right
@@ -278,7 +150,7 @@ void too_large() {
   const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
     return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::decode({l, batch, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
+           cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
            cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
                cudaErrorInvalidConfiguration;
   };

@@ -13,6 +13,7 @@ CODECS = [
     *(cgx.MaxMin(bits, 512) for bits in range(1, 9)), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 33), cgx.MaxMin(4, 9000),
     cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True), cgx.ByteGrad(), cgx.AbsMax(8, 256), cgx.AbsMax(3, 64), cgx.Float8(),
     cgx.Float8("e5m2", 33), cgx.Cast("bfloat16"), cgx.Cast("float16", "stochastic"), cgx.Sign(), cgx.Sign(9000), cgx.Raw(),
+    cgx.TopK(), cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"), cgx.TopK(0.5, cgx.Cast(), "fitted"),
 ]  # fmt: skip
 LEAVES = [np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(dtype))
           for i, (n, dtype) in enumerate([(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")])]
@@ -29,6 +30,8 @@ def step(codec):
             summed = ops.reduce(layout, payloads, chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
             summed_too, residuals = ops.reduce(layout, payloads, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals)
             leaves = ops.decode(layout, payload)
+            if codec.whole:
+                residuals = ops.clear(Layout.of(codec, residuals, chunks=2), payload, residuals)
         return payload, summed, summed_too, residuals, leaves
 
     return jax.jit(run if codec.stochastic else lambda leaves, residuals, _: run(leaves, residuals, None))

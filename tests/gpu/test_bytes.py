@@ -127,6 +127,25 @@ def test_buckets_of_every_size(make, size):
     check_reduce(layout, np.stack([payload] * 9), leaves, 4, key)
 
 
+@pytest.mark.parametrize("size", (1, 700, 40_000, 3_000_000))
+@pytest.mark.parametrize("codec", [
+    *(cgx.TopK(ratio, select=select) for ratio in (0.001, 0.01, 0.3) for select in ("exact", "sampled", "fitted")), cgx.TopK(0), cgx.TopK(1),
+    cgx.TopK(0.05, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"), cgx.TopK(0.1, cgx.ByteGrad()), cgx.TopK(0.02, cgx.Cast(), pull="top"),
+], ids=repr)  # fmt: skip
+def test_the_largest_elements(codec, size):
+    leaves = [normal(size), normal(size // 2 + 1, 1, jnp.bfloat16).at[::3].set(0.5), normal(100, 2, jnp.float16)]
+    layout, key = Layout.of(codec, leaves, chunks=2), native_key(codec)
+    payload = check_encode(layout, leaves, key, [normal(x.shape, 5, scale=0.1) for x in leaves])
+    own = leaves if size % 2 else None
+    residuals = None if own else [normal(x.shape, 7, scale=0.1) for x in leaves]
+    run = lambda p, own, residuals, key: ops.reduce(layout, p, chunk=1, own=own, rank=2, divisor=3, encoded=True, key=key, residuals=residuals)
+    for a, b in zip(*(jax.tree.leaves(x) for x in both(run, np.stack([payload[1]] * 4), own, residuals, key)), strict=True):
+        assert_same_bytes(b, a)
+    for cleared in (payload, np.random.RandomState(0).randint(0, 256, payload.shape).astype(np.uint8)):  # any bytes, too
+        for a, b in zip(*both(functools.partial(ops.clear, layout), cleared, leaves), strict=True):
+            assert_same_bytes(b, a)
+
+
 @pytest.mark.parametrize("codec", **each_codec(CODECS[::3]))
 def test_a_thousand_leaves(codec):
     rng, dtypes = np.random.RandomState(0), [jnp.dtype(d) for d in ("float32", "bfloat16", "float16")]

@@ -71,12 +71,29 @@ def test_the_workspace_is_a_hidden_result():
 ])  # fmt: skip
 def test_the_size_of_the_workspace(codec, floats):
     layout = Layout.of(codec, [normal(20_000)])
-    assert ops._native.workspace_bytes(**layout.attributes, batch=7) == 4 * 7 * floats
+    size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=7)
+    assert size(payloads=0, encodes=True) == size(payloads=3, encodes=True) == 4 * 7 * floats
+    assert size(payloads=1, encodes=False) == 0
+
+
+def test_the_workspace_of_the_largest_elements():
+    """They need one everywhere; of a sum it is that of a chunk, the payloads and the sum."""
+    layout = Layout.of(cgx.TopK(0.01), [normal(100_000)], chunks=4)
+    payload = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
+    size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=1)
+    for f, args, (payloads, encodes) in (
+        (encode(layout), ([normal(100_000)],), (0, True)), (functools.partial(ops.decode, layout), (payload,), (1, False)),
+        (functools.partial(ops.clear, layout), (payload, [normal(100_000)]), (1, False)),
+        (functools.partial(ops.reduce, layout, encoded=True), (payload,), (4, True)),
+    ):  # fmt: skip
+        assert the_call(lower(f, *args))[3][-1] == f"{size(payloads=payloads, encodes=encodes)}xui8"
+    assert 4 * 25_000 < size(payloads=4, encodes=True) < 3 * 4 * 25_000
+    assert size(payloads=0, encodes=True) < 200_000 and size(payloads=1, encodes=False) < 10_000
 
 
 def test_the_size_of_an_impossible_workspace_is_refused():
     with pytest.raises(ValueError, match="batch out of range: -1"):
-        ops._native.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1)
+        ops._native.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1, payloads=0, encodes=True)
 
 
 def test_feedback_overwrites_the_residuals():
@@ -154,7 +171,7 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
         return metadata[4] & 0xFFFFFFFF
 
     handlers = ops._native.handlers()
-    assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1]
+    assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1, 1]
     assert not any(traits(h) for h in handlers["cpu"].values())
     assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {"jaxcgx_exchange"}  # between processes, in the memory of a host
 

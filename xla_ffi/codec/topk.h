@@ -82,6 +82,7 @@ struct Exponential {
     for (; 4 * wanted < n; wanted *= 4) ++rounds;
     last = static_cast<float>(std::log(static_cast<double>(n) / static_cast<double>(wanted)));
   }
+  CGX_HD Exponential(int rounds, float last) : rounds(rounds), last(last) {}
   CGX_HD float factor(int round) const { return round + 1 == rounds ? last : 1.38629436f; }  // log(4)
 
   CGX_HD static float scaled(float magnitude, float scale) {

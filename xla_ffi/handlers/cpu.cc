@@ -14,7 +14,7 @@ struct Cpu {
     return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
   }
 
-  static int64_t workspace_bytes(const Layout&, int64_t) { return 0; }
+  static int64_t workspace_bytes(const Layout&, int64_t, int64_t, bool) { return 0; }
 
   static ffi::Error check_where(const int32_t* where, int64_t batch, int64_t chunks, int64_t ranks, bool own) {
     for (int64_t row = 0; row < batch; ++row) {
@@ -31,7 +31,7 @@ struct Cpu {
     return ffi::Error::Success();
   }
   template <class... Fields>
-  static ffi::Error decode(Context& threads, const Fields&... fields) {
+  static ffi::Error decode(Context& threads, void*, const Fields&... fields) {
     cpu::decode({fields...}, pool_of(threads));
     return ffi::Error::Success();
   }
@@ -41,7 +41,7 @@ struct Cpu {
     return ffi::Error::Success();
   }
   template <class... Fields>
-  static ffi::Error clear(Context& threads, const Fields&... fields) {
+  static ffi::Error clear(Context& threads, void*, const Fields&... fields) {
     cpu::clear({fields...}, pool_of(threads));
     return ffi::Error::Success();
   }

@@ -11,7 +11,9 @@ namespace {
 struct Cuda {
   using Context = cudaStream_t;
 
-  static int64_t workspace_bytes(const Layout& layout, int64_t batch) { return cuda::workspace_bytes(layout, batch); }
+  static int64_t workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes) {
+    return cuda::workspace_bytes(layout, batch, payloads, encodes);
+  }
 
   // It lies on the device: the kernel checks it, and answers with NaNs.
   static ffi::Error check_where(const int32_t*, int64_t, int64_t, int64_t, bool) { return ffi::Error::Success(); }
@@ -21,12 +23,16 @@ struct Cuda {
     return error_of("encode", cuda::encode({fields..., workspace}, stream));
   }
   template <class... Fields>
-  static ffi::Error decode(Context stream, const Fields&... fields) {
-    return error_of("decode", cuda::decode({fields...}, stream));
+  static ffi::Error decode(Context stream, void* workspace, const Fields&... fields) {
+    return error_of("decode", cuda::decode({fields..., workspace}, stream));
   }
   template <class... Fields>
   static ffi::Error reduce(Context stream, void* workspace, const Fields&... fields) {
     return error_of("reduce", cuda::reduce({fields..., workspace}, stream));
+  }
+  template <class... Fields>
+  static ffi::Error clear(Context stream, void* workspace, const Fields&... fields) {
+    return error_of("clear", cuda::clear({fields..., workspace}, stream));
   }
 
   static ffi::Error error_of(const std::string& op, cuda::Status status) {
@@ -56,5 +62,6 @@ struct Cuda {
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_STREAM.CGX_ENCODE, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_STREAM.CGX_DECODE, {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_STREAM.CGX_REDUCE, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_STREAM.CGX_CLEAR, {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxcgx

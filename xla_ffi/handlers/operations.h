@@ -1,6 +1,6 @@
 // The operations as XLA calls them, the same on every platform: check every buffer against the message, then run.
 //
-// A Platform has a Context, what XLA hands its handlers (threads or a stream); encode, decode and reduce, which take it,
+// A Platform has a Context, what XLA hands its handlers (threads or a stream); encode, decode, reduce and clear, which take it,
 // the workspace and what cpu/cpu.h says of an operation; workspace_bytes; and check_where, for what of `where` the host
 // can read. The workspace, where it is not empty, is one more result behind an operation's own.
 #pragma once
@@ -28,6 +28,22 @@ ffi::Error find(const std::string& op, const std::string& name, const Buffers& b
   return ffi::Error::Success();
 }
 
+inline ffi::Error expect_count(const std::string& op, const char* name, size_t got, size_t expected) {
+  if (got == expected) return ffi::Error::Success();
+  return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
+}
+
+// The workspace of an operation that decodes `payloads` of each row and `encodes`: the result at `at`, where it needs one.
+// Operands and results of the sizes that go before it are there, so that its size does not overflow.
+template <class Platform>
+ffi::Error find_workspace(const std::string& op, const Layout& l, int64_t batch, int64_t payloads, bool encodes, ffi::RemainingRets& rets, size_t at,
+                          uint8_t** out) {
+  const int64_t bytes = Platform::workspace_bytes(l, batch, payloads, encodes);
+  *out = nullptr;
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), at + (bytes > 0)));
+  return bytes > 0 ? find(op, "workspace", rets, at, ffi::DataType::U8, 1, bytes, out) : ffi::Error::Success();
+}
+
 // The buffers of a list of leaves, each checked.
 template <class T, class Buffers>
 ffi::Error find_leaves(const std::string& op, const std::string& name, const Layout& l, int64_t batch, const Buffers& buffers, size_t first,
@@ -38,11 +54,6 @@ ffi::Error find_leaves(const std::string& op, const std::string& name, const Lay
     CGX_RETURN_IF_ERROR(find(op, name + " " + std::to_string(i), buffers, first + i, type, batch, l.leaves[i].size, &(*out)[i]));
   }
   return ffi::Error::Success();
-}
-
-inline ffi::Error expect_count(const std::string& op, const char* name, size_t got, size_t expected) {
-  if (got == expected) return ffi::Error::Success();
-  return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
 }
 
 // Where results are written in part only: XLA, told that they are the operands, copies first where it must not lose these.
@@ -73,15 +84,13 @@ ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, f
   const uint32_t* keys = nullptr;
   uint8_t *payload = nullptr, *workspace = nullptr;
   CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, args, 0, std::nullopt, &leaves));
-  const int64_t workspace_bytes = Platform::workspace_bytes(l, batch);  // no overflow: there are leaves of these sizes
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
+  CGX_RETURN_IF_ERROR(find_workspace<Platform>(op, l, batch, 0, true, rets, outputs, &workspace));
   if (feedback) {
     CGX_RETURN_IF_ERROR(find_leaves(op, "residual", l, batch, args, n, DType::kF32, &residuals));
     CGX_RETURN_IF_ERROR(find_leaves(op, "new residual", l, batch, rets, 1, DType::kF32, &new_residuals));
   }
   if (l.codec.stochastic) CGX_RETURN_IF_ERROR(find(op, "keys", args, inputs, ffi::DataType::U32, batch, 2, &keys));
   CGX_RETURN_IF_ERROR(find(op, "payload", rets, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
-  if (workspace_bytes > 0) CGX_RETURN_IF_ERROR(find(op, "workspace", rets, outputs, ffi::DataType::U8, 1, workspace_bytes, &workspace));
   return Platform::encode(context, workspace, l, batch, leaves.data(), ids.begin(), keys, feedback ? residuals.data() : nullptr,
                           new_residuals.data(), payload);
 }
@@ -95,12 +104,13 @@ ffi::Error decode(typename Platform::Context context, ffi::RemainingArgs args, f
   if (layout.has_error()) return layout.error();
   const Layout& l = *layout;
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), 1));
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), l.leaves.size()));
   const uint8_t* payload = nullptr;
+  uint8_t* workspace = nullptr;
   std::vector<void*> leaves;
   CGX_RETURN_IF_ERROR(find(op, "payload", args, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
+  CGX_RETURN_IF_ERROR(find_workspace<Platform>(op, l, batch, 1, false, rets, l.leaves.size(), &workspace));
   CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, rets, 0, std::nullopt, &leaves));
-  return Platform::decode(context, l, batch, payload, leaves.data());
+  return Platform::decode(context, workspace, l, batch, payload, leaves.data());
 }
 
 // Operands: payloads, where, own leaves (with own), residuals (with feedback), keys (where the result is encoded and the
@@ -129,8 +139,7 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   std::vector<float*> leaves, residuals, new_residuals;
   uint8_t *payload = nullptr, *workspace = nullptr;
   CGX_RETURN_IF_ERROR(find(op, "payloads", args, 0, ffi::DataType::U8, batch, ranks * l.chunk_bytes, &payloads));
-  const int64_t workspace_bytes = encoded ? Platform::workspace_bytes(l, batch) : 0;  // no overflow: there are payloads of these sizes
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), outputs + (workspace_bytes > 0)));
+  CGX_RETURN_IF_ERROR(find_workspace<Platform>(op, l, batch, ranks, encoded, rets, outputs, &workspace));
   CGX_RETURN_IF_ERROR(find(op, "where", args, 1, ffi::DataType::S32, batch, 2, &where));
   CGX_RETURN_IF_ERROR(Platform::check_where(where, batch, chunks, ranks, own));
   if (own) CGX_RETURN_IF_ERROR(find_leaves(op, "own leaf", l, batch, args, 2, std::nullopt, &own_leaves));
@@ -145,7 +154,6 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   } else {
     CGX_RETURN_IF_ERROR(find_leaves(op, "leaf", l, batch, rets, 0, DType::kF32, &leaves));
   }
-  if (workspace_bytes > 0) CGX_RETURN_IF_ERROR(find(op, "workspace", rets, outputs, ffi::DataType::U8, 1, workspace_bytes, &workspace));
   return Platform::reduce(context, workspace, l, batch, ranks, payloads, where, own ? own_leaves.data() : nullptr, divisor, leaves.data(),
                           payload, feedback ? residuals.data() : nullptr, ids.begin(), keys);
 }
@@ -160,14 +168,15 @@ ffi::Error clear(typename Platform::Context context, ffi::RemainingArgs args, ff
   const Layout& l = *layout;
   if (l.codec.kind != Kind::kTopK) return invalid(op, "this codec sends every element");
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), 1 + l.leaves.size()));
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), l.leaves.size()));
   const uint8_t* payload = nullptr;
+  uint8_t* workspace = nullptr;
   std::vector<void*> arrays, cleared;
   CGX_RETURN_IF_ERROR(find(op, "payload", args, 0, ffi::DataType::U8, batch, chunks * l.chunk_bytes, &payload));
+  CGX_RETURN_IF_ERROR(find_workspace<Platform>(op, l, batch, 1, false, rets, l.leaves.size(), &workspace));
   CGX_RETURN_IF_ERROR(find_leaves(op, "array", l, batch, args, 1, std::nullopt, &arrays));
   CGX_RETURN_IF_ERROR(find_leaves(op, "cleared array", l, batch, rets, 0, std::nullopt, &cleared));
   CGX_RETURN_IF_ERROR(expect_in_place(op, "cleared array", "array", l, batch, arrays, cleared));
-  return Platform::clear(context, l, batch, payload, cleared.data());
+  return Platform::clear(context, workspace, l, batch, payload, cleared.data());
 }
 
 // What the handlers of the operations are bound to. The context is bound before.

@@ -145,6 +145,7 @@ T exchange(unsigned mask, T value, unsigned from) {
 #define threadIdx (cuda_emulator::state.current->index)
 inline const dim3& blockIdx = cuda_emulator::state.index;
 inline const dim3& blockDim = cuda_emulator::state.block;
+inline const dim3& gridDim = cuda_emulator::state.grid;
 
 inline void __syncthreads() {
   auto& b = cuda_emulator::state;
@@ -163,6 +164,21 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned lanes) {
 template <class T>
 T __shfl_sync(unsigned mask, T value, unsigned from) {
   return cuda_emulator::exchange(mask, value, from % 32);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned lanes) {
+  const unsigned lane = threadIdx.x % 32;
+  return cuda_emulator::exchange(mask, value, lane < lanes ? lane : lane - lanes);
+}
+inline unsigned __ballot_sync(unsigned mask, bool yes) {
+  const auto& t = *cuda_emulator::state.current;
+  const unsigned turn = t.shuffles % 2;
+  cuda_emulator::exchange(mask, static_cast<uint64_t>(yes), t.index.x % 32);
+  unsigned ballot = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) ballot |= static_cast<unsigned>(cuda_emulator::state.warps[t.index.x / 32].value[turn][lane]) << lane;
+  }
+  return ballot;
 }
 
 template <class... Parameters, class... Arguments>
@@ -183,6 +199,14 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   return cudaSuccess;
 }
+
+// Threads take turns only where they wait, so that what is atomic on a GPU is here anyway.
+inline unsigned atomicAdd(unsigned* p, unsigned x) { return std::exchange(*p, *p + x); }
+inline unsigned atomicOr(unsigned* p, unsigned x) { return std::exchange(*p, *p | x); }
+inline unsigned atomicMax(unsigned* p, unsigned x) { return std::exchange(*p, *p < x ? x : *p); }
+inline void __threadfence() {}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <class T>
 T __ldcs(const T* p) { return *p; }

@@ -1,0 +1,249 @@
+// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, as what they are: a message in
+// another codec. Then each block makes a stretch of the numbers, with what of each list falls into it, rank after rank.
+#include "cuda/rest.cuh"
+#include "cuda/sum.cuh"
+#include "cuda/topk.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+// A list of indices. Decoded, an index is the largest one so far: of the bytes of no encoder, too, they ascend, and one that is
+// not above the one before is none.
+struct List {
+  IndexList list;
+  ListWords words;
+  uint32_t* memory;
+
+  CGX_D List(const Message& m, const Entry& e, const Extra& extra)
+      : list(e.count, extra.last), words(list), memory(reinterpret_cast<uint32_t*>(m.workspace) + extra.work) {}
+
+  CGX_D uint32_t* stretches() const { return memory; }
+  CGX_D uint32_t* indices() const { return memory + words.indices; }
+  CGX_D const float* values() const { return reinterpret_cast<const float*>(memory + words.values); }
+
+  CGX_D uint32_t count() const { return list.is_implied() ? static_cast<uint32_t>(list.k) : memory[words.stretches]; }
+  CGX_D uint32_t index(uint32_t j) const { return list.is_implied() ? j : indices()[j]; }
+  CGX_D bool is_there(uint32_t j) const { return index(j) < list.n && (j == 0 || index(j) > index(j - 1)); }
+  // How many indices are below.
+  CGX_D uint32_t below(int64_t index_) const {
+    uint32_t from = 0, to = count();
+    while (from < to) {
+      const uint32_t middle = from + (to - from) / 2;
+      if (index(middle) < index_) from = middle + 1;
+      else to = middle;
+    }
+    return from;
+  }
+
+  // A word of the row of bits.
+  CGX_D uint32_t row(const uint8_t* bytes, int64_t word) const {
+    const int64_t left = list.bits - 32 * word;
+    if (left <= 0) return 0;
+    const uint32_t bits = reinterpret_cast<const uint32_t*>(bytes)[word];
+    return left < 32 ? bits & ((1u << left) - 1) : bits;
+  }
+  // Index j, whose one is this bit.
+  CGX_D uint32_t read(const uint8_t* bytes, int64_t j, int64_t bit) const {
+    if (!list.split) return static_cast<uint32_t>(bit);
+    const int64_t high = bit - j;
+    if (high > list.n >> list.low) return static_cast<uint32_t>(list.n);
+    uint32_t index = static_cast<uint32_t>(high) << list.low;
+    each_field(list, j, [&](int64_t at, uint32_t bit, uint32_t width, uint32_t from) {
+      index |= (bytes[at] >> bit & ((1u << width) - 1)) << from;
+    });
+    return index;
+  }
+};
+
+__global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const List l(m, e, t.extras[p.index]);
+  if (p.tile >= l.words.stretches) return;
+  const uint8_t* bytes = payloads_of(m, p) + e.codes;
+  const int64_t first = (int64_t{p.tile} * kListThreads + threadIdx.x) * l.words.each;
+  uint32_t ones = 0, all;
+  for (int64_t word = first; word < first + l.words.each; ++word) ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
+  sum_before(ones, &all);
+  if (threadIdx.x == 0) l.stretches()[p.tile] = all;
+}
+
+__global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const List l(m, e, t.extras[p.index]);
+  if (p.tile >= l.words.stretches) return;
+  const uint8_t* bytes = payloads_of(m, p) + e.codes;
+  const int64_t k = l.list.k, first_bit = int64_t{p.tile} * kListThreads * l.words.each * 32;
+  uint32_t ones = 0, before, all;
+  for (uint32_t i = threadIdx.x; i < p.tile; i += kListThreads) ones += l.stretches()[i];
+  sum_before(ones, &before);
+  const int64_t first = first_bit / 32 + threadIdx.x * l.words.each;
+  ones = 0;
+  for (int64_t word = first; word < first + l.words.each; ++word) ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
+  const int64_t first_j = int64_t{before} + sum_before(ones, &all);
+  if (threadIdx.x == 0 && p.tile + 1 == l.words.stretches) {
+    l.stretches()[l.words.stretches] = static_cast<uint32_t>(int64_t{before} + all < k ? int64_t{before} + all : k);
+  }
+  // f(j, its bit) for those of this thread.
+  const auto each = [&](auto f) {
+    int64_t j = first_j;
+    for (int64_t word = first; word < first + l.words.each; ++word) {
+      for (uint32_t bits = l.row(bytes, word); bits != 0 && j < k; bits &= bits - 1, ++j) f(j, 32 * word + __ffs(static_cast<int>(bits)) - 1);
+    }
+  };
+  const auto larger = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
+  uint32_t largest = 0;
+  each([&](int64_t j, int64_t bit) { largest = larger(largest, l.indices()[j] = l.read(bytes, j, bit)); });
+  largest = fold_before(largest, &all, larger);
+  // Indices with the same high bits have ones side by side. Only they can be out of order, so that of those before this
+  // stretch no others matter. Every warp looks for itself.
+  const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
+  if (l.list.split && is_one(first_bit) && before < k) {
+    uint32_t run = 0;
+    int64_t bit = first_bit - 1 - threadIdx.x % 32, j = int64_t{before} - 1 - threadIdx.x % 32;
+    for (uint32_t zeros = 0; zeros == 0; bit -= 32, j -= 32) {
+      zeros = ~__ballot_sync(kWarp, is_one(bit));
+      if ((zeros & ((2u << (threadIdx.x % 32)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
+    }
+#pragma unroll
+    for (uint32_t lanes = 16; lanes > 0; lanes /= 2) run = larger(run, __shfl_xor_sync(kWarp, run, lanes));
+    largest = larger(largest, run);
+  }
+  each([&](int64_t j, int64_t) { largest = l.indices()[j] = larger(largest, l.indices()[j]); });
+}
+
+constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // lists that are searched at a time
+constexpr int64_t kStretch = 4096;
+
+// Numbers from lists, their sum in rank order, or NaN. The memory of a rank's list is e.meta words behind that of the one before.
+__global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Message& m = t.message;
+  const Entry& e = t.entries[p.index];
+  const int64_t first = p.tile * kStretch;
+  if (first >= e.count) return;
+  const auto here = static_cast<uint32_t>(e.count - first < kStretch ? e.count - first : kStretch);
+  List l(m, e, t.extras[p.index]);
+  __shared__ float x[kStretch];
+  __shared__ uint32_t from[kScatterThreads];  // of a list, and of what is behind
+  for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
+  for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += e.meta) {
+    __syncthreads();
+    if (rank % kAtOnce == 0) {
+      if (rank + threadIdx.x / 2 < m.ranks) {
+        List other = l;
+        other.memory += threadIdx.x / 2 * int64_t{e.meta};
+        from[threadIdx.x] = other.below(threadIdx.x % 2 == 0 ? first : first + here);
+      }
+      __syncthreads();
+    }
+    if (rank == p.rank) {
+      for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] += load_element(e.leaf, static_cast<DType>(e.dtype), first + i);
+      continue;
+    }
+    for (uint32_t j = from[rank % kAtOnce * 2] + threadIdx.x; j < from[rank % kAtOnce * 2 + 1]; j += kScatterThreads) {
+      if (!l.is_there(j)) continue;
+      float& to = x[l.index(j) - first];
+      to = m.sums ? to + l.values()[j] : l.values()[j];
+    }
+  }
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) {
+    float value[1] = {x[i]};
+    if (m.sums) divide(m, value), t.residuals[p.index].lost[first + i] = value[0];
+    else store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), first + i, value[0]);
+  }
+}
+
+__global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Entry& e = t.entries[p.index];
+  const List l(t.message, e, t.extras[p.index]);
+  const uint32_t j = p.tile * kScatterThreads + threadIdx.x;
+  if (j < l.count() && l.is_there(j)) store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
+}
+
+// A kernel on the lists of `payloads` of each row, one or, with all_at_once, as one piece; `blocks(the item, n, k)` of it for each.
+template <class Blocks>
+Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const Message& m, const Memory& memory, int64_t lists, void (*kernel)(Pieces),
+                    const char* name, uint32_t threads, cudaStream_t stream, Blocks blocks) {
+  Launches launches(m, stream, kernel, name, threads);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (size_t i = 0; i < l.pieces.size(); ++i) {
+      const Piece& p = l.pieces[i];
+      const int64_t k = capacity(l.codec.sparse, p.coded);
+      Item item(l, leaves, row, p);
+      item.entry.meta = static_cast<uint32_t>(memory.row);
+      item.entry.count = static_cast<uint32_t>(p.coded);
+      item.extra.last = k;
+      item.extra.work = static_cast<uint32_t>(memory.begin[i] + row * lists * memory.row);
+      if (const int64_t count = blocks(row, i, k, &item); count > 0) launches.add(item, count);
+    }
+  }
+  return launches.finish();
+}
+
+// The indices of all lists of a message.
+Status decode_indices(const Layout& l, int64_t rows, Message m, const Memory& memory, cudaStream_t stream) {
+  m.ranks = 1;
+  m.own = false;
+  const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) { return ListWords(IndexList(l.pieces[i].coded, k)).stretches; };
+  const auto launch = [&](auto kernel, const char* name) {
+    return launch_lists(l, rows, {}, m, memory, 1, kernel, name, kListThreads, stream, stretches);
+  };
+  const Status s = launch(ones_kernel, "ones kernel");
+  return s.call == nullptr ? launch(indices_kernel, "indices kernel") : s;
+}
+
+}  // namespace
+
+Status decode_topk(const Layout& l, int64_t batch, const Leaves& leaves, const Message& given, cudaStream_t stream) {
+  Message m = given;
+  const bool encodes = m.payload != nullptr;
+  const int64_t lists = m.ranks, rows = batch * lists;
+  const TopkWork work(l, batch, lists, encodes);
+  if (work.end > UINT32_MAX) return too_large();
+  m.lists = m.ranks;
+  Status s = decode_indices(l, rows, m, work.lists, stream);
+  if (s.call != nullptr) return s;
+
+  const Values values(l, work.lists, m.workspace, nullptr, [](int64_t n, int64_t k) { return ListWords(IndexList(n, k)).values; });
+  if (s = check_size(values.layout, rows); s.call != nullptr) return s;
+  Message of_values = message_of(values.layout);
+  of_values.payloads = m.payloads;
+  of_values.where = m.where;
+  of_values.lists = m.lists;
+  if (s = decode_all(values.layout, rows, {values.leaves.data()}, of_values, stream); s.call != nullptr) return s;
+
+  m.lists = 1;
+  if (encodes) m.divisor = m.inverse = 1.0f, m.exact = true;  // the sum's encoding divides
+  s = launch_lists(l, batch, leaves, m, work.lists, lists, scatter_kernel, "scatter kernel", kScatterThreads, stream,
+                   [&](int64_t row, size_t i, int64_t, Item* item) {
+                     if (encodes) item->residual.lost = m.workspace + work.sums.begin[i] + row * work.sums.row;
+                     return div_up(l.pieces[i].coded, kStretch);
+                   });
+  return s.call == nullptr && encodes ? encode_topk(work, batch, leaves, given, stream) : s;
+}
+
+Status clear(const Clear& a, cudaStream_t stream) {
+  const Layout& l = a.layout;
+  if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
+  const TopkWork work(l, a.batch, 1, false);
+  if (work.end > UINT32_MAX) return too_large();
+  Message m = message_of(l);
+  m.payloads = a.payload;
+  m.workspace = static_cast<float*>(a.workspace);
+  const Status s = decode_indices(l, a.batch, m, work.lists, stream);
+  if (s.call != nullptr) return s;
+  return launch_lists(l, a.batch, {const_cast<const void* const*>(a.arrays)}, m, work.lists, 1, zero_kernel, "zero kernel", kScatterThreads, stream,
+                      [](int64_t, size_t, int64_t k, Item*) { return div_up(k, kScatterThreads); });
+}
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,197 @@
+// TopK's working memory, in 32-bit words, and what its kernels share.
+#pragma once
+
+#include <vector>
+
+#include "cuda/memory.cuh"
+#include "cuda/table.cuh"
+
+namespace jaxcgx::cuda {
+
+using Pieces = Table<true, true>;  // extra.last: the elements that are sent, at most; extra.work: the piece's memory
+
+CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
+
+// What encoding needs for a piece. A warp looks through a segment, and blocks of the passes after the first through a group of
+// segments.
+constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / 32;
+constexpr int64_t kSegment = 1024, kGroup = 32 * kSegment;
+struct SelectionWords {
+  int64_t room;  // for the candidates of a segment
+  int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
+
+  CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
+    // Twice as many as there are on average if all of them are sent, and some. Where they are many the segment is read again.
+    room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
+    if (room > kSegment / 2) room = 0;
+    const int64_t segments = div_up(n, kSegment);
+    all = 0;
+    found = take(segments);
+    picked = take(2 * segments);
+    groups = take(2 * div_up(n, kGroup));
+    candidates = take(2 * segments * room);
+    indices = take(k);
+    values = take(k);
+    decoded = take(k);
+    const int64_t count = k == 0 || k == n ? 0 : sample_of(s, n, k).count;
+    sample = take(count);
+    sums = take(s.select == Select::kExponential ? div_up(count, kBlock) : 0);
+  }
+  CGX_HD int64_t take(int64_t words) {
+    const int64_t begin = all;
+    all += align_words(words);
+    return begin;
+  }
+
+  // The sample that the first threshold is from. Exact selection may choose one: what it tells is only where to begin.
+  CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
+    constexpr int64_t kGuess = 32768, kEvery = 16;
+    if (s.select == Select::kExact) s.share = n < kGuess * kEvery ? 1.0 / kEvery : static_cast<double>(kGuess) / static_cast<double>(n);
+    return Sample(s, n, k);
+  }
+};
+
+// What decoding needs for a list of indices and its values. A block counts the ones of a stretch of the list's row of bits;
+// there are few stretches, so that every block can add the counts of those before its own.
+constexpr uint32_t kListThreads = 128;
+struct ListWords {
+  int64_t each;  // words of the row that a thread has
+  int64_t stretches, indices, values, all;
+
+  CGX_HD explicit ListWords(const IndexList& list) {
+    constexpr int64_t kMostStretches = 4096;
+    const int64_t words = div_up(list.bits, 32);
+    each = div_up(words, kListThreads * kMostStretches);
+    stretches = each == 0 ? 0 : div_up(words, kListThreads * each);
+    indices = align_words(stretches + 1);  // behind the counts: how many indices there are
+    values = indices + align_words(list.k);
+    all = values + align_words(list.k);
+  }
+};
+
+// a * b or, if that is more, what no memory has.
+inline int64_t times(int64_t a, int64_t b) {
+  constexpr int64_t kTooMuch = int64_t{1} << 50;
+  return b > 0 && a > kTooMuch / b ? kTooMuch : a * b;
+}
+
+// Where the memory of each piece begins, in words, if a piece takes `words(piece)`. one_chunk: of a row only one chunk is there,
+// so that pieces of different chunks share.
+struct Memory {
+  std::vector<int64_t> begin;  // of the piece in the first row
+  int64_t row = 0, end;        // from row to row
+
+  template <class Words>
+  Memory(const Layout& l, int64_t rows, bool one_chunk, int64_t from, Words words) {
+    int64_t at = 0;
+    for (size_t i = 0; i < l.pieces.size(); ++i) {
+      if (one_chunk && i > 0 && l.pieces[i].chunk != l.pieces[i - 1].chunk) at = 0;
+      begin.push_back(from + at);
+      at += align_words(words(l.pieces[i]));
+      row = std::max(row, at);
+    }
+    end = from + times(rows, row);
+  }
+};
+
+// `op` of the threads before this one, from 0 on; *all: of those of the block, all of which must come here.
+template <class Op>
+CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
+  __shared__ uint32_t of_warp[32];
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (uint32_t d = 1; d < 32; d *= 2) {
+    const uint32_t before = __shfl_up_sync(kWarp, x, d);
+    if (lane >= d) x = op(x, before);
+  }
+  if (lane == 31) of_warp[warp] = x;
+  x = __shfl_up_sync(kWarp, x, 1);
+  if (lane == 0) x = 0;
+  __syncthreads();
+  *all = 0;
+  for (uint32_t w = 0; w < blockDim.x / 32; ++w) {
+    if (w == warp) x = op(x, *all);
+    *all = op(*all, of_warp[w]);
+  }
+  __syncthreads();
+  return x;
+}
+CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
+  return fold_before(x, all, [](uint32_t a, uint32_t b) { return a + b; });
+}
+
+// Bits that are set among those of the lanes before this one.
+CGX_D uint32_t before_lane(uint32_t ballot) { return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % 32)) - 1))); }
+
+// f(its byte's place in the list, its first bit there, its width, its first bit in the index) for the fields that the low bits
+// of index j are cut into: whole bytes, and those of codec/pack.h.
+template <class Fn>
+CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
+  uint32_t from = 0;
+  for (int i = 0; i < list.low / 8; ++i, from += 8) f(list.byte_at(i, j), 0u, 8u, from);
+  const auto width = static_cast<uint32_t>(list.packed_bits());
+  const int64_t block = j / kBlock, left = list.k - block * kBlock;
+  const auto in_block = static_cast<uint32_t>(j % kBlock), lanes = static_cast<uint32_t>(left < kBlock ? div_up(left, kRows) : kLanes);
+  const uint32_t row = in_block / lanes, lane = in_block % lanes;
+  int64_t at = list.packed_at() + block * kLanes * width;
+#pragma unroll
+  for (uint32_t field = 4; field > 0; field /= 2) {  // bits, and bytes of a lane's word
+    if (!(width & field)) continue;
+    f(at + lane * field + field * row / 8, field * row % 8, field, from);
+    at += lanes * field;
+    from += field;
+  }
+}
+
+// The values of all pieces as a message in the codec that TopK has for them, in the bytes of its message. `memory`: of the
+// pieces; `values(n, k)`: where in it the values are.
+struct Values {
+  Layout layout;
+  std::vector<const void*> leaves;
+  std::vector<int64_t> ids, starts;  // with the ids of the message's leaves only
+
+  template <class At>
+  Values(const Layout& l, const Memory& memory, const void* workspace, const int64_t* leaf_ids, At values)
+      : layout(values_of(l.codec), {}, l.chunks()) {
+    layout.chunk_bytes = l.chunk_bytes;
+    layout.first.assign(1, 0);
+    for (size_t i = 0; i < l.pieces.size(); ++i) {
+      const Piece& p = l.pieces[i];
+      while (static_cast<int64_t>(layout.first.size()) <= p.chunk) layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
+      const int64_t at = p.codes + values_at(l.codec, p.coded);
+      for (Piece v : values_layout(l.codec, p.coded).pieces) {
+        v.leaf = static_cast<int32_t>(i), v.chunk = p.chunk;
+        v.meta += at, v.codes += at, v.tail += at;
+        layout.pieces.push_back(v);
+      }
+      layout.leaves.push_back({memory.row, DType::kF32});
+      leaves.push_back(static_cast<const uint32_t*>(workspace) + memory.begin[i] + values(p.coded, capacity(l.codec.sparse, p.coded)));
+      if (leaf_ids == nullptr) continue;
+      ids.push_back(leaf_ids[p.leaf]);
+      starts.push_back(p.start);
+    }
+    while (static_cast<int64_t>(layout.first.size()) <= l.chunks()) layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
+    layout.meta_end.assign(static_cast<size_t>(l.chunks()), l.chunk_bytes);
+  }
+};
+
+// The workspace of an operation that decodes `payloads` of each row (encode: none) and `encodes`: the states of the selection;
+// the payloads' lists; the sums of a chunk; the selection's memory; what encoding the values needs.
+struct TopkWork {
+  Layout to;  // what is encoded
+  int64_t states;
+  Memory lists, sums, selection;
+  int64_t end;
+
+  TopkWork(const Layout& l, int64_t batch, int64_t payloads, bool encodes);
+};
+
+inline Status too_large() { return {"workspace", cudaErrorInvalidConfiguration}; }
+
+// As work.to, the numbers of the leaves or, with m.sums, the sums.
+Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
+// To the leaves or, with m.sums, the sum to the fp32 results.
+// As decode_all; with m.payload the sum is encoded again.
+Status decode_topk(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
+
+}  // namespace jaxcgx::cuda

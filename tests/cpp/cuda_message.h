@@ -1,0 +1,149 @@
+// The CUDA kernels, run on the CPU by cuda_emulator/, against the CPU kernels.
+#pragma once
+
+#include <algorithm>
+
+#include "check.h"
+#include "cpu/kernels.h"
+#include "cuda/cuda.h"
+#include "message.h"
+
+namespace jaxcgx::test {
+
+constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+
+// Copies that begin `elements` elements behind a multiple of 64 bytes, and end where their memory does.
+class Shifted {
+ public:
+  Shifted(const std::vector<Memory>& from, const std::vector<int64_t>& sizes, int64_t elements) {
+    for (size_t i = 0; i < from.size(); ++i) {
+      const int64_t shift = elements * sizes[i];
+      memory_.emplace_back(static_cast<int64_t>(from[i].size()) + shift, uint8_t{0xCD});
+      at_.push_back(memory_.back().data() + shift);
+      if (from[i].size() > 0) std::memcpy(at_.back(), from[i].data(), from[i].size());
+    }
+  }
+  template <class T>
+  std::vector<T*> pointers() const {
+    std::vector<T*> p;
+    for (uint8_t* at : at_) p.push_back(reinterpret_cast<T*>(at));
+    return p;
+  }
+  Memory copy(size_t i) const {
+    const auto size = static_cast<int64_t>(memory_[i].size()) - (at_[i] - memory_[i].data());
+    Memory m(size);
+    if (size > 0) std::memcpy(m.data(), at_[i], static_cast<size_t>(size));
+    return m;
+  }
+
+ private:
+  std::vector<Memory> memory_;
+  std::vector<uint8_t*> at_;
+};
+
+inline void check(const cuda::Status& s) { CHECK(s.call == nullptr, s.call == nullptr ? "" : s.call); }
+
+struct Case {
+  Codec codec;
+  std::vector<Leaf> shapes;
+  int64_t chunks = 1, batch = 1, ranks = 2;
+  bool feedback = false;
+  int64_t shift = 0;  // elements that leaves begin behind an aligned address
+};
+
+inline void compare(const Case& k, Random& r) {
+  Message m(k.codec, k.shapes, k.chunks, k.batch, r);
+  const Layout& l = m.layout;
+  const std::string context =
+      describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
+  std::vector<int64_t> sizes, fours(k.shapes.size(), 4);
+  for (const Leaf& leaf : k.shapes) sizes.push_back(size_of(leaf.dtype));
+  if (k.feedback) {
+    for (const Leaf& leaf : k.shapes) {
+      std::vector<float> x = numbers(k.batch * leaf.size, r);
+      // Of two NaNs the processor chooses, and TopK compares what it chose.
+      if (k.codec.kind == Kind::kTopK) std::replace_if(x.begin(), x.end(), [](float v) { return std::isnan(v); }, 0.0f);
+      m.residuals.push_back(as_leaf(DType::kF32, x));
+    }
+  }
+  const auto work = [&](int64_t payloads, bool encodes) { return Memory(cuda::workspace_bytes(l, k.batch, payloads, encodes)); };
+  const auto garbage = [&](DType* as) {
+    std::vector<Memory> v;
+    for (const Leaf& leaf : k.shapes) v.emplace_back(k.batch * leaf.size * size_of(as ? *as : leaf.dtype), uint8_t{0x54});
+    return v;
+  };
+  DType f32 = DType::kF32;
+
+  // What travels raw may be the NaN of a sum, of which the processor chooses the bits.
+  const bool raw = k.codec.kind == Kind::kRaw || k.codec.kind == Kind::kTopK || k.codec.skip_incomplete;
+  const auto same_sum = [&](const Memory& a, const Memory& b) { return raw ? same_numbers(DType::kF32, a, b) : a == b; };
+
+  const Shifted leaves(m.leaves, sizes, k.shift), old(m.residuals, fours, k.shift);
+  const bool in_place = r.below(2) == 0;
+  std::vector<Memory> lost = k.feedback ? garbage(&f32) : std::vector<Memory>();
+  const Shifted apart(lost, fours, k.shift);
+  const auto& results = in_place ? old : apart;
+  const Memory expected = encode(m, one_thread(), 0xAB, k.feedback ? &lost : nullptr);
+  const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
+  check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
+                      k.feedback ? old.pointers<const float>().data() : nullptr,
+                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()}, nullptr));
+  CHECK(payload == expected, context);
+  for (size_t i = 0; i < lost.size(); ++i) {
+    CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
+  }
+
+  const auto compare_decoded = [&](const Memory& from, const char* what) {
+    const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
+    const Shifted out(garbage(nullptr), sizes, k.shift);
+    check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data(), work(1, false).data()}, nullptr));
+    for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
+    if (k.codec.kind != Kind::kTopK) return;
+    const std::vector<Memory> cleared = copies(m.leaves);
+    const Shifted clear(m.leaves, sizes, k.shift);
+    cpu::clear({l, k.batch, from.data(), pointers<void>(cleared).data()}, one_thread());
+    check(cuda::clear({l, k.batch, from.data(), clear.pointers<void>().data(), work(1, false).data()}, nullptr));
+    for (size_t i = 0; i < cleared.size(); ++i) CHECK(clear.copy(i) == cleared[i], "clear " + (what + context));
+  };
+  compare_decoded(expected, "decode ");
+  // Any bytes decode, products that are not exact with one rounding: as AVX2's kernels have it.
+  const char* const best = cpu::kernels().name;
+  if (cpu::select_kernels("avx2")) {
+    Memory any = expected.copy();
+    for (size_t i = 0; i < any.size(); ++i) any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
+    compare_decoded(any, "decode any bytes ");
+    cpu::select_kernels(best);
+  }
+
+  std::vector<Memory> messages;
+  messages.push_back(expected.copy());
+  for (int64_t i = 1; i < k.ranks; ++i) messages.push_back(encode(Message(k.codec, k.shapes, k.chunks, k.batch, r), one_thread()));
+  const bool own = r.below(2) == 0;
+  std::vector<int32_t> where;
+  for (int64_t row = 0; row < k.batch; ++row) {
+    where.push_back(static_cast<int32_t>(r.below(k.chunks)));
+    where.push_back(own ? static_cast<int32_t>(r.below(k.ranks)) : -1);
+  }
+  const Memory payloads = gather(l, k.batch, messages, where);
+  const float divisor = r.pick({1.0f, 3.0f, 8.0f, 7.0f});
+  const Sum sum{m, k.ranks, payloads, where, divisor};
+  const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
+  const auto own_leaves = leaves.pointers<const void>();
+  const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* residuals) {
+    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, residuals,
+                        m.ids.data(), m.keys.data(), work(k.ranks, to_payload != nullptr).data()}, nullptr));
+  };
+  const Memory reduced(k.batch * of_sum(l, k.ranks).chunk_bytes, 0x54);
+  lost = copies(m.residuals);
+  const Shifted sum_lost(lost, fours, k.shift);
+  reduce(nullptr, reduced.data(), k.feedback ? sum_lost.pointers<float>().data() : nullptr);
+  CHECK(same_sum(reduced, sum.payload(one_thread(), 0xAB, k.feedback ? &lost : nullptr)), "reduce " + context + ranks);
+  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, sum_lost.copy(i), lost[i]), "reduce " + context + ranks);
+  if (k.chunks > 1) return;
+  const std::vector<Memory> right = sum.leaves(one_thread());
+  const Shifted out(garbage(&f32), fours, k.shift);
+  reduce(out.pointers<float>().data(), nullptr, nullptr);
+  for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
+}
+
+}  // namespace jaxcgx::test
