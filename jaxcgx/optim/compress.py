@@ -37,8 +37,6 @@ class CompressState(NamedTuple):
     telemetry: Any  # Telemetry of the last step
     trace: Any = None  # like the gradients, [*shape]: momentum of what is the same on every rank, raw leaves' means and weight decay
     factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
-    telemetry: Any  # Telemetry of the last step
-    factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
 
     per_rank = {"residuals": "sum", "momentum": "mean"}  # and what of it reshard_state keeps
     replicated = ("trace",)
