@@ -29,7 +29,7 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
-.PHONY: help demo test build pytest mpi cpptest cuda matrix matrix-short bench bench-collectives bench-mpi bench-training clean check
+.PHONY: help demo test build pytest mpi cpptest cuda matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-training clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -75,6 +75,9 @@ matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
+
+bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
+	@.venv/bin/python benchmarks/selection.py
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
