@@ -25,11 +25,11 @@ struct List {
   CGX_D uint32_t index(uint32_t j) const { return list.is_implied() ? j : indices()[j]; }
   CGX_D bool is_there(uint32_t j) const { return index(j) < list.n && (j == 0 || index(j) > index(j - 1)); }
   // How many indices are below.
-  CGX_D uint32_t below(int64_t index_) const {
+  CGX_D uint32_t below(int64_t bound) const {
     uint32_t from = 0, to = count();
     while (from < to) {
       const uint32_t middle = from + (to - from) / 2;
-      if (index(middle) < index_) from = middle + 1;
+      if (index(middle) < bound) from = middle + 1;
       else to = middle;
     }
     return from;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_cons
   if (j < l.count() && l.is_there(j)) store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
 }
 
-// A kernel on the lists of `payloads` of each row, one or, with all_at_once, as one piece; `blocks(the item, n, k)` of it for each.
+// A kernel on all pieces, of each row as many `lists` as lie one after another in the memory; `blocks(row, piece, k, item)` of it.
 template <class Blocks>
 Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const Message& m, const Memory& memory, int64_t lists, void (*kernel)(Pieces),
                     const char* name, uint32_t threads, cudaStream_t stream, Blocks blocks) {
