@@ -19,7 +19,7 @@ ENCODE, REDUCE = GOLDEN["encode"], GOLDEN["reduce"]
 
 
 def name_of(case):
-    parts = [*case["codec"].values(), case["leaves"][0].replace(" ", "_"), case["chunks"]]
+    parts = [*("-".join(map(str, v.values())) if isinstance(v, dict) else v for v in case["codec"].values()), case["leaves"][0].replace(" ", "_"), case["chunks"]]
     return "-".join(map(str, parts)) + "-feedback" * ("residuals" in case) + "-ids" * ("ids" in case)
 
 
@@ -67,10 +67,15 @@ def stacked(case, field):
     return jnp.stack([np.frombuffer(row, np.uint8) for row in rows(case, field)])
 
 
+def made_of(settings):
+    """A codec, or what it is set to, which may be another one."""
+    if not isinstance(settings, dict):
+        return settings
+    return getattr(cgx, settings["codec"])(**{name: made_of(value) for name, value in settings.items() if name != "codec"})
+
+
 def layout_of(case):
-    fields = dict(case["codec"])
-    codec = getattr(cgx, fields.pop("codec"))(**fields)
-    return Layout.of(codec, arrays(case["leaves"]), case["chunks"], case.get("ids"))
+    return Layout.of(made_of(case["codec"]), arrays(case["leaves"]), case["chunks"], case.get("ids"))
 
 
 def assert_same(got, expected):

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <string>
 #include <thread>
@@ -84,6 +85,7 @@ class Threads {
  public:
   explicit Threads(int64_t threads)
       : pool{threads, [this](std::function<void()> f) {
+               std::lock_guard<std::mutex> lock(mutex_);  // tasks schedule others
                const bool late = ++scheduled_ % 3 == 0;
                started_.emplace_back([late, f = std::move(f)] {
                  flush_denormals(true);
@@ -98,6 +100,7 @@ class Threads {
   Threads& operator=(const Threads&) = delete;
 
  private:
+  std::mutex mutex_;
   int64_t scheduled_ = 0;
   std::vector<std::thread> started_;
 

@@ -101,6 +101,16 @@ def encode_cases():
         yield codec, 3, *FEEDBACK, None
     for i in (1, 2, 8, 12):
         yield cgx.MaxMin(4, 24), 1, [f"special {i}"], ["special residual"], None
+    sampled = cgx.Sampled(0.2, lower=0.9)
+    fitted = cgx.Sampled(0.1, "exponential", 0.7, 3)
+    for codec in [cgx.TopK(0.05), cgx.TopK(0.3), cgx.TopK(0.0), cgx.TopK(1.0), cgx.TopK(0.005, lists=3), cgx.TopK(0.1, select=sampled),
+                  cgx.TopK(0.04, select=fitted), cgx.TopK(0.2, cgx.MaxMin(4, 20)), cgx.TopK(0.2, cgx.MaxMin(3, 16, "stochastic", skip_incomplete=True)),
+                  cgx.TopK(0.1, cgx.Cast("float16"), sampled)]:
+        yield codec, 3, ["scalar", "float16", "empty", "long"], None, [5, 1, 2, 0]
+    yield cgx.TopK(0.002), 1, ["many"], None, None  # low bits of a byte and more
+    for codec in [cgx.TopK(0.1), cgx.TopK(0.2, select=fitted)]:
+        yield codec, 1, SPECIAL, None, None
+    yield cgx.TopK(0.1, cgx.AbsMax(8, 24)), 3, *FEEDBACK, None
 
 
 def reduce_cases():
@@ -113,6 +123,8 @@ def reduce_cases():
     yield cgx.MaxMin(4, 40, "stochastic"), leaves, 3, 2, 0, 1.0
     yield cgx.MaxMin(4, 40), leaves, 1, 0, None, 3.0
     yield cgx.AbsMax(8, 3), [["tiny"]] * 2, 1, 0, None, 8.0  # denormal sums
+    yield cgx.TopK(0.1, cgx.Cast("bfloat16")), leaves, 1, 0, 1, 3.0
+    yield cgx.TopK(0.1, cgx.MaxMin(4, 8), pull="top"), leaves, 1, 0, None, 1.0
 
 
 def text(x):
@@ -120,7 +132,8 @@ def text(x):
 
 
 def settings(codec):
-    return {"codec": type(codec).__name__, **dataclasses.asdict(codec)}
+    nested = lambda value: settings(value) if dataclasses.is_dataclass(value) else value
+    return {"codec": type(codec).__name__, **{f.name: nested(getattr(codec, f.name)) for f in dataclasses.fields(codec)}}
 
 
 def make():

@@ -4,6 +4,8 @@ checks the other. Slow and simple.
 A codec is a dict of its settings, {"codec": "MaxMin", "bits": 4, ...}. A leaf is (dtype's name, its elements' bits):
 NumPy has no bfloat16. Numbers are float32.
 """
+import math
+
 import numpy as np
 
 META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1}
@@ -240,16 +242,136 @@ def code_bytes(codec, n, dtype):
     return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-n // 8)
 
 
+# TopK
+
+
+def capacity(codec, n):
+    return min(n, codec["lists"] * math.ceil(codec["ratio"] * n))
+
+
+def row_bytes(bits):
+    return -(-bits // 32) * 4
+
+
+def form_of(n, k):
+    """(split, low bits of an index, bits of the row)"""
+    b = (n // k).bit_length() - 1
+    high = (n >> b) + k
+    split = row_bytes(high) + b // 8 * k + -(-k // 8) * (b % 8) < row_bytes(n)
+    return split, b, high if split else n
+
+
+def list_indices(indices, n):
+    k = len(indices)
+    if k in (0, n):
+        return b""
+    split, b, bits = form_of(n, k)
+    row = np.zeros(8 * row_bytes(bits), np.uint8)
+    if not split:
+        row[indices[indices < n]] = 1
+        return np.packbits(row, bitorder="little").tobytes()
+    row[(indices >> b) + np.arange(k)] = 1
+    low = [(indices >> 8 * i & 255).astype(np.uint8).tobytes() for i in range(b // 8)]
+    return np.packbits(row, bitorder="little").tobytes() + b"".join(low) + pack(indices >> b // 8 * 8 & 2 ** (b % 8) - 1, b % 8)
+
+
+def listed(data, n, k):
+    """(indices, their places in the list), and the bytes of the list."""
+    if k in (0, n):
+        return np.arange(k), np.arange(k), 0
+    split, b, bits = form_of(n, k)
+    at = row_bytes(bits)
+    ones = np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8, at), bitorder="little")[:bits])[:k]
+    if not split:
+        return ones, np.arange(len(ones)), at
+    low = np.zeros(k, np.int64)
+    for i in range(b // 8):
+        low |= np.frombuffer(data, np.uint8, k, at).astype(np.int64) << 8 * i
+        at += k
+    low |= unpack(data[at:], k, b % 8) << b // 8 * 8
+    found, last = [], -1
+    for j, p in enumerate(ones):
+        index = (int(p) - j) << b | int(low[j])
+        if last < index < n:
+            found.append((index, j))
+        last = max(last, index)
+    indices, places = np.array(found, np.int64).reshape(-1, 2).T
+    return indices, places, at + -(-k // 8) * (b % 8)
+
+
+@ieee
+def threshold(how, m, k, random):
+    """m: the bits of the magnitudes."""
+    n = len(m)
+    c = min(n, max(math.ceil(how["share"] * n), -(-2 * n // k)))
+    s = n // c
+    sample = m[(int(random) * s >> 16) + s * np.arange(c)]
+    largest = np.uint32(0x7F7FFFFF)
+    as_float = lambda bits: np.minimum(bits, largest).astype("<u4").view("<f4")
+    if how["estimate"] == "quantile":
+        t = as_float(np.sort(sample)[::-1][-(-k * c // n) - 1 :][:1])[0]
+    else:
+        x = as_float(sample)
+        top = x.max()
+        up = power(-40) if top >= power(100) else power(80) if 0 < top < power(-60) else f32(1)
+        x = x * up
+        x[x < power(-126)] = 0
+        t, w = f32(0), k
+        while True:
+            last = 4 * w >= n
+            above = np.ones(c, bool) if w == k else x > t
+            excess = sum_of_magnitudes(np.where(above, x - t, f32(0)))
+            t = t + excess * f32(math.log(n / w if last else 4)) / f32(max(1, above.sum()))
+            if last:
+                break
+            w *= 4
+        t = as_float((t / up).reshape(1).view("<u4"))[0]
+    for _ in range(how["refinements"]):
+        if (m >= t.view("<u4")).sum() >= math.ceil(how["lower"] * k):
+            break
+        small = power(80) if t < power(-60) else f32(1)
+        t = t * small * f32(how["lower"]) / small
+    return t.view("<u4")
+
+
+def encode_topk(codec, x, start, key, leaf_id):
+    n, k = len(x), capacity(codec, len(x))
+    m = x.view("<u4") & 0x7FFFFFFF
+    indices = np.argsort(-m.astype(np.int64), kind="stable")[:k]
+    if codec["select"] != "exact" and 0 < k < n:
+        indices = indices[m[indices] >= threshold(codec["select"], m, k, noise_of(key, leaf_id, np.arange(start + n - 1, start + n))[0])]
+    indices = np.concatenate([np.sort(indices), np.full(k - len(indices), n)]).astype(np.int64)
+    values = np.concatenate([np.zeros(start, f32), np.append(x, f32(0))[indices]])  # so that they draw the noise from `start` on
+    pieces = [(0, start + at, sizes, raw) for _, at, sizes, raw in pieces_of(codec["values"], [("float32", k)], 1)[0]]
+    return pad16(list_indices(indices, n)) + encode_chunk(codec["values"], pieces, ["float32"], [values], [values.view("<u4")], key, [leaf_id])
+
+
+def topk_bytes(codec, n):
+    """The bytes of a piece: those of one with no values but 0, which draw nothing."""
+    values = {**codec["values"], "rounding": "nearest"}
+    return len(encode_topk({**codec, "select": "exact", "values": values}, np.zeros(n, f32), 0, None, 0))
+
+
+def decode_topk(codec, data, n):
+    k = capacity(codec, n)
+    indices, places, length = listed(data, n, k)
+    (values,) = decode_float32(codec["values"], [("float32", k)], [data[length + -length % 16 :]])
+    out = np.zeros(n, f32)
+    out[indices] = values[places]
+    return out
+
+
 def pieces_of(codec, leaves, chunks):
     """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype, size)]."""
     unit = codec.get("bucket_size") or 512
+    weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
     meta = 4 * META[codec["codec"]] if codec.get("bucket_size") else 0
     skip = codec.get("skip_incomplete", False)
     rows, before = [], 0
     for dtype, size in leaves:
         full, rest = divmod(size, unit)
-        weight = meta + code_bytes(codec, unit, dtype)
-        short = 0 if rest == 0 else rest * BITS[dtype].itemsize if skip else meta + code_bytes(codec, rest, dtype)
+        weight = meta + weight_of(codec, unit, dtype)
+        short = 0 if rest == 0 else rest * BITS[dtype].itemsize if skip else meta + weight_of(codec, rest, dtype)
         rows.append((full, full + (rest > 0), weight, before))
         before += full * weight + short
 
@@ -292,6 +414,8 @@ def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
             noise = noise_of(key, ids[leaf], np.arange(at, at + n)) if stochastic else None
             if codec["codec"] == "Raw":
                 body += bits[leaf][part].tobytes()
+            elif codec["codec"] == "TopK":
+                body += encode_topk(codec, numbers[leaf][part], at, key, ids[leaf])
             elif codec["codec"] == "Cast":
                 body += narrow(codec["dtype"], numbers[leaf][part], noise).tobytes()
             else:
@@ -310,7 +434,7 @@ def read_chunk(codec, pieces, dtypes, chunk):
     for leaf, at, sizes, raw in pieces:
         dtype = dtypes[leaf]
         for n in sizes:
-            length = code_bytes(codec, n, dtype)
+            length = topk_bytes(codec, n) if codec["codec"] == "TopK" else code_bytes(codec, n, dtype)
             data = chunk[at_byte : at_byte + length]
             at_byte += length
             if codec["codec"] in META:
@@ -318,6 +442,8 @@ def read_chunk(codec, pieces, dtypes, chunk):
                 meta_at += meta.nbytes
                 with np.errstate(all="ignore"):
                     yield leaf, at, meta[1] if len(meta) == 2 else f32(0), meta[0] * value(codec, unpack(data, n, width(codec)))
+            elif codec["codec"] == "TopK":
+                yield leaf, at, f32(0), decode_topk(codec, data, n)
             else:
                 travels = codec["dtype"] if codec["codec"] == "Cast" else dtype
                 yield leaf, at, None, widen(travels, np.frombuffer(data, BITS[travels]))
@@ -354,7 +480,7 @@ def decode_float32(codec, leaves, payload):
     out = [np.zeros(size, f32) for _, size in leaves]
     for pieces, chunk in zip(pieces_of(codec, leaves, len(payload)), payload):
         for leaf, at, base, terms in read_chunk(codec, pieces, [d for d, _ in leaves], chunk):
-            out[leaf][at : at + len(terms)] = terms if base is None else base + terms
+            out[leaf][at : at + len(terms)] = terms if base is None or codec["codec"] == "TopK" else base + terms
     return out
 
 
@@ -383,5 +509,9 @@ def reduce(codec, leaves, payloads, chunks=1, chunk=0, own=None, rank=None, divi
             total = term if total is None else total + term
         sums[leaf][part] = total if divisor == 1 else total / f32(divisor)
     bits = [narrow(d, x) for d, x in zip(dtypes, sums)]
-    again = encode_chunk(codec, pieces, dtypes, sums, bits, key, range(len(leaves)) if ids is None else ids)
-    return sums, again + bytes(len(payloads[0]) - len(again))
+    if codec["codec"] == "TopK" and codec["pull"] == "all":
+        codec = {**codec, "select": "exact", "values": {"codec": "Raw"}, "lists": codec["lists"] * len(payloads)}
+    ids = range(len(leaves)) if ids is None else ids
+    longest = max(sum(topk_bytes(codec, n) for _, _, sizes, _ in p for n in sizes) for p in all_pieces) if codec["codec"] == "TopK" else len(payloads[0])
+    again = encode_chunk(codec, pieces, dtypes, sums, bits, key, ids)
+    return sums, again + bytes(longest - len(again))
