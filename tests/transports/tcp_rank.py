@@ -80,6 +80,7 @@ CASES = {
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap),
+    "denormals": (ROWS, "data", lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4)))),
     "grad": (ROWS, "data", derivative),
 }
 
