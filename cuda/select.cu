@@ -95,7 +95,7 @@ struct Selection {
     if (state->reread || found > words.room) {
       each_element(segment, [&](bool there, float undivided, uint32_t i) {
         const float x = divided(undivided);
-        f(there && (bits_of(x) & kMagnitude) >= state->threshold, x, i);
+        f(there && magnitude_of(x) >= state->threshold, x, i);
       });
       return;
     }
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   uint32_t largest = 0;
   for (int64_t i = p.tile * kSampled + threadIdx.x; i < sample.count && i < (p.tile + 1) * kSampled; i += kSelectThreads) {
     uint32_t& magnitude = s.memory[s.words.sample + i];
-    if (digit == 0) magnitude = bits_of(s.divided(s.undivided(static_cast<uint32_t>(first + i * sample.stride)))) & kMagnitude;
+    if (digit == 0) magnitude = magnitude_of(s.divided(s.undivided(static_cast<uint32_t>(first + i * sample.stride))));
     if (sparse.select == Select::kExponential) largest = magnitude > largest ? magnitude : largest;
     else count_digit(bins, magnitude, digit, prefix);
   }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
     const auto room = static_cast<uint32_t>(s.words.room);
     s.each_element(segment, [&](bool there, float undivided, uint32_t i) {
       const float x = s.divided(undivided);
-      const bool reaches = there && (bits_of(x) & kMagnitude) >= threshold;
+      const bool reaches = there && magnitude_of(x) >= threshold;
       const uint32_t ballot = __ballot_sync(kWarp, reaches);
       if (ballot == 0) return;
       const uint32_t at = found + before_lane(ballot);
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_
   __syncthreads();
   s.each_segment(p.tile, [&](uint32_t segment) {
     s.each_element(segment, [&](bool there, float undivided, uint32_t) {
-      const uint32_t magnitude = bits_of(s.divided(undivided)) & kMagnitude;
+      const uint32_t magnitude = magnitude_of(s.divided(undivided));
       int32_t i = 0;
       while (i <= last && magnitude < tried[i]) ++i;
       if (there && i <= last) atomicAdd(&bins[i], 1u);
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   begin_bins(bins);
   s.each_segment(p.tile, [&](uint32_t segment) {
     s.each_candidate(segment, [&](bool there, float x, uint32_t) {
-      if (there) count_digit(bins, bits_of(x) & kMagnitude, digit, prefix);
+      if (there) count_digit(bins, magnitude_of(x), digit, prefix);
     });
   });
   add_bins(s.state, bins);
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
   s.each_segment(p.tile, [&](uint32_t segment) {
     uint2 count = {0, 0};
     s.each_candidate(segment, [&](bool there, float x, uint32_t) {
-      const uint32_t magnitude = bits_of(x) & kMagnitude;
+      const uint32_t magnitude = magnitude_of(x);
       count.x += static_cast<uint32_t>(__popc(__ballot_sync(kWarp, there && magnitude > smallest)));
       count.y += static_cast<uint32_t>(__popc(__ballot_sync(kWarp, there && magnitude == smallest)));
     });
@@ -419,14 +419,14 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   s.each_segment(p.tile, [&](uint32_t segment) {
     uint32_t above = __shfl_sync(kWarp, before.x, segment % 32), equal = __shfl_sync(kWarp, before.y, segment % 32);
     const auto place = [&](bool there, float x, uint32_t i) {
-      const uint32_t magnitude = bits_of(x) & kMagnitude;
+      const uint32_t magnitude = magnitude_of(x);
       const uint32_t larger = __ballot_sync(kWarp, there && magnitude > smallest), same = __ballot_sync(kWarp, there && magnitude == smallest);
       const uint32_t equal_here = equal + before_lane(same);
       const bool sent = there && (magnitude > smallest || (magnitude == smallest && equal_here < equals));
       if (sent) {
         const uint32_t at = above + before_lane(larger) + (equal_here < equals ? equal_here : equals);
         indices[at] = i;
-        values[at] = bits_of(x);
+        values[at] = bits_of(sent_as(x));
       }
       above += static_cast<uint32_t>(__popc(larger)), equal += static_cast<uint32_t>(__popc(same));
       return sent;

@@ -15,7 +15,7 @@ from jaxcgx.native.indices import from_list, index_bytes, to_list
 from jaxcgx.native.layout import Layout, align16
 
 _MOST = 2**31 - 1  # elements that an index of 32 bits tells apart
-_FINITE = 0x7F7FFFFF  # bits of the largest finite magnitude
+_FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
 _ESTIMATES = ("quantile", "exponential")
 
 
@@ -134,6 +134,7 @@ class TopK(Codec):
         n = x.size
         indices = self._select(x, self.capacity(n), drawn)
         kept = x.at[indices].get(mode="fill", fill_value=0)
+        kept = ieee.as_float(jnp.where(ieee.magnitude_bits(kept) >= _NAN, 0x7FC00000, ieee.bits(kept)))
         listed = to_list(indices, n)
         parts = [listed, jnp.zeros(-listed.size % 16, jnp.uint8), reference.encode_drawn(self._values(n), kept, drawn)]
         return jnp.zeros((1, 0), jnp.float32), jnp.concatenate(parts)[None]
@@ -151,7 +152,7 @@ class TopK(Codec):
         n = x.size
         if k in (0, n):
             return jnp.arange(k, dtype=jnp.int32)
-        magnitudes = ieee.magnitude_bits(x)
+        magnitudes = jnp.minimum(ieee.magnitude_bits(x), _NAN)
         found, indices = lax.top_k(magnitudes, k)
         if self.select != "exact":
             indices = jnp.where(found >= self._threshold(magnitudes, k, drawn[-1]), indices, n)

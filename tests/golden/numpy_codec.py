@@ -336,7 +336,8 @@ def threshold(how, m, k, random):
 
 def encode_topk(codec, x, start, key, leaf_id):
     n, k = len(x), capacity(codec, len(x))
-    m = x.view("<u4") & 0x7FFFFFFF
+    m = np.minimum(x.view("<u4") & 0x7FFFFFFF, np.uint32(0x7F800001))
+    x = np.where(np.isnan(x), f32(np.nan), x)
     indices = np.argsort(-m.astype(np.int64), kind="stable")[:k]
     if codec["select"] != "exact" and 0 < k < n:
         indices = indices[m[indices] >= threshold(codec["select"], m, k, noise_of(key, leaf_id, np.arange(start + n - 1, start + n))[0])]

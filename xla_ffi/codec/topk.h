@@ -19,6 +19,14 @@ namespace jaxcgx {
 constexpr int64_t kMostIndices = (int64_t{1} << 31) - 1;  // elements of a piece
 constexpr int32_t kMostRefinements = 100;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kLargest = 0x7f7fffffu;  // bits of a magnitude; the largest finite one
+constexpr uint32_t kAnyNaN = 0x7f800001u;  // the magnitude of every NaN: which one a sum of two is depends on the processor
+
+CGX_HD uint32_t magnitude_of(float x) {
+  const uint32_t m = bits_of(x) & kMagnitude;
+  return m < kAnyNaN ? m : kAnyNaN;
+}
+// An element as it is sent.
+CGX_HD float sent_as(float x) { return magnitude_of(x) == kAnyNaN ? float_of(kNaNBits) : x; }
 
 // The smallest integer that is not less.
 CGX_HD int64_t ceil_of(double x) {

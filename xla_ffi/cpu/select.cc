@@ -18,8 +18,6 @@ namespace {
 
 constexpr int64_t kTogether = 16;  // stretches of a task
 
-uint32_t magnitude(float x) { return bits_of(x) & kMagnitude; }
-
 // The k-th largest magnitude, from three histograms, each of the next bits of those that are still in question.
 // `visit(task, f)` calls f(numbers, count) for all numbers of a task.
 template <class Visit>
@@ -36,7 +34,7 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
       std::array<int32_t, 2048> mine{};
       visit(task, [&](const float* x, int64_t n) {
         for (int64_t i = 0; i < n; ++i) {
-          const uint32_t m = magnitude(x[i]);
+          const uint32_t m = magnitude_of(x[i]);
           if (m >> above == known) ++mine[(m >> shift) & ((1u << bits) - 1u)];
         }
       });
@@ -113,7 +111,7 @@ class Selection {
   uint32_t exponential(const std::vector<float>& sample) const {
     const auto count = static_cast<int64_t>(sample.size()), groups = div_up(count, Sign::kSumGroup);
     uint32_t largest = 0;
-    for (const float x : sample) largest = std::max(largest, std::min(magnitude(x), kLargest));
+    for (const float x : sample) largest = std::max(largest, std::min(magnitude_of(x), kLargest));
     const float scale = scale_of(float_of(largest));
     const Exponential fit(n_, wanted_);
     float t = 0.0f;
@@ -128,7 +126,7 @@ class Selection {
           const int64_t m = std::min(kTile, end - at);
           int64_t number = 0;
           for (int64_t i = 0; i < m; ++i) {
-            const float x = Exponential::scaled(float_of(std::min(magnitude(sample[static_cast<size_t>(at + i)]), kLargest)), scale);
+            const float x = Exponential::scaled(float_of(std::min(magnitude_of(sample[static_cast<size_t>(at + i)]), kLargest)), scale);
             const bool above = round == 0 || x > t;
             excess[i] = above ? x - t : 0.0f;
             number += above;
@@ -229,9 +227,10 @@ class Selection {
 
   // What is above the magnitude, and as many of those that have it as are still wanted, the first ones.
   void take(uint32_t least) {
+    const uint32_t above = least < kAnyNaN ? least + 1 : kMagnitude + 1;
     each_stretch([&](Stretch& s, int64_t at) {
       look(s, at, [&](const float* x, int64_t n, const int32_t*) {
-        s.taken = k_.count(x, n, least + 1);
+        s.taken = k_.count(x, n, above);
         s.ties = k_.count(x, n, least) - s.taken;
       });
     });
@@ -252,10 +251,10 @@ class Selection {
       look(s, at, [&](const float* x, int64_t n, const int32_t* index) {
         float values[kStretch + 16];
         int32_t places[kStretch + 16];
-        const int64_t found = k_.find(x, n, least + (s.ties == 0), 0, places, values);
+        const int64_t found = k_.find(x, n, s.ties == 0 ? above : least, 0, places, values);
         int64_t to = s.sent_at, ties = s.ties;
         for (int64_t i = 0; i < found; ++i) {
-          if (magnitude(values[i]) == least && ties-- <= 0) continue;
+          if (magnitude_of(values[i]) == least && ties-- <= 0) continue;
           const int32_t place = places[i];
           sent_.index[static_cast<size_t>(to)] = index != nullptr ? index[place] : static_cast<int32_t>(at) + place;
           sent_.values[static_cast<size_t>(to++)] = values[i];

@@ -150,6 +150,7 @@ void put(const Piecewise& to, const Piece& p, const Elements& sent, const Pool& 
   std::vector<int32_t> index = sent.index;
   std::vector<float> values = sent.values;
   index.resize(static_cast<size_t>(list.k), static_cast<int32_t>(p.coded));
+  for (float& x : values) x = sent_as(x);
   values.resize(static_cast<size_t>(list.k));
   put_indices(list, index.data(), out);
   const int64_t at = values_at(c, p.coded);
