@@ -146,7 +146,7 @@ def check_momentum(op, call, momentum):
     """What of each leaf loses what is sent, or None."""
     found = _check_state(op, "momentum", call, momentum, [leaf.shape for leaf in call.leaves], [leaf.dtype for leaf in call.leaves])
     for i, given in enumerate(found):
-        codec = call.routes[i].stages[0][1]
+        codec = call.codecs[i][0]
         if given is not None and i not in call.raw and not codec.sparse:
             raise ValueError(f"{op}: argument 'momentum'{_at(call.paths[i])}: expected None for a leaf whose every element is sent, with "
                              f"{spell(codec)}, got an array; take jaxcgx.TopK")

@@ -38,7 +38,7 @@ def allreduce(net, stages, leaves, residuals, momentum, ids, key, schedule, own,
 def _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
     inner = list(enumerate(stages))[1:]
     sizes = [net.size for _, (net, _) in reversed(inner)]
-    shards = [_cut(x, sizes) for x in leaves]
+    shards = [_cut(x, sizes, stages[0][1].sparse) for x in leaves]
     for i, (net, codec) in reversed(inner):
         others = schedules.stage_key(key, i, stages[:i] + stages[i + 1 :])
         half = "ring" if schedule[i] == "ring" else "one_shot"
@@ -63,12 +63,13 @@ def _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
     return _join(shards, leaves), lost, momentum
 
 
-def _cut(x, sizes):
-    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum."""
+def _cut(x, sizes, sparse=False):
+    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum; for a sparse codec, which might
+    send it, with 0."""
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
     if missing := math.prod(sizes) * share - x.size:
-        flat = lax.pad(flat, flat[-1], [(0, missing, 0)])
+        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if sparse else flat[-1], [(0, missing, 0)])
     return flat.reshape(*sizes, share)
 
 

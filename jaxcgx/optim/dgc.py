@@ -13,6 +13,7 @@ from jaxcgx.collectives.call import check_axes
 from jaxcgx.optim.compress import check_number, compress_gradients
 from jaxcgx.plan import Plan
 from jaxcgx.plan.base import by_axis
+from jaxcgx.transports.tcp import axis_names
 
 OP = "dgc"
 
@@ -29,7 +30,7 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
 
     Clipping is of every rank's own gradients, before momentum. clip_value: elements, to so much either way. clip_norm: each leaf, to
     that norm. clip_global_norm: all leaves together, by what the norm of the mean should be at most: a rank's share of it, its
-    gradients divided by the number of ranks, to ranks**-0.5 times that.
+    gradients divided by the number of ranks, to ranks**-0.5 times that. (Without check_vma norms are of the shards of a device alone.)
 
     Warm-up: in the first `warmup_epochs`, of `steps_per_epoch` steps each, the ratio comes down to what it is. warmup_coeff: None
     for ratio**((epoch + 1) / (warmup_epochs + 1)); a number c for c**(epoch + 1), of which 0.25 is the paper's; or a list of the
@@ -43,8 +44,7 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
 
     def plan(ratio):
         codec = values if ratio == 1 else TopK(ratio, values, select, pull)
-        names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-        return Plan(by_axis(names, codec, Raw()), min_size=min_size, skip_1d=skip_1d)
+        return Plan(by_axis(axis_names(axis_name), codec, Raw()), min_size=min_size, skip_1d=skip_1d)
 
     ratios = [*warm_up(ratio, warmup_epochs, warmup_coeff, steps_per_epoch), ratio]
     steps = {epoch * (steps_per_epoch or 1): plan(now) for epoch, now in enumerate(ratios) if epoch == 0 or now != ratios[epoch - 1]}
@@ -57,7 +57,7 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
     return inner._replace(update=update)
 
 
-def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, pull="all", select="sampled", **options):
+def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, momentum_masking=True, pull="all", select="sampled", **options):
     """GeoMX's bidirectional sparsification, an optax.GradientTransformation: of leaves of more than `size_bound` elements every rank sends
     the `threshold` of its elements that are largest after momentum and all that it has not sent before. As `dgc`, for any optimizer behind.
 
@@ -66,7 +66,7 @@ def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, pull="al
     All other options: as in `compress_gradients`.
     """
     plan = Plan.bsc(threshold, size_bound, axis_name, pull, select)
-    return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=True, **options)
+    return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)
 
 
 def warm_up(ratio, epochs, coeff, steps_per_epoch):

@@ -71,6 +71,9 @@ def make_train_step(loss_fn, optimizer, mesh, *, data_axis="data", compress=comp
     if "axis_size" in options:
         raise TypeError(f"{OP}: argument 'axis_size': expected none, as the mesh says how many ranks there are, got "
                         f"{options['axis_size']!r}; leave it out")
+    if compress is compress_gradients and "plan" not in options:
+        raise TypeError(f"{OP}: argument 'plan': expected a codec, {{axis: codec}} or a Plan, got nothing; pass plan=jaxcgx.MaxMin(4), or "
+                        "compress=jaxcgx.dgc")
     optimizer = optax.with_extra_args_support(optimizer)
     ranks = math.prod(mesh.shape[name] for name in names)
     transformation = compress(data_axis, axis_size=ranks, **options)

@@ -23,7 +23,7 @@ class Tcp:
     """An axis of a mesh between processes, for which jaxcgx's own connections move what is compressed: in place of its name as
     `axis_name`, or in a tuple of axes; everything else knows the axis by its name.
 
-    name: of the axis. timeout: seconds, of every wait for another process.
+    name: of the axis. timeout: seconds that an exchange may take, waiting for other processes included.
 
     For CPUs, one device in each process, after jax.distributed.initialize. The processes connect when the first program that
     has such an exchange is lowered.

@@ -233,6 +233,11 @@ def test_bad_arguments(arguments, error, words):
     assert words in str(caught.value)
 
 
+def test_a_plan_is_wanted():
+    with pytest.raises(TypeError, match="make_train_step: argument 'plan': expected a codec, .* got nothing; pass plan="):
+        cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4))
+
+
 def test_batches_that_cannot_be_split():
     train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, accumulate=4)
     with pytest.raises(ValueError, match=r"make_train_step: argument 'accumulate': expected batches that every rank can split into 4, got float32\[6, 30\] on a rank"):
