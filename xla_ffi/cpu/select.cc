@@ -80,11 +80,22 @@ class Selection {
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
     const int64_t count = std::min<int64_t>(16384, n_ / 16);
-    // of as many elements of the sample as there would be on average, four standard deviations more
+    // of as many elements of the sample as there would be on average, six standard deviations more
     const double average = static_cast<double>(wanted_) * static_cast<double>(count) / static_cast<double>(n_);
-    const auto rank = static_cast<int64_t>(average + 4.0 * std::sqrt(average) + 4.0);
+    const auto rank = static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
     if (rank >= count) return 1;
-    return std::clamp<uint32_t>(kth_of(sample(0, n_ / count, count), rank), 1, kLargest);
+    // In runs, which are on fewer pages than single elements would be.
+    constexpr int64_t kRun = 8;
+    std::vector<float> numbers(static_cast<size_t>(count / kRun * kRun));
+    const int64_t runs = count / kRun;
+    parallel_for(pool_, div_up(runs, 256), [&](int64_t task) {
+      for (int64_t i = task * 256; i < std::min(runs, (task + 1) * 256); ++i) {
+        float* to = numbers.data() + i * kRun;
+        const float* from = numbers_.fetch(i * (n_ / runs), 1, kRun, to);
+        if (from != to) std::memcpy(to, from, kRun * sizeof(float));
+      }
+    });
+    return std::clamp<uint32_t>(kth_of(numbers, rank), 1, kLargest);
   }
 
   void sampled() {
@@ -217,9 +228,10 @@ class Selection {
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    const auto count = static_cast<int64_t>(stretches_.size());
-    take(kth_largest(wanted_, div_up(count, kTogether), pool_, [&](int64_t task, auto f) {
-      for (int64_t i = task * kTogether; i < std::min(count, (task + 1) * kTogether); ++i) {
+    // Few tasks: candidates are few, and each task has a histogram to add.
+    const auto count = static_cast<int64_t>(stretches_.size()), each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
+    take(kth_largest(wanted_, div_up(count, each), pool_, [&](int64_t task, auto f) {
+      for (int64_t i = task * each; i < std::min(count, (task + 1) * each); ++i) {
         look(stretches_[static_cast<size_t>(i)], i * kStretch, [&](const float* x, int64_t n, const int32_t*) { f(x, n); });
       }
     }));
