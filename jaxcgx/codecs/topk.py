@@ -63,8 +63,8 @@ class TopK(Codec):
     lower indices come first, and NaN before infinity before all numbers.
 
     ratio: 0 to 1, of the elements, rounded up. values: the codec of the elements that are sent; Raw() is float32.
-    select: "exact"; or, faster but with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or "fitted",
-    which is Sampled(estimate="exponential"); these draw a random number and need a key.
+    select: "exact"; or, with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or "fitted", which is
+    Sampled(estimate="exponential"); these draw a random number and need a key. (On CPUs exact selection is the fastest.)
     pull: what ranks get of a sum that goes over its owners ("two_shot"): "all" that any rank sent, or the "top" of the sum, as
     few elements again whatever the number of ranks.
     lists: as many lists of that length make one: a sum of so many ranks' loses nothing.
