@@ -170,7 +170,7 @@ def test_an_axis_for_the_partitioner():
 
 @NESTED
 def test_shards_have_factors_of_their_own():
-    params, state, metrics = run(tensor_parallel(cgx.PowerSGD(2)), 20, SHARDED)
+    params, state, metrics = run(tensor_parallel(plan=cgx.PowerSGD(2)), 20, SHARDED)
     assert metrics[-1].loss < 0.95 * metrics[0].loss
     assert {name: x if x is None else x.shape for name, x in state[0].factors.items()} == {"up": (2, 4 * 16), "down": (2, 4 * 30), "bias": None}
     assert state[0].factors["down"].sharding.is_equivalent_to(NamedSharding(params["up"].sharding.mesh, P(None, "model")), 2)
