@@ -29,7 +29,7 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
-.PHONY: help demo test build pytest mpi cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean check
+.PHONY: help demo test build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean check
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -41,7 +41,7 @@ help: ## list the targets
 demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
 	@.venv/bin/python examples/digits.py
 
-test: cpptest pytest mpi cuda-short matrix-short ## build and install into .venv, then run every test
+test: cpptest pytest mpi-short cuda-short matrix-short ## build and install into .venv, then run every test
 
 build: $(INSTALLED) ## build and install into .venv
 
@@ -49,10 +49,14 @@ pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
 	@.venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/mpi
 
-mpi: $(INSTALLED) ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
+mpi: RANKS = 1 2 3 4
+mpi: ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
+mpi-short: RANKS = 2 3
+mpi-short: ## the same on 2 and 3 ranks
+mpi mpi-short: $(INSTALLED)
 	@echo "== MPI, launching"
 	@.venv/bin/python -m pytest tests/mpi/test_launch.py
-	@for n in 1 2 3 4; do \
+	@for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \
 		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 || exit 1; \
