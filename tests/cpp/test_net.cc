@@ -169,6 +169,23 @@ void test_one_is_late() {
   });
 }
 
+// Those who don't need the one that gave up go on.
+void test_one_gives_up() {
+  together(3, [](Net& net, int64_t rank) {
+    if (rank == 0) {
+      CHECK(has(AllToAll(net, {0, 2}, 0, 1000, 1, 1, 100ms).result(), "which has not come within 100 ms"), "late");
+    } else {
+      std::this_thread::sleep_for(500ms);
+      CHECK(AllToAll(net, {1, 2}, rank - 1, 1000, 1, 2).result() == "", "without it");
+    }
+    if (rank == 2) {
+      AllToAll(net, {0, 2}, 1, 1000, 1, 1).result();  // what it needs may have come
+      const std::string error = AllToAll(net, {0, 2}, 1, 1000, 1, 1).result();
+      CHECK(has(error, "rank 1 waits for rank 0 (process 0 at 127.0.0.1), which gave up, because of process 2"), error);
+    }
+  });
+}
+
 void test_they_differ() {
   together(2, [](Net& net, int64_t rank) {
     const std::string error = AllToAll(net, first(2), rank, 1000 + rank, 1, 1).result();
@@ -288,6 +305,7 @@ int main() {
   test_one_way();
   test_one_leaves();
   test_one_is_late();
+  test_one_gives_up();
   test_they_differ();
   test_strangers_are_turned_away();
   fuzz();

@@ -41,6 +41,8 @@ struct Hello {
 
 std::string reason() { return std::strerror(errno); }
 
+std::string ended_or(int error) { return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error); }
+
 int64_t left(Clock::time_point deadline) {
   return std::max<int64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count(), 0);
 }
@@ -115,7 +117,8 @@ struct Net::Peer {
   int64_t process;
   Address address;
   Socket socket;
-  bool readable = true, writable = true, closed = false;
+  bool readable = true, writable = true;
+  std::string gone;              // how, once it is
   int64_t begun = 0;             // exchanges with this process
   std::map<int64_t, Open> open;  // by number: those of which something is to come
   std::deque<Out> outs;
@@ -312,7 +315,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     if (running->over) return;
     const auto r = static_cast<size_t>(rank);
     Peer& peer = *peers_[static_cast<size_t>(running->exchange.processes[r])];
-    if (peer.closed) return fail({Error::Kind::kGone, peer.process, kEnded});
+    if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
     peer.outs.push_back({{kMessage, running->numbers[r], running->exchange.kind, slot, bytes}, data, running});
   });
 }
@@ -362,7 +365,7 @@ void Net::start(const std::shared_ptr<Running>& running) {
     running->numbers[rank] = peer.begun++;
     if (running->coming[rank] == 0) continue;
     peer.open[running->numbers[rank]] = {running, static_cast<int64_t>(rank)};
-    if (peer.closed) fail({Error::Kind::kGone, peer.process, kEnded});
+    if (!peer.gone.empty()) fail({Error::Kind::kGone, peer.process, peer.gone});
   }
   if (trouble_ && !running->over) {
     running->finish(error_of(e));
@@ -373,7 +376,7 @@ void Net::start(const std::shared_ptr<Running>& running) {
 }
 
 bool Net::push(Peer& peer) {
-  if (!peer.writable || peer.outs.empty() || peer.closed) return false;
+  if (!peer.writable || peer.outs.empty() || !peer.gone.empty()) return false;
   Peer::Out& out = peer.outs.front();
   const int64_t header = sizeof(Header), all = header + out.header.bytes, at = std::max(out.sent - header, int64_t{0});
   iovec parts[2] = {{reinterpret_cast<char*>(&out.header) + std::min(out.sent, header), static_cast<size_t>(header - std::min(out.sent, header))},
@@ -385,7 +388,7 @@ bool Net::push(Peer& peer) {
   if (n < 0) {
     if (errno == EINTR) return true;
     if (would_block()) peer.writable = false;
-    else lose(peer, errno);
+    else lose(peer, ended_or(errno));
     return false;
   }
   out.sent += n;
@@ -398,7 +401,7 @@ bool Net::push(Peer& peer) {
 }
 
 bool Net::pull(Peer& peer) {
-  if (!peer.readable || peer.closed || trouble_) return false;
+  if (!peer.readable || !peer.gone.empty() || trouble_) return false;
   const bool header = peer.header_bytes < static_cast<int64_t>(sizeof(Header));
   if (!header && !peer.of && !expect(peer)) return false;
   uint8_t* to;
@@ -415,11 +418,11 @@ bool Net::pull(Peer& peer) {
     if (n < 0) {
       if (errno == EINTR) return true;
       if (would_block()) peer.readable = false;
-      else lose(peer, errno);
+      else lose(peer, ended_or(errno));
       return false;
     }
     if (n == 0) {
-      lose(peer, 0);
+      lose(peer, kEnded);
       return false;
     }
     (header ? peer.header_bytes : peer.received) += n;
@@ -441,7 +444,7 @@ bool Net::expect(Peer& peer) {
   const Header& h = peer.header;
   if (h.magic == kGaveUp) {
     const bool known = h.slot >= 0 && h.slot < processes() && h.slot != peer.process;
-    fail({Error::Kind::kGone, peer.process, "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason"))});
+    lose(peer, "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
   if (h.magic == kMessage && h.number >= peer.begun) return false;
@@ -468,12 +471,10 @@ bool Net::expect(Peer& peer) {
   return false;
 }
 
-// number: the system's, of the error; 0: it closed the connection.
-void Net::lose(Peer& peer, int number) {
-  peer.closed = true;
-  if (peer.open.empty() && peer.outs.empty()) return;  // perhaps it is done
-  const bool ended = number == 0 || number == ECONNRESET || number == EPIPE;
-  fail({Error::Kind::kGone, peer.process, ended ? kEnded : std::string("can't be reached: ") + std::strerror(number)});
+// What still needs a process that is gone fails. Another exchange may be complete without it.
+void Net::lose(Peer& peer, const std::string& how) {
+  peer.gone = how;
+  if (!peer.open.empty() || !peer.outs.empty()) fail({Error::Kind::kGone, peer.process, how});
 }
 
 void Net::step(const std::shared_ptr<Running>& running) {

@@ -120,7 +120,7 @@ class Net {
   bool push(Peer& peer);
   bool pull(Peer& peer);
   bool expect(Peer& peer);
-  void lose(Peer& peer, int number);
+  void lose(Peer& peer, const std::string& how);
   void step(const std::shared_ptr<Running>& running);
   void look_at_the_clock();
   void fail(Trouble trouble);
