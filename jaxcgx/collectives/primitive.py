@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-
+from jaxcgx.native import ops
 
 # What a sum keeps from call to call, and whether it is a rank's own. factors: the same on every rank, vary as sums do.
 STATE = {"residuals": True, "momentum": True, "factors": False}
@@ -90,9 +90,8 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         if not ours and all(d is None for d in dims):  # vmap asks even about what it does not map
             results = primitive.bind(*operands, batch=batch, net=net, **params)
             return results, [None] * len(results)
-        moved = [jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
         batch = ((axis.size, axis.name if ours else None), *batch)
-        results = primitive.bind(*moved, batch=batch, net=net, **params)
+        results = primitive.bind(*ops.in_front(operands, dims), batch=batch, net=net, **params)
         n = len(params["ids"])
         alone = [ours and same and not STATE.get(kind) for kind in ("leaves", *params["state"]) for _ in range(n)]
         return [r[0] if one else r for r, one in zip(results, alone)], [None if one else 0 for one in alone]

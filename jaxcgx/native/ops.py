@@ -97,11 +97,15 @@ def _check_key(op, codec, key):
     return [key]
 
 
-def _batch(primitive, operands, dims, batch, **params):
-    """Every operand with the new axis in front; one that is not mapped is repeated."""
+def in_front(operands, dims):
+    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated."""
     size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    moved = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
-    results = primitive.bind(*moved, batch=(size, *batch), **params)
+    return [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+
+
+def _batch(primitive, operands, dims, batch, **params):
+    moved = in_front(operands, dims)
+    results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 

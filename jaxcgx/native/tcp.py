@@ -7,6 +7,7 @@ import functools
 import math
 import secrets
 import socket
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.ops import in_front
 from jaxcgx.native.shm import module
 
 CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
@@ -104,7 +106,7 @@ def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
     two_shot = schedule == "two_shot"
     parts = net.size if two_shot else 1
     pieces = max(1, min(MOST_PIECES, Layout.of(codec, leaves, parts, ids).chunk_bytes // PIECE))
-    if codec.meta and not codec.bucket_size:  # a leaf's part is one bucket
+    if codec.whole:  # a leaf's part is one bucket
         pieces = 1
     operands = [*leaves, *(residuals or []), _who(net), *(keys[: 1 + two_shot] if codec.stochastic else [])]
     feedback, raw = residuals is not None, two_shot and own == "raw"
@@ -141,11 +143,10 @@ def _allreduce_abstract(*avals, layout, batch, two_shot, feedback, net, **params
 
 # One call for all messages, as of the operations.
 def _allreduce_batch(operands, dims, *, layout, batch, feedback, **params):
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    moved = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    moved = in_front(operands, dims)
     at = len(layout.shapes) * (2 if feedback else 1)
     moved[at] = operands[at]  # who takes part
-    results = tcp_allreduce_p.bind(*moved, layout=layout, batch=(size, *batch), feedback=feedback, **params)
+    results = tcp_allreduce_p.bind(*moved, layout=layout, batch=(len(moved[0]), *batch), feedback=feedback, **params)
     return results, [0] * len(results)
 
 
@@ -159,13 +160,29 @@ mlir.register_lowering(tcp_allreduce_p, _allreduce_lower, platform="cpu")
 # The connections of this process, made once
 
 
-@functools.cache
 def connect():
-    """Connects the processes of jax.distributed. Each tells the others through its store where it waits for them; a secret of
-    theirs keeps others out."""
-    store, process, processes, coordinator = _compat.rendezvous()
-    if store is None:
+    """Connects the processes of jax.distributed, unless they are already."""
+    if _compat.rendezvous()[0] is None:
         raise RuntimeError("Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first")
+    with _ONE:
+        if why := _failure():
+            raise RuntimeError(f"Tcp: {why}; start the processes again")
+
+
+_ONE = threading.Lock()
+
+
+@functools.cache
+def _failure():
+    """Why they are not connected. There is no second try: others may have given up."""
+    try:
+        _connect(*_compat.rendezvous())
+    except RuntimeError as error:
+        return str(error)
+
+
+def _connect(store, process, processes, coordinator):
+    """Each tells the others through the store where it waits for them; a secret of theirs keeps others out."""
     # The host of process 0, which has the coordinator, is where everybody reaches that.
     host = _host(coordinator) if process else ""
     store.key_value_set(f"jaxcgx/tcp/{process}", f"{module().tcp_listen()} {host}")
@@ -176,7 +193,8 @@ def connect():
         try:
             return store.blocking_key_value_get(f"jaxcgx/tcp/{key}", int(CONNECT * 1000))
         except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(f"Tcp: process {whose} has not come within {CONNECT:g} s: {error}") from None
+            late = "DEADLINE_EXCEEDED" in str(error)
+            raise RuntimeError(f"process {whose} has not come within {CONNECT:g} s" if late else str(error)) from None
 
     token, addresses = get("token", 0), []
     for other in range(processes):

@@ -25,7 +25,7 @@ void every_codec() {
     ++turn;
   };
   for (const int64_t bucket : {32, 64, 128, 256, 512, 1024, 2048, 4096}) {
-    for (const Codec& codec : codecs(bucket)) run(codec, 6000);
+    for (const Codec& codec : codecs(bucket)) run(codec, 3000);
   }
   for (const int64_t bucket : {1, 7, 16, 100, 121, 300, 1000}) {
     for (const Codec& codec : codecs(bucket)) run(codec, 1500);

@@ -69,12 +69,15 @@ CASES = {
     "one_shot": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="one_shot", fed=True)),
     "ring": (SHAPES, "data", reduction(schedule="ring")),
     "noise": (SHAPES, "data", reduction(NOISY, keyed=True, schedule="two_shot")),
-        "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
+    "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
     "several pieces": (LARGE, "data", reduction(schedule="two_shot", fed=True)),
     "several pieces one_shot": (LARGE, "data", reduction(cgx.MaxMin(8, skip_incomplete=True), schedule="one_shot")),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
+    "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),
+    "sparse owners": (LARGE, "data", reduction(cgx.TopK(0.01, select="sampled", pull="top"), keyed=True, schedule="two_shot", fed=True)),
+    "sparse between nodes": (SHAPES, BOTH, reduction({"node": cgx.TopK(0.05), "local": cgx.Raw()}, fed=True)),
     "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
@@ -83,6 +86,9 @@ CASES = {
     "denormals": (ROWS, "data", lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4)))),
     "grad": (ROWS, "data", derivative),
 }
+
+
+TRAINED = {"make_train_step": dict(plan=cgx.MaxMin(4)), "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0)}
 
 
 def the_mesh(*names):
@@ -128,17 +134,31 @@ def everything(tcp):
         jax.block_until_ready(program(inputs))
         found = jax.block_until_ready(program(inputs))  # the second call is another way through JAX
         results |= {name: digests(each) for name, each in found.items()}
-    return results | {"make_train_step": train(TCP if tcp else "data")}
+    for name, options in TRAINED.items():
+        results[name] = train(TCP if tcp else "data", **options)
+    return results
 
 
-def train(axis):
+def train(axis, **options):
     mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
-    init, step = cgx.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, plan=cgx.MaxMin(4))
+    init, step = cgx.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options)
     params, state = init({"w": jnp.ones((8, 300))})
     for _ in range(2):
         params, state, _ = jax.block_until_ready(step(params, state, batch))
     return digests((params, state))
+
+
+def low_rank():
+    """Over Tcp and over the plain axes of the same processes: the sums of factors are lax's."""
+    found = []
+    for axes, marked in ("data", TCP), (BOTH, (cgx.Tcp("node"), "local")):
+        codec = cgx.PowerSGD(2) if axes == "data" else {"node": cgx.PowerSGD(2), "local": cgx.Raw()}
+        mesh = the_mesh(*([axes] if axes == "data" else axes))
+        x = array(mesh, (40, 30), "float32", 1)
+        program = jax.jit(on_ranks(mesh, lambda x: [cgx.compressed_pmean(x, way, codec) for way in (axes, marked)]))
+        found += map(digests, jax.block_until_ready(program(x)))
+    return found + [train(axis, plan=cgx.PowerSGD(2)) for axis in ("data", TCP)]
 
 
 def messages_of_errors(processes):
@@ -186,7 +206,7 @@ def main():
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
-        result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else ""]
+        result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else "", low_rank()]
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

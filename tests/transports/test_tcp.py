@@ -1,4 +1,5 @@
 """Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank fails."""
+import functools
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
 from helpers import load_script
+from jaxcgx.native import tcp
 from jaxcgx.transports.tcp import axis_names
 from ranks import mesh, on_ranks
 
@@ -52,12 +54,17 @@ def everything():
 
 def test_the_bits_of_plain_axes(everything, monkeypatch):
     expected = load_script(RANK, monkeypatch).everything(tcp=False)
-    found = {case: {rank: digest for _, ours, _ in everything for rank, digest in ours[case].items()} for case in expected}
+    found = {case: {rank: digest for _, ours, *_ in everything for rank, digest in ours[case].items()} for case in expected}
     assert found == expected
 
 
+def test_low_rank(everything):
+    for *_, found in everything:
+        assert len(found) == 6 and found[::2] == found[1::2]
+
+
 def test_meshes_that_it_can_not_serve(everything):
-    for (abstract, automatic), _, _ in everything:
+    for (abstract, automatic), *_ in everything:
         assert "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself" in abstract
         assert "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler" in automatic
 
@@ -76,6 +83,29 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
     error, nothing = results("stay_away", 2)
     assert re.search(r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 1000 ms", error)
     assert nothing is None
+
+
+@pytest.mark.parametrize(("problem", "words"), [("DEADLINE_EXCEEDED: later", "process 0 has not come within 1800 s"), ("UNAVAILABLE: gone", "UNAVAILABLE: gone")])
+def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypatch):
+    class Store:
+        def key_value_set(self, key, value):
+            assert key not in vars(self)  # as the real one
+            setattr(self, key, value)
+
+        def blocking_key_value_get(self, key, timeout):
+            raise jax.errors.JaxRuntimeError(problem)
+
+    monkeypatch.setattr(tcp._compat, "rendezvous", lambda met=(Store(), 0, 2, "127.0.0.1:1"): met)
+    monkeypatch.setattr(tcp.module(), "tcp_listen", lambda: 1)
+    monkeypatch.setattr(tcp, "_failure", functools.cache(tcp._failure.__wrapped__))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"Tcp: {words}; start the processes again"):
+            tcp.connect()
+
+
+def test_a_process_alone():
+    with pytest.raises(RuntimeError, match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"):
+        tcp.connect()
 
 
 def test_devices_of_one_process():

@@ -48,6 +48,13 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
+// What element of `count` of n is most likely not among the k largest of all, and not far behind: as many as there would be
+// on average, and six standard deviations more.
+int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
+  const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
+  return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
+}
+
 class Selection {
  public:
   Selection(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool)
@@ -79,10 +86,7 @@ class Selection {
   // A threshold that the wanted elements most likely reach, and few others: at least 1.
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
-    const int64_t count = std::min<int64_t>(16384, n_ / 16);
-    // of as many elements of the sample as there would be on average, six standard deviations more
-    const double average = static_cast<double>(wanted_) * static_cast<double>(count) / static_cast<double>(n_);
-    const auto rank = static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
+    const int64_t count = std::min<int64_t>(16384, n_ / 16), rank = certain_rank(wanted_, n_, count);
     if (rank >= count) return 1;
     // In runs, which are on fewer pages than single elements would be.
     constexpr int64_t kRun = 8;
@@ -95,19 +99,19 @@ class Selection {
         if (from != to) std::memcpy(to, from, kRun * sizeof(float));
       }
     });
-    return std::clamp<uint32_t>(kth_of(numbers, rank), 1, kLargest);
+    return std::clamp<uint32_t>(kth_of(numbers.data(), runs * kRun, rank), 1, kLargest);
   }
 
   void sampled() {
     const Sample of(how_, n_, wanted_);
-    const std::vector<float> numbers = sample(of.first(random_), of.stride, of.count);
+    const auto numbers = sample(of.first(random_), of.stride, of.count);
     std::vector<uint32_t> ladder;
-    float t = float_of(how_.select == Select::kQuantile ? std::min(kth_of(numbers, of.rank(n_, wanted_)), kLargest) : exponential(numbers));
+    float t = float_of(how_.select == Select::kQuantile ? std::min(kth_of(numbers.get(), of.count, of.rank(n_, wanted_)), kLargest) : exponential(numbers.get(), of.count));
     for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
     const int64_t least = enough(how_, wanted_);
     // The step that it will be, as far as the sample tells.
     size_t step = 0;
-    const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.data(), of.count, ladder[i])); };
+    const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.get(), of.count, ladder[i])); };
     while (step + 1 < ladder.size() && in_sample(step) * static_cast<double>(n_) < static_cast<double>(least * of.count)) ++step;
     find(std::max(ladder[step], 1u), ladder[step] == 0 ? wanted_ : step + 1 == ladder.size() ? 0 : least);
     for (size_t i = 0;; ++i) {
@@ -119,10 +123,10 @@ class Selection {
   }
 
   // The bits of the first threshold, from exponential distributions.
-  uint32_t exponential(const std::vector<float>& sample) const {
-    const auto count = static_cast<int64_t>(sample.size()), groups = div_up(count, Sign::kSumGroup);
+  uint32_t exponential(const float* sample, int64_t count) const {
+    const int64_t groups = div_up(count, Sign::kSumGroup);
     uint32_t largest = 0;
-    for (const float x : sample) largest = std::max(largest, std::min(magnitude_of(x), kLargest));
+    for (int64_t i = 0; i < count; ++i) largest = std::max(largest, std::min(magnitude_of(sample[i]), kLargest));
     const float scale = scale_of(float_of(largest));
     const Exponential fit(n_, wanted_);
     float t = 0.0f;
@@ -137,7 +141,7 @@ class Selection {
           const int64_t m = std::min(kTile, end - at);
           int64_t number = 0;
           for (int64_t i = 0; i < m; ++i) {
-            const float x = Exponential::scaled(float_of(std::min(magnitude_of(sample[static_cast<size_t>(at + i)]), kLargest)), scale);
+            const float x = Exponential::scaled(float_of(std::min(magnitude_of(sample[at + i]), kLargest)), scale);
             const bool above = round == 0 || x > t;
             excess[i] = above ? x - t : 0.0f;
             number += above;
@@ -154,20 +158,32 @@ class Selection {
     return Exponential::threshold(t, scale);
   }
 
-  std::vector<float> sample(int64_t first, int64_t stride, int64_t count) const {
-    std::vector<float> numbers(static_cast<size_t>(count));
+  std::unique_ptr<float[]> sample(int64_t first, int64_t stride, int64_t count) const {
+    std::unique_ptr<float[]> numbers(new float[static_cast<size_t>(count)]);
     parallel_for(pool_, div_up(count, kStretch), [&](int64_t i) {
-      float* to = numbers.data() + i * kStretch;
+      float* to = numbers.get() + i * kStretch;
       const int64_t n = std::min(kStretch, count - i * kStretch);
       const float* from = numbers_.fetch(first + i * kStretch * stride, stride, n, to);
       if (from != to) std::memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
     });
     return numbers;
   }
-  uint32_t kth_of(const std::vector<float>& numbers, int64_t k) const {
-    const auto n = static_cast<int64_t>(numbers.size());
-    constexpr int64_t kEach = kTogether * kStretch;
-    return kth_largest(k, div_up(n, kEach), pool_, [&](int64_t i, auto f) { f(numbers.data() + i * kEach, std::min(kEach, n - i * kEach)); });
+  // The k-th largest magnitude of n numbers, k of them or more: among those that reach what every 16th suggests, where k do.
+  uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
+    const auto among = [&](const float* x, int64_t count) { return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); }); };
+    const int64_t few = n / 16, rank = certain_rank(k, n, few);
+    if (n <= kStretch || rank >= few) return among(numbers, n);
+    std::vector<float> some(static_cast<size_t>(few));
+    for (int64_t i = 0; i < few; ++i) some[static_cast<size_t>(i)] = numbers[16 * i];
+    const uint32_t least = std::max(kth_of(some.data(), few, rank), 1u);
+    std::vector<float> found;
+    for (int64_t at = 0; at < n; at += kStretch) {
+      float values[kStretch + 16];
+      int32_t index[kStretch + 16];
+      found.insert(found.end(), values, values + k_.find(numbers + at, std::min(kStretch, n - at), least, 0, index, values));
+    }
+    const auto count = static_cast<int64_t>(found.size());
+    return count < k ? among(numbers, n) : among(found.data(), count);
   }
 
   template <class Fn>

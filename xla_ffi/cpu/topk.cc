@@ -140,26 +140,25 @@ struct Piecewise {
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + 2 * row; }
 
-// What is sent of a piece: its list and its values. `keep(first, n, decoded)` is told what the n values from `first` on
-// will decode to, where it is wanted.
+// What is sent of a piece, which becomes as long as a list is: that list and its values. `keep(first, n, decoded)` is told what
+// the n values from `first` on will decode to, where it is wanted.
 template <class Keep>
-void put(const Piecewise& to, const Piece& p, const Elements& sent, const Pool& pool, bool keeps, Keep keep) {
+void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
   const Codec& c = to.layout.codec;
   const IndexList list(p.coded, capacity(c.sparse, p.coded));
   uint8_t* out = to.chunk + p.codes;
-  std::vector<int32_t> index = sent.index;
-  std::vector<float> values = sent.values;
-  index.resize(static_cast<size_t>(list.k), static_cast<int32_t>(p.coded));
-  for (float& x : values) x = sent_as(x);
-  values.resize(static_cast<size_t>(list.k));
-  put_indices(list, index.data(), out);
+  const auto count = static_cast<int64_t>(sent.index.size());
+  for (float& x : sent.values) x = sent_as(x);
+  sent.index.resize(static_cast<size_t>(list.k), static_cast<int32_t>(p.coded));
+  sent.values.resize(static_cast<size_t>(list.k));
+  put_indices(list, sent.index.data(), out);
   const int64_t at = values_at(c, p.coded);
   std::memset(out + list.bytes, 0, static_cast<size_t>(at - list.bytes));
 
   const Layout layout = values_layout(c, p.coded);
-  const auto fetch = [&](const Span&, int64_t first, int64_t, float*) -> const float* { return values.data() + first; };
+  const auto fetch = [&](const Span&, int64_t first, int64_t, float*) -> const float* { return sent.values.data() + first; };
   const auto told = [&](const Span&, int64_t first, int64_t n, const float*, const float* decoded) {
-    keep(first, std::min(n, static_cast<int64_t>(sent.index.size()) - first), decoded);
+    keep(first, std::min(n, count - first), decoded);
   };
   const Target target{layout, out + at, layout.chunk_bytes, false, to.leaf_ids + p.leaf, to.key, p.start};
   clear_gaps(layout, 0, out + at);
@@ -227,7 +226,7 @@ void encode_topk(const Encode& a, const Pool& pool) {
     const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first), feedback ? a.residuals[i] + first : nullptr, 1.0f};
     float* residual = feedback ? a.new_residuals[i] + first : nullptr;
     const Piecewise to{l, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes, a.leaf_ids, key_of(a.keys, row)};
-    const Elements sent = choose(to, p, numbers, residual, pool);
+    Elements sent = choose(to, p, numbers, residual, pool);
     put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
       update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
     });
@@ -278,7 +277,7 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
     ask_for_large_pages(total.get(), p.coded * int64_t{sizeof(float)});
     sum_to(a, l.pieces[static_cast<size_t>(&p - sum.pieces.data())], row, total.get(), pool);
     const Piecewise to{sum, a.payload + row * sum.chunk_bytes, a.leaf_ids, key_of(a.keys, row)};
-    const Elements sent = choose(to, p, {p.coded, DType::kF32, total.get(), nullptr, a.divisor}, nullptr, pool);
+    Elements sent = choose(to, p, {p.coded, DType::kF32, total.get(), nullptr, a.divisor}, nullptr, pool);
     float* residual = nullptr;
     if (a.residuals != nullptr) {
       residual = a.residuals[p.leaf] + row * l.leaves[static_cast<size_t>(p.leaf)].size + p.start;
