@@ -40,6 +40,7 @@ class Codec:
     raw = False  # all elements travel as they are
     contracts = True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
+    most = 2**40  # elements of a leaf in a chunk
     sparse = False  # it sends some elements only, `indices` says which
     linear = False  # it makes no bytes: sums add up factors of it (PowerSGD)
 

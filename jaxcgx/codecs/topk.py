@@ -6,7 +6,7 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Codec, Kind, check_choice, check_codec, check_integer, native_codec
+from jaxcgx.codecs.base import Codec, Kind, check_choice, check_codec, check_encodes, check_integer, native_codec
 from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
@@ -14,7 +14,6 @@ from jaxcgx.native import ieee, reference
 from jaxcgx.native.indices import from_list, index_bytes, to_list
 from jaxcgx.native.layout import Layout, align16
 
-_MOST = 2**31 - 1  # elements that an index of 32 bits tells apart
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
 _ESTIMATES = ("quantile", "exponential")
 
@@ -63,7 +62,7 @@ class TopK(Codec):
     lower indices come first, and NaN before infinity before all numbers.
 
     ratio: 0 to 1, of the elements, rounded up. values: the codec of the elements that are sent; Raw() is float32.
-    select: "exact"; or, with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or "fitted", which is
+    select: "exact"; or, most often with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or "fitted", which is
     Sampled(estimate="exponential"); these draw a random number and need a key. (On CPUs exact selection is the fastest.)
     pull: what ranks get of a sum that goes over its owners ("two_shot"): "all" that any rank sent, or the "top" of the sum, as
     few elements again whatever the number of ranks.
@@ -78,11 +77,12 @@ class TopK(Codec):
 
     whole = True
     sparse = True
+    most = 2**31 - 1  # that an index of 32 bits tells apart
 
     def __post_init__(self):
         _check_share(self, "ratio", 0, 1)
-        check_codec("TopK", self.values, "values")
-        if isinstance(self.values, TopK):
+        check_encodes("TopK", check_codec("TopK", self.values, "values"), "values")
+        if self.values.sparse:
             raise ValueError(f"TopK: argument 'values': expected a codec that keeps every element, got {self.values}")
         if not isinstance(self.select, Sampled):
             check_choice(self, "select", _SELECTIONS)
@@ -121,7 +121,7 @@ class TopK(Codec):
         return n  # whatever else: what becomes of a message is cut as the message was
 
     def code_bytes(self, n, dtype):
-        if n > _MOST:
+        if n > self.most:
             raise ValueError(f"TopK: expected at most 2^31 - 1 elements of a leaf in a chunk, got {n}")
         return align16(index_bytes(n, self.capacity(n))) + self._values(n).chunk_bytes
 

@@ -11,8 +11,9 @@ A rank sends a message of `wire` compressed bytes, which were `raw` bytes of flo
   step. On a network where any two ranks talk at full speed it never wins, so "auto" never takes it; it is for
   those whose links form a ring.
 
-A sparse codec sends sums in more bytes than leaves, `back`, if they are to have all that was sent: then one_shot sends no more
-than two_shot as long as there is an index for every element. And what it decodes costs its bytes, not the elements' that are 0.
+A sparse codec sends sums in more bytes than leaves, `back`, if they are to have all that was sent: then both send nearly the same
+bytes, and one_shot wins until there are so many ranks that sums are dense enough for shorter indices, or none. And what a sparse
+codec decodes costs its bytes, not the elements' that are 0.
 
 The constants are of the network that compression is for, 1 Gbit/s Ethernet between machines with a few cores.
 """

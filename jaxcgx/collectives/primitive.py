@@ -91,7 +91,7 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
             results = primitive.bind(*operands, batch=batch, net=net, **params)
             return results, [None] * len(results)
         batch = ((axis.size, axis.name if ours else None), *batch)
-        results = primitive.bind(*ops.in_front(operands, dims), batch=batch, net=net, **params)
+        results = primitive.bind(*ops.in_front(operands, dims, axis.size), batch=batch, net=net, **params)
         n = len(params["ids"])
         alone = [ours and same and not STATE.get(kind) for kind in ("leaves", *params["state"]) for _ in range(n)]
         return [r[0] if one else r for r, one in zip(results, alone)], [None if one else 0 for one in alone]

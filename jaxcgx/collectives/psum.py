@@ -27,7 +27,7 @@ def compressed_psum(x, axis_name, codec, *, key=None, residuals=None, momentum=N
     key: a random key for codecs that round stochastically, the same on every rank and another one every step.
     schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/collectives/costs.py explains; or a dict with one for
     each name. own: what a rank adds of its own part to the sum it owns: "raw", as it is (less error), or "encoded", as the
-    others see it; the same key then gives the same bits whatever the messages.
+    others see it; the same key then gives the same bits whatever the messages (not with `ByteGrad` and `TopK`).
 
     residuals: what earlier calls lost, to be given back (error feedback): a tree like `x` of this rank's float32 arrays,
     zeros at first. The result is then a pair, the sum and the new residuals: over all ranks, sum + new residuals = x +
@@ -140,8 +140,11 @@ def _choose(route, leaves, names, leader):
         first = "psum"
     elif first == "auto":
         share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
-        sent, back = (sum(each.wire_bytes(x.shape, x.dtype) for x in leaves) // share for each in (codec, codec.of_sum(net.size)))
-        first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
+        if max(x.size for x in leaves) // share > codec.most:
+            first = "two_shot"  # one_shot cuts no leaf
+        else:
+            sent, back = (sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves) for each in (codec, codec.of_sum(net.size)))
+            first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
     return (first, *("two_shot" if name == "auto" else name for name in names[1:]))
 
 

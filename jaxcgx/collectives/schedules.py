@@ -57,11 +57,12 @@ class Chunks:
         return ops.reduce(self.layout, payloads, chunk=part, own=self.leaves if own else None, rank=place,
                           divisor=divisor, encoded=encoded, key=key)
 
-
     def owned(self, rank):
         """Of each leaf, which elements lie in the part of a rank."""
-        ends = np.array([[sum(p.coded for pieces in self.layout.pieces[:c] for p in pieces if p.leaf == i) for c in range(self.layout.chunks + 1)]
-                         for i in range(len(self.leaves))])
+        ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
+        for c, pieces in enumerate(self.layout.pieces, 1):
+            for p in pieces:
+                ends[p.leaf, c:] += p.coded
         found = [(jnp.arange(x.size) >= jnp.asarray(end)[rank]) & (jnp.arange(x.size) < jnp.asarray(end)[rank + 1]) for x, end in zip(self.leaves, ends)]
         return [mine.reshape(x.shape) for mine, x in zip(found, self.leaves)]
 

@@ -97,9 +97,10 @@ def _check_key(op, codec, key):
     return [key]
 
 
-def in_front(operands, dims):
-    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated."""
-    size = next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
+def in_front(operands, dims, size=None):
+    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated. size: of the axis, which perhaps no
+    operand has."""
+    size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     return [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
 
 

@@ -4,6 +4,7 @@ import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
@@ -36,7 +37,8 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
     for ratio**((epoch + 1) / (warmup_epochs + 1)); a number c for c**(epoch + 1), of which 0.25 is the paper's; or a list of the
     epochs' ratios, of which 1 sends everything.
     """
-    check_number(OP, "ratio", ratio, numbers.Real, lambda x: 0 < x < 1, "a number above 0 and below 1")
+    _check_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
+    _check_static("ratio", ratio, numbers.Real, lambda x: 0 < x < 1, "a number above 0 and below 1")
     limits = dict(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
     for name, limit in limits.items():
         if limit is not None:
@@ -59,29 +61,42 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
 
 def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, momentum_masking=True, pull="all", select="sampled", **options):
     """GeoMX's bidirectional sparsification, an optax.GradientTransformation: of leaves of more than `size_bound` elements every rank sends
-    the `threshold` of its elements that are largest after momentum and all that it has not sent before. As `dgc`, for any optimizer behind.
+    the `threshold` of its elements that are largest after momentum and all that it has not sent before. As `dgc`; the optimizer behind,
+    any, should have no momentum of its own: optax.adam(rate, b1=0).
 
     axis_name: the axis of the data centers, or a tuple in which it is the outermost; the inner axes sum everything. pull: what
     comes back; "all" that any of them sent, or the "top" of the sum, the rest of which its owner keeps. select: as in `TopK`.
     All other options: as in `compress_gradients`.
     """
+    _check_plan("bsc", options, "threshold, size_bound, pull and select")
     plan = Plan.bsc(threshold, size_bound, axis_name, pull, select)
     return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)
 
 
+def _check_plan(op, options, made_of):
+    if "plan" in options:
+        raise TypeError(f"{op}: argument 'plan': expected none, as {made_of} make it, got {options['plan']!r}; another plan with momentum is for "
+                        "jaxcgx.compress_gradients")
+
+
+def _check_static(argument, value, *kind):
+    """What plans are made of: no array, not even of optax.inject_hyperparams."""
+    check_number(OP, argument, np.asarray(value) if isinstance(value, jax.Array) else value, *kind)
+
+
 def warm_up(ratio, epochs, coeff, steps_per_epoch):
     """The ratio of each of the epochs."""
-    check_number(OP, "warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0")
+    _check_static("warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0")
     if not epochs:
         if not coeff is steps_per_epoch is None:
             raise ValueError(f"{OP}: argument 'warmup_epochs': expected a positive integer with 'warmup_coeff' or 'steps_per_epoch', got 0")
         return []
-    check_number(OP, "steps_per_epoch", steps_per_epoch, numbers.Integral, lambda x: x > 0, "a positive integer with 'warmup_epochs'")
+    _check_static("steps_per_epoch", steps_per_epoch, numbers.Integral, lambda x: x > 0, "a positive integer with 'warmup_epochs'")
     if coeff is None:
         return [ratio ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)]
     given = coeff if isinstance(coeff, (tuple, list)) else [coeff]
     for each in given:
-        check_number(OP, "warmup_coeff", each, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1, or a list of them")
+        _check_static("warmup_coeff", each, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1, or a list of them")
     if given is not coeff:
         return [max(coeff ** (epoch + 1), ratio) for epoch in range(epochs)]
     if len(coeff) != epochs:

@@ -80,7 +80,20 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
         np.testing.assert_array_equal(cleared, np.where(np.isin(np.arange(n), at), 0, array))
 
 
+@pytest.mark.parametrize("n", [4097, 4128, 7456, 22_817, 53_153, 262_143, 262_145])
+def test_exact_of_much(n):
+    """Where the threshold that a few elements suggest may be below all of them."""
+    x = numbers(n, "normal")
+    for ratio in (0.3, 0.6, 0.6742, 0.75, 0.8, 0.9, 0.95, 0.999):
+        out = cgx.roundtrip(x, TopK(ratio))
+        expected = np.zeros_like(x)
+        at = largest(x, TopK(ratio).capacity(n))
+        expected[at] = x[at]
+        assert_same_bytes(out, expected)
+
+
 @pytest.mark.parametrize(("select", "n", "ratio"), [
+    ("sampled", 3, 0.5), ("sampled", 40, 1 / 40), (Sampled(share=1.0), 1000, 0.1),
     ("sampled", 300, 0.01), ("sampled", 5000, 0.1), ("sampled", 300_001, 0.001), ("fitted", 5000, 0.01), ("fitted", 300_001, 0.02),
     (Sampled(0.5, "exponential", 0.9, 3), 20_000, 0.02), (Sampled(refinements=0), 20_000, 0.01), (Sampled(2**-15, lower=1.0), 20_000, 0.3),
 ])  # fmt: skip
@@ -96,6 +109,7 @@ def test_sampled_takes_the_largest_of_what_reaches_a_threshold(select, n, ratio)
             out = np.asarray(run(x, key))
             found = np.flatnonzero(out.view(np.int32))
             assert_same_bytes(out[found], x[found])
+            assert len(found) > k / 2 or kind != "normal" or select in ("fitted", Sampled(refinements=0))
             # Of the k largest those that reach a magnitude: all of one, or the first where there were too many.
             magnitudes = x.view(np.int32) & 0x7FFFFFFF
             with_zeros = at[magnitudes[at] >= magnitudes[found].min(initial=MOST)]
@@ -205,6 +219,7 @@ def test_the_largest_piece_has_sizes():
     (lambda: TopK(1.5), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 1.5"),
     (lambda: TopK("1"), TypeError, "TopK: argument 'ratio': expected a number from 0 to 1, got '1'"),
     (lambda: TopK(values=TopK()), ValueError, "TopK: argument 'values': expected a codec that keeps every element"),
+    (lambda: TopK(values=cgx.PowerSGD(2)), ValueError, "TopK: argument 'values': expected a codec that makes bytes of an array"),
     (lambda: TopK(values=4), TypeError, "TopK: argument 'values': expected a codec such as"),
     (lambda: TopK(select="best"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'best'"),
     (lambda: TopK(pull="some"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'some'"),

@@ -1,4 +1,5 @@
 """What schedule="auto" takes."""
+import jax
 import pytest
 
 import jaxcgx as cgx
@@ -16,6 +17,34 @@ def test_more_share_the_sum_of_what_is_large(ranks):
     choices = [costs.choose(ranks, 8 * 2**k, 2**k) for k in range(4, 30)]
     turn = choices.index("two_shot")
     assert turn > 0 and set(choices[turn:]) == {"two_shot"}
+
+
+def of_sparse(ranks, n, codec):
+    return costs.choose(ranks, 4 * n, codec.wire_bytes((n,), "float32"), codec.of_sum(ranks).wire_bytes((n,), "float32"), sparse=True)
+
+
+def test_lists_go_to_all_until_their_sum_is_dense():
+    n = 2**24
+    assert [of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 29, 30, 1000)] == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    assert [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 13, 14, 100)] == ["one_shot", "one_shot", "two_shot", "two_shot"]
+
+
+def test_the_top_of_a_sum_is_short():
+    assert [of_sparse(ranks, 2**24, cgx.TopK(0.01, pull="top")) for ranks in (2, 3, 64)] == ["one_shot", "two_shot", "two_shot"]
+
+
+@pytest.mark.parametrize(("pull", "operations"), [("all", {"all-gather"}), ("top", {"all-to-all", "all-gather"})])
+def test_a_program_of_lists_does_so(pull, operations):
+    run = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(0.05, pull=pull)), mesh(4))
+    assert sent(run.lower(normal((4, 100_000))).compile().as_text()) == {(operation, "u8") for operation in operations}
+
+
+def test_what_one_list_has_no_room_for_is_cut():
+    x = jax.ShapeDtypeStruct((4, 2**31), "float32")
+    lower = lambda schedule: on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(0.001), schedule=schedule), mesh(4)).lower(x)
+    assert lower("auto").as_text() == lower("two_shot").as_text()
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements of a leaf in a chunk, got 2147483648"):
+        lower("one_shot")
 
 
 @pytest.mark.parametrize(("n", "operations"), [(100, {"all-gather"}), (100_000, {"all-to-all", "all-gather"})])

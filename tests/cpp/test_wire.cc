@@ -550,111 +550,6 @@ void sums_with_feedback() {
   }
 }
 
-// ---- codec/layout.h
-
-void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t chunks) {
-  const Layout l(codec, leaves, chunks);
-  const std::string context = describe(l);
-  const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
-  CHECK(l.chunks() == chunks && l.chunk_bytes % 16 == 0 && l.chunk_bytes >= 0, context);
-  // Every element is in exactly one piece, chunks in order.
-  std::vector<int64_t> reached(leaves.size());
-  bool right = true;
-  int64_t longest = 0;
-  for (int64_t c = 0; c < chunks; ++c) {
-    int64_t meta = 0, end = 0;
-    for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-      const Piece& p = l.pieces[static_cast<size_t>(k)];
-      const Leaf& leaf = leaves[static_cast<size_t>(p.leaf)];
-      int64_t& from = reached[static_cast<size_t>(p.leaf)];
-      right &= p.chunk == c && p.start == from && p.start % unit == 0 && p.coded >= 0 && p.raw >= 0 && p.coded + p.raw > 0;
-      from += p.coded + p.raw;
-      right &= from == leaf.size || from % unit == 0;
-      right &= p.raw == (codec.skip_incomplete && from == leaf.size ? leaf.size % unit : 0);
-      // Metadata piece after piece, then codes and tails on 16 bytes, nothing on top of another.
-      const int64_t buckets = !has_buckets(codec.kind) ? 0 : codec.bucket_size == 0 ? 1 : (p.coded + unit - 1) / unit;
-      right &= p.meta == meta;
-      meta += buckets * 4 * meta_floats(codec.kind);
-      int64_t bytes = 0;
-      if (buckets == 0) bytes = p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
-      else if (codec.bucket_size == 0) bytes = (p.coded + 7) / 8 * 8;
-      else bytes = (p.coded / unit * ((unit + 7) / 8) + (p.coded % unit + 7) / 8) * code_bits(codec);
-      right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes && p.tail < p.codes + bytes + 16;
-      end = p.tail + p.raw * size_of(leaf.dtype);
-    }
-    right &= l.meta_end[static_cast<size_t>(c)] == meta;
-    if (l.first[static_cast<size_t>(c)] < l.first[static_cast<size_t>(c) + 1]) {
-      right &= l.pieces[static_cast<size_t>(l.first[static_cast<size_t>(c)])].codes == (meta + 15) / 16 * 16;
-    }
-    right &= end <= l.chunk_bytes;
-    longest = std::max(longest, end);
-  }
-  CHECK(right, context);
-  for (size_t i = 0; i < leaves.size(); ++i) CHECK(reached[i] == leaves[i].size, context);
-  CHECK(l.chunk_bytes == (longest + 15) / 16 * 16, context);
-
-  // Balanced: no chunk is longer than its share by more than its padding and two units, one at either end. A
-  // skipped tail may be the larger unit; the metadata of a whole piece is not in the share.
-  int64_t total = 0, largest = 0, padding = 32;
-  for (const Leaf& leaf : leaves) {
-    const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec.kind) : 0;
-    const int64_t full = meta + code_bytes(codec, leaf.dtype, unit), rest = leaf.size % unit;
-    const int64_t last = rest == 0 ? 0 : codec.skip_incomplete ? rest * size_of(leaf.dtype) : meta + code_bytes(codec, leaf.dtype, rest);
-    total += leaf.size / unit * full + last;
-    largest = std::max({largest, last, leaf.size >= unit ? full : 0});
-    padding += 32 + 4 * meta_floats(codec.kind);
-  }
-  CHECK(l.chunk_bytes <= total / chunks + 2 * largest + padding, context);
-}
-
-void layouts() {
-  Random r{29};
-  std::vector<Codec> all = codecs_without_buckets();
-  for (const int64_t bucket : {1, 7, 100, 512, 5000}) {
-    for (const Codec& codec : codecs(bucket)) all.push_back(codec);
-  }
-  for (const Codec& codec : all) {
-    for (int i = 0; i < 12; ++i) {
-      std::vector<Leaf> leaves;
-      for (int64_t k = r.below(6); k > 0; --k) leaves.push_back({r.below(int64_t{1} << r.below(17)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
-      check_layout(codec, leaves, 1 + r.below(r.below(4) == 0 ? 60 : 9));
-    }
-    for (const int64_t chunks : {1, 7, 1000}) {
-      check_layout(codec, {{int64_t{1} << 33, DType::kF32}, {(int64_t{1} << 33) + 77, DType::kBF16}, {3, DType::kF16}}, chunks);
-    }
-    check_layout(codec, {{int64_t{1} << 40, DType::kF32}, {int64_t{1} << 40, DType::kF32}}, 1000);  // the handlers' limit
-  }
-}
-
-// Lists of indices, up to the largest piece: as many bytes as a list of these indices needs, and from where each index lies
-// it comes back.
-void index_lists() {
-  CHECK(IndexList(10, 3).bytes == 4 && !IndexList(10, 3).split, "a bit each");
-  CHECK(IndexList(1000, 10).bytes == 4 + 2 * 6 && IndexList(1000, 10).low == 6, "25 high bits, 2 times 8 codes of 6 bits");
-  CHECK(IndexList(kMostIndices, 2147484).bytes == 3208644 && IndexList(kMostIndices, 21474837).bytes == 22984790, "as in Python");
-  for (const int64_t n : {int64_t{2}, int64_t{100}, int64_t{4097}, int64_t{1} << 20, kMostIndices - 1, kMostIndices}) {
-    for (const int64_t k : {int64_t{0}, int64_t{1}, n / 1000, n / 100, n / 10, n / 2, n - 1, n}) {
-      const IndexList l(n, k);
-      const std::string context = std::to_string(k) + " of " + std::to_string(n);
-      if (k == 0 || k == n) {
-        CHECK(l.bytes == 0, context);
-        continue;
-      }
-      CHECK(l.bytes > 0 && l.bytes <= bitmap_bytes(n), context);
-      if (!l.split) continue;
-      CHECK(l.packed_at() + packed_bytes(k, l.packed_bits()) == l.bytes, context);
-      for (const int64_t j : {int64_t{0}, k / 2, k - 1}) {
-        for (const int64_t index : {j, n - k + j, n}) {  // the lowest, the highest that it can be; none
-          const int64_t one = l.one_of(j, index), high = (one - j) << l.low;
-          int64_t low = int64_t{l.packed_of(index)} << (l.low - l.packed_bits());
-          for (int i = 0; i < l.low / 8; ++i) low |= (index >> 8 * i & 255) << 8 * i;
-          CHECK(one >= j && one < l.bits && (high | low) == index, context);
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace jaxcgx::test
 
@@ -665,8 +560,6 @@ int main() {
   const Format bfloat16{8, 7, 127}, float16{5, 10, 15};
   stochastic_halves<DType::kBF16>(bfloat16);
   stochastic_halves<DType::kF16>(float16);
-  layouts();
-  index_lists();
   noise_is_the_elements();
   // Instruction sets that agree (test_kernels) need these only once, and portable code is slow when instrumented.
   for (const char* isa : kIsas) {

@@ -194,8 +194,8 @@ def test_an_overflow_does_not_stay():
 
 def test_sparse_local_steps():
     """SparseLoCo's combination: ranks train by themselves for a while, and send of the way they went 1.6 %, in 2 bits, and later the rest."""
-    def train(codec, rounds=150, steps=10):
-        outer = cgx.compressed(optax.sgd(0.7), "data", codec)
+    def train(codec, rounds=150, steps=10, **options):
+        outer = cgx.compressed(optax.sgd(0.7), "data", codec, **options)
 
         def one(x):
             def round_(carry, _):
@@ -209,14 +209,19 @@ def test_sparse_local_steps():
         return jax.jit(jax.vmap(one, axis_name="data", out_axes=None))(X.reshape(RANKS, -1, 30))
 
     codec = cgx.TopK(0.016, cgx.MaxMin(2, 64))
-    start, dense, sparse = (float(loss_fn(params, X)) for params in (PARAMS, train(cgx.Raw()), train(cgx.Plan(codec, min_size=100))))
-    assert dense < 0.1 * start and sparse < 0.2 * start
+    plan = cgx.Plan(codec, min_size=100)
+    start, dense, sparse, forgetful = (float(loss_fn(params, X)) for params in (PARAMS, train(cgx.Raw()), train(plan), train(plan, feedback=False)))
+    assert dense < 0.1 * start and sparse < 0.2 * start and sparse < 0.8 * forgetful
     assert codec.wire_bytes((30, 40), jnp.float32) < 4800 / 50
 
 
 @pytest.mark.parametrize(("make", "error", "words"), [
     (lambda: cgx.dgc("data", 0), ValueError, "dgc: argument 'ratio': expected a number above 0 and below 1, got 0"),
     (lambda: cgx.dgc("data", "1%"), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got '1%'"),
+    (lambda: cgx.dgc("data", jnp.float32(0.1)), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got array(0.1"),
+    (lambda: cgx.dgc("data", plan=cgx.MaxMin(4)), TypeError, "dgc: argument 'plan': expected none, as ratio, values,"),
+    (lambda: cgx.bsc("data", plan=cgx.MaxMin(4)), TypeError, "bsc: argument 'plan': expected none, as threshold, size_bound,"),
+    (lambda: cgx.dgc("data", values=cgx.PowerSGD(2)), ValueError, "TopK: argument 'values': expected a codec that makes bytes"),
     (lambda: cgx.dgc("data", select="random"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'random'"),
     (lambda: cgx.dgc("data", clip_norm=0), ValueError, "dgc: argument 'clip_norm': expected a positive number, got 0"),
     (lambda: cgx.dgc("data", clip_value="a"), TypeError, "dgc: argument 'clip_value': expected a positive number, got 'a'"),
@@ -235,7 +240,7 @@ def test_sparse_local_steps():
      "argument 'params': expected the parameters with 'weight_decay', got None; call update(gradients, state, params)"),
     (lambda: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), compress=None), TypeError,
      "make_train_step: argument 'compress': expected jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc, got None"),
-], ids=["ratio", "no number", "selection", "norm", "value", "epochs", "no steps", "no epochs", "steps without epochs", "list", "in the list", "momentum",
+], ids=["ratio", "no number", "array", "plan", "plan of BSC", "values", "selection", "norm", "value", "epochs", "no steps", "no epochs", "steps without epochs", "list", "in the list", "momentum",
         "size", "no axis", "no parameters", "compress"])  # fmt: skip
 def test_bad_arguments(make, error, words):
     with pytest.raises(error) as caught:

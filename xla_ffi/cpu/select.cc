@@ -86,12 +86,11 @@ class Selection {
   // A threshold that the wanted elements most likely reach, and few others: at least 1.
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
-    const int64_t count = std::min<int64_t>(16384, n_ / 16), rank = certain_rank(wanted_, n_, count);
-    if (rank >= count) return 1;
     // In runs, which are on fewer pages than single elements would be.
     constexpr int64_t kRun = 8;
-    std::vector<float> numbers(static_cast<size_t>(count / kRun * kRun));
-    const int64_t runs = count / kRun;
+    const int64_t runs = std::min<int64_t>(16384, n_ / 16) / kRun, rank = certain_rank(wanted_, n_, runs * kRun);
+    if (rank >= runs * kRun) return 1;
+    std::vector<float> numbers(static_cast<size_t>(runs * kRun));
     parallel_for(pool_, div_up(runs, 256), [&](int64_t task) {
       for (int64_t i = task * 256; i < std::min(runs, (task + 1) * 256); ++i) {
         float* to = numbers.data() + i * kRun;
