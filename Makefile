@@ -55,7 +55,7 @@ mpi-short: RANKS = 2 3
 mpi-short: ## the same on 2 and 3 ranks
 mpi mpi-short: $(INSTALLED)
 	@echo "== MPI, launching"
-	@.venv/bin/python -m pytest tests/mpi/test_launch.py
+	@.venv/bin/python -m pytest -n 2 tests/mpi/test_launch.py
 	@for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \

@@ -59,7 +59,6 @@ def published(gradients, q):
         yield p @ q.T, q, errors.sum(0)
 
 
-@pytest.mark.short
 def test_the_published_algorithm():
     """Over 6 steps; and after each all that was not sent is there."""
     steps, ranks = 6, 4

@@ -10,7 +10,6 @@ def run(code, **env):
     return subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.short
 def test_reference_mode_gives_the_same_bytes_without_a_kernel():
     code = """
 import sys

@@ -106,7 +106,6 @@ def test_inject_hyperparams_around_compressed():
         np.testing.assert_allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.short
 def test_a_skipped_step_costs_nothing():
     """One rank overflows once: apply_if_finite skips the step everywhere, and with skip_nonfinite it is as if it had not been."""
     def optimizer(skip):

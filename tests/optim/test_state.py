@@ -76,7 +76,6 @@ def test_optax_maps_over_the_state(plan):
     assert found[0].count == 0
 
 
-@pytest.mark.short
 @pytest.mark.parametrize("kind", ["sharded", "numpy"])
 def test_resharding_keeps_the_total(kind):
     """8 -> 6 -> 8, neither of which divides the other."""
@@ -125,7 +124,6 @@ def test_bad_sizes(size):
         cgx.reshard_state(compressed(4).init(PARAMS), size)
 
 
-@pytest.mark.short
 def test_orbax_saves_and_restores(tmp_path):
     """Save, restore, go on: the bits of the run that nothing interrupts. Restored for another size, it's reshard_state's."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
