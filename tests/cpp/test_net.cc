@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <functional>
@@ -161,21 +162,29 @@ void test_one_leaves() {
   });
 }
 
+void wait_for(const std::atomic<bool>& flag) {
+  while (!flag) std::this_thread::sleep_for(1ms);
+}
+
 void test_one_is_late() {
-  together(2, [](Net& net, int64_t rank) {
-    if (rank == 1) return std::this_thread::sleep_for(700ms);
+  std::atomic<bool> noticed{false};
+  together(2, [&](Net& net, int64_t rank) {
+    if (rank == 1) return wait_for(noticed);
     const std::string error = AllToAll(net, first(2), rank, 1000, 1, 1, 200ms).result();
     CHECK(has(error, "rank 0 waits for rank 1 (process 1 at 127.0.0.1), which has not come within 200 ms"), error);
+    noticed = true;
   });
 }
 
 // Those who don't need the one that gave up go on.
 void test_one_gives_up() {
-  together(3, [](Net& net, int64_t rank) {
+  std::atomic<bool> gave_up{false};
+  together(3, [&](Net& net, int64_t rank) {
     if (rank == 0) {
       CHECK(has(AllToAll(net, {0, 2}, 0, 1000, 1, 1, 100ms).result(), "which has not come within 100 ms"), "late");
+      gave_up = true;
     } else {
-      std::this_thread::sleep_for(500ms);
+      wait_for(gave_up);
       CHECK(AllToAll(net, {1, 2}, rank - 1, 1000, 1, 2).result() == "", "without it");
     }
     if (rank == 2) {
