@@ -236,9 +236,9 @@ def compressed(optimizer, axis_name, plan, **options):
     return import_optax("compressed").chain(compress_gradients(axis_name, plan, **options), optimizer)
 
 
-def check_number(op, argument, value, kind, fits, expected):
-    """An array, of optax.inject_hyperparams, passes: its value is not known yet."""
-    if isinstance(value, jax.Array):
+def check_number(op, argument, value, kind, fits, expected, static=False):
+    """An array, of optax.inject_hyperparams, passes unless `static`: its value is not known yet."""
+    if isinstance(value, jax.Array) and not static:
         return
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{op}: argument '{argument}': expected {expected}, got {value!r}")

@@ -4,7 +4,6 @@ import numbers
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
@@ -38,7 +37,7 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
     epochs' ratios, of which 1 sends everything.
     """
     _check_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
-    _check_static("ratio", ratio, numbers.Real, lambda x: 0 < x < 1, "a number above 0 and below 1")
+    check_number(OP, "ratio", ratio, numbers.Real, lambda x: 0 < x < 1, "a number above 0 and below 1", static=True)
     limits = dict(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
     for name, limit in limits.items():
         if limit is not None:
@@ -79,24 +78,19 @@ def _check_plan(op, options, made_of):
                         "jaxcgx.compress_gradients")
 
 
-def _check_static(argument, value, *kind):
-    """What plans are made of: no array, not even of optax.inject_hyperparams."""
-    check_number(OP, argument, np.asarray(value) if isinstance(value, jax.Array) else value, *kind)
-
-
 def warm_up(ratio, epochs, coeff, steps_per_epoch):
     """The ratio of each of the epochs."""
-    _check_static("warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0")
+    check_number(OP, "warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0", static=True)
     if not epochs:
         if not coeff is steps_per_epoch is None:
             raise ValueError(f"{OP}: argument 'warmup_epochs': expected a positive integer with 'warmup_coeff' or 'steps_per_epoch', got 0")
         return []
-    _check_static("steps_per_epoch", steps_per_epoch, numbers.Integral, lambda x: x > 0, "a positive integer with 'warmup_epochs'")
+    check_number(OP, "steps_per_epoch", steps_per_epoch, numbers.Integral, lambda x: x > 0, "a positive integer with 'warmup_epochs'", static=True)
     if coeff is None:
         return [ratio ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)]
     given = coeff if isinstance(coeff, (tuple, list)) else [coeff]
     for each in given:
-        _check_static("warmup_coeff", each, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1, or a list of them")
+        check_number(OP, "warmup_coeff", each, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1, or a list of them", static=True)
     if given is not coeff:
         return [max(coeff ** (epoch + 1), ratio) for epoch in range(epochs)]
     if len(coeff) != epochs:

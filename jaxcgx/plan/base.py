@@ -148,7 +148,8 @@ class Plan:
         tree: of arrays or jax.ShapeDtypeStruct. axis_size: the number of ranks, or {axis name: ranks}, outermost first.
 
         Bytes are those of the leaf in its message, and the same elements uncompressed. "two_shot" and "ring" send
-        2 (W - 1) / W of them, as lax.psum does of the uncompressed ones (sums of TopK are longer than messages); `jaxcgx.explain` of a step says what that step sends.
+        2 (W - 1) / W of them, as lax.psum does of the uncompressed ones (sums of TopK are longer than messages); `jaxcgx.explain` of a
+        step says what that step sends.
         """
         return forecast.forecast(self, tree, axis_size)
 

@@ -218,7 +218,8 @@ def test_sparse_local_steps():
 @pytest.mark.parametrize(("make", "error", "words"), [
     (lambda: cgx.dgc("data", 0), ValueError, "dgc: argument 'ratio': expected a number above 0 and below 1, got 0"),
     (lambda: cgx.dgc("data", "1%"), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got '1%'"),
-    (lambda: cgx.dgc("data", jnp.float32(0.1)), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got array(0.1"),
+    (lambda: cgx.dgc("data", jnp.float32(0.1)), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got Array(0.1"),
+    (lambda: jax.jit(lambda ratio: cgx.dgc("data", ratio))(0.1), TypeError, "dgc: argument 'ratio': expected a number above 0 and below 1, got "),
     (lambda: cgx.dgc("data", plan=cgx.MaxMin(4)), TypeError, "dgc: argument 'plan': expected none, as ratio, values,"),
     (lambda: cgx.bsc("data", plan=cgx.MaxMin(4)), TypeError, "bsc: argument 'plan': expected none, as threshold, size_bound,"),
     (lambda: cgx.dgc("data", values=cgx.PowerSGD(2)), ValueError, "TopK: argument 'values': expected a codec that makes bytes"),
@@ -240,7 +241,7 @@ def test_sparse_local_steps():
      "argument 'params': expected the parameters with 'weight_decay', got None; call update(gradients, state, params)"),
     (lambda: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), compress=None), TypeError,
      "make_train_step: argument 'compress': expected jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc, got None"),
-], ids=["ratio", "no number", "array", "plan", "plan of BSC", "values", "selection", "norm", "value", "epochs", "no steps", "no epochs", "steps without epochs", "list", "in the list", "momentum",
+], ids=["ratio", "no number", "array", "traced", "plan", "plan of BSC", "values", "selection", "norm", "value", "epochs", "no steps", "no epochs", "steps without epochs", "list", "in the list", "momentum",
         "size", "no axis", "no parameters", "compress"])  # fmt: skip
 def test_bad_arguments(make, error, words):
     with pytest.raises(error) as caught:
