@@ -4,6 +4,7 @@
 
 Every process has one device. The hosts (netlab.py) need root; without it only the tables of loopback are made.
 """
+
 import argparse
 import contextlib
 import json
@@ -18,16 +19,16 @@ import time
 
 import jax
 import jax.numpy as jnp
+import netlab
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-
-import jaxcgx as cgx
-import netlab
-from jaxcgx.collectives import costs
-from jaxcgx.collectives.call import check_axes
 from kernels import repeat
 from report import RESULTS, Report, header, line, mark, median, rounded
+
+import jaxcgx as cgx
+from jaxcgx.collectives import costs
+from jaxcgx.collectives.call import check_axes
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
@@ -87,7 +88,9 @@ class Loop:
 
     def __init__(self, mesh, step, carry, iterations):
         self.carry, self.iterations = jax.tree.map(mesh.array, carry), iterations
-        self.program = mesh.compiled(lambda carry: repeat(lambda x, _: (x, step(x)), carry, iterations), self.carry, donate_argnums=0)
+        self.program = mesh.compiled(
+            lambda carry: repeat(lambda x, _: (x, step(x)), carry, iterations), self.carry, donate_argnums=0
+        )
 
     def __call__(self):
         self.carry = jax.block_until_ready(self.program(self.carry))
@@ -107,9 +110,14 @@ class Call:
 
 
 def reductions():
-    return {"psum": lambda x: lax.psum(x, "data")} | {
-        schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule) for schedule in SCHEDULES} | {
-            TCP: lambda x: cgx.compressed_psum(x, cgx.Tcp("data"), CODEC)}
+    return (
+        {"psum": lambda x: lax.psum(x, "data")}
+        | {
+            schedule: lambda x, schedule=schedule: cgx.compressed_psum(x, "data", CODEC, schedule=schedule)
+            for schedule in SCHEDULES
+        }
+        | {TCP: lambda x: cgx.compressed_psum(x, cgx.Tcp("data"), CODEC)}
+    )
 
 
 def parts(mesh, x, ranks, iterations):
@@ -124,14 +132,29 @@ def parts(mesh, x, ranks, iterations):
         return lax.all_to_all(rows.reshape(ranks, -1), "data", 0, 0, tiled=True).reshape(-1)
 
     return {
-        "encode": Loop(mesh, lambda x: cgx.encode(x, CODEC), (x, np.zeros(CODEC.wire_bytes(x.shape, x.dtype), np.uint8)), iterations),
+        "encode": Loop(
+            mesh,
+            lambda x: cgx.encode(x, CODEC),
+            (x, np.zeros(CODEC.wire_bytes(x.shape, x.dtype), np.uint8)),
+            iterations,
+        ),
         "encode and decode": Loop(mesh, lambda x: cgx.roundtrip(x, CODEC), (x, x), iterations),
         "all_to_all of a payload": Loop(mesh, all_to_all, (payload, payload), iterations),
-        "all_gather of a share": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (share, payload), iterations),
-        "psum of float32 of a payload's size": Loop(mesh, lambda x: lax.psum(x, "data"), (payload.view(np.float32),) * 2, iterations),
-        "all_gather of a payload": Loop(mesh, lambda x: lax.all_gather(x, "data", tiled=True), (payload, np.tile(payload, ranks)), iterations),
-        "all_to_all of a payload, Tcp": Loop(mesh, lambda x: tcp().all_to_all(x.reshape(ranks, -1)).reshape(-1), (payload, payload), iterations),
-        "all_gather of a payload, Tcp": Loop(mesh, lambda x: tcp().all_gather(x).reshape(-1), (payload, np.tile(payload, ranks)), iterations),
+        "all_gather of a share": Loop(
+            mesh, lambda x: lax.all_gather(x, "data", tiled=True), (share, payload), iterations
+        ),
+        "psum of float32 of a payload's size": Loop(
+            mesh, lambda x: lax.psum(x, "data"), (payload.view(np.float32),) * 2, iterations
+        ),
+        "all_gather of a payload": Loop(
+            mesh, lambda x: lax.all_gather(x, "data", tiled=True), (payload, np.tile(payload, ranks)), iterations
+        ),
+        "all_to_all of a payload, Tcp": Loop(
+            mesh, lambda x: tcp().all_to_all(x.reshape(ranks, -1)).reshape(-1), (payload, payload), iterations
+        ),
+        "all_gather of a payload, Tcp": Loop(
+            mesh, lambda x: tcp().all_gather(x).reshape(-1), (payload, np.tile(payload, ranks)), iterations
+        ),
     }
 
 
@@ -157,10 +180,14 @@ def run_rank(address, rank, processes, repeats, sizes, calls):
     for size in sizes:
         x = np.random.default_rng(rank).standard_normal(int(size * 2**18), np.float32)
         iterations = ITERATIONS.get(size, 4)
-        results.append(measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop"))
+        results.append(
+            measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop")
+        )
         if size == sizes[-1]:
             if calls:
-                results.append(measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls"))
+                results.append(
+                    measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls")
+                )
             results.append(measure(size, parts(mesh, x, processes, iterations), "parts"))
     print("RESULTS", json.dumps(results), flush=True)
 
@@ -177,11 +204,25 @@ def measure(network, repeats):
         address = f"{lab.address(0) if lab else '127.0.0.1'}:{port}"
         running = []
         for rank in range(network.processes):
-            worker = dict(address=address, rank=rank, processes=network.processes, repeats=repeats, sizes=network.sizes, calls=not network.mbit)
+            worker = dict(
+                address=address,
+                rank=rank,
+                processes=network.processes,
+                repeats=repeats,
+                sizes=network.sizes,
+                calls=not network.mbit,
+            )
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(worker)]
             start = lab.start if lab else lambda host, command, **options: subprocess.Popen(command, **options)
-            running.append(start(rank, command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
-                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+            running.append(
+                start(
+                    rank,
+                    command,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                    text=True,
+                    env=os.environ | {"JAX_PLATFORMS": "cpu"},
+                )
+            )
             stack.callback(running[-1].wait)
             stack.callback(running[-1].kill)
         output, _ = running[0].communicate(timeout=LIMIT)
@@ -201,9 +242,19 @@ def row(network, size, what, times):
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
     auto = costs.choose(network.processes, raw, wire)
     speedup = {name: median(np.divide(times["psum"], times[name])) for name in (*SCHEDULES, TCP)}
-    figures = dict(network=network.name, processes=network.processes, what=what, size_bytes=raw, wire_bytes=wire,
-                   ms={name: median(ms) for name, ms in times.items()}, speedup=speedup, auto=auto, fastest=max(SCHEDULES, key=speedup.get),
-                   ideal=round(raw / wire, 4), share={name: round(speedup[name] * wire / raw, 4) for name in speedup})
+    figures = dict(
+        network=network.name,
+        processes=network.processes,
+        what=what,
+        size_bytes=raw,
+        wire_bytes=wire,
+        ms={name: median(ms) for name, ms in times.items()},
+        speedup=speedup,
+        auto=auto,
+        fastest=max(SCHEDULES, key=speedup.get),
+        ideal=round(raw / wire, 4),
+        share={name: round(speedup[name] * wire / raw, 4) for name in speedup},
+    )
     if network.mbit == 1000:
         figures["predicted_ms"] = round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4)
     if size == 64:
@@ -214,22 +265,57 @@ def row(network, size, what, times):
 def row_line(r):
     name = megabytes(r["size_bytes"] / 2**20) + (", calls" if r["what"] == "calls" else "")
     predicted = f"{r['predicted_ms']:.2f}" if "predicted_ms" in r else ""
-    return line([name, *(f"{ms:.2f}" for ms in r["ms"].values()), r["auto"], r["fastest"], predicted,
-                 *(f"{r[what][which]:.{digits}f}" for what, digits in (("speedup", 2), ("share", 3)) for which in (r["auto"], TCP)),
-                 f"{r['ideal']:.2f}", mark(r["reached"]) if "reached" in r else ""], 13)
+    return line(
+        [
+            name,
+            *(f"{ms:.2f}" for ms in r["ms"].values()),
+            r["auto"],
+            r["fastest"],
+            predicted,
+            *(
+                f"{r[what][which]:.{digits}f}"
+                for what, digits in (("speedup", 2), ("share", 3))
+                for which in (r["auto"], TCP)
+            ),
+            f"{r['ideal']:.2f}",
+            mark(r["reached"]) if "reached" in r else "",
+        ],
+        13,
+    )
 
 
-HEAD = ("size", "psum ms", "two_shot ms", "one_shot ms", "ring ms", "Tcp ms", "auto", "fastest", "predicted", "speed-up", "Tcp", "share", "Tcp",
-        "ideal", "goal")
+HEAD = (
+    "size",
+    "psum ms",
+    "two_shot ms",
+    "one_shot ms",
+    "ring ms",
+    "Tcp ms",
+    "auto",
+    "fastest",
+    "predicted",
+    "speed-up",
+    "Tcp",
+    "share",
+    "Tcp",
+    "ideal",
+    "goal",
+)
 
 
 def parse():
     parser = argparse.ArgumentParser(description="compressed_psum against lax.psum between processes.")
     parser.add_argument("--networks", metavar="REGEX", help="only the networks whose names match")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="repetitions (default: 7)")
-    parser.add_argument("--size", type=float, nargs="+", metavar="MIB", help="float32 input in MiB (default: 1/16 to 64)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written (default: "
-                        "benchmarks/results, but nowhere when other options are given)")
+    parser.add_argument(
+        "--size", type=float, nargs="+", metavar="MIB", help="float32 input in MiB (default: 1/16 to 64)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the results are written (default: benchmarks/results, but nowhere when other options are given)",
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.repeats < 1 or min(args.size or [1]) <= 0:
@@ -238,7 +324,10 @@ def parse():
     for name in "networks", "repeats", "size":
         value = getattr(args, name)
         if value != parser.get_default(name):
-            given += [f"--{name}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in (value if name == "size" else [value]))]
+            given += [
+                f"--{name}",
+                *(f"{v:g}" if isinstance(v, float) else str(v) for v in (value if name == "size" else [value])),
+            ]
     args.command = shlex.join(["python", "benchmarks/collectives.py", *given]) if given else "make bench-collectives"
     args.out = args.out or (None if given else RESULTS)
     return args
@@ -265,10 +354,22 @@ def main():
                 report.data["rows"].append(row(network, r["size"], r["what"], r["ms"]))
                 report.show(row_line(report.data["rows"][-1]))
                 continue
-            report.show("", f"Parts of an exchange of {megabytes(r['size'])}, all processes at it at once.", "",
-                        *header("part", "ms"))
+            report.show(
+                "",
+                f"Parts of an exchange of {megabytes(r['size'])}, all processes at it at once.",
+                "",
+                *header("part", "ms"),
+            )
             for name, ms in r["ms"].items():
-                report.data["parts"].append(dict(network=network.name, name=name, size_mib=r["size"], ms=median(ms), ms_of_repetitions=rounded(ms)))
+                report.data["parts"].append(
+                    dict(
+                        network=network.name,
+                        name=name,
+                        size_mib=r["size"],
+                        ms=median(ms),
+                        ms_of_repetitions=rounded(ms),
+                    )
+                )
                 report.show(line([name, f"{median(ms):.2f}"]))
     report.show("", *NOTES.splitlines())
     if args.out:

@@ -1,11 +1,14 @@
 """The native operations on a GPU, against the time that a device-to-device copy needs to move their bytes.
 
-Measured as on the CPU (kernels.py): inside compiled loops, copy and operation taking turns, the share formed within each
-turn. A pass over an input is far larger than the L2 cache; small leaves come in several sets, in turn, that together are.
+Measured as on the CPU (kernels.py): inside compiled loops, copy and operation taking turns, the share formed within
+each
+turn. A pass over an input is far larger than the L2 cache; small leaves come in several sets, in turn, that together
+are.
 Other quantizers follow, each where its package is installed: their own formats, and the bytes that these must move.
 
     python benchmarks/gpu_kernels.py [--rows REGEX] [--repeats 9] [--size 1024] [--out FILE.json]
 """
+
 import os
 
 # All calls in a loop's body become one CUDA graph: with a thousand leaves the host would be measured otherwise.
@@ -21,13 +24,13 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import kernels
 import numpy as np
+from kernels import BUCKET, RANKS, mark, median, rounded
 
 import jaxcgx as cgx
-import kernels
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from kernels import BUCKET, RANKS, mark, median, rounded
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
@@ -81,7 +84,10 @@ def leaves_loop(operation, codec, _):
     """The operation on each of SETS sets of leaves, in one program that makes them itself (see kernels.LeavesLoop)."""
     source = Layout(cgx.Raw(), ((LEAF,),) * LEAVES, ("float32",) * LEAVES)
     coded = Layout(codec, source.shapes, source.dtypes)
-    sets = [jnp.asarray(np.random.default_rng(i).integers(0, 2**30, source.chunk_bytes // 4, np.uint32)) for i in range(SETS)]
+    sets = [
+        jnp.asarray(np.random.default_rng(i).integers(0, 2**30, source.chunk_bytes // 4, np.uint32))
+        for i in range(SETS)
+    ]
 
     def program(sets):
         steps, carries = [], []
@@ -120,9 +126,19 @@ def rows():
             table[f"encode TopK {ratio} {select}"] = loop, kernels.encode, codec, "float32", None
             table[f"16 M: encode TopK {ratio} {select}"] = part_loop, kernels.encode, codec, "float32", goal
         top = cgx.TopK(ratio, pull="top")
-        for name, operation in (("encode with feedback", kernels.feedback), ("decode", kernels.decode), ("reduce", kernels.reduce)):
+        for name, operation in (
+            ("encode with feedback", kernels.feedback),
+            ("decode", kernels.decode),
+            ("reduce", kernels.reduce),
+        ):
             table[f"{name} TopK {ratio}"] = loop, operation, top, "float32", None
-    table["leaves: encode TopK 0.01 sampled"] = leaves_loop, kernels.encode, cgx.TopK(0.01, select="sampled"), "float32", None
+    table["leaves: encode TopK 0.01 sampled"] = (
+        leaves_loop,
+        kernels.encode,
+        cgx.TopK(0.01, select="sampled"),
+        "float32",
+        None,
+    )
     table["leaves: encode MaxMin 4"] = leaves_loop, kernels.encode, maxmin[4], "float32", 0.6
     table["leaves: decode MaxMin 4"] = leaves_loop, kernels.decode, maxmin[4], "float32", 0.6
     return table
@@ -213,7 +229,9 @@ def torch_loop(make, n):
 
 def jnp_loop(operation, bits, n):
     x = jnp.asarray(np.random.default_rng(0).standard_normal(n, np.float32))
-    return kernels.Loop(*kernels.plain_step(operation, bits, x), ITERATIONS), operation(cgx.MaxMin(bits, BUCKET), [x])[2]
+    return kernels.Loop(*kernels.plain_step(operation, bits, x), ITERATIONS), operation(cgx.MaxMin(bits, BUCKET), [x])[
+        2
+    ]
 
 
 def rivals():
@@ -238,30 +256,58 @@ def measured(copy, copied, run, moved, sets, repeats):
     """What a row says of `run`, which moves `moved` bytes `sets` times an iteration; `copied` bytes are a copy's."""
     times = kernels.measure([copy, run], ITERATIONS, repeats)
     ms = times[:, 1] / sets
-    return dict(bytes=int(moved), ms=median(ms), copy_gb_per_s=median(2 * copied / times[:, 0] / 1e6),
-                share=median(moved / (2 * copied) * times[:, 0] / ms), ms_of_repetitions=rounded(ms),
-                copy_ms_of_repetitions=rounded(times[:, 0]))
+    return dict(
+        bytes=int(moved),
+        ms=median(ms),
+        copy_gb_per_s=median(2 * copied / times[:, 0] / 1e6),
+        share=median(moved / (2 * copied) * times[:, 0] / ms),
+        ms_of_repetitions=rounded(ms),
+        copy_ms_of_repetitions=rounded(times[:, 0]),
+    )
 
 
 def lines(data):
     """The tables of what main measured."""
-    out = [f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of {data['repeats']} repetitions.", "",
-           *kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", "")]
+    out = [
+        f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of "
+        f"{data['repeats']} repetitions.",
+        "",
+        *kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", ""),
+    ]
     missing = lambda r, cells: f"| {r['name']} | not measured: {r['why_not']} |" + " |" * cells
     for r in data["rows"]:
         if "why_not" in r:
             out.append(missing(r, 5))
             continue
         goal = ("", "") if r["goal"] is None else (f"{r['goal']:.2f}", mark(r["share"] >= r["goal"]))
-        out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
-                                 f"{r['share']:.3f}", *goal]))
+        out.append(
+            kernels.line(
+                [
+                    r["name"],
+                    f"{r['copy_gb_per_s']:.0f}",
+                    f"{r['ms']:.4f}",
+                    f"{r['bytes'] / r['ms'] / 1e6:.0f}",
+                    f"{r['share']:.3f}",
+                    *goal,
+                ]
+            )
+        )
     out += ["", *kernels.header("other quantizers", "copy GB/s", "ms", "GB/s", "share")]
     for r in data["rivals"]:
         if "why_not" in r:
             out.append(missing(r, 3))
         else:
-            out.append(kernels.line([r["name"], f"{r['copy_gb_per_s']:.0f}", f"{r['ms']:.4f}", f"{r['bytes'] / r['ms'] / 1e6:.0f}",
-                                     f"{r['share']:.3f}"]))
+            out.append(
+                kernels.line(
+                    [
+                        r["name"],
+                        f"{r['copy_gb_per_s']:.0f}",
+                        f"{r['ms']:.4f}",
+                        f"{r['bytes'] / r['ms'] / 1e6:.0f}",
+                        f"{r['share']:.3f}",
+                    ]
+                )
+            )
     return [*out, "", *NOTES.splitlines()]
 
 
@@ -280,7 +326,9 @@ def attempt(row, make, *args):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description="Native operations on a GPU against the time that copying their bytes takes.")
+    parser = argparse.ArgumentParser(
+        description="Native operations on a GPU against the time that copying their bytes takes."
+    )
     parser.add_argument("--rows", metavar="REGEX", default="", help="only the rows whose names match")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="repetitions of each row (default: 9)")
     parser.add_argument("--size", type=int, default=1024, metavar="MIB", help="float32 input in MiB (default: 1024)")
@@ -300,7 +348,15 @@ def main():
     if not (ops._native and ops._native.build_info()["cuda"]):
         sys.exit("gpu_kernels.py: this build of jaxcgx has no CUDA half: see `python -m jaxcgx doctor`")
     size = args.size << 20
-    data = dict(device=device.device_kind, size_bytes=size, repeats=args.repeats, iterations=ITERATIONS, bucket_size=BUCKET, rows=[], rivals=[])
+    data = dict(
+        device=device.device_kind,
+        size_bytes=size,
+        repeats=args.repeats,
+        iterations=ITERATIONS,
+        bucket_size=BUCKET,
+        rows=[],
+        rivals=[],
+    )
     copy = Copy(size)
 
     def run(make, operation, codec, dtype):
@@ -313,7 +369,9 @@ def main():
             print(name, data["rows"][-1].get("share", "was not measured"), flush=True)
     for name, make in rivals().items():
         if re.search(args.rows, name):
-            data["rivals"].append(attempt(dict(name=name), lambda make: measured(copy, size, *make(size // 4), 1, args.repeats), make))
+            data["rivals"].append(
+                attempt(dict(name=name), lambda make: measured(copy, size, *make(size // 4), 1, args.repeats), make)
+            )
     data["table"] = lines(data)
     print("", *data["table"], sep="\n")
     if args.out:

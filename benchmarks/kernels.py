@@ -6,6 +6,7 @@ jnp, many small leaves against a large one, and the temporaries that XLA allocat
 
     python benchmarks/kernels.py [--rows REGEX] [--repeats 9] [--size 64] [--kernels avx2] [--out DIR]
 """
+
 import argparse
 import concurrent.futures
 import dataclasses
@@ -21,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
-from report import RESULTS, Report, header, line, mark, median, rounded
 
 BUCKET = 512
 RANKS = 8
@@ -124,7 +125,8 @@ def nbytes(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-# The same in plain jnp, for 1, 2, 4 or 8 bits, in the forms that XLA compiles best of those tried: codes packed by parts
+# The same in plain jnp, for 1, 2, 4 or 8 bits, in the forms that XLA compiles best of those tried: codes packed by
+# parts
 # of a bucket, no care for NaN or denormals. The result is one array of bytes, as what travels must be.
 
 
@@ -201,7 +203,8 @@ class Loop:
 
 
 class LeavesLoop:
-    """An operation LEAVES_ITERATIONS times on leaves that the program makes itself, so that they lie where gradients do.
+    """An operation LEAVES_ITERATIONS times on leaves that the program makes itself, so that they lie where gradients
+    do.
 
     Leaves that are arguments lie wherever they were allocated, and JAX works on each of them for every call.
     """
@@ -243,7 +246,8 @@ class Memcpy:
 
 
 def measure(functions, iterations, repeats):
-    """Milliseconds of an iteration, [repetition, function]: the functions take turns, as machines are noisy and drift."""
+    """Milliseconds of an iteration, [repetition, function]: the functions take turns, as machines are noisy and
+    drift."""
     for function in functions:
         function()
     times = np.empty((repeats, len(functions)))
@@ -287,19 +291,27 @@ class Row:
             memcpy_ms_of_repetitions=rounded(times[:, 0]),
         )
         if self.plain:
-            result |= dict(jnp_ms=median(times[:, 2]), speedup=median(times[:, 2] / times[:, 1]), speedup_goal=SPEEDUP,
-                           jnp_ms_of_repetitions=rounded(times[:, 2]))
+            result |= dict(
+                jnp_ms=median(times[:, 2]),
+                speedup=median(times[:, 2] / times[:, 1]),
+                speedup_goal=SPEEDUP,
+                jnp_ms_of_repetitions=rounded(times[:, 2]),
+            )
         return result
 
 
 def all_rows():
     plain = "MaxMin 2", "MaxMin 4", "MaxMin 8"
-    rows = [Row(encode, f"encode {name}", codec, ENCODE_GOALS.get(name), name in plain)
-            for name, codec in (CODECS | STOCHASTIC).items()]
+    rows = [
+        Row(encode, f"encode {name}", codec, ENCODE_GOALS.get(name), name in plain)
+        for name, codec in (CODECS | STOCHASTIC).items()
+    ]
     rows += [Row(encode, "encode MaxMin 8 of bfloat16", CODECS["MaxMin 8"], None, dtype="bfloat16")]
     rows += [Row(decode, f"decode {name}", codec, DECODE_GOAL, name in plain) for name, codec in CODECS.items()]
     rows += [Row(decode, "decode MaxMin 8 to bfloat16", CODECS["MaxMin 8"], DECODE_GOAL, dtype="bfloat16")]
-    rows += [Row(reduce, f"reduce {name}", CODECS[name], REDUCE_GOAL, name in plain) for name in (*plain, "Float8 e4m3")]
+    rows += [
+        Row(reduce, f"reduce {name}", CODECS[name], REDUCE_GOAL, name in plain) for name in (*plain, "Float8 e4m3")
+    ]
     rows += [Row(reduce_feedback, "reduce with feedback MaxMin 4", CODECS["MaxMin 4"], None)]
     rows += [Row(feedback, f"encode with feedback {name}", CODECS[name], FEEDBACK_GOAL, True) for name in plain]
     return rows
@@ -308,10 +320,20 @@ def all_rows():
 def run_leaves(name, operation, repeats):
     """Many small leaves in one call against one leaf of as many elements."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal(LEAVES * LEAF, np.float32))
-    loops = [check_copies(LeavesLoop(operation, CODECS["MaxMin 4"], leaves)) for leaves in ([x], list(x.reshape(LEAVES, LEAF)))]
+    loops = [
+        check_copies(LeavesLoop(operation, CODECS["MaxMin 4"], leaves))
+        for leaves in ([x], list(x.reshape(LEAVES, LEAF)))
+    ]
     times = measure(loops, LEAVES_ITERATIONS, repeats)
-    return dict(name=name, one_ms=median(times[:, 0]), many_ms=median(times[:, 1]), ratio=median(times[:, 1] / times[:, 0]),
-                ratio_goal=LEAVES_RATIO, one_ms_of_repetitions=rounded(times[:, 0]), many_ms_of_repetitions=rounded(times[:, 1]))
+    return dict(
+        name=name,
+        one_ms=median(times[:, 0]),
+        many_ms=median(times[:, 1]),
+        ratio=median(times[:, 1] / times[:, 0]),
+        ratio_goal=LEAVES_RATIO,
+        one_ms_of_repetitions=rounded(times[:, 0]),
+        many_ms_of_repetitions=rounded(times[:, 1]),
+    )
 
 
 def run_temporaries(name, operation, size):
@@ -326,22 +348,53 @@ def run_temporaries(name, operation, size):
         reduce: lambda: jax.jit(lambda payloads: ops.reduce(layout, payloads, encoded=True)).lower(payloads),
         feedback: lambda: jax.jit(lambda x, r: ops.encode(layout, [x], None, [r]), donate_argnums=1).lower(x, x),
     }[operation]()
-    return dict(name=name, temporary_bytes=program.compile().memory_analysis().temp_size_in_bytes, payload_bytes=layout.chunk_bytes)
+    return dict(
+        name=name,
+        temporary_bytes=program.compile().memory_analysis().temp_size_in_bytes,
+        payload_bytes=layout.chunk_bytes,
+    )
 
 
 def row_line(r):
     goal = ("", "") if r["share_goal"] is None else (f"{r['share_goal']:.2f}", mark(r["share"] >= r["share_goal"]))
-    plain = (f"{r['jnp_ms']:.2f}", f"{r['speedup']:.1f}", mark(r["speedup"] >= SPEEDUP)) if "speedup" in r else ("",) * 3
-    return line([r["name"], f"{r['memcpy_gb_per_s']:.1f}", f"{r['bound_ms']:.2f}", f"{r['ms']:.2f}", f"{r['share']:.3f}", *goal, *plain])
+    plain = (
+        (f"{r['jnp_ms']:.2f}", f"{r['speedup']:.1f}", mark(r["speedup"] >= SPEEDUP)) if "speedup" in r else ("",) * 3
+    )
+    return line(
+        [
+            r["name"],
+            f"{r['memcpy_gb_per_s']:.1f}",
+            f"{r['bound_ms']:.2f}",
+            f"{r['ms']:.2f}",
+            f"{r['share']:.3f}",
+            *goal,
+            *plain,
+        ]
+    )
 
 
 def leaves_line(r):
-    return line([r["name"], f"{r['one_ms']:.2f}", f"{r['many_ms']:.2f}", f"{r['ratio']:.2f}", f"{LEAVES_RATIO}",
-                 mark(r["ratio"] <= LEAVES_RATIO)])
+    return line(
+        [
+            r["name"],
+            f"{r['one_ms']:.2f}",
+            f"{r['many_ms']:.2f}",
+            f"{r['ratio']:.2f}",
+            f"{LEAVES_RATIO}",
+            mark(r["ratio"] <= LEAVES_RATIO),
+        ]
+    )
 
 
 def temporaries_line(r):
-    return line([r["name"], str(r["temporary_bytes"]), str(r["payload_bytes"]), mark(r["temporary_bytes"] <= r["payload_bytes"])])
+    return line(
+        [
+            r["name"],
+            str(r["temporary_bytes"]),
+            str(r["payload_bytes"]),
+            mark(r["temporary_bytes"] <= r["payload_bytes"]),
+        ]
+    )
 
 
 def parse():
@@ -349,9 +402,15 @@ def parse():
     parser.add_argument("--rows", metavar="REGEX", help="only the rows whose names match")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="repetitions of each row (default: 9)")
     parser.add_argument("--size", type=int, default=64, metavar="MIB", help="float32 input in MiB (default: 64)")
-    parser.add_argument("--kernels", metavar="NAME", help="avx512, avx2 or portable (default: the best the processor runs)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written (default: "
-                        "benchmarks/results, but nowhere when other options are given)")
+    parser.add_argument(
+        "--kernels", metavar="NAME", help="avx512, avx2 or portable (default: the best the processor runs)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the results are written (default: benchmarks/results, but nowhere when other options are given)",
+    )
     args = parser.parse_args()
     if args.repeats < 1 or args.size < 1:
         parser.error("--repeats and --size: expected at least 1")
@@ -363,7 +422,9 @@ def parse():
         except ValueError as error:
             parser.error(f"--kernels: {error}")
     # The paths of --out are of no interest to whoever reads the results.
-    given = [f"--{name}={value}" for name, value in vars(args).items() if name != "out" and value != parser.get_default(name)]
+    given = [
+        f"--{name}={value}" for name, value in vars(args).items() if name != "out" and value != parser.get_default(name)
+    ]
     args.command = shlex.join(["python", "benchmarks/kernels.py", *given]) if given else "make bench"
     args.out = args.out or (None if given else RESULTS)
     return args
@@ -374,8 +435,15 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     wanted = re.compile(args.rows or "")
     size = args.size << 20
-    report = Report(args.command, args.repeats, size_bytes=size, bucket_size=BUCKET, ranks=RANKS, iterations=ITERATIONS,
-                    leaves_iterations=LEAVES_ITERATIONS)
+    report = Report(
+        args.command,
+        args.repeats,
+        size_bytes=size,
+        bucket_size=BUCKET,
+        ranks=RANKS,
+        iterations=ITERATIONS,
+        leaves_iterations=LEAVES_ITERATIONS,
+    )
     data = report.data
     data.update(rows=[], leaves=[], temporaries=[])
 
@@ -389,20 +457,44 @@ def main():
             report.show(to_line(data[key][-1]))
 
     memcpy = Memcpy(size, len(os.sched_getaffinity(0)))
-    table(f"{args.size} MiB of float32, buckets of {BUCKET}; reduce: {RANKS} payloads of it.", "rows",
-          ("operation", "memcpy GB/s", "bound ms", "ms", "share", "goal", "", "jnp ms", "speed-up", f"goal {SPEEDUP:g}"),
-          row_line, [(row.name, lambda row=row: row.run(size, memcpy, args.repeats)) for row in all_rows()])
+    table(
+        f"{args.size} MiB of float32, buckets of {BUCKET}; reduce: {RANKS} payloads of it.",
+        "rows",
+        ("operation", "memcpy GB/s", "bound ms", "ms", "share", "goal", "", "jnp ms", "speed-up", f"goal {SPEEDUP:g}"),
+        row_line,
+        [(row.name, lambda row=row: row.run(size, memcpy, args.repeats)) for row in all_rows()],
+    )
     if data["rows"]:
         report.show("", *NOTES.splitlines())
-    table(f"{LEAVES:,} leaves of {LEAF:,} elements in one call against one leaf of {LEAVES * LEAF:,}, MaxMin 4.", "leaves",
-          ("operation", "one ms", f"{LEAVES:,} ms", "ratio", "at most", ""), leaves_line,
-          [(name, lambda name=name, operation=operation: run_leaves(name, operation, args.repeats))
-           for name, operation in (("leaves: encode", encode), ("leaves: decode", decode), ("leaves: encode with feedback", feedback))])
-    table("Bytes that XLA allocates besides arguments and results, MaxMin 4: no more than the wire.", "temporaries",
-          ("operation", "bytes", "payload", ""), temporaries_line,
-          [(name, lambda name=name, operation=operation: run_temporaries(name, operation, size))
-           for name, operation in (("temporaries: encode", encode), ("temporaries: decode", decode), ("temporaries: reduce", reduce),
-                                   ("temporaries: encode with feedback", feedback))])
+    table(
+        f"{LEAVES:,} leaves of {LEAF:,} elements in one call against one leaf of {LEAVES * LEAF:,}, MaxMin 4.",
+        "leaves",
+        ("operation", "one ms", f"{LEAVES:,} ms", "ratio", "at most", ""),
+        leaves_line,
+        [
+            (name, lambda name=name, operation=operation: run_leaves(name, operation, args.repeats))
+            for name, operation in (
+                ("leaves: encode", encode),
+                ("leaves: decode", decode),
+                ("leaves: encode with feedback", feedback),
+            )
+        ],
+    )
+    table(
+        "Bytes that XLA allocates besides arguments and results, MaxMin 4: no more than the wire.",
+        "temporaries",
+        ("operation", "bytes", "payload", ""),
+        temporaries_line,
+        [
+            (name, lambda name=name, operation=operation: run_temporaries(name, operation, size))
+            for name, operation in (
+                ("temporaries: encode", encode),
+                ("temporaries: decode", decode),
+                ("temporaries: reduce", reduce),
+                ("temporaries: encode with feedback", feedback),
+            )
+        ],
+    )
     if not (data["rows"] or data["leaves"] or data["temporaries"]):
         sys.exit(f"kernels.py: no row matches {args.rows!r}")
     if args.out:

@@ -1,7 +1,9 @@
-"""compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and through their shared memory.
+"""compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and through their shared
+memory.
 
-    mpirun -n 2 python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--out DIR]
+mpirun -n 2 python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--out DIR]
 """
+
 import argparse
 import pathlib
 import time
@@ -10,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import mpi4jax
 from mpi4py import MPI
+from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from report import RESULTS, Report, header, line, mark, median, rounded
 
 CODEC = cgx.MaxMin(4)
 COMM = MPI.COMM_WORLD
@@ -31,8 +33,12 @@ NOTES = f"""\
 def sums(nodes):
     """{name: the sum of an array over all ranks}."""
     compressed = lambda codec, **options: lambda x: cgx.mpi.compressed_allreduce(x, codec, **options)
-    found = (lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM), compressed(CODEC, schedule="two_shot"), compressed(CODEC, schedule="one_shot"),
-             compressed({"cross": cgx.Raw(), "inner": CODEC}, comm=nodes))
+    found = (
+        lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM),
+        compressed(CODEC, schedule="two_shot"),
+        compressed(CODEC, schedule="one_shot"),
+        compressed({"cross": cgx.Raw(), "inner": CODEC}, comm=nodes),
+    )
     return dict(zip(NAMES, found))
 
 
@@ -69,7 +75,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--size", type=float, nargs="+", default=[0.0625, 1, 16, 64], metavar="MIB")
-    parser.add_argument("--out", type=pathlib.Path, help="folder for the results; without it only those of a whole run are written")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="folder for the results; without it only those of a whole run are written"
+    )
     args = parser.parse_args()
     nodes = cgx.mpi.hierarchy()
     library, data = MPI.Get_library_version().split(",")[0], dict(sums={}, exchanges={})
@@ -79,17 +87,41 @@ def main():
     def mark_at(size, goal, reached):
         return mark(reached >= goal) if size == 64 and COMM.size == 2 else ""
 
-    show("", f"Sums of float32, {CODEC}, {COMM.size} ranks on one host, {library}.", "",
-         *header("MiB", *NAMES, "MPI x", f"goal {OVER_MPI:g}", "memory x", f"goal {IN_MEMORY:g}", width=6))
+    show(
+        "",
+        f"Sums of float32, {CODEC}, {COMM.size} ranks on one host, {library}.",
+        "",
+        *header("MiB", *NAMES, "MPI x", f"goal {OVER_MPI:g}", "memory x", f"goal {IN_MEMORY:g}", width=6),
+    )
     for size in args.size:
-        times, ratios = measure(sums(nodes), jax.random.normal(jax.random.key(COMM.rank), (int(size * 2**18),)), args.repeats)
-        data["sums"][size] = {name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()}
+        times, ratios = measure(
+            sums(nodes), jax.random.normal(jax.random.key(COMM.rank), (int(size * 2**18),)), args.repeats
+        )
+        data["sums"][size] = {
+            name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()
+        }
         mpi, memory = max(median(ratios[name]) for name in ("two_shot", "one_shot")), median(ratios["memory"])
-        show(line([f"{size:g}", *cells(times), f"{mpi:.1f}", mark_at(size, OVER_MPI, mpi), f"{memory:.1f}", mark_at(size, IN_MEMORY, memory)], width=6))
+        show(
+            line(
+                [
+                    f"{size:g}",
+                    *cells(times),
+                    f"{mpi:.1f}",
+                    mark_at(size, OVER_MPI, mpi),
+                    f"{memory:.1f}",
+                    mark_at(size, IN_MEMORY, memory),
+                ],
+                width=6,
+            )
+        )
     show("", "all_to_all of bytes.", "", *header("MiB", "mpi4jax", "memory", "x", f"goal {ROWS:g}", width=6))
     for size in args.size:
-        times, ratios = measure(exchanges(nodes), jnp.ones((COMM.size, int(size * 2**20) // COMM.size), jnp.uint8), args.repeats)
-        data["exchanges"][size] = {name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()}
+        times, ratios = measure(
+            exchanges(nodes), jnp.ones((COMM.size, int(size * 2**20) // COMM.size), jnp.uint8), args.repeats
+        )
+        data["exchanges"][size] = {
+            name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()
+        }
         ratio = median(ratios["memory"])
         show(line([f"{size:g}", *cells(times), f"{ratio:.1f}", mark_at(size, ROWS, ratio)], width=6))
     show("", NOTES.rstrip())

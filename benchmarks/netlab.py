@@ -8,6 +8,7 @@ enough that nothing is dropped, and there is no delay but theirs. Needs root and
 
 runs a command in every host at once, {address} being that of host 0, and exits with the worst status.
 """
+
 import argparse
 import contextlib
 import os
@@ -36,8 +37,24 @@ def _ip(*arguments):
 
 def _limit(namespace, device, mbit):
     burst = max(16_000, int(mbit * 1e6 / 8 * BURST))  # bytes
-    _ip("netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst),
-        "latency", QUEUE)
+    _ip(
+        "netns",
+        "exec",
+        namespace,
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        device,
+        "root",
+        "tbf",
+        "rate",
+        f"{mbit}mbit",
+        "burst",
+        str(burst),
+        "latency",
+        QUEUE,
+    )
 
 
 def _sweep():
@@ -49,7 +66,8 @@ def _sweep():
 
 
 class Lab:
-    """Hosts 0 to n - 1, on links of `mbit` Mbit/s each way; to be used with `with`, which removes them and ends what runs in them."""
+    """Hosts 0 to n - 1, on links of `mbit` Mbit/s each way; to be used with `with`, which removes them and ends what
+    runs in them."""
 
     def __init__(self, hosts, mbit):
         self.hosts, self.mbit, self.running = hosts, mbit, []
@@ -93,10 +111,25 @@ class Lab:
             _limit(switch, port, self.mbit)
 
     def start(self, host, command, **options):
-        """A process in a host. Its mounts are its own, so /etc/hosts, where Gloo finds the address, can be another there."""
+        """A process in a host. Its mounts are its own, so /etc/hosts, where Gloo finds the address, can be another
+        there."""
         inside = f'hostname host{host} && mount --bind "$0" /etc/hosts && exec "$@"'
-        command = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self._namespace(host), "unshare", "--uts", "sh", "-c", inside, self.names.name,
-                   *map(str, command)]
+        command = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "ip",
+            "netns",
+            "exec",
+            self._namespace(host),
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            inside,
+            self.names.name,
+            *map(str, command),
+        ]
         self.running.append(subprocess.Popen(command, **options))
         return self.running[-1]
 
@@ -112,6 +145,7 @@ class Lab:
 @contextlib.contextmanager
 def signals_raise():
     """SIGTERM and SIGHUP end the program as Ctrl-C does, so that `with` cleans up."""
+
     def stop(number, frame):
         sys.exit(128 + number)
 
@@ -126,12 +160,19 @@ def signals_raise():
 def main():
     parser = argparse.ArgumentParser(description="Run a command in every host of a network with limited links.")
     parser.add_argument("--hosts", type=int, default=2, metavar="N")
-    parser.add_argument("--mbit", type=int, default=1000, metavar="N", help="Mbit/s of every link, each way (default: 1000)")
+    parser.add_argument(
+        "--mbit", type=int, default=1000, metavar="N", help="Mbit/s of every link, each way (default: 1000)"
+    )
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     with signals_raise(), Lab(args.hosts, args.mbit) as lab:
+
         def fill(word, rank):
-            return word.replace("{rank}", str(rank)).replace("{hosts}", str(args.hosts)).replace("{address}", lab.address(0))
+            return (
+                word.replace("{rank}", str(rank))
+                .replace("{hosts}", str(args.hosts))
+                .replace("{address}", lab.address(0))
+            )
 
         for rank in range(args.hosts):
             lab.start(rank, [fill(word, rank) for word in args.command])

@@ -4,6 +4,7 @@
 
 The hosts (netlab.py) need root. --torch: a Python that has torch, where that of jaxcgx has none.
 """
+
 import argparse
 import contextlib
 import json
@@ -16,15 +17,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import netlab
 import numpy as np
+from collectives import Mesh
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-
-import jaxcgx as cgx
-import netlab
-from collectives import Mesh
 from powersgd_torch import SIZE, gradient, relative_error, serve, start
 from report import RESULTS, Report, header, line, mark, median, rounded
+
+import jaxcgx as cgx
 
 PROCESSES = 2
 RANKS = 1, 4
@@ -69,7 +70,9 @@ def run_rank(address, port, rank, processes, ranks, steps):
                 return [mean[None], lost[None], factors]
 
             specs = [PartitionSpec("data"), PartitionSpec("data"), PartitionSpec()][: len(self.state)]
-            mapped = jax.shard_map(step, mesh=mesh.mesh, in_specs=(PartitionSpec("data"), specs), out_specs=specs, check_vma=False)
+            mapped = jax.shard_map(
+                step, mesh=mesh.mesh, in_specs=(PartitionSpec("data"), specs), out_specs=specs, check_vma=False
+            )
             self.program = jax.jit(mapped, donate_argnums=1, keep_unused=True).lower(given, self.state).compile()
 
         def __call__(self, x=None):
@@ -79,7 +82,10 @@ def run_rank(address, port, rank, processes, ranks, steps):
     local = lambda t: mesh.array(gradient(rank, t)[None])
     given = local(0)
     programs = {str(n): Step(n) for n in (0, *ranks)}
-    serve({str(n): relative_error(lambda t: np.asarray(programs[str(n)](local(t))), processes, steps) for n in ranks}, programs)
+    serve(
+        {str(n): relative_error(lambda t: np.asarray(programs[str(n)](local(t))), processes, steps) for n in ranks},
+        programs,
+    )
 
 
 # In the process that starts the others
@@ -90,8 +96,16 @@ def launch(stack, lab, command):
     port, running = random.randrange(20_000, 32_000), []
     for rank in range(PROCESSES):
         worker = dict(address=lab.address(0), port=port, rank=rank, processes=PROCESSES, ranks=RANKS, steps=STEPS)
-        running.append(lab.start(rank, [*command, json.dumps(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                 env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+        running.append(
+            lab.start(
+                rank,
+                [*command, json.dumps(worker)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            )
+        )
         stack.callback(running[-1].wait)
         stack.callback(running[-1].kill)
     return running
@@ -120,7 +134,12 @@ def measure(mbit, torch, repeats):
         for name, command in commands.items():
             running[name] = launch(stack, lab, command)
             results[name] = dict(errors=hear(running[name], "READY")[0], ms={})
-        programs = [(name, program) for program in ["0", *map(str, RANKS), "alone"] for name in commands if program != "alone" or name == "torch"]
+        programs = [
+            (name, program)
+            for program in ["0", *map(str, RANKS), "alone"]
+            for name in commands
+            if program != "alone" or name == "torch"
+        ]
         for turn in range(repeats + 1):
             for name, program in programs:
                 for process in running[name]:
@@ -134,7 +153,9 @@ def measure(mbit, torch, repeats):
 
 def rows(mbit, results):
     for n in (0, *RANKS):
-        found = dict(mbit=mbit, rank=n, wire_bytes=cgx.PowerSGD(n).wire_bytes((SIZE, SIZE), jnp.float32) if n else 4 * SIZE**2)
+        found = dict(
+            mbit=mbit, rank=n, wire_bytes=cgx.PowerSGD(n).wire_bytes((SIZE, SIZE), jnp.float32) if n else 4 * SIZE**2
+        )
         for name, data in results.items():
             found[f"{name}_ms"] = median(data["ms"][str(n)])
             if n:
@@ -150,9 +171,20 @@ def rows(mbit, results):
 
 def row_line(r):
     figure = lambda name, form: format(r[name], form) if name in r else ""
-    return line([str(r["rank"] or "none"), f"{r['wire_bytes']:,}", figure("jaxcgx_ms", ".2f"), figure("torch_ms", ".2f"),
-                 figure("backward_ms", ".2f"), figure("ahead", ".2f"), figure("jaxcgx_error", ".5f"), figure("torch_error", ".5f"),
-                 mark(r["reached"]) if "reached" in r else ""], 6)
+    return line(
+        [
+            str(r["rank"] or "none"),
+            f"{r['wire_bytes']:,}",
+            figure("jaxcgx_ms", ".2f"),
+            figure("torch_ms", ".2f"),
+            figure("backward_ms", ".2f"),
+            figure("ahead", ".2f"),
+            figure("jaxcgx_error", ".5f"),
+            figure("torch_error", ".5f"),
+            mark(r["reached"]) if "reached" in r else "",
+        ],
+        6,
+    )
 
 
 HEAD = ("rank", "bytes", "jaxcgx ms", "PyTorch ms", "its backward", "ahead", "our error", "its error", "goal")
@@ -166,17 +198,27 @@ def version(torch):
 
 def parse():
     parser = argparse.ArgumentParser(description="PowerSGD of one gradient between hosts, against PyTorch's hook.")
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help="a Python that has torch (default: this one)")
+    parser.add_argument(
+        "--torch", default=sys.executable, metavar="PYTHON", help="a Python that has torch (default: this one)"
+    )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns (default: 9)")
-    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written (default: benchmarks/results, "
-                        "but nowhere with another --repeats)")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the results are written (default: benchmarks/results, but nowhere with another --repeats)",
+    )
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats: expected a positive number")
     usual = args.repeats == parser.get_default("repeats")
     other = args.torch != sys.executable
-    args.command = "make bench-powersgd" + " TORCH=PYTHON" * other if usual else f"python benchmarks/powersgd.py --repeats {args.repeats}"
+    args.command = (
+        "make bench-powersgd" + " TORCH=PYTHON" * other
+        if usual
+        else f"python benchmarks/powersgd.py --repeats {args.repeats}"
+    )
     args.out = args.out or (RESULTS if usual else None)
     return args
 
@@ -192,8 +234,12 @@ def main():
     if not torch:
         report.show("", f"PyTorch: not measured, {args.torch} has no torch; name a Python that has: --torch PYTHON.")
     for mbit in NETWORKS:
-        report.show("", f"{mbit} Mbit/s, {PROCESSES} hosts, {SIZE} x {SIZE} float32" + (f", torch {torch}." if torch else "."), "",
-                    *header(*HEAD, width=6))
+        report.show(
+            "",
+            f"{mbit} Mbit/s, {PROCESSES} hosts, {SIZE} x {SIZE} float32" + (f", torch {torch}." if torch else "."),
+            "",
+            *header(*HEAD, width=6),
+        )
         for row in rows(mbit, measure(mbit, args.torch if torch else None, args.repeats)):
             report.data["rows"].append(row)
             report.show(row_line(row))

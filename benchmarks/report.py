@@ -1,4 +1,5 @@
 """What the reports of the benchmarks have in common: where the figures come from, tables, and the files of both."""
+
 import datetime
 import importlib.metadata
 import json
@@ -44,15 +45,27 @@ class Report:
     def __init__(self, command, repeats=None, **settings):
         # XLA's thread pool has a thread for each processor that this process may use.
         threads = len(os.sched_getaffinity(0))
-        versions = dict(python=platform.python_version()) | {p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "jaxcgx")}
-        self.data = dict(command=command, date=datetime.date.today().isoformat(), cpu=_cpu_model(), threads=threads, versions=versions,
-                         native=ops._native.build_info(), **settings)
+        versions = dict(python=platform.python_version()) | {
+            p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "jaxcgx")
+        }
+        self.data = dict(
+            command=command,
+            date=datetime.date.today().isoformat(),
+            cpu=_cpu_model(),
+            threads=threads,
+            versions=versions,
+            native=ops._native.build_info(),
+            **settings,
+        )
         if repeats:
             self.data["repeats"] = repeats
         self.text = []
         named = ", ".join(f"{name} {version}" for name, version in versions.items())
-        self.show(f"Made by `{command}` on {self.data['date']}: {self.data['cpu']}, {threads} threads, {self.data['native']['kernels']} "
-                  f"kernels, {named}." + (f" Medians of {repeats} repetitions." if repeats else ""))
+        self.show(
+            f"Made by `{command}` on {self.data['date']}: {self.data['cpu']}, {threads} threads, "
+            f"{self.data['native']['kernels']} "
+            f"kernels, {named}." + (f" Medians of {repeats} repetitions." if repeats else "")
+        )
 
     def show(self, *lines):
         print(*lines, sep="\n", flush=True)

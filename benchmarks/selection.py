@@ -4,6 +4,7 @@
 
 Operations take turns in every repetition; ratios are formed within it, and the medians of them stand in the report.
 """
+
 import argparse
 import pathlib
 import time
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from report import RESULTS, Report, header, line, mark, median, rounded
 
 RATIOS = 0.001, 0.01
 OVER_TOP_K, OF_READ = {("encode exact", 0.001): 20.0}, {("encode sampled", 0.001): 0.5, ("encode sampled", 0.01): 0.5}
@@ -58,7 +59,9 @@ def operations(x, ratio, key):
     for ranks in (2, 8):
         for encoded in (False, True):
             run = jax.jit(lambda payloads, encoded=encoded: ops.reduce(layout, payloads, encoded=encoded))
-            made[f"reduce {ranks}{', encoded' * encoded}"] = lambda run=run, ranks=ranks: timed(run, payloads[:ranks])[0]
+            made[f"reduce {ranks}{', encoded' * encoded}"] = lambda run=run, ranks=ranks: timed(run, payloads[:ranks])[
+                0
+            ]
     return made
 
 
@@ -73,7 +76,12 @@ def main():
     key = jnp.array([1, 2], jnp.uint32)
     read = jax.jit(jnp.sum)
     report = Report("make bench-selection", repeats=args.repeats, size=args.size, rows=[])
-    report.show("", f"{args.size} MiB of float32, normally distributed.", "", *header("operation", "sent", "ms", "x top_k", "goal", "", "share", "goal", ""))
+    report.show(
+        "",
+        f"{args.size} MiB of float32, normally distributed.",
+        "",
+        *header("operation", "sent", "ms", "x top_k", "goal", "", "share", "goal", ""),
+    )
     for ratio in RATIOS:
         made = operations(x, ratio, key)
         k = cgx.TopK(ratio).capacity(x.size)

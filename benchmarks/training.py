@@ -1,10 +1,13 @@
-"""What compression costs in accuracy: plain psum against a few bits, with error feedback and without, and against a few elements.
+"""What compression costs in accuracy: plain psum against a few bits, with error feedback and without, and against a few
+elements.
 
     python benchmarks/training.py [--tables REGEX] [--data REGEX] [--seeds 3] [--devices 8] [--out DIR]
 
-A small network learns digits (scikit-learn carries them) and Fashion-MNIST (Debian's package dataset-fashion-mnist), data-parallel on
+A small network learns digits (scikit-learn carries them) and Fashion-MNIST (Debian's package dataset-fashion-mnist),
+data-parallel on
 virtual CPU devices. All runs of a seed begin with the same weights and see the same batches.
 """
+
 import argparse
 import functools
 import gzip
@@ -18,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType
+from report import RESULTS, Report, header, line, mark
 
 import jaxcgx as cgx
-from report import RESULTS, Report, header, line, mark
 
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HIDDEN = 256, 128
@@ -46,24 +49,43 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "training": Table(("digits", "Fashion-MNIST"), 256, {
-        "float32": Run(MOMENTUM, RAW),
-        "4 bits, stochastic, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(4, rounding="stochastic")), 0.3),
-        "2 bits, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2)), 1.0),
-        "2 bits, no feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2), feedback=False), None),
-    }, "- lost: points of accuracy against float32, of the means. Without feedback the same two bits show what feedback is for; digits don't "
-       "tell them apart."),
+    "training": Table(
+        ("digits", "Fashion-MNIST"),
+        256,
+        {
+            "float32": Run(MOMENTUM, RAW),
+            "4 bits, stochastic, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(4, rounding="stochastic")), 0.3),
+            "2 bits, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2)), 1.0),
+            "2 bits, no feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2), feedback=False), None),
+        },
+        "- lost: points of accuracy against float32, of the means. Without feedback the same two bits show what "
+        "feedback is for; digits don't "
+        "tell them apart.",
+    ),
     # An element is sent now and then only: that wants more steps, so smaller batches. Digits are too few for either.
-    "training-sparse": Table(("Fashion-MNIST",), 64, {
-        "float32": Run(MOMENTUM, RAW, rate=0.05),
-        "DGC, 0.1 %": Run(optax.sgd, dict(compress=cgx.dgc, ratio=0.001), 0.5, rate=0.05),
-        "float32, Adam": Run(optax.adam, RAW, against="float32, Adam", rate=1e-3),
-        "BSC, 1 %, Adam": Run(functools.partial(optax.adam, b1=0.0), dict(compress=cgx.bsc, threshold=0.01, size_bound=10_000, select="exact"), 0.5,
-                              "float32, Adam", rate=1e-3),
-    }, f"- lost: points of accuracy against float32 with the same optimizer, of the means. DGC has its momentum itself, and SGD none; in the "
-       f"first {WARM:.0%} of the epochs its ratio comes down to 0.1 %, and bytes are those after them. BSC has its momentum, too, and Adam "
-       "behind it none (b1=0); it takes weights of more than 10,000 elements, the others, and biases, travel as they are."),
-}  # fmt: skip
+    "training-sparse": Table(
+        ("Fashion-MNIST",),
+        64,
+        {
+            "float32": Run(MOMENTUM, RAW, rate=0.05),
+            "DGC, 0.1 %": Run(optax.sgd, dict(compress=cgx.dgc, ratio=0.001), 0.5, rate=0.05),
+            "float32, Adam": Run(optax.adam, RAW, against="float32, Adam", rate=1e-3),
+            "BSC, 1 %, Adam": Run(
+                functools.partial(optax.adam, b1=0.0),
+                dict(compress=cgx.bsc, threshold=0.01, size_bound=10_000, select="exact"),
+                0.5,
+                "float32, Adam",
+                rate=1e-3,
+            ),
+        },
+        "- lost: points of accuracy against float32 with the same optimizer, of the means. DGC has its momentum "
+        "itself, and SGD none; in the "
+        f"first {WARM:.0%} of the epochs its ratio comes down to 0.1 %, and bytes are those after them. BSC has its "
+        "momentum, too, and Adam "
+        "behind it none (b1=0); it takes weights of more than 10,000 elements, the others, and biases, travel as they "
+        "are.",
+    ),
+}
 
 
 def digits():
@@ -71,7 +93,9 @@ def digits():
     from sklearn.model_selection import train_test_split
 
     data = load_digits()
-    images, test_images, labels, test_labels = train_test_split(data.data / 16, data.target, test_size=0.25, random_state=0, stratify=data.target)
+    images, test_images, labels, test_labels = train_test_split(
+        data.data / 16, data.target, test_size=0.25, random_state=0, stratify=data.target
+    )
     return (images, labels), (test_images, test_labels)
 
 
@@ -82,7 +106,10 @@ def fashion_mnist():
         dimensions = raw[3]
         return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
 
-    return tuple((read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz")) for part in ("train", "t10k"))
+    return tuple(
+        (read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz"))
+        for part in ("train", "t10k")
+    )
 
 
 # name: the data, epochs, and whether they tell feedback from none
@@ -92,7 +119,9 @@ DATA = {"digits": (digits, 40, False), "Fashion-MNIST": (fashion_mnist, 10, True
 def init_params(seed, inputs):
     sizes = inputs, *HIDDEN, 10
     keys = jax.random.split(jax.random.key(seed), len(sizes) - 1)
-    return [dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, sizes, sizes[1:])]
+    return [
+        dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, sizes, sizes[1:])
+    ]
 
 
 def predict(params, images):
@@ -110,7 +139,14 @@ def train(data, epochs, batch_size, run, seed, mesh):
     """The test accuracy in percent, and bytes a rank sends in a step, behind any warm-up."""
     (images, labels), (test_images, test_labels) = data
     each = len(images) // batch_size
-    make = functools.partial(cgx.make_train_step, loss_fn, run.optimizer(optax.cosine_decay_schedule(run.rate, epochs * each)), mesh, seed=seed, **run.options)
+    make = functools.partial(
+        cgx.make_train_step,
+        loss_fn,
+        run.optimizer(optax.cosine_decay_schedule(run.rate, epochs * each)),
+        mesh,
+        seed=seed,
+        **run.options,
+    )
     warm = "ratio" in run.options
     training = make(warmup_epochs=int(WARM * epochs), steps_per_epoch=each) if warm else make()
     params, state = training.init(init_params(seed, images.shape[1]))
@@ -142,32 +178,77 @@ def main():
 
 
 def measure(called, table, args, mesh):
-    report = Report("make bench-training", seeds=args.seeds, devices=args.devices, hidden=HIDDEN, batch=table.batch, rows=[])
+    report = Report(
+        "make bench-training", seeds=args.seeds, devices=args.devices, hidden=HIDDEN, batch=table.batch, rows=[]
+    )
     for name in table.data:
         load, epochs, tells = DATA[name]
         if not re.search(args.data, name):
             continue
         if load is fashion_mnist and not FASHION.is_dir():
-            report.show("", f"{name}: not there ({FASHION}; Debian and Ubuntu have it as the package dataset-fashion-mnist).")
+            report.show(
+                "", f"{name}: not there ({FASHION}; Debian and Ubuntu have it as the package dataset-fashion-mnist)."
+            )
             continue
         data = [(images.astype(np.float32), labels.astype(np.int32)) for images, labels in load()]
-        report.show("", f"{name}: {len(data[0][0]):,} images, {epochs} epochs, batches of {table.batch} over {args.devices} devices, SGD with momentum 0.9 or "
-                    "Adam, the rate a cosine. Test accuracy in %.", "",
-                    *header("gradients", "rate", *(f"seed {seed}" for seed in range(args.seeds)), "mean", "lost", "goal", "", "bytes/step"))
+        report.show(
+            "",
+            f"{name}: {len(data[0][0]):,} images, {epochs} epochs, batches of {table.batch} over {args.devices} "
+            "devices, SGD with momentum 0.9 or "
+            "Adam, the rate a cosine. Test accuracy in %.",
+            "",
+            *header(
+                "gradients",
+                "rate",
+                *(f"seed {seed}" for seed in range(args.seeds)),
+                "mean",
+                "lost",
+                "goal",
+                "",
+                "bytes/step",
+            ),
+        )
         means = {}
         for title, run in table.runs.items():
             accuracies, sent = zip(*(train(data, epochs, table.batch, run, seed, mesh) for seed in range(args.seeds)))
             means[title] = float(np.mean(accuracies))
             lost, most = means[run.against] - means[title], run.most
             options = {name: getattr(value, "__name__", repr(value)) for name, value in run.options.items()}
-            report.data["rows"].append(dict(data=name, run=title, options=options, rate=run.rate, accuracies=accuracies, lost=lost, bytes=sent[0]))
+            report.data["rows"].append(
+                dict(
+                    data=name,
+                    run=title,
+                    options=options,
+                    rate=run.rate,
+                    accuracies=accuracies,
+                    lost=lost,
+                    bytes=sent[0],
+                )
+            )
             goal, reached = "", ""
             if most is None and tells:
                 goal, reached = f"> {LEAST:g}", mark(lost > LEAST)
             elif most:
                 goal, reached = f"<= {most:g}", mark(lost <= most)
-            report.show(line([title, f"{run.rate:g}", *(f"{a:.2f}" for a in accuracies), f"{means[title]:.2f}", f"{lost:.2f}", goal, reached, f"{sent[0]:,}"]))
-    report.show("", table.notes, "- bytes/step: that a rank sends, by all collectives of the compiled step, as jaxcgx.explain finds them.")
+            report.show(
+                line(
+                    [
+                        title,
+                        f"{run.rate:g}",
+                        *(f"{a:.2f}" for a in accuracies),
+                        f"{means[title]:.2f}",
+                        f"{lost:.2f}",
+                        goal,
+                        reached,
+                        f"{sent[0]:,}",
+                    ]
+                )
+            )
+    report.show(
+        "",
+        table.notes,
+        "- bytes/step: that a rank sends, by all collectives of the compiled step, as jaxcgx.explain finds them.",
+    )
     report.write(args.out, called)
 
 

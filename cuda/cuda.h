@@ -18,9 +18,9 @@ struct Status {
   cudaError_t error = cudaSuccess;
 };
 
-// Workspace that encode needs, and reduce where its result is a payload. Buckets of more than 8192 elements (kMostStaged) are
-// shared among blocks, which meet in this memory, in floats: 8 for each such bucket, and for each 8192 elements of it, the
-// last ones counting whole, 2, or 66 if the codec is Sign:
+// Workspace that encode needs, and reduce where its result is a payload. Buckets of more than 8192 elements
+// (kMostStaged) are shared among blocks, which meet in this memory, in floats: 8 for each such bucket, and for each
+// 8192 elements of it, the last ones counting whole, 2, or 66 if the codec is Sign:
 //   batch * sum over the pieces of all chunks with bucket > 8192 of
 //     ceil(coded / bucket) * (8 + ceil(bucket / 8192) * (66 if Sign else 2))
 constexpr int64_t kMostStaged = 8192;

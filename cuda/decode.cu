@@ -32,8 +32,11 @@ Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Me
   if (is_fast(l.codec)) {
     const Status s = with_decoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) { return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "decode kernel", kThreads)); };
-      return m.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>) : launch(decode_kernel<typename V::Codec, V::bits, false>);
+      const auto launch = [&](auto kernel) {
+        return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "decode kernel", kThreads));
+      };
+      return m.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
+                    : launch(decode_kernel<typename V::Codec, V::bits, false>);
     });
     if (s.call != nullptr) return s;
   }
@@ -45,7 +48,8 @@ Status decode(const Decode& a, cudaStream_t stream) {
   Message m = message_of(a.layout);
   m.payloads = a.payload;
   m.workspace = static_cast<float*>(a.workspace);
-  return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m, stream);
+  return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m,
+                    stream);
 }
 
 }  // namespace jaxcgx::cuda

@@ -15,7 +15,9 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   const bool there = unit < e.count;
   const Quad q(unit, m.log_bucket);
   float x[kRows][4] = {};
-  const auto set = [&](int r, const float4& row) { x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w; };
+  const auto set = [&](int r, const float4& row) {
+    x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w;
+  };
   if (there) load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes, set);
   if constexpr (kFeedback) {
     if (there) add_quad(t.residuals[p.index].old, DType::kF32, q, x);
@@ -29,11 +31,14 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
 }  // namespace
 
-Status encode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps, cudaStream_t stream) {
+Status encode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
+                  cudaStream_t stream) {
   if (is_fast(l.codec)) {
     const Status s = with_encoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) { return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads)); };
+      const auto launch = [&](auto kernel) {
+        return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads));
+      };
       return leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
                                          : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });

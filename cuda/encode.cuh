@@ -10,7 +10,8 @@ namespace jaxcgx::cuda {
 
 // Blocks of such buckets of stochastic codecs must be blocks of noise too.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
+  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
+         c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
 }
 
 // Hands the whole buckets of all pieces to a fast kernel.
@@ -61,7 +62,8 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     of_warp[0][warp] = lo, of_warp[1][warp] = hi;
     __syncthreads();
 #pragma unroll 1
-    for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+    for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i)
+      lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
   if constexpr (std::is_same_v<C, Sign>) {  // in the order of codec/sign.h
@@ -97,18 +99,22 @@ CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBit
 CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
   float* meta = reinterpret_cast<float*>(chunk) + at;
-  if (m.meta == 2) *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
-  else *meta = unit_of(g);
+  if (m.meta == 2)
+    *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
+  else
+    *meta = unit_of(g);
 }
 
 CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint32_t id) {
-  word[0] = static_cast<int32_t>(counter), word[1] = static_cast<int32_t>(counter >> 32), word[2] = static_cast<int32_t>(id), word[3] = 0;
+  word[0] = static_cast<int32_t>(counter), word[1] = static_cast<int32_t>(counter >> 32),
+  word[2] = static_cast<int32_t>(id), word[3] = 0;
   philox<Scalar>(word, key[0], key[1]);
 }
 
 // Encodes x, a quad of the piece, and leaves its codes in `lanes`, its grid in the result. `there`: the quad exists.
 template <class C, int kBits, bool kStochastic, class T>
-CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4], Words<Scalar, kBits> (&lanes)[4]) {
+CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
+                       Words<Scalar, kBits> (&lanes)[4]) {
   const Message& m = t.message;
   const Entry& e = t.entries[p.index];
   const Quad q(unit, m.log_bucket);
@@ -141,11 +147,11 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   return g;
 }
 
-// Stores what encoding lost of x, of which x / divisor was encoded. What can't be represented (an overflow, a NaN) is not a
-// rounding error: the old residual stays. Rarely, so it is read again.
+// Stores what encoding lost of x, of which x / divisor was encoded. What can't be represented (an overflow, a NaN) is
+// not a rounding error: the old residual stays. Rarely, so it is read again.
 template <class C, int kBits>
-CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g, const Words<Scalar, kBits> (&lanes)[4],
-                      float divisor, float (&x)[kRows][4]) {
+CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
+                      const Words<Scalar, kBits> (&lanes)[4], float divisor, float (&x)[kRows][4]) {
   const float* old = residual.old + q.element();
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -172,31 +178,48 @@ Status with_variant(const Codec& c, Fn f) {
   const auto width = [&](auto stochastic) {
     constexpr bool kStochastic = decltype(stochastic)::value;
     switch (c.bits) {
-      case 1: return f(Variant<Levels, 1, kStochastic>());
-      case 2: return f(Variant<Levels, 2, kStochastic>());
-      case 3: return f(Variant<Levels, 3, kStochastic>());
-      case 4: return f(Variant<Levels, 4, kStochastic>());
-      case 5: return f(Variant<Levels, 5, kStochastic>());
-      case 6: return f(Variant<Levels, 6, kStochastic>());
-      case 7: return f(Variant<Levels, 7, kStochastic>());
-      default: return f(Variant<Levels, 8, kStochastic>());
+      case 1:
+        return f(Variant<Levels, 1, kStochastic>());
+      case 2:
+        return f(Variant<Levels, 2, kStochastic>());
+      case 3:
+        return f(Variant<Levels, 3, kStochastic>());
+      case 4:
+        return f(Variant<Levels, 4, kStochastic>());
+      case 5:
+        return f(Variant<Levels, 5, kStochastic>());
+      case 6:
+        return f(Variant<Levels, 6, kStochastic>());
+      case 7:
+        return f(Variant<Levels, 7, kStochastic>());
+      default:
+        return f(Variant<Levels, 8, kStochastic>());
     }
   };
   switch (c.kind) {
     case Kind::kMaxMin:
-    case Kind::kAbsMax: return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
-    case Kind::kByteGrad: return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
-    case Kind::kFloat8: return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
-    case Kind::kSign: return f(Variant<Sign, 1, false>());
+    case Kind::kAbsMax:
+      return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
+    case Kind::kByteGrad:
+      return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
+    case Kind::kFloat8:
+      return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
+    case Kind::kSign:
+      return f(Variant<Sign, 1, false>());
     case Kind::kRaw:
     case Kind::kCast:
-    case Kind::kTopK: break;
+    case Kind::kTopK:
+      break;
   }
   return {};
 }
 template <class Fn>
-Status with_encoder(const Codec& c, Fn f) { return with_variant<true>(c, f); }
+Status with_encoder(const Codec& c, Fn f) {
+  return with_variant<true>(c, f);
+}
 template <class Fn>
-Status with_decoder(const Codec& c, Fn f) { return with_variant<false>(c, f); }
+Status with_decoder(const Codec& c, Fn f) {
+  return with_variant<false>(c, f);
+}
 
 }  // namespace jaxcgx::cuda

@@ -18,8 +18,10 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   float* work = m.stage == kWhole ? nullptr : l.work(m, e, extra);
 
   float x[kRows];
-  if (m.payloads != nullptr) sum_lane<C, kBits>(m, e, p, l, x);
-  else load_lane(e.leaf, static_cast<DType>(e.dtype), l, x);
+  if (m.payloads != nullptr)
+    sum_lane<C, kBits>(m, e, p, l, x);
+  else
+    load_lane(e.leaf, static_cast<DType>(e.dtype), l, x);
   if (residual.old != nullptr) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -48,10 +50,12 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   float sum = 0.0f;
   if constexpr (std::is_same_v<C, Sign>) {
     if (m.stage <= kSums) {
-      const float scale = m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
+      const float scale =
+          m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
       sum = sum_of_block(l, m.threads, x, scale);
       if (m.stage == kSums) {
-        if (l.lane == 0) work[kGridFloats + 2 * Lane::parts_of(m, e, extra) + l.part * (kMostStaged / kBlock) + l.block] = sum;
+        if (l.lane == 0)
+          work[kGridFloats + 2 * Lane::parts_of(m, e, extra) + l.part * (kMostStaged / kBlock) + l.block] = sum;
         return;
       }
       if (m.threads > kLanes) {
@@ -59,7 +63,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
         of_block[threadIdx.x / kLanes] = sum;
         __syncthreads();
         sum = 0.0f;
-        for (int32_t b = 0; b * kBlock < l.count; ++b) sum += of_block[l.first_thread / kLanes + static_cast<uint32_t>(b)];
+        for (int32_t b = 0; b * kBlock < l.count; ++b)
+          sum += of_block[l.first_thread / kLanes + static_cast<uint32_t>(b)];
       }
     }
   }
@@ -70,7 +75,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   __shared__ std::conditional_t<kStochastic, Noise, NoNoise> noise;
   if constexpr (kStochastic) {
     // What the whole block encodes.
-    const int64_t first = extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
+    const int64_t first =
+        extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
     const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
     first_noise = first / kBlock * kBlock;
     const auto draws = static_cast<uint32_t>(div_up(first + count - first_noise, kBlock)) * kLanes;
@@ -78,7 +84,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
       int32_t word[4];
       draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] = static_cast<uint16_t>(noise_of<Scalar>(word, r));
+      for (int r = 0; r < kRows; ++r)
+        noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] = static_cast<uint16_t>(noise_of<Scalar>(word, r));
     }
     __syncthreads();
   }
@@ -96,7 +103,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   }
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
   uint8_t* codes = chunk + e.codes + l.codes(kBits, m);
-  each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
+  each_word<kBits>(w, l.lane, l.lanes,
+                   [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
   if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
   if (residual.old == nullptr) return;
 #pragma unroll
@@ -122,21 +130,28 @@ __global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __gr
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= l.rows) continue;
-    if (m.sums) out[l.at(r)] = x[r];
-    else store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.at(r), x[r]);
+    if (m.sums)
+      out[l.at(r)] = x[r];
+    else
+      store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.at(r), x[r]);
   }
 }
 
 CGX_D Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
   switch (c.kind) {
-    case Kind::kByteGrad: return ByteGrad::grid(s, sum, n, c);
-    case Kind::kFloat8: return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign: return Sign::grid(s, sum, n, c);
-    default: return Levels::grid(s, sum, n, c);
+    case Kind::kByteGrad:
+      return ByteGrad::grid(s, sum, n, c);
+    case Kind::kFloat8:
+      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
+    case Kind::kSign:
+      return Sign::grid(s, sum, n, c);
+    default:
+      return Levels::grid(s, sum, n, c);
   }
 }
 
-// The grid of each large bucket, from its parts, a block each. For Sign twice: the scale, and when there are sums, the grid.
+// The grid of each large bucket, from its parts, a block each. For Sign twice: the scale, and when there are sums, the
+// grid.
 __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
@@ -147,7 +162,8 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   float* work = m.workspace + extra.work + p.tile * work_of(m.codec.kind, parts);
   const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
   float lo = INFINITY, hi = -INFINITY;
-  for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x) lo = fminf(lo, range[i].x), hi = fmaxf(hi, range[i].y);
+  for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
+    lo = fminf(lo, range[i].x), hi = fmaxf(hi, range[i].y);
   widen_stats(&lo, &hi, 32);
   __shared__ float of_warp[2][kMostThreads / 32];
   if (threadIdx.x % 32 == 0) of_warp[0][threadIdx.x / 32] = lo, of_warp[1][threadIdx.x / 32] = hi;
@@ -187,8 +203,8 @@ uint32_t threads_for(int64_t n) {
 constexpr uint32_t kGeneralThreads = 256;  // of a block of small buckets
 
 // Hands the buckets that are not for the fast kernels to `kernel`: those that fit a block, or the others.
-Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Message m, Stage stage, void (*kernel)(Table<true, true>),
-                      const char* name, cudaStream_t stream) {
+Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Message m, Stage stage,
+                      void (*kernel)(Table<true, true>), const char* name, cudaStream_t stream) {
   const Codec& c = l.codec;
   const bool fast = is_fast(c), large = stage != kWhole;
   const auto size_of_first = [&](const Piece& p) { return std::min(p.bucket, p.coded); };
@@ -209,7 +225,8 @@ Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Mess
       if (rest == 0) continue;
       const int64_t count = div_up(rest, p.bucket), bits = code_bits(c);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)), whole * meta_floats(c.kind));
+      Item item(l, leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)),
+                whole * meta_floats(c.kind));
       item.entry.count = static_cast<uint32_t>(count);
       item.extra.last = rest - (count - 1) * p.bucket;
       item.extra.work = static_cast<uint32_t>(work);
@@ -227,8 +244,12 @@ Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, cons
   return with_encoder(l.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = encode_general_kernel<typename V::Codec, V::bits, V::stochastic>;
-    const auto launch = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, kernel, "general encode kernel", stream); };
-    const auto grids = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, grid_kernel, "grid kernel", stream); };
+    const auto launch = [&](Stage stage) {
+      return launch_general(l, batch, leaves, m, stage, kernel, "general encode kernel", stream);
+    };
+    const auto grids = [&](Stage stage) {
+      return launch_general(l, batch, leaves, m, stage, grid_kernel, "grid kernel", stream);
+    };
     Status s = launch(kWhole);
     if (s.call == nullptr) s = launch(kStats);
     if (s.call == nullptr) s = grids(kStats);
@@ -244,7 +265,9 @@ Status decode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, cons
   return with_decoder(l.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = decode_general_kernel<typename V::Codec, V::bits>;
-    const auto launch = [&](Stage stage) { return launch_general(l, batch, leaves, m, stage, kernel, "general decode kernel", stream); };
+    const auto launch = [&](Stage stage) {
+      return launch_general(l, batch, leaves, m, stage, kernel, "general decode kernel", stream);
+    };
     const Status s = launch(kWhole);
     return s.call == nullptr ? launch(kCodes) : s;
   });

@@ -1,6 +1,6 @@
-// Buckets of any size. A thread has one lane of a block of codec/pack.h, its eight elements in registers; as many threads as
-// a bucket has lanes do it together. Buckets of more than kMostStaged elements are cut into parts of that size, which are
-// read twice: for the statistics and, when those of the other parts are known, for the codes.
+// Buckets of any size. A thread has one lane of a block of codec/pack.h, its eight elements in registers; as many
+// threads as a bucket has lanes do it together. Buckets of more than kMostStaged elements are cut into parts of that
+// size, which are read twice: for the statistics and, when those of the other parts are known, for the codes.
 #pragma once
 
 #include "cuda/encode.cuh"
@@ -20,14 +20,14 @@ CGX_HD int64_t work_of(Kind kind, int64_t parts) { return kGridFloats + parts * 
 
 // The lane of this thread, and the bucket or part of one that it belongs to.
 struct Lane {
-  int64_t bucket;    // counted from the entry's first
-  int64_t element;   // the bucket's or part's first, counted from the entry's first
-  int64_t size;      // elements of the whole bucket
+  int64_t bucket;   // counted from the entry's first
+  int64_t element;  // the bucket's or part's first, counted from the entry's first
+  int64_t size;     // elements of the whole bucket
   int64_t part;
-  int32_t count;     // elements of the bucket or part
+  int32_t count;                  // elements of the bucket or part
   uint32_t first_thread, thread;  // of the bucket's threads
   int32_t lane, lanes, block;
-  int32_t rows;      // of this lane
+  int32_t rows;  // of this lane
 
   CGX_D Lane(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
     thread = threadIdx.x % m.threads;
@@ -123,7 +123,8 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
       }
     } else {
       Words<Scalar, kBits> w;
-      each_word<kBits>(w, l.lane, l.lanes, [&](auto size, int32_t& word, int32_t at) { word = load_word<decltype(size)>(codes + at); });
+      each_word<kBits>(w, l.lane, l.lanes,
+                       [&](auto size, int32_t& word, int32_t at) { word = load_word<decltype(size)>(codes + at); });
       const float unit = meta.unit(rank);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top);

@@ -38,18 +38,22 @@ CGX_D uint32_t narrow(DType dtype, float x) {
 }
 
 CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
-  return dtype == DType::kF32 ? __ldcs(static_cast<const float*>(leaf) + i) : widen(dtype, __ldcs(static_cast<const uint16_t*>(leaf) + i));
+  return dtype == DType::kF32 ? __ldcs(static_cast<const float*>(leaf) + i)
+                              : widen(dtype, __ldcs(static_cast<const uint16_t*>(leaf) + i));
 }
 CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
-  if (dtype == DType::kF32) static_cast<float*>(leaf)[i] = x;
-  else static_cast<uint16_t*>(leaf)[i] = static_cast<uint16_t>(narrow(dtype, x));
+  if (dtype == DType::kF32)
+    static_cast<float*>(leaf)[i] = x;
+  else
+    static_cast<uint16_t*>(leaf)[i] = static_cast<uint16_t>(narrow(dtype, x));
 }
 
-// What a thread of the fast kernels handles: four neighbouring lanes of one block of codec/pack.h, all eight rows. So it
-// makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
+// What a thread of the fast kernels handles: four neighbouring lanes of one block of codec/pack.h, all eight rows. So
+// it makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
 // draw of Philox serves the eight rows of each of its lanes; and it reads four elements of each row, 16 bytes,
 // beside the next thread's: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes.
-// Rows read across a whole warp would be whole lines, but their codes lie in eight threads (benchmarks/notes/gpu-kernels.md).
+// Rows read across a whole warp would be whole lines, but their codes lie in eight threads
+// (benchmarks/notes/gpu-kernels.md).
 struct Quad {
   int64_t block;   // counted from the piece's first
   uint32_t place;  // of the quad in its block
@@ -61,11 +65,14 @@ struct Quad {
     place = unit & ((1u << log_quads) - 1);
     lanes = 4u << log_quads;
   }
-  CGX_D int64_t codes(int bits) const { return block * (lanes * static_cast<uint32_t>(bits)); }  // where its block's begin
+  CGX_D int64_t codes(int bits) const {
+    return block * (lanes * static_cast<uint32_t>(bits));
+  }                                                                            // where its block's begin
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }  // of row 0; the next row is `lanes` away
 };
 
-// f(row, its four elements) for the eight rows at `from`. Every load is under way before the first is used, where registers suffice.
+// f(row, its four elements) for the eight rows at `from`. Every load is under way before the first is used, where
+// registers suffice.
 template <class Fn>
 CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t lanes, Fn f) {
   if (dtype == DType::kF32) {
@@ -89,17 +96,21 @@ CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t la
     } else {
 #pragma unroll
       for (int r = 0; r < kRows; ++r, p += lanes) {
-        rows[r] = {__ldcs(p) | static_cast<uint32_t>(__ldcs(p + 1)) << 16, __ldcs(p + 2) | static_cast<uint32_t>(__ldcs(p + 3)) << 16};
+        rows[r] = {__ldcs(p) | static_cast<uint32_t>(__ldcs(p + 1)) << 16,
+                   __ldcs(p + 2) | static_cast<uint32_t>(__ldcs(p + 3)) << 16};
       }
     }
     const auto each = [&](DType d) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        f(r, float4{widen(d, rows[r].x & 0xffff), widen(d, rows[r].x >> 16), widen(d, rows[r].y & 0xffff), widen(d, rows[r].y >> 16)});
+        f(r, float4{widen(d, rows[r].x & 0xffff), widen(d, rows[r].x >> 16), widen(d, rows[r].y & 0xffff),
+                    widen(d, rows[r].y >> 16)});
       }
     };
-    if (dtype == DType::kBF16) each(DType::kBF16);
-    else each(DType::kF16);
+    if (dtype == DType::kBF16)
+      each(DType::kBF16);
+    else
+      each(DType::kF16);
   }
 }
 
@@ -119,7 +130,8 @@ CGX_D void store_halves(uint16_t* p, uint32_t a, uint32_t b, uint32_t c, uint32_
   if (aligned(p, 8)) {
     __stcs(reinterpret_cast<uint2*>(p), uint2{a | b << 16, c | d << 16});
   } else {
-    p[0] = static_cast<uint16_t>(a), p[1] = static_cast<uint16_t>(b), p[2] = static_cast<uint16_t>(c), p[3] = static_cast<uint16_t>(d);
+    p[0] = static_cast<uint16_t>(a), p[1] = static_cast<uint16_t>(b), p[2] = static_cast<uint16_t>(c),
+    p[3] = static_cast<uint16_t>(d);
   }
 }
 CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, const float (&x)[kRows][4]) {
@@ -127,7 +139,8 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
     float* p = static_cast<float*>(leaf) + element;
     if (aligned(p, 16)) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) __stcs(reinterpret_cast<float4*>(p + r * lanes), float4{x[r][0], x[r][1], x[r][2], x[r][3]});
+      for (int r = 0; r < kRows; ++r)
+        __stcs(reinterpret_cast<float4*>(p + r * lanes), float4{x[r][0], x[r][1], x[r][2], x[r][3]});
     } else {
 #pragma unroll
       for (int r = 0; r < kRows; ++r, p += lanes) p[0] = x[r][0], p[1] = x[r][1], p[2] = x[r][2], p[3] = x[r][3];
@@ -136,15 +149,18 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
     uint16_t* p = static_cast<uint16_t*>(leaf) + element;
     const auto each = [&](DType d) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) store_halves(p + r * lanes, narrow(d, x[r][0]), narrow(d, x[r][1]), narrow(d, x[r][2]), narrow(d, x[r][3]));
+      for (int r = 0; r < kRows; ++r)
+        store_halves(p + r * lanes, narrow(d, x[r][0]), narrow(d, x[r][1]), narrow(d, x[r][2]), narrow(d, x[r][3]));
     };
-    if (dtype == DType::kBF16) each(DType::kBF16);
-    else each(DType::kF16);
+    if (dtype == DType::kBF16)
+      each(DType::kBF16);
+    else
+      each(DType::kF16);
   }
 }
 
-// kWords neighbouring words of 4 bytes. kAligned: as a whole; else they may be, as blocks of fewer than 16 lanes of codes
-// of several fields are.
+// kWords neighbouring words of 4 bytes. kAligned: as a whole; else they may be, as blocks of fewer than 16 lanes of
+// codes of several fields are.
 template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
   if (kWords == 4 && (kAligned || aligned(at, 16))) {
@@ -208,13 +224,16 @@ CGX_D void store_codes(uint8_t* block, const Quad& q, const Words<Scalar, kBits>
     store_words<kAligned>(block + q.place * 16, {word(lane[0].a), word(lane[1].a), word(lane[2].a), word(lane[3].a)});
     block += q.lanes * 4;
   }
-  if constexpr (kBits & 8) store_words<kAligned>(block + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
+  if constexpr (kBits & 8)
+    store_words<kAligned>(block + q.place * 16, {word(lane[0].b), word(lane[1].b), word(lane[2].b), word(lane[3].b)});
   if constexpr (kBits & 2) {
-    store_words<kAligned>(block + q.place * 8, {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
+    store_words<kAligned>(block + q.place * 8,
+                          {word(lane[0].c) | word(lane[1].c) << 16, word(lane[2].c) | word(lane[3].c) << 16});
     block += q.lanes * 2;
   }
   if constexpr (kBits & 1) {
-    store_words<true>(block + q.place * 4, {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
+    store_words<true>(block + q.place * 4,
+                      {word(lane[0].d) | word(lane[1].d) << 8 | word(lane[2].d) << 16 | word(lane[3].d) << 24});
   }
 }
 

@@ -65,12 +65,16 @@ CGX_D uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
 template <int kBits>
 CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   if constexpr (kBits == 8) {
-    return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))), 0x1p23f};
+    return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))),
+            0x1p23f};
   } else if constexpr ((kBits & (kBits - 1)) == 0) {
     // Taken where it stands: at bit `at`, the last bit of a float of 2^(23 - at). Bits 23 and up are not a mantissa's.
-    const auto word = static_cast<uint32_t>(kBits == 4 ? w.a : kBits == 2 ? w.c : w.d << 1);  // << 1: 2 * magic + 1 must be exact
+    const auto word = static_cast<uint32_t>(kBits == 4   ? w.a
+                                            : kBits == 2 ? w.c
+                                                         : w.d << 1);  // << 1: 2 * magic + 1 must be exact
     const int from = kBits * row + (kBits == 1), down = from + kBits <= 23 ? 0 : 16, at = from - down;
-    return {float_of(and_or(word >> down, ((1u << kBits) - 1) << at, static_cast<uint32_t>(150 - at) << 23)), static_cast<float>(1 << (23 - at))};
+    return {float_of(and_or(word >> down, ((1u << kBits) - 1) << at, static_cast<uint32_t>(150 - at) << 23)),
+            static_cast<float>(1 << (23 - at))};
   } else {
     return {float_of(static_cast<uint32_t>(w.get(row)) | 0x4b000000u), 0x1p23f};
   }

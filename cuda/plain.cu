@@ -69,7 +69,8 @@ CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int6
 }
 
 // The sum of what payloads hold, in rank order, not yet divided.
-CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire, float (&x)[kRows][4]) {
+CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire,
+                     float (&x)[kRows][4]) {
   const uint8_t* payload = payloads_of(m, p) + e.codes;
   for (uint32_t rank = 0; rank < m.ranks; ++rank, payload += m.chunk_bytes) {
     const bool own = rank == p.rank;
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
     return;
   }
   const DType wire = wire_of(m, e, extra);
-  if (extra.work == kRaw && m.payloads == nullptr && residual.old == nullptr) return copy_tile(e.leaf, to, wire, p.tile, extra.last);
+  if (extra.work == kRaw && m.payloads == nullptr && residual.old == nullptr)
+    return copy_tile(e.leaf, to, wire, p.tile, extra.last);
 
   const Elements elements(extra, p.tile);
   if (elements.q.block * kBlock >= extra.last) return;
@@ -107,10 +109,12 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   if (m.payloads != nullptr) {
     sum_plain(m, e, p, elements, wire, x);
   } else {
-    elements.load(e.leaf, static_cast<DType>(e.dtype), [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
+    elements.load(e.leaf, static_cast<DType>(e.dtype),
+                  [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
   }
   if (residual.old != nullptr) {
-    elements.load(residual.old, DType::kF32, [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
+    elements.load(residual.old, DType::kF32,
+                  [&](int r, const float4& y) { x[r][0] += y.x, x[r][1] += y.y, x[r][2] += y.z, x[r][3] += y.w; });
   }
   float undivided[kRows][4];
   copy_quad(x, undivided);
@@ -163,12 +167,14 @@ __global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_con
   float x[kRows][4];
   sum_plain(m, e, p, elements, wire, x);
   divide(m, x);
-  if (m.sums) elements.store(t.residuals[p.index].lost, DType::kF32, x);
-  else elements.store(leaf, static_cast<DType>(e.dtype), x);
+  if (m.sums)
+    elements.store(t.residuals[p.index].lost, DType::kF32, x);
+  else
+    elements.store(leaf, static_cast<DType>(e.dtype), x);
 }
 
-Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, void (*kernel)(Table<true, true>), const char* name,
-                    bool gaps, cudaStream_t stream) {
+Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m,
+                    void (*kernel)(Table<true, true>), const char* name, bool gaps, cudaStream_t stream) {
   const Codec& c = l.codec;
   Launches launches(m, stream, kernel, name, kThreads);
   const auto add = [&](Item item, Task task, int64_t at, int64_t count) {
@@ -205,7 +211,8 @@ Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const 
 
 }  // namespace
 
-Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps, cudaStream_t stream) {
+Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
+                    cudaStream_t stream) {
   return launch_plain(l, batch, leaves, m, encode_plain_kernel, "plain encode kernel", gaps, stream);
 }
 Status decode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {

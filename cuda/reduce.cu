@@ -53,7 +53,9 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   if (is_fast(l.codec)) {
     const Status s = with_encoder(l.codec, [&](auto variant) {
       using V = decltype(variant);
-      const auto launch = [&](auto kernel) { return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads)); };
+      const auto launch = [&](auto kernel) {
+        return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads));
+      };
       return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
                                     : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });

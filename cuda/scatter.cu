@@ -1,5 +1,6 @@
-// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, as what they are: a message in
-// another codec. Then each block makes a stretch of the numbers, with what of each list falls into it, rank after rank.
+// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, as what they are: a
+// message in another codec. Then each block makes a stretch of the numbers, with what of each list falls into it, rank
+// after rank.
 #include "cuda/rest.cuh"
 #include "cuda/sum.cuh"
 #include "cuda/topk.cuh"
@@ -7,8 +8,8 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// A list of indices. Decoded, an index is the largest one so far: of the bytes of no encoder, too, they ascend, and one that is
-// not above the one before is none.
+// A list of indices. Decoded, an index is the largest one so far: of the bytes of no encoder, too, they ascend, and one
+// that is not above the one before is none.
 struct List {
   IndexList list;
   ListWords words;
@@ -29,8 +30,10 @@ struct List {
     uint32_t from = 0, to = count();
     while (from < to) {
       const uint32_t middle = from + (to - from) / 2;
-      if (index(middle) < bound) from = middle + 1;
-      else to = middle;
+      if (index(middle) < bound)
+        from = middle + 1;
+      else
+        to = middle;
     }
     return from;
   }
@@ -65,7 +68,8 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
   const uint8_t* bytes = payloads_of(m, p) + e.codes;
   const int64_t first = (int64_t{p.tile} * kListThreads + threadIdx.x) * l.words.each;
   uint32_t ones = 0, all;
-  for (int64_t word = first; word < first + l.words.each; ++word) ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
+  for (int64_t word = first; word < first + l.words.each; ++word)
+    ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
   sum_before(ones, &all);
   if (threadIdx.x == 0) l.stretches()[p.tile] = all;
 }
@@ -84,7 +88,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   sum_before(ones, &before);
   const int64_t first = first_bit / 32 + threadIdx.x * l.words.each;
   ones = 0;
-  for (int64_t word = first; word < first + l.words.each; ++word) ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
+  for (int64_t word = first; word < first + l.words.each; ++word)
+    ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
   const int64_t first_j = int64_t{before} + sum_before(ones, &all);
   if (threadIdx.x == 0 && p.tile + 1 == l.words.stretches) {
     l.stretches()[l.words.stretches] = static_cast<uint32_t>(int64_t{before} + all < k ? int64_t{before} + all : k);
@@ -93,7 +98,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   const auto each = [&](auto f) {
     int64_t j = first_j;
     for (int64_t word = first; word < first + l.words.each; ++word) {
-      for (uint32_t bits = l.row(bytes, word); bits != 0 && j < k; bits &= bits - 1, ++j) f(j, 32 * word + __ffs(static_cast<int>(bits)) - 1);
+      for (uint32_t bits = l.row(bytes, word); bits != 0 && j < k; bits &= bits - 1, ++j)
+        f(j, 32 * word + __ffs(static_cast<int>(bits)) - 1);
     }
   };
   const auto larger = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
@@ -120,7 +126,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
 constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // lists that are searched at a time
 constexpr int64_t kStretch = 4096;
 
-// Numbers from lists, their sum in rank order, or NaN. The memory of a rank's list is e.meta words behind that of the one before.
+// Numbers from lists, their sum in rank order, or NaN. The memory of a rank's list is e.meta words behind that of the
+// one before.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -144,7 +151,8 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
       __syncthreads();
     }
     if (rank == p.rank) {
-      for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] += load_element(e.leaf, static_cast<DType>(e.dtype), first + i);
+      for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads)
+        x[i] += load_element(e.leaf, static_cast<DType>(e.dtype), first + i);
       continue;
     }
     for (uint32_t j = from[rank % kAtOnce * 2] + threadIdx.x; j < from[rank % kAtOnce * 2 + 1]; j += kScatterThreads) {
@@ -156,8 +164,10 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   __syncthreads();
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) {
     float value[1] = {x[i]};
-    if (m.sums) divide(m, value), t.residuals[p.index].lost[first + i] = value[0];
-    else store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), first + i, value[0]);
+    if (m.sums)
+      divide(m, value), t.residuals[p.index].lost[first + i] = value[0];
+    else
+      store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), first + i, value[0]);
   }
 }
 
@@ -167,13 +177,16 @@ __global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_cons
   const Entry& e = t.entries[p.index];
   const List l(t.message, e, t.extras[p.index]);
   const uint32_t j = p.tile * kScatterThreads + threadIdx.x;
-  if (j < l.count() && l.is_there(j)) store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
+  if (j < l.count() && l.is_there(j))
+    store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
 }
 
-// A kernel on all pieces, of each row as many `lists` as lie one after another in the memory; `blocks(row, piece, k, item)` of it.
+// A kernel on all pieces, of each row as many `lists` as lie one after another in the memory; `blocks(row, piece, k,
+// item)` of it.
 template <class Blocks>
-Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const Message& m, const Memory& memory, int64_t lists, void (*kernel)(Pieces),
-                    const char* name, uint32_t threads, cudaStream_t stream, Blocks blocks) {
+Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const Message& m, const Memory& memory,
+                    int64_t lists, void (*kernel)(Pieces), const char* name, uint32_t threads, cudaStream_t stream,
+                    Blocks blocks) {
   Launches launches(m, stream, kernel, name, threads);
   for (int64_t row = 0; row < rows; ++row) {
     for (size_t i = 0; i < l.pieces.size(); ++i) {
@@ -194,7 +207,9 @@ Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const M
 Status decode_indices(const Layout& l, int64_t rows, Message m, const Memory& memory, cudaStream_t stream) {
   m.ranks = 1;
   m.own = false;
-  const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) { return ListWords(IndexList(l.pieces[i].coded, k)).stretches; };
+  const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) {
+    return ListWords(IndexList(l.pieces[i].coded, k)).stretches;
+  };
   const auto launch = [&](auto kernel, const char* name) {
     return launch_lists(l, rows, {}, m, memory, 1, kernel, name, kListThreads, stream, stretches);
   };
@@ -214,7 +229,8 @@ Status decode_topk(const Layout& l, int64_t batch, const Leaves& leaves, const M
   Status s = decode_indices(l, rows, m, work.lists, stream);
   if (s.call != nullptr) return s;
 
-  const Values values(l, work.lists, m.workspace, nullptr, [](int64_t n, int64_t k) { return ListWords(IndexList(n, k)).values; });
+  const Values values(l, work.lists, m.workspace, nullptr,
+                      [](int64_t n, int64_t k) { return ListWords(IndexList(n, k)).values; });
   if (s = check_size(values.layout, rows); s.call != nullptr) return s;
   Message of_values = message_of(values.layout);
   of_values.payloads = m.payloads;
@@ -242,7 +258,8 @@ Status clear(const Clear& a, cudaStream_t stream) {
   m.workspace = static_cast<float*>(a.workspace);
   const Status s = decode_indices(l, a.batch, m, work.lists, stream);
   if (s.call != nullptr) return s;
-  return launch_lists(l, a.batch, {const_cast<const void* const*>(a.arrays)}, m, work.lists, 1, zero_kernel, "zero kernel", kScatterThreads, stream,
+  return launch_lists(l, a.batch, {const_cast<const void* const*>(a.arrays)}, m, work.lists, 1, zero_kernel,
+                      "zero kernel", kScatterThreads, stream,
                       [](int64_t, size_t, int64_t k, Item*) { return div_up(k, kScatterThreads); });
 }
 

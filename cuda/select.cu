@@ -1,7 +1,8 @@
-// TopK's encoding. The largest elements of a piece are found in two passes over it at most, but for data that mislead the
-// sample: one looks for candidates, elements that reach a threshold which the sample gives, and keeps them; radix selection
-// among them, by three digits of their magnitudes, finds the smallest one that is sent. Elements have their places in the list
-// from counts and their sums, never from the order in which blocks run. With feedback the second pass leaves the residuals.
+// TopK's encoding. The largest elements of a piece are found in two passes over it at most, but for data that mislead
+// the sample: one looks for candidates, elements that reach a threshold which the sample gives, and keeps them; radix
+// selection among them, by three digits of their magnitudes, finds the smallest one that is sent. Elements have their
+// places in the list from counts and their sums, never from the order in which blocks run. With feedback the second
+// pass leaves the residuals.
 #include <cmath>
 
 #include "codec/rng.h"
@@ -20,12 +21,13 @@ static_assert(kMostRefinements < kBins, "");
 // What the passes over a piece tell each other. All 0 before the first one.
 struct State {
   uint32_t bins[kBins];
-  uint32_t blocks;          // of this pass that have come to their end
-  uint32_t prefix, rank;    // the digits of the magnitude looked for, and its rank among those that begin so (1: the largest)
-  uint32_t threshold;       // candidates reach it
-  uint32_t reached, taken;  // elements that do, and how many of them are sent
-  uint32_t reread;          // whether the candidates that were kept are those of another threshold
-  uint32_t largest, number; // of the sample, for exponential distributions; and where they have come to
+  uint32_t blocks;  // of this pass that have come to their end
+  uint32_t prefix,
+      rank;  // the digits of the magnitude looked for, and its rank among those that begin so (1: the largest)
+  uint32_t threshold;        // candidates reach it
+  uint32_t reached, taken;   // elements that do, and how many of them are sent
+  uint32_t reread;           // whether the candidates that were kept are those of another threshold
+  uint32_t largest, number;  // of the sample, for exponential distributions; and where they have come to
   float t;
 };
 constexpr int64_t kStateWords = align_words(sizeof(State) / 4);
@@ -42,12 +44,19 @@ struct Selection {
   uint32_t* memory;  // the piece's
 
   CGX_D Selection(const Pieces& t, const Place& p)
-      : m(t.message), e(t.entries[p.index]), extra(t.extras[p.index]), old(t.residuals[p.index].old), n(e.count),
-        k(static_cast<uint32_t>(extra.last)), words(m.codec.sparse, n, k) {
+      : m(t.message),
+        e(t.entries[p.index]),
+        extra(t.extras[p.index]),
+        old(t.residuals[p.index].old),
+        n(e.count),
+        k(static_cast<uint32_t>(extra.last)),
+        words(m.codec.sparse, n, k) {
     state = reinterpret_cast<State*>(m.workspace + e.meta * kStateWords);
     memory = reinterpret_cast<uint32_t*>(m.workspace) + extra.work;
   }
-  CGX_D uint2* candidates(uint32_t segment) const { return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room; }
+  CGX_D uint2* candidates(uint32_t segment) const {
+    return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room;
+  }
   CGX_D uint2* picked() const { return reinterpret_cast<uint2*>(memory + words.picked); }
   CGX_D uint2* groups() const { return reinterpret_cast<uint2*>(memory + words.groups); }
 
@@ -75,8 +84,10 @@ struct Selection {
         for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
       };
       const DType dtype = static_cast<DType>(e.dtype);
-      if (dtype == DType::kF32) load(static_cast<const float*>(e.leaf), [](float number) { return number; });
-      else load(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
+      if (dtype == DType::kF32)
+        load(static_cast<const float*>(e.leaf), [](float number) { return number; });
+      else
+        load(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
       if (old != nullptr) {
         float y[kAhead];
 #pragma unroll
@@ -142,10 +153,13 @@ CGX_D void add_bins(State* s, const uint32_t (&bins)[kBins]) {
 CGX_D uint32_t shift_of(int digit) { return 20u - 10u * static_cast<uint32_t>(digit); }
 CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, uint32_t prefix) {
   const uint32_t code = magnitude >> shift_of(digit);
-  if (digit == 0) atomicAdd(&bins[code], 1u);
-  else if (code >> 10 == prefix) atomicAdd(&bins[code & 1023], 1u);
+  if (digit == 0)
+    atomicAdd(&bins[code], 1u);
+  else if (code >> 10 == prefix)
+    atomicAdd(&bins[code & 1023], 1u);
 }
-// From the histogram of a digit, by the whole block: the digit of the magnitude of this rank. Rank 0 is above all magnitudes.
+// From the histogram of a digit, by the whole block: the digit of the magnitude of this rank. Rank 0 is above all
+// magnitudes.
 CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   constexpr uint32_t kEach = kBins / kSelectThreads;
   uint32_t* bins = s->bins + kBins - kEach * (threadIdx.x + 1);
@@ -168,7 +182,8 @@ CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
 }
 
 __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t a_count, uint4* b, int64_t b_count) {
-  const int64_t first = int64_t{blockIdx.x} * kSelectThreads + threadIdx.x, stride = int64_t{gridDim.x} * kSelectThreads;
+  const int64_t first = int64_t{blockIdx.x} * kSelectThreads + threadIdx.x,
+                stride = int64_t{gridDim.x} * kSelectThreads;
   for (int64_t i = first; i < a_count; i += stride) a[i] = {0, 0, 0, 0};
   for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
 }
@@ -196,11 +211,14 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   begin_bins(bins);
   const uint32_t prefix = digit == 0 ? 0 : s.state->prefix;
   uint32_t largest = 0;
-  for (int64_t i = p.tile * kSampled + threadIdx.x; i < sample.count && i < (p.tile + 1) * kSampled; i += kSelectThreads) {
+  for (int64_t i = p.tile * kSampled + threadIdx.x; i < sample.count && i < (p.tile + 1) * kSampled;
+       i += kSelectThreads) {
     uint32_t& magnitude = s.memory[s.words.sample + i];
     if (digit == 0) magnitude = magnitude_of(s.divided(s.undivided(static_cast<uint32_t>(first + i * sample.stride))));
-    if (sparse.select == Select::kExponential) largest = magnitude > largest ? magnitude : largest;
-    else count_digit(bins, magnitude, digit, prefix);
+    if (sparse.select == Select::kExponential)
+      largest = magnitude > largest ? magnitude : largest;
+    else
+      count_digit(bins, magnitude, digit, prefix);
   }
   if (sparse.select == Select::kExponential) {
     if (largest > 0) atomicMax(&s.state->largest, largest < kLargest ? largest : kLargest);
@@ -217,7 +235,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   }
   __syncthreads();
   find_digit(s.state, digit, prefix, rank);
-  if (threadIdx.x == 0 && digit == kDigits - 1) s.state->threshold = s.state->prefix < kLargest ? s.state->prefix : kLargest;
+  if (threadIdx.x == 0 && digit == kDigits - 1)
+    s.state->threshold = s.state->prefix < kLargest ? s.state->prefix : kLargest;
 }
 
 // A round of codec/topk.h's exponential distributions, whose factor is extra.id's bits.
@@ -298,8 +317,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// Where too few elements reach the threshold, counts those that reach the next ones, all in one pass. Of exact selection the
-// next one is 0.
+// Where too few elements reach the threshold, counts those that reach the next ones, all in one pass. Of exact
+// selection the next one is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -361,7 +380,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   find_digit(s.state, digit, prefix, rank);
 }
 
-// Counts, in each segment, the elements above that magnitude and those that have it; and in the groups before each group.
+// Counts, in each segment, the elements above that magnitude and those that have it; and in the groups before each
+// group.
 __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -420,7 +440,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
     uint32_t above = __shfl_sync(kWarp, before.x, segment % 32), equal = __shfl_sync(kWarp, before.y, segment % 32);
     const auto place = [&](bool there, float x, uint32_t i) {
       const uint32_t magnitude = magnitude_of(x);
-      const uint32_t larger = __ballot_sync(kWarp, there && magnitude > smallest), same = __ballot_sync(kWarp, there && magnitude == smallest);
+      const uint32_t larger = __ballot_sync(kWarp, there && magnitude > smallest),
+                     same = __ballot_sync(kWarp, there && magnitude == smallest);
       const uint32_t equal_here = equal + before_lane(same);
       const bool sent = there && (magnitude > smallest || (magnitude == smallest && equal_here < equals));
       if (sent) {
@@ -484,20 +505,26 @@ __global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_co
 TopkWork::TopkWork(const Layout& l, int64_t batch, int64_t payloads, bool encodes)
     : to(payloads > 0 ? of_sum(l, payloads) : l),
       states(encodes ? times(batch, static_cast<int64_t>(to.pieces.size()) * kStateWords) : 0),
-      lists(l, batch * payloads, encodes, states, [&](const Piece& p) { return ListWords(IndexList(p.coded, capacity(l.codec.sparse, p.coded))).all; }),
+      lists(l, batch * payloads, encodes, states,
+            [&](const Piece& p) { return ListWords(IndexList(p.coded, capacity(l.codec.sparse, p.coded))).all; }),
       sums(l, encodes && payloads > 0 ? batch : 0, true, lists.end, [](const Piece& p) { return p.coded; }),
-      selection(to, encodes ? batch : 0, payloads > 0, sums.end, [&](const Piece& p) {
-        const Sparse& sparse = to.codec.sparse;
-        return SelectionWords(sparse, static_cast<uint32_t>(p.coded), static_cast<uint32_t>(capacity(sparse, p.coded))).all;
-      }),
+      selection(to, encodes ? batch : 0, payloads > 0, sums.end,
+                [&](const Piece& p) {
+                  const Sparse& sparse = to.codec.sparse;
+                  return SelectionWords(sparse, static_cast<uint32_t>(p.coded),
+                                        static_cast<uint32_t>(capacity(sparse, p.coded)))
+                      .all;
+                }),
       end(selection.end) {
   if (!encodes) return;
   for (const Piece& p : to.pieces) {
-    for (const Piece& v : values_layout(to.codec, p.coded).pieces) end += times(batch, workspace_floats(values_of(to.codec), v));
+    for (const Piece& v : values_layout(to.codec, p.coded).pieces)
+      end += times(batch, workspace_floats(values_of(to.codec), v));
   }
 }
 
-Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& given, cudaStream_t stream) {
+Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& given,
+                   cudaStream_t stream) {
   const Layout& l = work.to;
   const Sparse& sparse = l.codec.sparse;
   if (work.end > UINT32_MAX) return too_large();
@@ -546,14 +573,16 @@ Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, co
   const int64_t bytes = batch * (m.where != nullptr ? 1 : l.chunks()) * l.chunk_bytes;
   constexpr int64_t kMostBlocks = 1024;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
+  config.gridDim =
+      dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
   config.blockDim = dim3(kSelectThreads);
   config.stream = stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, clear_kernel, reinterpret_cast<uint4*>(m.payload), bytes / 16,
                                                reinterpret_cast<uint4*>(m.workspace), work.states / 4);
   if (error != cudaSuccess) return {"clear kernel", error};
   const bool exponential = sparse.select == Select::kExponential;
-  for (int32_t digit = 0; digit < (exponential ? 1 : kDigits); ++digit) launch(sample_kernel, "sample kernel", digit, of_sample);
+  for (int32_t digit = 0; digit < (exponential ? 1 : kDigits); ++digit)
+    launch(sample_kernel, "sample kernel", digit, of_sample);
   const auto of_round = [&](int64_t n, int64_t k, Item& item) {
     const int64_t blocks = of_sample(n, k, item);
     if (blocks == 0) return blocks;
@@ -574,7 +603,9 @@ Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, co
   if (status.call != nullptr) return status;
 
   const auto part = [&](int64_t SelectionWords::* of) {
-    return [&sparse, of](int64_t n, int64_t k) { return SelectionWords(sparse, static_cast<uint32_t>(n), static_cast<uint32_t>(k)).*of; };
+    return [&sparse, of](int64_t n, int64_t k) {
+      return SelectionWords(sparse, static_cast<uint32_t>(n), static_cast<uint32_t>(k)).*of;
+    };
   };
   const Values values(l, work.selection, m.workspace, leaves.ids, part(&SelectionWords::values));
   if (status = check_size(values.layout, batch); status.call != nullptr) return status;
@@ -583,7 +614,9 @@ Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, co
   of_values.where = m.where;
   of_values.keys = m.keys;
   of_values.workspace = m.workspace + work.selection.end;
-  status = encode_all(values.layout, batch, {values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()}, of_values, false, stream);
+  status = encode_all(values.layout, batch,
+                      {values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()}, of_values,
+                      false, stream);
   if (leaves.residuals == nullptr || status.call != nullptr) return status;
   const Values decoded(l, work.selection, m.workspace, nullptr, part(&SelectionWords::decoded));
   of_values.payloads = m.payload;

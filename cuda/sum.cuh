@@ -39,8 +39,7 @@ struct Metadata {
   int64_t next;  // in floats
   int floats;
 
-  CGX_D Metadata(const Message& m, const uint8_t* payloads, int64_t at)
-      : next(m.chunk_bytes / 4), floats(m.meta) {
+  CGX_D Metadata(const Message& m, const uint8_t* payloads, int64_t at) : next(m.chunk_bytes / 4), floats(m.meta) {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
   CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
@@ -90,7 +89,9 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
-  constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2 : kBits <= 4 ? 4 : 1;  // payloads whose loads are under way at a time: registers
+  constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2
+                              : kBits <= 4             ? 4
+                                                       : 1;  // payloads whose loads are under way at a time: registers
   for (uint32_t rank = 0; rank < m.ranks;) {
     if (rank == p.rank) {
       add_quad(e.leaf, static_cast<DType>(e.dtype), q, x);

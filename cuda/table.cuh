@@ -14,8 +14,8 @@ struct Entry {
   uint64_t codes;    // bytes from the chunk's beginning,
   uint32_t meta;     // and floats
   uint32_t slot : 30, dtype : 2;
-  uint32_t tile;     // its first, counted from the slot's first in this launch
-  uint32_t count;    // of what the kernel counts in
+  uint32_t tile;   // its first, counted from the slot's first in this launch
+  uint32_t count;  // of what the kernel counts in
 };
 // What some kernels want besides.
 struct Extra {
@@ -35,22 +35,23 @@ constexpr int64_t kTile = kThreads * kRows * 4;
 // What is the same for all pieces.
 struct Message {
   Codec codec;
-  int32_t meta;             // floats of a bucket's metadata
-  uint8_t* payload;         // of slot s (reduce: of row r) at s * chunk_bytes
-  const uint8_t* payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
+  int32_t meta;      // floats of a bucket's metadata
+  uint8_t* payload;  // of slot s (reduce: of row r) at s * chunk_bytes
+  const uint8_t*
+      payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
-  const int32_t* where;     // null: all chunks; else those of the one that it names,
-  uint32_t lists;           // of so many rows the same one
+  const int32_t* where;  // null: all chunks; else those of the one that it names,
+  uint32_t lists;        // of so many rows the same one
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
-  bool exact;               // inverse is 1 / divisor
-  bool sums;                // several payloads, or one as if it were several
-  bool own;                 // `leaf` is the own rank's
-  int32_t log_bucket;       // of the fast kernels; the others:
-  uint32_t threads, groups; // of a bucket, buckets of a block
-  int32_t stage;            // of a bucket that is larger than a block
+  bool exact;                // inverse is 1 / divisor
+  bool sums;                 // several payloads, or one as if it were several
+  bool own;                  // `leaf` is the own rank's
+  int32_t log_bucket;        // of the fast kernels; the others:
+  uint32_t threads, groups;  // of a bucket, buckets of a block
+  int32_t stage;             // of a bucket that is larger than a block
 };
 
 // That a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests want fewer.
@@ -61,8 +62,9 @@ constexpr int64_t kParameterBytes = JAXCGX_PARAMETER_BYTES;
 
 template <bool kExtra, bool kFeedback>
 struct Table {
-  static constexpr int kMost = (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
-                               static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
+  static constexpr int kMost =
+      (kParameterBytes - static_cast<int>(sizeof(Message)) - 64) /
+      static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
   static constexpr int kExtras = kExtra ? kMost : 1, kResiduals = kFeedback ? kMost : 1;
   Message message;
   uint32_t first, count;  // first: the slot (with `where` the row) of block (0, 0)
@@ -103,8 +105,10 @@ CGX_D Place place_of(const T& t) {
   while (from < to) {
     const int middle = (from + to) >> 1;
     const Entry& e = t.entries[middle];
-    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x)) from = middle + 1;
-    else to = middle;
+    if (e.slot < p.slot || (e.slot == p.slot && e.tile <= blockIdx.x))
+      from = middle + 1;
+    else
+      to = middle;
   }
   if (from > 0 && t.entries[from - 1].slot == p.slot) {
     p.index = from - 1;
@@ -115,14 +119,16 @@ CGX_D Place place_of(const T& t) {
 
 // The buffers of a message on the host: leaves[i] is leaf i of the first row.
 struct Leaves {
-  const void* const* leaves = nullptr;       // what is encoded; the own rank's of a sum; what is decoded to
-  const float* const* residuals = nullptr;   // null: no feedback
-  float* const* results = nullptr;           // new residuals, or the fp32 sum
+  const void* const* leaves = nullptr;      // what is encoded; the own rank's of a sum; what is decoded to
+  const float* const* residuals = nullptr;  // null: no feedback
+  float* const* results = nullptr;          // new residuals, or the fp32 sum
   const int64_t* ids = nullptr;
-  const int64_t* starts = nullptr;           // which element of its noise a leaf begins with; null: with the first
+  const int64_t* starts = nullptr;  // which element of its noise a leaf begins with; null: with the first
 };
 
-inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) { return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu; }
+inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) {
+  return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu;
+}
 
 // Everything of a piece but for the kernel's count.
 struct Item {
@@ -132,7 +138,8 @@ struct Item {
 
   Item() = default;
   // From element `at` of the piece on, whose codes and metadata lie `codes` bytes and `meta` floats from the piece's.
-  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0, int64_t meta = 0) {
+  Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0,
+       int64_t meta = 0) {
     const auto i = static_cast<size_t>(p.leaf);
     const DType dtype = l.leaves[i].dtype;
     const int64_t element = row * l.leaves[i].size + p.start + at;
@@ -174,7 +181,8 @@ inline Message message_of(const Layout& l) {
 template <class T>
 class Launches {
  public:
-  Launches(const Message& m, cudaStream_t stream, void (*kernel)(T), const char* name, uint32_t threads) : kernel_(kernel), name_(name) {
+  Launches(const Message& m, cudaStream_t stream, void (*kernel)(T), const char* name, uint32_t threads)
+      : kernel_(kernel), name_(name) {
     table_.message = m;
     table_.count = 0;
     config_.blockDim = dim3(threads);
@@ -186,8 +194,10 @@ class Launches {
     Entry entry = item.entry;
     const uint32_t y = line(entry.slot);
     if (table_.count == T::kMost || (table_.count > 0 && y - table_.first >= kMostLines)) launch();
-    if (table_.count == 0) table_.first = y, widest_ = next_ = 0;
-    else if (entry.slot != table_.entries[table_.count - 1].slot) next_ = 0;
+    if (table_.count == 0)
+      table_.first = y, widest_ = next_ = 0;
+    else if (entry.slot != table_.entries[table_.count - 1].slot)
+      next_ = 0;
     entry.tile = static_cast<uint32_t>(next_);
     next_ += tiles;
     widest_ = std::max(widest_, next_);
@@ -211,7 +221,8 @@ class Launches {
     const uint32_t lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
     if (status_.call == nullptr) {
       config_.gridDim = dim3(static_cast<uint32_t>(widest_), lines);
-      const cudaError_t error = widest_ > INT32_MAX ? cudaErrorInvalidConfiguration : cudaLaunchKernelEx(&config_, kernel_, table_);
+      const cudaError_t error =
+          widest_ > INT32_MAX ? cudaErrorInvalidConfiguration : cudaLaunchKernelEx(&config_, kernel_, table_);
       if (error != cudaSuccess) status_ = {name_, error};
     }
     table_.count = 0;

@@ -12,8 +12,8 @@ using Pieces = Table<true, true>;  // extra.last: the elements that are sent, at
 
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
-// What encoding needs for a piece. A warp looks through a segment, and blocks of the passes after the first through a group of
-// segments.
+// What encoding needs for a piece. A warp looks through a segment, and blocks of the passes after the first through a
+// group of segments.
 constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / 32;
 constexpr int64_t kSegment = 1024, kGroup = 32 * kSegment;
 struct SelectionWords {
@@ -21,7 +21,8 @@ struct SelectionWords {
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
-    // Twice as many as there are on average if all of them are sent, and some. Where they are many the segment is read again.
+    // Twice as many as there are on average if all of them are sent, and some. Where they are many the segment is read
+    // again.
     room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
     if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
@@ -46,13 +47,14 @@ struct SelectionWords {
   // The sample that the first threshold is from. Exact selection may choose one: what it tells is only where to begin.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
     constexpr int64_t kGuess = 32768, kEvery = 16;
-    if (s.select == Select::kExact) s.share = n < kGuess * kEvery ? 1.0 / kEvery : static_cast<double>(kGuess) / static_cast<double>(n);
+    if (s.select == Select::kExact)
+      s.share = n < kGuess * kEvery ? 1.0 / kEvery : static_cast<double>(kGuess) / static_cast<double>(n);
     return Sample(s, n, k);
   }
 };
 
-// What decoding needs for a list of indices and its values. A block counts the ones of a stretch of the list's row of bits;
-// there are few stretches, so that every block can add the counts of those before its own.
+// What decoding needs for a list of indices and its values. A block counts the ones of a stretch of the list's row of
+// bits; there are few stretches, so that every block can add the counts of those before its own.
 constexpr uint32_t kListThreads = 128;
 struct ListWords {
   int64_t each;  // words of the row that a thread has
@@ -75,8 +77,8 @@ inline int64_t times(int64_t a, int64_t b) {
   return b > 0 && a > kTooMuch / b ? kTooMuch : a * b;
 }
 
-// Where the memory of each piece begins, in words, if a piece takes `words(piece)`. one_chunk: of a row only one chunk is there,
-// so that pieces of different chunks share.
+// Where the memory of each piece begins, in words, if a piece takes `words(piece)`. one_chunk: of a row only one chunk
+// is there, so that pieces of different chunks share.
 struct Memory {
   std::vector<int64_t> begin;  // of the piece in the first row
   int64_t row = 0, end;        // from row to row
@@ -121,17 +123,20 @@ CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
 }
 
 // Bits that are set among those of the lanes before this one.
-CGX_D uint32_t before_lane(uint32_t ballot) { return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % 32)) - 1))); }
+CGX_D uint32_t before_lane(uint32_t ballot) {
+  return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % 32)) - 1)));
+}
 
-// f(its byte's place in the list, its first bit there, its width, its first bit in the index) for the fields that the low bits
-// of index j are cut into: whole bytes, and those of codec/pack.h.
+// f(its byte's place in the list, its first bit there, its width, its first bit in the index) for the fields that the
+// low bits of index j are cut into: whole bytes, and those of codec/pack.h.
 template <class Fn>
 CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   uint32_t from = 0;
   for (int i = 0; i < list.low / 8; ++i, from += 8) f(list.byte_at(i, j), 0u, 8u, from);
   const auto width = static_cast<uint32_t>(list.packed_bits());
   const int64_t block = j / kBlock, left = list.k - block * kBlock;
-  const auto in_block = static_cast<uint32_t>(j % kBlock), lanes = static_cast<uint32_t>(left < kBlock ? div_up(left, kRows) : kLanes);
+  const auto in_block = static_cast<uint32_t>(j % kBlock),
+             lanes = static_cast<uint32_t>(left < kBlock ? div_up(left, kRows) : kLanes);
   const uint32_t row = in_block / lanes, lane = in_block % lanes;
   int64_t at = list.packed_at() + block * kLanes * width;
 #pragma unroll
@@ -143,8 +148,8 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   }
 }
 
-// The values of all pieces as a message in the codec that TopK has for them, in the bytes of its message. `memory`: of the
-// pieces; `values(n, k)`: where in it the values are.
+// The values of all pieces as a message in the codec that TopK has for them, in the bytes of its message. `memory`: of
+// the pieces; `values(n, k)`: where in it the values are.
 struct Values {
   Layout layout;
   std::vector<const void*> leaves;
@@ -157,7 +162,8 @@ struct Values {
     layout.first.assign(1, 0);
     for (size_t i = 0; i < l.pieces.size(); ++i) {
       const Piece& p = l.pieces[i];
-      while (static_cast<int64_t>(layout.first.size()) <= p.chunk) layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
+      while (static_cast<int64_t>(layout.first.size()) <= p.chunk)
+        layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
       const int64_t at = p.codes + values_at(l.codec, p.coded);
       for (Piece v : values_layout(l.codec, p.coded).pieces) {
         v.leaf = static_cast<int32_t>(i), v.chunk = p.chunk;
@@ -165,18 +171,20 @@ struct Values {
         layout.pieces.push_back(v);
       }
       layout.leaves.push_back({memory.row, DType::kF32});
-      leaves.push_back(static_cast<const uint32_t*>(workspace) + memory.begin[i] + values(p.coded, capacity(l.codec.sparse, p.coded)));
+      leaves.push_back(static_cast<const uint32_t*>(workspace) + memory.begin[i] +
+                       values(p.coded, capacity(l.codec.sparse, p.coded)));
       if (leaf_ids == nullptr) continue;
       ids.push_back(leaf_ids[p.leaf]);
       starts.push_back(p.start);
     }
-    while (static_cast<int64_t>(layout.first.size()) <= l.chunks()) layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
+    while (static_cast<int64_t>(layout.first.size()) <= l.chunks())
+      layout.first.push_back(static_cast<int64_t>(layout.pieces.size()));
     layout.meta_end.assign(static_cast<size_t>(l.chunks()), l.chunk_bytes);
   }
 };
 
-// The workspace of an operation that decodes `payloads` of each row (encode: none) and `encodes`: the states of the selection;
-// the payloads' lists; the sums of a chunk; the selection's memory; what encoding the values needs.
+// The workspace of an operation that decodes `payloads` of each row (encode: none) and `encodes`: the states of the
+// selection; the payloads' lists; the sums of a chunk; the selection's memory; what encoding the values needs.
 struct TopkWork {
   Layout to;  // what is encoded
   int64_t states;

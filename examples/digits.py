@@ -7,6 +7,7 @@ float32, once they exchange them as a few bits per element. Shows a progress bar
     pip install ".[examples]"
     python examples/digits.py [--bits 4] [--devices 4] [--steps 400] [--plot digits.png]
 """
+
 import argparse
 import pathlib
 import statistics
@@ -32,8 +33,9 @@ SEED = 0
 
 def init_params():
     keys = jax.random.split(jax.random.key(SEED), len(SIZES) - 1)
-    return [dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n))
-            for k, m, n in zip(keys, SIZES, SIZES[1:])]
+    return [
+        dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, SIZES, SIZES[1:])
+    ]
 
 
 def predict(params, images):
@@ -57,7 +59,8 @@ def train(plans, optimizer, mesh, num_steps):
     """Trains with each of `plans` ({name: plan}) and returns for each the curves, times and parameters."""
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
-        digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target)
+        digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target
+    )
     accuracy = jax.jit(lambda params: (predict(params, test_images).argmax(-1) == test_labels).mean())
     runs = {}
     for name, plan in plans.items():
@@ -73,7 +76,9 @@ def train(plans, optimizer, mesh, num_steps):
             if number == 0:
                 run["sent"] = cgx.explain(run["step"], run["params"], run["state"], batch, show=False).bytes
             start = time.perf_counter()
-            run["params"], run["state"], metrics = jax.block_until_ready(run["step"](run["params"], run["state"], batch))
+            run["params"], run["state"], metrics = jax.block_until_ready(
+                run["step"](run["params"], run["state"], batch)
+            )
             run["times"].append(time.perf_counter() - start)
             run["losses"].append(float(metrics.loss))
             if (number + 1) % EVALUATE_EVERY == 0 or number + 1 == num_steps:
@@ -92,7 +97,9 @@ def plot(runs, title, path):
         window = min(EVALUATE_EVERY, len(run["losses"]))
         smooth = np.convolve(run["losses"], np.ones(window) / window, "valid")
         left.plot(np.arange(window, len(run["losses"]) + 1), smooth, label=name, **style)
-        right.plot(*np.transpose(run["accuracies"]) * [[1], [100]], label=f"{name}: {run['accuracies'][-1][1]:.1%}", **style)
+        right.plot(
+            *np.transpose(run["accuracies"]) * [[1], [100]], label=f"{name}: {run['accuracies'][-1][1]:.1%}", **style
+        )
     left.set(yscale="log", xlabel="step", ylabel=f"training loss, mean of {window} steps")
     right.set(xlabel="step", ylabel="test accuracy in %")
     for axes in left, right:
@@ -128,10 +135,20 @@ def main():
     row = "{:<10}{:>15}{:>26}{:>14}{:>21}".format
     print(row("gradients", "test accuracy", "sent per rank and step", "median step", "replicas differ by"))
     for name, run in runs.items():
-        print(row(name, f"{run['accuracies'][-1][1]:.1%}", f"{run['sent']:,} bytes",
-                  f"{1e3 * statistics.median(run['times']):.2f} ms", f"{largest_difference(run['params']):g}"))
-    print("\nSent: by every collective of the compiled step, as jaxcgx.explain finds them. Between devices of one process the\n"
-          "bytes cross memory and no network, so the step time has the cost of coding and none of the gain.")
+        print(
+            row(
+                name,
+                f"{run['accuracies'][-1][1]:.1%}",
+                f"{run['sent']:,} bytes",
+                f"{1e3 * statistics.median(run['times']):.2f} ms",
+                f"{largest_difference(run['params']):g}",
+            )
+        )
+    print(
+        "\nSent: by every collective of the compiled step, as jaxcgx.explain finds them. Between devices of one process "
+        "the\n"
+        "bytes cross memory and no network, so the step time has the cost of coding and none of the gain."
+    )
     sent = {name: f"{run['sent']:,}" for name, run in runs.items()}
     plot(runs, f"Each of {n} devices sends {sent[compressed]} bytes per step instead of {sent['float32']}", args.plot)
     print(f"\nThe curves are in {args.plot.resolve()}")

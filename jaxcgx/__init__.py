@@ -1,19 +1,77 @@
 """jaxcgx: compressed gradient exchange for JAX."""
+
 import importlib
 
 from jaxcgx.adaptive import gradient_statistics
-from jaxcgx.codecs import AbsMax, ByteGrad, Cast, Codec, Float8, MaxMin, PowerSGD, Raw, Sampled, Sign, TopK, decode, encode, roundtrip
-from jaxcgx.collectives import (check_replicas, compressed_all_gather, compressed_all_to_all, compressed_pmean, compressed_psum,
-                                compressed_psum_scatter, init_factors, local_value_and_grad, sync_in_backward)
+from jaxcgx.codecs import (
+    AbsMax,
+    ByteGrad,
+    Cast,
+    Codec,
+    Float8,
+    MaxMin,
+    PowerSGD,
+    Raw,
+    Sampled,
+    Sign,
+    TopK,
+    decode,
+    encode,
+    roundtrip,
+)
+from jaxcgx.collectives import (
+    check_replicas,
+    compressed_all_gather,
+    compressed_all_to_all,
+    compressed_pmean,
+    compressed_psum,
+    compressed_psum_scatter,
+    init_factors,
+    local_value_and_grad,
+    sync_in_backward,
+)
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.tcp import Tcp
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "Plan", "PowerSGD", "Raw", "Rule", "Sampled", "Sign", "Tcp", "TopK", "bsc",
-           "check_replicas", "compress_gradients", "compressed", "compressed_all_gather", "compressed_all_to_all", "compressed_pmean",
-           "compressed_psum", "compressed_psum_scatter", "decode", "dgc", "encode", "explain", "gradient_statistics", "init_factors",
-           "local_value_and_grad", "make_train_step", "reshard_state", "roundtrip", "state_specs", "sync_in_backward"]
+__all__ = [
+    "AbsMax",
+    "ByteGrad",
+    "Cast",
+    "Codec",
+    "Float8",
+    "MaxMin",
+    "Plan",
+    "PowerSGD",
+    "Raw",
+    "Rule",
+    "Sampled",
+    "Sign",
+    "Tcp",
+    "TopK",
+    "bsc",
+    "check_replicas",
+    "compress_gradients",
+    "compressed",
+    "compressed_all_gather",
+    "compressed_all_to_all",
+    "compressed_pmean",
+    "compressed_psum",
+    "compressed_psum_scatter",
+    "decode",
+    "dgc",
+    "encode",
+    "explain",
+    "gradient_statistics",
+    "init_factors",
+    "local_value_and_grad",
+    "make_train_step",
+    "reshard_state",
+    "roundtrip",
+    "state_specs",
+    "sync_in_backward",
+]
 
 
 def __getattr__(name):

@@ -1,4 +1,5 @@
 """The command line: python -m jaxcgx COMMAND."""
+
 import argparse
 import sys
 
@@ -33,15 +34,31 @@ def main(arguments=None):
 
     command(doctor, "say what this installation has, and what is wrong with it")
     added = command(tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
-    added.add_argument("gradients", help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "
-                       "block/0/kernel@1 ...")
+    added.add_argument(
+        "gradients",
+        help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "
+        "block/0/kernel@1 ...",
+    )
     added.add_argument("--out", required=True, help="the TOML file that the plan is saved to")
     added.add_argument("--plan", help="a TOML file with the plan to adapt (by default Plan.cgx())")
-    added.add_argument("--method", default="lgreco", help="lgreco (the default): fewest bytes within an error; kmeans: by size and norm")
-    added.add_argument("--alpha", type=float, default=1.0, help="for lgreco, the error allowed, as a multiple of what the plan's default "
-                       "codec makes everywhere (1.0)")
-    added.add_argument("--bits", type=int, nargs="+", default=list(range(2, 9)), help="what lgreco may choose from, besides the plan's "
-                       "own (2 to 8)")
+    added.add_argument(
+        "--method",
+        default="lgreco",
+        help="lgreco (the default): fewest bytes within an error; kmeans: by size and norm",
+    )
+    added.add_argument(
+        "--alpha",
+        type=float,
+        default=1.0,
+        help="for lgreco, the error allowed, as a multiple of what the plan's default codec makes everywhere (1.0)",
+    )
+    added.add_argument(
+        "--bits",
+        type=int,
+        nargs="+",
+        default=list(range(2, 9)),
+        help="what lgreco may choose from, besides the plan's own (2 to 8)",
+    )
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -1,11 +1,14 @@
 """Every branch on a JAX version and every private import of JAX. Supported: 0.9 to 0.12."""
+
 import jax
 from jax import lax
 from jax._src import effects
-from jax._src.core import NamedAxisEffect  # what makes jit and scan ask which axes are bound; public nowhere
-from jax._src.core import abstract_token  # public from 0.11 on
-from jax._src.distributed import global_state as distributed
+from jax._src.core import (
+    NamedAxisEffect,  # what makes jit and scan ask which axes are bound; public nowhere
+    abstract_token,  # public from 0.11 on
+)
 from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.distributed import global_state as distributed
 from jax._src.effects import remat_allowed_effects
 from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
 from jax.extend.core import Primitive  # noqa: F401  (re-exported)
@@ -38,16 +41,20 @@ def tracked_axes(names) -> frozenset:
 
 
 def result_aval(operands, shape, dtype, rows=0, invarying=()):
-    """A result of `shape` and `dtype` that varies over the axes its operands vary over, but for those of `invarying`. It is
+    """A result of `shape` and `dtype` that varies over the axes its operands vary over, but for those of `invarying`.
+    It is
     whole on every device but for its first `rows` dimensions, which are sharded like an operand's (Explicit meshes)."""
     like = operands[0]
     mesh = like.sharding.mesh
     lead = next((spec for spec in (x.sharding.spec[:rows] for x in operands) if any(spec)), (None,) * rows)
     spec = jax.sharding.PartitionSpec(*lead, *(None,) * (len(shape) - rows))
     axes = varying_axes(like) - frozenset(invarying)
-    manual = dict(vma=axes) if hasattr(like, "vma") else dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
-    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False,
-                       sharding=jax.sharding.NamedSharding(mesh, spec), **manual)
+    manual = (
+        dict(vma=axes) if hasattr(like, "vma") else dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
+    )
+    return like.update(
+        shape=tuple(shape), dtype=dtype, weak_type=False, sharding=jax.sharding.NamedSharding(mesh, spec), **manual
+    )
 
 
 def all_gather(x, axes, *, axis, tiled, to):
@@ -71,7 +78,8 @@ def allow_in_remat(effects):
 
 
 def whole(x):
-    """x on every device where its type says that it is sharded (Explicit meshes), as `result_aval` promises of results."""
+    """x on every device where its type says that it is sharded (Explicit meshes), as `result_aval` promises of
+    results."""
     sharding = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
         return x
@@ -89,10 +97,17 @@ def needs_devices(primitive):
 
 
 def partitioner_decides(ctx) -> bool:
-    """Whether XLA's partitioner (Shardy) distributes what is being lowered: jit on several devices, outside shard_map."""
+    """Whether XLA's partitioner (Shardy) distributes what is being lowered: jit on several devices, outside
+    shard_map."""
     context = ctx.module_context.axis_context
-    return (isinstance(context, ShardingContext) and context.num_devices > 1 and context.device_assignment is not None
-            and context.abstract_mesh is not None and not context.abstract_mesh.empty and jax.config.jax_use_shardy_partitioner)
+    return (
+        isinstance(context, ShardingContext)
+        and context.num_devices > 1
+        and context.device_assignment is not None
+        and context.abstract_mesh is not None
+        and not context.abstract_mesh.empty
+        and jax.config.jax_use_shardy_partitioner
+    )
 
 
 class OrderedEffect(effects.Effect):
@@ -104,12 +119,17 @@ class OrderedOnEachDevice(OrderedEffect):
 
 
 class CalledByPython(effects.Effect):
-    """Beside an ordered effect: the second call of a program that was compiled ahead of time forgets the tokens of that, unless
+    """Beside an ordered effect: the second call of a program that was compiled ahead of time forgets the tokens of
+    that, unless
     there is one that is not ordered (JAX 0.9 to 0.12)."""
 
 
-for _allowed in (effects.lowerable_effects, effects.control_flow_allowed_effects, effects.custom_derivatives_allowed_effects,
-                 effects.remat_allowed_effects):
+for _allowed in (
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
     _allowed.add_type(OrderedEffect)
     _allowed.add_type(CalledByPython)
 effects.ordered_effects.add_type(OrderedEffect)
@@ -123,13 +143,15 @@ def devices_of(ctx):
 
 
 def rendezvous():
-    """jax.distributed's store of keys and values, this process, their number, and the coordinator's address; the store is None
+    """jax.distributed's store of keys and values, this process, their number, and the coordinator's address; the store
+    is None
     before jax.distributed.initialize."""
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
 
 
 def lower_ordered(target, effect, **options):
-    """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before 0.11."""
+    """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before
+    0.11."""
     call = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
     def rule(ctx, *operands, **attributes):

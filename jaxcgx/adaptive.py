@@ -1,4 +1,6 @@
-"""What gradients lose when they are encoded, leaf by leaf and codec by codec: what a plan chooses bits by (Plan.adapt)."""
+"""What gradients lose when they are encoded, leaf by leaf and codec by codec: what a plan chooses bits by
+(Plan.adapt)."""
+
 import collections
 
 import jax
@@ -15,7 +17,8 @@ from jaxcgx.plan.statistics import TOP, GradientStatistics
 def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bits in range(2, 9)), *, key=None):
     """Of every leaf the squared error of every codec, and its squared norm, for `Plan.adapt`.
 
-    grads: a pytree of this rank's gradients. axis_name: sums over that axis (or a tuple of them) by lax.psum, so that every rank
+    grads: a pytree of this rank's gradients. axis_name: sums over that axis (or a tuple of them) by lax.psum, so that
+    every rank
     has the same numbers and chooses alike. codecs: the candidates. key: a random key, if one of them draws noise.
 
     Statistics of several steps add up: `statistics + gradient_statistics(...)`.
@@ -31,12 +34,17 @@ def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bit
     found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
-        raise ValueError(f"{op}: argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none")
+        raise ValueError(
+            f"{op}: argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none"
+        )
     paths, leaves = zip(*found)
     names = tuple(map(spell_path, paths))
     if twice := [name for name, n in collections.Counter(names).items() if n > 1]:
-        raise ValueError(f"{op}: argument 'grads': expected leaves of different paths, got several whose path is {twice[0]!r}, which no "
-                         "rule could tell apart; rename one")
+        raise ValueError(
+            f"{op}: argument 'grads': expected leaves of different paths, got several whose path is {twice[0]!r}, which "
+            "no "
+            "rule could tell apart; rename one"
+        )
     if net is not None:
         check_varying(op, net.names, paths, leaves, argument="grads")
     keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
@@ -44,8 +52,15 @@ def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bit
     if net is not None:
         rows = net.plain_psum(rows)
     n = len(codecs)
-    return GradientStatistics(rows[:, :n], rows[:, n], rows[:, n + 1], names, tuple(leaf.shape for leaf in leaves),
-                              tuple(str(leaf.dtype) for leaf in leaves), tuple(codecs))
+    return GradientStatistics(
+        rows[:, :n],
+        rows[:, n],
+        rows[:, n + 1],
+        names,
+        tuple(leaf.shape for leaf in leaves),
+        tuple(str(leaf.dtype) for leaf in leaves),
+        tuple(codecs),
+    )
 
 
 def _row(x, codecs, key):

@@ -4,8 +4,13 @@
 def table(head, rows):
     """Columns under their heads, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [[cell.rjust(w) if name in ("bytes", "uncompressed", "ratio", "error") else cell.ljust(w) for name, cell, w in zip(head, row, widths)]
-             for row in (head, ["-" * w for w in widths], *rows)]
+    lines = [
+        [
+            cell.rjust(w) if name in ("bytes", "uncompressed", "ratio", "error") else cell.ljust(w)
+            for name, cell, w in zip(head, row, widths)
+        ]
+        for row in (head, ["-" * w for w in widths], *rows)
+    ]
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 

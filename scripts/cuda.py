@@ -1,10 +1,14 @@
 """Builds jaxcgx with its CUDA half, and checks what can be checked without a GPU (`make cuda`).
 
-A wheel with code for every architecture (`make cuda-short`: for few), warnings as errors; the compiler's report on registers,
-spills and stack frames; the tests of the CUDA half that need no GPU. Where there is no CUDA compiler, one comes from PyPI into
-.venv/build; where that fails, this is skipped, or with JAXCGX_REQUIRE_CUDA=1 an error. Everything else lies in build/cuda or
+A wheel with code for every architecture (`make cuda-short`: for few), warnings as errors; the compiler's report on
+registers,
+spills and stack frames; the tests of the CUDA half that need no GPU. Where there is no CUDA compiler, one comes from
+PyPI into
+.venv/build; where that fails, this is skipped, or with JAXCGX_REQUIRE_CUDA=1 an error. Everything else lies in
+build/cuda or
 build/cuda-short.
 """
+
 import argparse
 import os
 import pathlib
@@ -65,9 +69,15 @@ def build(folder, python, compiler, **defines):
     wheels.mkdir(parents=True)
     log = report if fresh else folder / "log.txt"
     with log.open("w") as out:
-        result = matrix.run(python, "-c", f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})",
-                            stdout=out, stderr=subprocess.STDOUT, cwd=ROOT,
-                            env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)})
+        result = matrix.run(
+            python,
+            "-c",
+            f"from scikit_build_core.build import build_wheel; build_wheel({str(wheels)!r}, {settings!r})",
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=os.environ | {"CUDACXX": str(compiler), "PATH": path_for(python)},
+        )
     if result.returncode:
         sys.exit(f"{log.read_text()}\ncuda: the build failed; {log} has what is above")
     stamp.write_text(kernels)
@@ -92,8 +102,12 @@ def environment(folder, wheel):
 
 
 def test(inside, *arguments):
-    """Runs pytest in an environment; the repository's own jaxcgx/, which has no native module, must not be found first."""
-    return matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode == 0
+    """Runs pytest in an environment; the repository's own jaxcgx/, which has no native module, must not be found
+    first."""
+    return (
+        matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode
+        == 0
+    )
 
 
 def main():

@@ -4,6 +4,7 @@ One wheel per Python serves both, as it must for users. `make matrix` runs the w
 benchmarks/results/matrix.json; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
 Python and on the newest JAX with the newest Python. Everything lies in .matrix/ and is used again by the next run.
 """
+
 import argparse
 import datetime
 import hashlib
@@ -109,7 +110,8 @@ def wheel(version, python):
     stamp = folder / "checksum"
     if not (stamp.exists() and stamp.read_text() == checksum(*WHEEL)):
         print(f"== Python {version}: building the wheel", flush=True)
-        # Pip's build isolation would build everything again (see the Makefile), and so would a folder of its own what `make` has built.
+        # Pip's build isolation would build everything again (see the Makefile), and so would a folder of its own what
+        # `make` has built.
         builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
         if output(builder, "-c", PROBE) != version:
             builder, build = venv(python, folder / "env", version), folder / "build"
@@ -117,8 +119,17 @@ def wheel(version, python):
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):
             old.unlink()
-        pip(builder, "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", folder,
-            f"--config-settings=build-dir={build}", "--config-settings=cmake.define.JAXCGX_CUDA=OFF")
+        pip(
+            builder,
+            "wheel",
+            ".",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder,
+            f"--config-settings=build-dir={build}",
+            "--config-settings=cmake.define.JAXCGX_CUDA=OFF",
+        )
         stamp.write_text(checksum(*WHEEL))
     return next(folder.glob("*.whl"))
 
@@ -137,8 +148,16 @@ def environment(version, python, age):
 
 def test(version, python, age, short):
     """One row of the table: the tests on one Python with one JAX."""
-    row = {"python": version, "jax": f"the {age}", "jaxlib": "", "passed": 0, "failed": 0, "skipped": 0, "seconds": 0,
-           "ok": False}
+    row = {
+        "python": version,
+        "jax": f"the {age}",
+        "jaxlib": "",
+        "passed": 0,
+        "failed": 0,
+        "skipped": 0,
+        "seconds": 0,
+        "ok": False,
+    }
     try:
         inside = environment(version, python, age)
     except subprocess.CalledProcessError:  # it has said why
@@ -151,12 +170,26 @@ def test(version, python, age, short):
     report.unlink(missing_ok=True)
     start = time.monotonic()
     # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
-    result = run(inside, "-m", "pytest", "-n", 2, "--dist", "loadfile", f"--junitxml={report}", *(["-m", "short"] if short else []),
-                 cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    result = run(
+        inside,
+        "-m",
+        "pytest",
+        "-n",
+        2,
+        "--dist",
+        "loadfile",
+        f"--junitxml={report}",
+        *(["-m", "short"] if short else []),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONSAFEPATH": "1"},
+    )
     row["seconds"] = round(time.monotonic() - start, 1)
     if report.exists():
-        suite = {k: int(v) for k, v in xml.parse(report).find("testsuite").attrib.items()
-                 if k in ("tests", "failures", "errors", "skipped")}
+        suite = {
+            k: int(v)
+            for k, v in xml.parse(report).find("testsuite").attrib.items()
+            if k in ("tests", "failures", "errors", "skipped")
+        }
         row["failed"] = suite["failures"] + suite["errors"]
         row["skipped"] = suite["skipped"]
         row["passed"] = suite["tests"] - row["failed"] - row["skipped"]

@@ -1,6 +1,7 @@
 """The bound of a sum's error that docs/collectives.md derives from the codec, a MaxMin, and the schedule.
 
 x: float64[ranks, elements]. Bounds are of buckets."""
+
 import numpy as np
 
 from jaxcgx.native.layout import Layout

@@ -1,4 +1,5 @@
 """Eight CPU devices in every test, strict dtypes, and the hypothesis profiles. GPUs are for `pytest -m gpu` alone."""
+
 import functools
 import os
 import re
@@ -48,4 +49,6 @@ def pytest_report_header():
     from jaxcgx.native import ops
 
     native = ops._native.build_info() if ops._native else "JAXCGX_REFERENCE=1"
-    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, jaxcgx from {os.path.dirname(jaxcgx.__file__)}: {native}"
+    return (
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, jaxcgx from {os.path.dirname(jaxcgx.__file__)}: {native}"
+    )

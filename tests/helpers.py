@@ -1,4 +1,5 @@
 """What several test files use."""
+
 import dataclasses
 import functools
 import importlib.machinery
@@ -19,19 +20,31 @@ KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 # Every codec, every width once, both roundings, short and odd buckets.
 CODECS = [
     *(cgx.MaxMin(bits, size) for bits, size in zip(range(1, 9), (512, 64, 33, 128, 1, 7, 1000, 256))),
-    cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(8, 33, "stochastic"), cgx.MaxMin(1, 128, "stochastic"),
-    cgx.MaxMin(4, 64, skip_incomplete=True), cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
-    cgx.ByteGrad(), cgx.ByteGrad(compatible=True),
+    cgx.MaxMin(4, 512, "stochastic"),
+    cgx.MaxMin(8, 33, "stochastic"),
+    cgx.MaxMin(1, 128, "stochastic"),
+    cgx.MaxMin(4, 64, skip_incomplete=True),
+    cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
+    cgx.ByteGrad(),
+    cgx.ByteGrad(compatible=True),
     *(cgx.AbsMax(bits, size) for bits, size in zip(range(2, 9), (256, 33, 128, 7, 512, 100, 256))),
-    cgx.Float8(), cgx.Float8("e5m2", 33),
-    cgx.Cast("bfloat16"), cgx.Cast("float16"), cgx.Cast("bfloat16", "stochastic"), cgx.Cast("float16", "stochastic"),
-    cgx.Sign(), cgx.Sign(33), cgx.Raw(),
-]  # fmt: skip
+    cgx.Float8(),
+    cgx.Float8("e5m2", 33),
+    cgx.Cast("bfloat16"),
+    cgx.Cast("float16"),
+    cgx.Cast("bfloat16", "stochastic"),
+    cgx.Cast("float16", "stochastic"),
+    cgx.Sign(),
+    cgx.Sign(33),
+    cgx.Raw(),
+]
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 SPARSE = [
-    cgx.TopK(0.01), cgx.TopK(0.1, cgx.MaxMin(3, 20, "stochastic", skip_incomplete=True), "sampled"),
+    cgx.TopK(0.01),
+    cgx.TopK(0.1, cgx.MaxMin(3, 20, "stochastic", skip_incomplete=True), "sampled"),
     cgx.TopK(0.05, cgx.Cast("float16"), "fitted", pull="top"),
-]  # fmt: skip
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Halves(cgx.Codec):
@@ -73,7 +86,6 @@ def each_codec(codecs=CODECS):
     return dict(argvalues=codecs, ids=repr)
 
 
-
 def as_bits(x):
     x = np.asarray(x)
     return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
@@ -93,9 +105,12 @@ def assert_same_values(a, b):
 
 
 def one_nan(layout, payload, chunk=None):
-    """A payload, or one of its chunks, whose raw float32 numbers have only one NaN: of a sum it is the processor's choice."""
+    """A payload, or one of its chunks, whose raw float32 numbers have only one NaN: of a sum it is the processor's
+    choice."""
     payload = np.array(payload)
-    for row, pieces in zip(np.atleast_2d(payload), layout.pieces if chunk is None else [layout.pieces[chunk]], strict=True):
+    for row, pieces in zip(
+        np.atleast_2d(payload), layout.pieces if chunk is None else [layout.pieces[chunk]], strict=True
+    ):
         for p in pieces:
             if layout.dtypes[p.leaf] == np.float32:
                 for at, count in [(p.tail, p.raw)] + [(p.codes, p.coded)] * isinstance(layout.codec, cgx.Raw):
@@ -105,19 +120,19 @@ def one_nan(layout, payload, chunk=None):
 
 
 # The reference compiles slowly, so each layout's program is kept.
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_encode(layout, feedback=False):
     if feedback:
         return jax.jit(lambda leaves, residuals, key: reference.encode(layout, leaves, key, residuals))
     return jax.jit(lambda leaves, key: reference.encode(layout, leaves, key)[0])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_decode(layout):
     return jax.jit(lambda payload: reference.decode(layout, payload))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_reduce(layout, divisor, encoded, with_own, feedback=False):
     def run(payloads, where, own_or_residuals, key):
         own, residuals = own_or_residuals if with_own else None, own_or_residuals if feedback else None
@@ -144,13 +159,20 @@ def custom_calls(fn, *args):
 
 
 def normal(shape, seed=0, dtype=jnp.float32, scale=1.0):
-    return jnp.asarray(np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)).astype(dtype)
+    return jnp.asarray(
+        np.random.RandomState(seed).standard_normal(shape).astype(np.float32) * np.float32(scale)
+    ).astype(dtype)
 
 
 def sent(program):
     """What a compiled program exchanges, {(operation, dtype)}."""
-    return {(operation, dtype) for dtype, operation in re.findall(
-        r"= \(?(\w+)\[.*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", program)}
+    return {
+        (operation, dtype)
+        for dtype, operation in re.findall(
+            r"= \(?(\w+)\[.*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+            program,
+        )
+    }
 
 
 def all_captured(thunks):

@@ -1,21 +1,24 @@
 """The ranks of mpirun for the tests, and what a mesh with as many devices in one process gives them."""
+
 import jax
 import numpy as np
 from mpi4py import MPI
-
 from ranks import mesh, on_ranks
 
 COMM = MPI.COMM_WORLD
 
 
 def on_mesh(f, x, comm=COMM, sizes=None):
-    """This rank's part of f(x) over a mesh of the size of `comm`, or of `sizes`. x: leaves [ranks, ...]. The first rank computes
+    """This rank's part of f(x) over a mesh of the size of `comm`, or of `sizes`. x: leaves [ranks, ...]. The first rank
+    computes
     it for all: they share a few cores."""
     sizes = sizes or (comm.size,)
     found = None
     if comm.rank == 0:
         cut = jax.tree.map(lambda leaf: np.reshape(leaf, (*sizes, *leaf.shape[1:])), x)
-        found = jax.tree.map(lambda y: np.asarray(y).reshape(-1, *y.shape[len(sizes) :]), on_ranks(f, mesh(*sizes), check_vma=False)(cut))
+        found = jax.tree.map(
+            lambda y: np.asarray(y).reshape(-1, *y.shape[len(sizes) :]), on_ranks(f, mesh(*sizes), check_vma=False)(cut)
+        )
     return jax.tree.map(lambda y: y[comm.rank], comm.bcast(found))
 
 

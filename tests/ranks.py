@@ -1,4 +1,5 @@
 """Ranks for the tests of the collectives: meshes, programs on them, and each collective beside lax's."""
+
 import functools
 
 import jax
@@ -23,7 +24,8 @@ def mesh(*sizes, axis_type=AxisType.Auto):
 
 
 def on_ranks(f, mesh, check_vma=True, jit=True, **kwargs):
-    """f on every rank. Arguments and results carry the axes of the mesh in front, so that all ranks' results come back."""
+    """f on every rank. Arguments and results carry the axes of the mesh in front, so that all ranks' results come
+    back."""
     n, spec = mesh.devices.ndim, P(*mesh.axis_names)
 
     def body(*args):
@@ -51,15 +53,22 @@ CASES = {
 
 def twins(axes, codec, cases=CASES, **options):
     """(functions of a leaf that do all cases compressed, and with lax): {case: result}."""
+
     def compressed(x):
-        return {f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, codec=codec, **kwargs, **options)
-                for op in cases for kwargs in cases[op]}
+        return {
+            f"{op} {kwargs}": getattr(cgx, f"compressed_{op}")(x, axes, codec=codec, **kwargs, **options)
+            for op in cases
+            for kwargs in cases[op]
+        }
 
     def plain(x):
         ndim = lambda kwargs: x.ndim + ("axis" in kwargs and "tiled" not in kwargs)
         positive = lambda kwargs: {k: v if k in ("tiled", "to") else v % ndim(kwargs) for k, v in kwargs.items()}
-        return {f"{op} {kwargs}": (gather if "to" in kwargs else getattr(lax, op))(x, axes, **positive(kwargs))
-                for op in cases for kwargs in cases[op]}
+        return {
+            f"{op} {kwargs}": (gather if "to" in kwargs else getattr(lax, op))(x, axes, **positive(kwargs))
+            for op in cases
+            for kwargs in cases[op]
+        }
 
     return compressed, plain
 

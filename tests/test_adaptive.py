@@ -1,19 +1,25 @@
 """gradient_statistics: what each codec loses of each leaf, the same on every rank, in and out of jit."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import normal
-from ranks import mesh, on_ranks
 
 CODECS = (cgx.MaxMin(2), cgx.MaxMin(8), cgx.Cast("bfloat16"), cgx.Raw())
 NOISY = (cgx.MaxMin(2, rounding="stochastic"), cgx.MaxMin(4))
-TREE = {"e": jnp.zeros((0, 3)), "k": {"w": normal((40, 30)), "h": normal(257, 1, dtype=jnp.bfloat16)}, "n": jnp.ones(3, jnp.int32), "s": jnp.float32(3)}
+TREE = {
+    "e": jnp.zeros((0, 3)),
+    "k": {"w": normal((40, 30)), "h": normal(257, 1, dtype=jnp.bfloat16)},
+    "n": jnp.ones(3, jnp.int32),
+    "s": jnp.float32(3),
+}
 
 
 def squared(x):
@@ -24,11 +30,21 @@ def squared(x):
 def test_numbers():
     found = cgx.gradient_statistics(TREE, codecs=CODECS)
     leaves = [TREE["k"]["h"], TREE["k"]["w"], TREE["s"]]
-    assert (found.paths, found.shapes, found.dtypes) == (("k/h", "k/w", "s"), ((257,), (40, 30), ()), ("bfloat16", "float32", "float32"))
+    assert (found.paths, found.shapes, found.dtypes) == (
+        ("k/h", "k/w", "s"),
+        ((257,), (40, 30), ()),
+        ("bfloat16", "float32", "float32"),
+    )
     assert found.codecs == CODECS
-    np.testing.assert_allclose(found.errors, [[squared(np.float64(cgx.roundtrip(x, c)) - np.float64(x)) for c in CODECS] for x in leaves], rtol=1e-5)
+    np.testing.assert_allclose(
+        found.errors,
+        [[squared(np.float64(cgx.roundtrip(x, c)) - np.float64(x)) for c in CODECS] for x in leaves],
+        rtol=1e-5,
+    )
     np.testing.assert_allclose(found.norms, list(map(squared, leaves)), rtol=1e-5)
-    np.testing.assert_allclose(found.tops, [squared(np.sort(np.abs(np.float64(x)).reshape(-1))[-100:]) for x in leaves], rtol=1e-5)
+    np.testing.assert_allclose(
+        found.tops, [squared(np.sort(np.abs(np.float64(x)).reshape(-1))[-100:]) for x in leaves], rtol=1e-5
+    )
     assert (np.asarray(found.errors)[:, 3] == 0).all()
 
 
@@ -48,7 +64,9 @@ def test_ranks_add_up_and_agree(check_vma):
         every = np.asarray(getattr(both, name)).reshape(4, -1)
         assert (every == every[0]).all(), name
         np.testing.assert_allclose(every[0], np.asarray(getattr(own, name)).reshape(4, -1).sum(0), rtol=1e-5)
-    plans = [cgx.Plan(CODECS[1], min_size=0).adapt(jax.tree.map(lambda x: x[i, j], both)) for i in range(2) for j in range(2)]
+    plans = [
+        cgx.Plan(CODECS[1], min_size=0).adapt(jax.tree.map(lambda x: x[i, j], both)) for i in range(2) for j in range(2)
+    ]
     assert len(set(plans)) == 1
 
 
@@ -71,35 +89,70 @@ def test_noise():
     x = {"v": normal((64, 64)), "w": normal((64, 64))}
     key = jax.random.key(3)
     found = cgx.gradient_statistics(x, codecs=NOISY, key=key)
-    assert found.errors[0, 0] != found.errors[1, 0] and found.errors[0, 1] == found.errors[1, 1]  # noise is another in each leaf
+    assert (
+        found.errors[0, 0] != found.errors[1, 0] and found.errors[0, 1] == found.errors[1, 1]
+    )  # noise is another in each leaf
     assert (found.errors == cgx.gradient_statistics(x, codecs=NOISY, key=key).errors).all()
     assert found.errors[0, 0] != cgx.gradient_statistics(x, codecs=NOISY, key=jax.random.key(4)).errors[0, 0]
-    one, two = (np.asarray(on_ranks(lambda x: cgx.gradient_statistics(x, "a", NOISY, key=key), mesh(n))(jnp.stack([x["w"]] * n)).errors)[0, 0]
-                for n in (1, 2))
+    one, two = (
+        np.asarray(
+            on_ranks(lambda x: cgx.gradient_statistics(x, "a", NOISY, key=key), mesh(n))(jnp.stack([x["w"]] * n)).errors
+        )[0, 0]
+        for n in (1, 2)
+    )
     assert two[0] != 2 * one[0] and two[1] == 2 * one[1]  # and on each rank
 
 
 def test_steps_add_up():
     a, b = cgx.gradient_statistics({"w": normal((40, 30))}), cgx.gradient_statistics({"w": normal((40, 30), 1)})
     total = jax.jit(lambda a, b: a + b)(a, b)
-    assert (total.errors == a.errors + b.errors).all() and (total.norms == a.norms + b.norms).all() and (total.tops == a.tops + b.tops).all()
+    assert (
+        (total.errors == a.errors + b.errors).all()
+        and (total.norms == a.norms + b.norms).all()
+        and (total.tops == a.tops + b.tops).all()
+    )
     assert (total.paths, total.codecs) == (a.paths, a.codecs)
-    with pytest.raises(ValueError, match="GradientStatistics: expected statistics of the same leaves and codecs to add"):
+    with pytest.raises(
+        ValueError, match="GradientStatistics: expected statistics of the same leaves and codecs to add"
+    ):
         a + cgx.gradient_statistics({"v": normal((40, 30))})
     with pytest.raises(TypeError, match="unsupported operand"):
         a + 1
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [
-    (lambda: cgx.gradient_statistics(TREE, codecs=[]), TypeError, "argument 'codecs': expected a list of codecs, got []"),
-    (lambda: cgx.gradient_statistics(TREE, codecs=cgx.MaxMin()), TypeError, "argument 'codecs': expected a list of codecs, got MaxMin("),
-    (lambda: cgx.gradient_statistics(TREE, codecs=[4]), TypeError, "argument 'codecs': expected a codec such as"),
-    (lambda: cgx.gradient_statistics(TREE, codecs=NOISY), ValueError, "argument 'key': MaxMin(bits=2"),
-    (lambda: cgx.gradient_statistics({"n": jnp.ones(3, jnp.int32)}), ValueError, "argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none"),
-    (lambda: cgx.gradient_statistics(TREE, "data"), NameError, "argument 'axis_name': no axis 'data' is bound here"),
-    (lambda: cgx.gradient_statistics({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}), ValueError,
-     "argument 'grads': expected leaves of different paths, got several whose path is 'a/b', which no rule could tell apart; rename one"),
-], ids=["none", "no list", "no codec", "key", "leaves", "axis", "paths"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: cgx.gradient_statistics(TREE, codecs=[]),
+            TypeError,
+            "argument 'codecs': expected a list of codecs, got []",
+        ),
+        (
+            lambda: cgx.gradient_statistics(TREE, codecs=cgx.MaxMin()),
+            TypeError,
+            "argument 'codecs': expected a list of codecs, got MaxMin(",
+        ),
+        (lambda: cgx.gradient_statistics(TREE, codecs=[4]), TypeError, "argument 'codecs': expected a codec such as"),
+        (lambda: cgx.gradient_statistics(TREE, codecs=NOISY), ValueError, "argument 'key': MaxMin(bits=2"),
+        (
+            lambda: cgx.gradient_statistics({"n": jnp.ones(3, jnp.int32)}),
+            ValueError,
+            "argument 'grads': expected a float32, bfloat16 or float16 array among the leaves, got none",
+        ),
+        (
+            lambda: cgx.gradient_statistics(TREE, "data"),
+            NameError,
+            "argument 'axis_name': no axis 'data' is bound here",
+        ),
+        (
+            lambda: cgx.gradient_statistics({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}),
+            ValueError,
+            "argument 'grads': expected leaves of different paths, got several whose path is 'a/b', which no rule could tell apart; rename one",
+        ),
+    ],
+    ids=["none", "no list", "no codec", "key", "leaves", "axis", "paths"],
+)
 def test_bad_input(call, error, words):
     with pytest.raises(error) as caught:
         call()

@@ -1,4 +1,6 @@
-"""What CMake says of JAXCGX_CUDA, scripts/cuda.py of a machine that can't compile it, and scripts/cuda_resources.py of its report."""
+"""What CMake says of JAXCGX_CUDA, scripts/cuda.py of a machine that can't compile it, and scripts/cuda_resources.py of
+its report."""
+
 import os
 import pathlib
 import re
@@ -7,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-
 from helpers import load_script
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -18,39 +19,71 @@ needs_cmake = pytest.mark.skipif(not CMAKE, reason="there is no cmake on the PAT
 
 
 @needs_cmake
-@pytest.mark.parametrize(("value", "status", "words"), [
-    ("MAYBE", 1, "JAXCGX_CUDA: expected AUTO, ON or OFF, got 'MAYBE'"),
-    ("ON", 1, "JAXCGX_CUDA=ON, but no CUDA compiler was found that works: put nvcc on the PATH"),
-    ("AUTO", 0, "CUDA half: none"),
-    ("OFF", 0, "CUDA half: none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "status", "words"),
+    [
+        ("MAYBE", 1, "JAXCGX_CUDA: expected AUTO, ON or OFF, got 'MAYBE'"),
+        ("ON", 1, "JAXCGX_CUDA=ON, but no CUDA compiler was found that works: put nvcc on the PATH"),
+        ("AUTO", 0, "CUDA half: none"),
+        ("OFF", 0, "CUDA half: none"),
+    ],
+)
 def test_without_a_cuda_compiler(tmp_path, value, status, words):
     env = os.environ | {"PATH": PATH, "CUDACXX": "/bin/false"}
-    result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path, f"-DJAXCGX_CUDA={value}", "-DJAXCGX_MODULE=OFF"],
-                            capture_output=True, text=True, timeout=300, env=env)
+    result = subprocess.run(
+        [CMAKE, "-S", ROOT, "-B", tmp_path, f"-DJAXCGX_CUDA={value}", "-DJAXCGX_MODULE=OFF"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
     assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
 
 
 @needs_cmake
-@pytest.mark.parametrize(("value", "status", "words"), [
-    ("ON", 1, "is nvcc 11.8: 12.1 or later is needed; name another one in the environment variable CUDACXX"),
-    ("AUTO", 0, "CUDA half: none (nvcc 11.8; 12.1 or later is needed)"),
-    ("OFF", 0, "CUDA half: none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "status", "words"),
+    [
+        ("ON", 1, "is nvcc 11.8: 12.1 or later is needed; name another one in the environment variable CUDACXX"),
+        ("AUTO", 0, "CUDA half: none (nvcc 11.8; 12.1 or later is needed)"),
+        ("OFF", 0, "CUDA half: none"),
+    ],
+)
 def test_a_cuda_compiler_that_is_too_old(tmp_path, value, status, words):
     nvcc = tmp_path / "nvcc"
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 11.8, V11.8.89\n")
     nvcc.chmod(0o755)
-    result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path / "build", f"-DJAXCGX_CUDA={value}", f"-DCMAKE_CUDA_COMPILER={nvcc}",
-                             "-DJAXCGX_MODULE=OFF"], capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": PATH})
+    result = subprocess.run(
+        [
+            CMAKE,
+            "-S",
+            ROOT,
+            "-B",
+            tmp_path / "build",
+            f"-DJAXCGX_CUDA={value}",
+            f"-DCMAKE_CUDA_COMPILER={nvcc}",
+            "-DJAXCGX_MODULE=OFF",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PATH": PATH},
+    )
     assert result.returncode == status and words in " ".join((result.stdout + result.stderr).split()), result.stderr
 
 
 @needs_cmake
-@pytest.mark.skipif(not shutil.which("nvcc") or any(pathlib.Path("/dev").glob("nvidia[0-9]*")), reason="needs nvcc and no GPU")
+@pytest.mark.skipif(
+    not shutil.which("nvcc") or any(pathlib.Path("/dev").glob("nvidia[0-9]*")), reason="needs nvcc and no GPU"
+)
 def test_the_architecture_of_a_gpu_that_is_not_there(tmp_path):
-    result = subprocess.run([CMAKE, "-S", ROOT, "-B", tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=native", "-DJAXCGX_MODULE=OFF"],
-                            capture_output=True, text=True, timeout=300, env=os.environ | {"PATH": PATH})
+    result = subprocess.run(
+        [CMAKE, "-S", ROOT, "-B", tmp_path, "-DCMAKE_CUDA_ARCHITECTURES=native", "-DJAXCGX_MODULE=OFF"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PATH": PATH},
+    )
     assert result.returncode == 1 and "CMAKE_CUDA_ARCHITECTURES=native, but no GPU was found" in result.stderr
 
 
@@ -72,24 +105,45 @@ def test_a_machine_that_cannot_compile_it(tmp_path, monkeypatch, capfd):
 
 
 def entry(arch, kernel, stores=0):
-    return (f"ptxas info    : Compiling entry function '_Z6{kernel}IiE' for '{arch}'\nptxas info    : Function properties for _Z6{kernel}IiE\n"
-            f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\nptxas info    : Used 56 registers, 400 bytes cmem[0]\n")
+    return (
+        f"ptxas info    : Compiling entry function '_Z6{kernel}IiE' for '{arch}'\nptxas info    : Function properties "
+        f"for _Z6{kernel}IiE\n"
+        f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\nptxas info    : Used 56 registers, "
+        "400 bytes cmem[0]\n"
+    )
 
 
-@pytest.mark.parametrize(("spills", "missing", "words"), [
-    ({}, (), None),
-    ({("sm_90", "encode_general_kernel"): 60}, (), None),
-    ({("sm_90", "reduce_kernel"): 8}, (), "_Z6reduce_kernelIiE for sm_90: 0 bytes of stack, 8 stored, 0 loaded in spills"),
-    ({}, [("sm_80", k) for k in ("encode_kernel", "decode_kernel", "reduce_kernel")], "no report on decode_kernel for sm_80, encode_kernel for sm_80,"),
-    ({}, [("sm_90", "decode_kernel")], "no report on decode_kernel for sm_90:"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spills", "missing", "words"),
+    [
+        ({}, (), None),
+        ({("sm_90", "encode_general_kernel"): 60}, (), None),
+        (
+            {("sm_90", "reduce_kernel"): 8},
+            (),
+            "_Z6reduce_kernelIiE for sm_90: 0 bytes of stack, 8 stored, 0 loaded in spills",
+        ),
+        (
+            {},
+            [("sm_80", k) for k in ("encode_kernel", "decode_kernel", "reduce_kernel")],
+            "no report on decode_kernel for sm_80, encode_kernel for sm_80,",
+        ),
+        ({}, [("sm_90", "decode_kernel")], "no report on decode_kernel for sm_90:"),
+    ],
+)
 def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
     cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
     names = [f"{name}_kernel" for name in ("encode", "decode", "reduce", "encode_general", "find", "pick", "scatter")]
     kernels = [(a, k) for a in ("sm_80", "sm_90") for k in names]
     log = tmp_path / "log.txt"
-    log.write_text("-- CUDA half: toolkit 13.0.88, architectures 80-real;90;100-virtual\n"
-                   + "".join(entry(*k, spills.get(k, 0)) for k in kernels if k not in missing))
+    log.write_text(
+        "-- CUDA half: toolkit 13.0.88, architectures 80-real;90;100-virtual\n"
+        + "".join(entry(*k, spills.get(k, 0)) for k in kernels if k not in missing)
+    )
     assert cuda.architectures(log) == "sm_80,sm_90"
-    result = subprocess.run([sys.executable, ROOT / "scripts/cuda_resources.py", cuda.architectures(log), log], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts/cuda_resources.py", cuda.architectures(log), log],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == (words is not None) and (words or "") in result.stderr, result.stderr

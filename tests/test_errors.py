@@ -1,13 +1,14 @@
 """Bad input: which function, which argument, what was expected, what came, what to do. At trace time."""
+
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jaxcgx as cgx
-from helpers import normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -32,90 +33,249 @@ class Wrong(cgx.Codec):
         return jnp.zeros((len(x), 0)), x.astype(jnp.int32)
 
 
-@pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: cgx.MaxMin(bits=0), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 0"),
-    (lambda: cgx.MaxMin(bits=9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
-    (lambda: cgx.MaxMin(bits=2.5), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"),
-    (lambda: cgx.MaxMin(bits=True), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got True"),
-    (lambda: cgx.MaxMin(bits="4"), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got '4'"),
-    (lambda: cgx.MaxMin(bucket_size=-1), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got -1"),
-    (lambda: cgx.MaxMin(bucket_size=2**70), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1180591620717411303424"),
-    (lambda: cgx.MaxMin(bucket_size=0), ValueError, "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 0"),
-    (lambda: cgx.MaxMin(rounding="up"), ValueError, "MaxMin: argument 'rounding': expected one of 'nearest', 'stochastic', got 'up'"),
-    (lambda: cgx.MaxMin(skip_incomplete=2), TypeError, "MaxMin: argument 'skip_incomplete': expected True or False, got 2"),
-    (lambda: cgx.ByteGrad(compatible="no"), TypeError, "ByteGrad: argument 'compatible': expected True or False, got 'no'"),
-    (lambda: cgx.AbsMax(bits=1), ValueError, "AbsMax: argument 'bits': expected an integer from 2 to 8, got 1"),
-    (lambda: cgx.Float8("e3m4"), ValueError, "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'"),
-    (lambda: cgx.Cast("float32"), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 'float32'"),
-    (lambda: cgx.Sign(bucket_size=1.0), TypeError, "Sign: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1.0"),
-    (lambda: cgx.Cast(3), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: cgx.MaxMin(bits=0), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 0"),
+        (lambda: cgx.MaxMin(bits=9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+        (lambda: cgx.MaxMin(bits=2.5), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 2.5"),
+        (
+            lambda: cgx.MaxMin(bits=True),
+            TypeError,
+            "MaxMin: argument 'bits': expected an integer from 1 to 8, got True",
+        ),
+        (lambda: cgx.MaxMin(bits="4"), TypeError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got '4'"),
+        (
+            lambda: cgx.MaxMin(bucket_size=-1),
+            ValueError,
+            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got -1",
+        ),
+        (
+            lambda: cgx.MaxMin(bucket_size=2**70),
+            ValueError,
+            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got "
+            "1180591620717411303424",
+        ),
+        (
+            lambda: cgx.MaxMin(bucket_size=0),
+            ValueError,
+            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 0",
+        ),
+        (
+            lambda: cgx.MaxMin(rounding="up"),
+            ValueError,
+            "MaxMin: argument 'rounding': expected one of 'nearest', 'stochastic', got 'up'",
+        ),
+        (
+            lambda: cgx.MaxMin(skip_incomplete=2),
+            TypeError,
+            "MaxMin: argument 'skip_incomplete': expected True or False, got 2",
+        ),
+        (
+            lambda: cgx.ByteGrad(compatible="no"),
+            TypeError,
+            "ByteGrad: argument 'compatible': expected True or False, got 'no'",
+        ),
+        (lambda: cgx.AbsMax(bits=1), ValueError, "AbsMax: argument 'bits': expected an integer from 2 to 8, got 1"),
+        (
+            lambda: cgx.Float8("e3m4"),
+            ValueError,
+            "Float8: argument 'format': expected one of 'e4m3', 'e5m2', got 'e3m4'",
+        ),
+        (
+            lambda: cgx.Cast("float32"),
+            ValueError,
+            "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 'float32'",
+        ),
+        (
+            lambda: cgx.Sign(bucket_size=1.0),
+            TypeError,
+            "Sign: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1.0",
+        ),
+        (lambda: cgx.Cast(3), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 3"),
+    ],
+)
 def test_codecs(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [
-    (lambda: cgx.encode(jnp.arange(3), cgx.MaxMin()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got int32"),
-    (lambda: cgx.encode(jnp.zeros(3, jnp.complex64), cgx.Raw()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got complex64"),
-    (lambda: cgx.encode(np.zeros(3), cgx.Raw()), TypeError, "encode: argument 'x': expected float32, bfloat16 or float16, got float64"),
-    (lambda: cgx.roundtrip(jnp.zeros(3, bool), cgx.Raw()), TypeError, "roundtrip: argument 'x': expected float32, bfloat16 or float16, got bool"),
-    (lambda: cgx.encode(jnp.zeros(3), "maxmin"), TypeError, "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"),
-    (lambda: cgx.encode(jnp.zeros(3), cgx.MaxMin), TypeError, "encode: argument 'codec': expected a codec"),
-    (lambda: cgx.encode(None, cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got None"),
-    (lambda: cgx.encode("abc", cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got 'abc'"),
-    (lambda: cgx.encode(jnp.zeros(3), Thawed()), TypeError, "make Thawed a dataclass(frozen=True)"),
-    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "foo"), TypeError, "decode: argument 'dtype': expected float32, bfloat16 or float16, got foo"),
-    (lambda: cgx.encode(jnp.zeros(3), Wrong()), TypeError, "Wrong.encode_buckets: expected codes uint8[1,3], got int32[1, 3]"),
-    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC), ValueError, "rounds stochastically and needs a random key, got None; pass key=jax.random.key("),
-    (lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)), ValueError, "roundtrip: argument 'key'"),
-    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3), TypeError, "encode: argument 'key': expected a random key (jax.random.key or PRNGKey), got 3"),
-    (lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=jax.random.split(jax.random.key(0))), ValueError, "encode: argument 'key': expected one key"),
-    (lambda: cgx.decode(cgx.encode(normal(9), cgx.MaxMin())[:-1], cgx.MaxMin(), (9,), "float32"), ValueError,
-     "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False) makes of float32[9], got uint8[31]"),
-    (lambda: cgx.decode(jnp.zeros(48, jnp.uint8), cgx.MaxMin(), (9,), "float32"), ValueError, "expected uint8[32]"),
-    (lambda: jax.jit(lambda p: cgx.decode(p, cgx.MaxMin(), (9,), "float32"))(jnp.zeros(31, jnp.uint8)), ValueError, "expected uint8[32]"),
-    (lambda: cgx.decode(jnp.zeros(32, jnp.int8), cgx.MaxMin(), (9,), "float32"), ValueError, "got int8[32]"),
-    (lambda: cgx.decode(b"123", cgx.MaxMin(), (9,), "float32"), ValueError, "got bytes"),
-    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "int8"), TypeError, "decode: argument 'dtype': expected float32, bfloat16 or float16, got int8"),
-    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), 9, "float32"), TypeError, "decode: argument 'shape': expected a tuple of integers, got 9"),
-    (lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (-9,), "float32"), ValueError, "decode: argument 'shape'"),
-    (lambda: cgx.MaxMin().wire_bytes((3,), "int32"), TypeError, "MaxMin.wire_bytes: argument 'dtype': expected float32, bfloat16 or float16, got int32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: cgx.encode(jnp.arange(3), cgx.MaxMin()),
+            TypeError,
+            "encode: argument 'x': expected float32, bfloat16 or float16, got int32",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3, jnp.complex64), cgx.Raw()),
+            TypeError,
+            "encode: argument 'x': expected float32, bfloat16 or float16, got complex64",
+        ),
+        (
+            lambda: cgx.encode(np.zeros(3), cgx.Raw()),
+            TypeError,
+            "encode: argument 'x': expected float32, bfloat16 or float16, got float64",
+        ),
+        (
+            lambda: cgx.roundtrip(jnp.zeros(3, bool), cgx.Raw()),
+            TypeError,
+            "roundtrip: argument 'x': expected float32, bfloat16 or float16, got bool",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3), "maxmin"),
+            TypeError,
+            "encode: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'",
+        ),
+        (lambda: cgx.encode(jnp.zeros(3), cgx.MaxMin), TypeError, "encode: argument 'codec': expected a codec"),
+        (lambda: cgx.encode(None, cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got None"),
+        (lambda: cgx.encode("abc", cgx.Raw()), TypeError, "encode: argument 'x': expected an array, got 'abc'"),
+        (lambda: cgx.encode(jnp.zeros(3), Thawed()), TypeError, "make Thawed a dataclass(frozen=True)"),
+        (
+            lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "foo"),
+            TypeError,
+            "decode: argument 'dtype': expected float32, bfloat16 or float16, got foo",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3), Wrong()),
+            TypeError,
+            "Wrong.encode_buckets: expected codes uint8[1,3], got int32[1, 3]",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
+            ValueError,
+            "rounds stochastically and needs a random key, got None; pass key=jax.random.key(",
+        ),
+        (
+            lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)),
+            ValueError,
+            "roundtrip: argument 'key'",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3),
+            TypeError,
+            "encode: argument 'key': expected a random key (jax.random.key or PRNGKey), got 3",
+        ),
+        (
+            lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=jax.random.split(jax.random.key(0))),
+            ValueError,
+            "encode: argument 'key': expected one key",
+        ),
+        (
+            lambda: cgx.decode(cgx.encode(normal(9), cgx.MaxMin())[:-1], cgx.MaxMin(), (9,), "float32"),
+            ValueError,
+            "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, "
+            "rounding='nearest', skip_incomplete=False) makes of float32[9], got uint8[31]",
+        ),
+        (lambda: cgx.decode(jnp.zeros(48, jnp.uint8), cgx.MaxMin(), (9,), "float32"), ValueError, "expected uint8[32]"),
+        (
+            lambda: jax.jit(lambda p: cgx.decode(p, cgx.MaxMin(), (9,), "float32"))(jnp.zeros(31, jnp.uint8)),
+            ValueError,
+            "expected uint8[32]",
+        ),
+        (lambda: cgx.decode(jnp.zeros(32, jnp.int8), cgx.MaxMin(), (9,), "float32"), ValueError, "got int8[32]"),
+        (lambda: cgx.decode(b"123", cgx.MaxMin(), (9,), "float32"), ValueError, "got bytes"),
+        (
+            lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (9,), "int8"),
+            TypeError,
+            "decode: argument 'dtype': expected float32, bfloat16 or float16, got int8",
+        ),
+        (
+            lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), 9, "float32"),
+            TypeError,
+            "decode: argument 'shape': expected a tuple of integers, got 9",
+        ),
+        (
+            lambda: cgx.decode(jnp.zeros(32, jnp.uint8), cgx.MaxMin(), (-9,), "float32"),
+            ValueError,
+            "decode: argument 'shape'",
+        ),
+        (
+            lambda: cgx.MaxMin().wire_bytes((3,), "int32"),
+            TypeError,
+            "MaxMin.wire_bytes: argument 'dtype': expected float32, bfloat16 or float16, got int32",
+        ),
+    ],
+)
 def test_calls(call, error, words):
     with pytest.raises(error) as caught:
         call()
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda: ops.encode(LAYOUT, LEAVES[:1]), "encode: argument 'leaves': expected 2 arrays, got 1"),
-    (lambda: ops.encode(LAYOUT, LEAVES[::-1]), "encode: argument 'leaves', array 0: expected float32[100], got bfloat16[7]"),
-    (lambda: ops.encode(LAYOUT, LEAVES, residuals=LEAVES), "encode: argument 'residuals', array 1: expected float32[7], got bfloat16[7]"),
-    (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES), "encode: argument 'key': MaxMin(bits=4"),
-    (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES, jnp.zeros(4, jnp.uint32)), "encode: argument 'key', array 0: expected uint32[2], got uint32[4]"),
-    (lambda: ops.decode(LAYOUT, PAYLOADS), f"decode: argument 'payload', array 0: expected uint8[2, {LAYOUT.chunk_bytes}], got uint8[3, {LAYOUT.chunk_bytes}]"),
-    (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "got float32[2"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS[:, 1:], encoded=True), "reduce: argument 'payloads'"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS), "reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got 2; pass encoded=True"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 0"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38), "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]), "reduce: argument 'own': expected 2 arrays, got 1"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES), "reduce: argument 'residuals', array 1: expected float32[7], got bfloat16[7]"),
-    (lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES), "reduce: argument 'own': expected None with residuals, which hold what "),
-    (lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES), "reduce: argument 'residuals': expected None where the sum is not encoded"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ops.encode(LAYOUT, LEAVES[:1]), "encode: argument 'leaves': expected 2 arrays, got 1"),
+        (
+            lambda: ops.encode(LAYOUT, LEAVES[::-1]),
+            "encode: argument 'leaves', array 0: expected float32[100], got bfloat16[7]",
+        ),
+        (
+            lambda: ops.encode(LAYOUT, LEAVES, residuals=LEAVES),
+            "encode: argument 'residuals', array 1: expected float32[7], got bfloat16[7]",
+        ),
+        (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES), "encode: argument 'key': MaxMin(bits=4"),
+        (
+            lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES, jnp.zeros(4, jnp.uint32)),
+            "encode: argument 'key', array 0: expected uint32[2], got uint32[4]",
+        ),
+        (
+            lambda: ops.decode(LAYOUT, PAYLOADS),
+            f"decode: argument 'payload', array 0: expected uint8[2, {LAYOUT.chunk_bytes}], got uint8[3, "
+            f"{LAYOUT.chunk_bytes}]",
+        ),
+        (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "got float32[2"),
+        (lambda: ops.reduce(LAYOUT, PAYLOADS[:, 1:], encoded=True), "reduce: argument 'payloads'"),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS),
+            "reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got 2; pass encoded=True",
+        ),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0),
+            "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 0",
+        ),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38),
+            "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38",
+        ),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]),
+            "reduce: argument 'own': expected 2 arrays, got 1",
+        ),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES),
+            "reduce: argument 'residuals', array 1: expected float32[7], got bfloat16[7]",
+        ),
+        (
+            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES),
+            "reduce: argument 'own': expected None with residuals, which hold what ",
+        ),
+        (
+            lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES),
+            "reduce: argument 'residuals': expected None where the sum is not encoded",
+        ),
+    ],
+)
 def test_operations(call, words):
     with pytest.raises(ValueError) as caught:
         jax.make_jaxpr(call)()
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("platform", "words"), [
-    ("cuda", r"jaxcgx_encode: the computation is placed on a GPU, and this build has no CUDA half; .*nvcc.*JAXCGX_CUDA=ON.*JAXCGX_REFERENCE=1"),
-    ("tpu", r"jaxcgx_encode: there are kernels for CPUs and NVIDIA GPUs, not for .*JAXCGX_REFERENCE=1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("platform", "words"),
+    [
+        (
+            "cuda",
+            r"jaxcgx_encode: the computation is placed on a GPU, and this build has no CUDA half; "
+            ".*nvcc.*JAXCGX_CUDA=ON.*JAXCGX_REFERENCE=1",
+        ),
+        ("tpu", r"jaxcgx_encode: there are kernels for CPUs and NVIDIA GPUs, not for .*JAXCGX_REFERENCE=1"),
+    ],
+)
 def test_a_platform_without_kernels_says_so(platform, words):
     if platform == "cuda" and ops._native and ops._native.build_info()["cuda"]:
         pytest.skip("this build has a CUDA half")

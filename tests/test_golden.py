@@ -1,4 +1,5 @@
 """The bytes of the wire stay what they were: tests/golden/v1.json, by three implementations of docs/wire-format.md."""
+
 import base64
 import json
 import pathlib
@@ -19,7 +20,11 @@ ENCODE, REDUCE = GOLDEN["encode"], GOLDEN["reduce"]
 
 
 def name_of(case):
-    parts = [*("-".join(map(str, v.values())) if isinstance(v, dict) else v for v in case["codec"].values()), case["leaves"][0].replace(" ", "_"), case["chunks"]]
+    parts = [
+        *("-".join(map(str, v.values())) if isinstance(v, dict) else v for v in case["codec"].values()),
+        case["leaves"][0].replace(" ", "_"),
+        case["chunks"],
+    ]
     return "-".join(map(str, parts)) + "-feedback" * ("residuals" in case) + "-ids" * ("ids" in case)
 
 
@@ -29,11 +34,21 @@ def each(cases):
 
 # The reference compiles slowly, so it runs one of a kind.
 FOR_REFERENCE = {
-    "MaxMin-5-64-stochastic-True-short-3-feedback", "MaxMin-4-24-nearest-False-special-1", "MaxMin-7-100-nearest-False-float16-3",
-    "ByteGrad-False-short-3-feedback", "AbsMax-8-24-special-1", "Float8-e4m3-24-special-1", "Float8-e5m2-24-special-1",
-    "Sign-24-special-1", "Cast-bfloat16-stochastic-special-1", "Cast-float16-nearest-special-1",
-    "Cast-float16-stochastic-special-1", "Raw-special-1",
-    "MaxMin-4-40-nearest-False-rank_1-1", "Cast-bfloat16-nearest-rank_1-1", "AbsMax-8-3-tiny-1",  # reduce
+    "MaxMin-5-64-stochastic-True-short-3-feedback",
+    "MaxMin-4-24-nearest-False-special-1",
+    "MaxMin-7-100-nearest-False-float16-3",
+    "ByteGrad-False-short-3-feedback",
+    "AbsMax-8-24-special-1",
+    "Float8-e4m3-24-special-1",
+    "Float8-e5m2-24-special-1",
+    "Sign-24-special-1",
+    "Cast-bfloat16-stochastic-special-1",
+    "Cast-float16-nearest-special-1",
+    "Cast-float16-stochastic-special-1",
+    "Raw-special-1",
+    "MaxMin-4-40-nearest-False-rank_1-1",
+    "Cast-bfloat16-nearest-rank_1-1",
+    "AbsMax-8-3-tiny-1",  # reduce
 }
 
 
@@ -71,7 +86,9 @@ def made_of(settings):
     """A codec, or what it is set to, which may be another one."""
     if not isinstance(settings, dict):
         return settings
-    return getattr(cgx, settings["codec"])(**{name: made_of(value) for name, value in settings.items() if name != "codec"})
+    return getattr(cgx, settings["codec"])(
+        **{name: made_of(value) for name, value in settings.items() if name != "codec"}
+    )
 
 
 def layout_of(case):
@@ -93,7 +110,9 @@ def assert_same(got, expected):
 
 def check_encode(case, encode):
     feedback = "residuals" in case
-    result = encode(layout_of(case), arrays(case["leaves"]), jnp.asarray(KEY), arrays(case["residuals"]) if feedback else None)
+    result = encode(
+        layout_of(case), arrays(case["leaves"]), jnp.asarray(KEY), arrays(case["residuals"]) if feedback else None
+    )
     payload, new = result if feedback else (result, [])
     np.testing.assert_array_equal(payload, stacked(case, "payload"))
     assert_same(new, floats(case, "new_residuals") if feedback else [])
@@ -137,7 +156,9 @@ def test_kernels_and_numpy_decode_alike(case):
     layout = layout_of(case)
     leaves = [(d.name, n) for d, n in zip(layout.dtypes, layout.sizes)]
     expected = numpy_codec.decode(case["codec"], leaves, rows(case, "payload"))
-    assert_same(ops.decode(layout, stacked(case, "payload")), [bits.view(d) for bits, d in zip(expected, layout.dtypes)])
+    assert_same(
+        ops.decode(layout, stacked(case, "payload")), [bits.view(d) for bits, d in zip(expected, layout.dtypes)]
+    )
 
 
 # reduce
@@ -154,8 +175,16 @@ def check_reduce(case, reduce):
 @each(REDUCE)
 def test_kernels_reduce(case):
     def reduce(payloads, own, encoded):
-        return ops.reduce(layout_of(case), payloads, chunk=case["chunk"], own=own, rank=case.get("rank", 0),
-                          divisor=case["divisor"], encoded=encoded, key=jnp.asarray(KEY))
+        return ops.reduce(
+            layout_of(case),
+            payloads,
+            chunk=case["chunk"],
+            own=own,
+            rank=case.get("rank", 0),
+            divisor=case["divisor"],
+            encoded=encoded,
+            key=jnp.asarray(KEY),
+        )
 
     check_reduce(case, reduce)
 
@@ -175,8 +204,17 @@ def test_reference_reduces(case):
 def test_numpy_reduces(case):
     own = [bits_of(n) for n in case["leaves"]]
     leaves = [(dtype, len(bits)) for dtype, bits in own]
-    sums, payload = numpy_codec.reduce(case["codec"], leaves, rows(case, "payloads"), case["chunks"], case["chunk"], own,
-                                       case.get("rank"), case["divisor"], KEY)
+    sums, payload = numpy_codec.reduce(
+        case["codec"],
+        leaves,
+        rows(case, "payloads"),
+        case["chunks"],
+        case["chunk"],
+        own,
+        case.get("rank"),
+        case["divisor"],
+        KEY,
+    )
     if "sums" in case:
         assert_same(sums, floats(case, "sums"))
     assert [payload] == rows(case, "payload")
@@ -198,4 +236,7 @@ def test_examples_of_the_document():
     layout = Layout(cgx.MaxMin(4, 64), ((1000,), (300,)), (jnp.dtype("float32"),) * 2, 3)
     assert layout.chunk_bytes == 288
     assert [[(p.leaf, p.start, p.coded) for p in chunk] for chunk in layout.pieces] == [
-        [(0, 0, 448)], [(0, 448, 448)], [(0, 896, 104), (1, 0, 300)]]
+        [(0, 0, 448)],
+        [(0, 448, 448)],
+        [(0, 896, 104), (1, 0, 300)],
+    ]

@@ -1,14 +1,15 @@
 """A small model for the tests of optim: its parameters, every rank's batch, a training step by hand."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import optax
+from helpers import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import normal
 
 CODEC = cgx.MaxMin(2, 64)
 STOCHASTIC = cgx.MaxMin(2, 64, rounding="stochastic")
@@ -27,6 +28,7 @@ def loss_fn(params, x):
 
 def local_step(optimizer, loss_fn=loss_fn):
     """One rank's part of a step."""
+
     def step(params, state, x):
         loss, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
         updates, state = optimizer.update(grads, state, params)
@@ -38,7 +40,11 @@ def local_step(optimizer, loss_fn=loss_fn):
 def on_mesh(step, state, ranks=4, **options):
     """A step, jitted, on every rank; `state` is one of its optimizer's states."""
     specs = cgx.state_specs(state, "data")
-    return jax.jit(jax.shard_map(step, mesh=mesh_of(ranks), in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), **options))
+    return jax.jit(
+        jax.shard_map(
+            step, mesh=mesh_of(ranks), in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), **options
+        )
+    )
 
 
 def place(tree, specs, ranks=4):
@@ -58,6 +64,9 @@ def train(optimizer, steps=5, params=PARAMS, ranks=4, x=X, loss_fn=loss_fn, **op
 
 def compress_state(state):
     """The CompressState in an optimizer's."""
-    found, = (node for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, cgx.optim.CompressState))
-              if isinstance(node, cgx.optim.CompressState))
+    (found,) = (
+        node
+        for node in jax.tree.leaves(state, is_leaf=lambda n: isinstance(n, cgx.optim.CompressState))
+        if isinstance(node, cgx.optim.CompressState)
+    )
     return found

@@ -35,83 +35,126 @@ T value_of(jaxcgx::shm::Or<T> value) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.def("handlers", [] {
-    nb::dict cpu;
-    cpu["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cpu);
-    cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
-    cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
-    cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
-    cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
-    cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
-    cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
-    nb::dict platforms;
-    platforms["cpu"] = cpu;
+  m.def(
+      "handlers",
+      [] {
+        nb::dict cpu;
+        cpu["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cpu);
+        cpu["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cpu);
+        cpu["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cpu);
+        cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
+        cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
+        cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
+        cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
+        nb::dict platforms;
+        platforms["cpu"] = cpu;
 #ifdef JAXCGX_CUDA
-    nb::dict cuda;
-    cuda["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cuda);
-    cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
-    cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
-    cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
-    platforms["CUDA"] = cuda;
+        nb::dict cuda;
+        cuda["jaxcgx_encode"] = capsule(jaxcgx::jaxcgx_encode_cuda);
+        cuda["jaxcgx_decode"] = capsule(jaxcgx::jaxcgx_decode_cuda);
+        cuda["jaxcgx_reduce"] = capsule(jaxcgx::jaxcgx_reduce_cuda);
+        cuda["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cuda);
+        platforms["CUDA"] = cuda;
 #endif
-    return platforms;
-  }, "FFI handlers by platform and target name.");
-  m.def("build_info", [] {
-    nb::dict info;
-    info["version"] = JAXCGX_VERSION;
-    info["jaxlib"] = JAXCGX_JAXLIB;
-    info["compiler"] = JAXCGX_COMPILER;
-    info["kernels"] = jaxcgx::cpu::kernels().name;
-    info["cuda"] = nb::none();
+        return platforms;
+      },
+      "FFI handlers by platform and target name.");
+  m.def(
+      "build_info",
+      [] {
+        nb::dict info;
+        info["version"] = JAXCGX_VERSION;
+        info["jaxlib"] = JAXCGX_JAXLIB;
+        info["compiler"] = JAXCGX_COMPILER;
+        info["kernels"] = jaxcgx::cpu::kernels().name;
+        info["cuda"] = nb::none();
 #ifdef JAXCGX_CUDA
-    nb::dict cuda;
-    cuda["toolkit"] = JAXCGX_CUDA;
-    cuda["architectures"] = nb::str(JAXCGX_CUDA_ARCHITECTURES).attr("split")(", ");
-    info["cuda"] = cuda;
+        nb::dict cuda;
+        cuda["toolkit"] = JAXCGX_CUDA;
+        cuda["architectures"] = nb::str(JAXCGX_CUDA_ARCHITECTURES).attr("split")(", ");
+        info["cuda"] = cuda;
 #endif
-    return info;
-  }, "The version, what it was built with, the CPU kernels in use, and the CUDA half or None.");
+        return info;
+      },
+      "The version, what it was built with, the CPU kernels in use, and the CUDA half or None.");
 #ifdef JAXCGX_CUDA
-  m.def("workspace_bytes", [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
-                              const std::vector<int64_t>& ids, int64_t chunks, int64_t batch, int64_t payloads, bool encodes) {
-    const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
-    const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
-    const auto share = [&](const char* name) { return nb::cast<double>(nb::float_(codec[name])); };
-    const jaxcgx::CodecAttr attr{
-        flag("kind"), flag("bits"), field("bucket_size"), flag("stochastic"), flag("skip_incomplete"), flag("compatible"),
-        share("ratio"), field("lists"), flag("top"), flag("select"), share("share"), share("lower"), flag("refinements"),
-        flag("values_kind"), flag("values_bits"), field("values_bucket_size"), flag("values_stochastic"), flag("values_skip_incomplete"),
-        flag("values_compatible")};
-    const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
-    const auto layout = jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
-    if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());
-    return jaxcgx::cuda::workspace_bytes(*layout, batch, payloads, encodes);
-  }, "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that `encodes`.",
-     nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"), nb::arg("payloads"),
-     nb::arg("encodes"));
+  m.def(
+      "workspace_bytes",
+      [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
+         const std::vector<int64_t>& ids, int64_t chunks, int64_t batch, int64_t payloads, bool encodes) {
+        const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
+        const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
+        const auto share = [&](const char* name) { return nb::cast<double>(nb::float_(codec[name])); };
+        const jaxcgx::CodecAttr attr{flag("kind"),
+                                     flag("bits"),
+                                     field("bucket_size"),
+                                     flag("stochastic"),
+                                     flag("skip_incomplete"),
+                                     flag("compatible"),
+                                     share("ratio"),
+                                     field("lists"),
+                                     flag("top"),
+                                     flag("select"),
+                                     share("share"),
+                                     share("lower"),
+                                     flag("refinements"),
+                                     flag("values_kind"),
+                                     flag("values_bits"),
+                                     field("values_bucket_size"),
+                                     flag("values_stochastic"),
+                                     flag("values_skip_incomplete"),
+                                     flag("values_compatible")};
+        const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
+        const auto layout =
+            jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
+        if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());
+        return jaxcgx::cuda::workspace_bytes(*layout, batch, payloads, encodes);
+      },
+      "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that "
+      "`encodes`.",
+      nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"),
+      nb::arg("payloads"), nb::arg("encodes"));
 #endif
-  m.def("shm_create", [](int64_t ranks) { return value_of(jaxcgx::shm::create(ranks)); },
-        "The name of new memory for a number of ranks, for each of them to attach.", nb::arg("ranks"));
-  m.def("shm_attach", [](const std::string& name, int64_t rank, int64_t ranks, double timeout) {
-    return value_of(jaxcgx::shm_attach(name, rank, ranks, timeout));
-  }, "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"), nb::arg("ranks"),
-     nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "shm_create", [](int64_t ranks) { return value_of(jaxcgx::shm::create(ranks)); },
+      "The name of new memory for a number of ranks, for each of them to attach.", nb::arg("ranks"));
+  m.def(
+      "shm_attach",
+      [](const std::string& name, int64_t rank, int64_t ranks, double timeout) {
+        return value_of(jaxcgx::shm_attach(name, rank, ranks, timeout));
+      },
+      "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"),
+      nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
   m.def("shm_detach", jaxcgx::shm_detach, "Leaves the other ranks.", nb::arg("segment"));
-  m.def("tcp_listen", [] {
-    const auto port = jaxcgx::tcp_listen();
-    if (const auto* failure = std::get_if<jaxcgx::tcp::Failure>(&port)) throw std::runtime_error(failure->what);
-    return std::get<0>(port);
-  }, "The port at which this process waits for the others.");
-  m.def("tcp_connect", [](int64_t process, const std::vector<std::pair<std::string, int>>& addresses, nb::bytes token, double timeout) {
-    std::vector<jaxcgx::tcp::Address> all;
-    for (const auto& [host, port] : addresses) all.push_back({host, port});
-    const std::string secret(token.c_str(), token.size());
-    const nb::gil_scoped_release others_run;
-    if (const auto failure = jaxcgx::tcp_connect(process, all, secret, timeout)) throw std::runtime_error(failure->what);
-  }, "Returns when all processes are connected.", nb::arg("process"), nb::arg("addresses"), nb::arg("token"), nb::arg("timeout"));
-  m.def("select_kernels", [](const std::string& name) {
-    if (!jaxcgx::cpu::select_kernels(name.c_str())) {
-      throw nb::value_error(("select_kernels: expected 'avx512', 'avx2' or 'portable', as far as this processor runs them; got '" + name + "'").c_str());
-    }
-  }, nb::arg("name"), "Chooses the CPU kernels by name; the best that the processor runs are the default.");
+  m.def(
+      "tcp_listen",
+      [] {
+        const auto port = jaxcgx::tcp_listen();
+        if (const auto* failure = std::get_if<jaxcgx::tcp::Failure>(&port)) throw std::runtime_error(failure->what);
+        return std::get<0>(port);
+      },
+      "The port at which this process waits for the others.");
+  m.def(
+      "tcp_connect",
+      [](int64_t process, const std::vector<std::pair<std::string, int>>& addresses, nb::bytes token, double timeout) {
+        std::vector<jaxcgx::tcp::Address> all;
+        for (const auto& [host, port] : addresses) all.push_back({host, port});
+        const std::string secret(token.c_str(), token.size());
+        const nb::gil_scoped_release others_run;
+        if (const auto failure = jaxcgx::tcp_connect(process, all, secret, timeout))
+          throw std::runtime_error(failure->what);
+      },
+      "Returns when all processes are connected.", nb::arg("process"), nb::arg("addresses"), nb::arg("token"),
+      nb::arg("timeout"));
+  m.def(
+      "select_kernels",
+      [](const std::string& name) {
+        if (!jaxcgx::cpu::select_kernels(name.c_str())) {
+          throw nb::value_error(
+              ("select_kernels: expected 'avx512', 'avx2' or 'portable', as far as this processor runs them; got '" +
+               name + "'")
+                  .c_str());
+        }
+      },
+      nb::arg("name"), "Chooses the CPU kernels by name; the best that the processor runs are the default.");
 }

@@ -1,4 +1,5 @@
 """What travels: one file a codec, and the contract in base.py."""
+
 from jaxcgx.codecs.absmax import AbsMax
 from jaxcgx.codecs.base import Codec, decode, encode, roundtrip
 from jaxcgx.codecs.bytegrad import ByteGrad
@@ -10,5 +11,19 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
 from jaxcgx.codecs.topk import Sampled, TopK
 
-__all__ = ["AbsMax", "ByteGrad", "Cast", "Codec", "Float8", "MaxMin", "PowerSGD", "Raw", "Sampled", "Sign", "TopK", "decode", "encode",
-           "roundtrip"]
+__all__ = [
+    "AbsMax",
+    "ByteGrad",
+    "Cast",
+    "Codec",
+    "Float8",
+    "MaxMin",
+    "PowerSGD",
+    "Raw",
+    "Sampled",
+    "Sign",
+    "TopK",
+    "decode",
+    "encode",
+    "roundtrip",
+]

@@ -1,4 +1,5 @@
 """AbsMax: symmetric levels around an exact 0."""
+
 import dataclasses
 
 import jax.numpy as jnp

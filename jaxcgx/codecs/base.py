@@ -1,4 +1,5 @@
 """What a codec is, and encoding and decoding one array."""
+
 import dataclasses
 import enum
 import functools
@@ -38,7 +39,9 @@ class Codec:
     stochastic = False
     skip_incomplete = False  # the elements after the last whole bucket of a leaf travel as they are
     raw = False  # all elements travel as they are
-    contracts = True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
+    contracts = (
+        True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
+    )
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
     most = 2**40  # elements of a leaf in a chunk
     sparse = False  # it sends some elements only, `indices` says which
@@ -72,7 +75,7 @@ class Codec:
 
     def why_raw(self, shape, dtype):
         """Why an array of that shape and dtype travels as it is; None where this codec takes it."""
-        return None
+        return
 
     def wire_bytes(self, shape, dtype) -> int:
         """Bytes on the wire of an array of that shape and dtype."""
@@ -97,14 +100,47 @@ def spell(value):
     return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"
 
 
-_DENSE = dict(kind=np.int32, bits=np.int32, bucket_size=np.int64, stochastic=np.int32, skip_incomplete=np.int32, compatible=np.int32)
-_SPARSE = dict(ratio=np.float64, lists=np.int64, top=np.int32, select=np.int32, share=np.float64, lower=np.float64, refinements=np.int32)
+_DENSE = dict(
+    kind=np.int32,
+    bits=np.int32,
+    bucket_size=np.int64,
+    stochastic=np.int32,
+    skip_incomplete=np.int32,
+    compatible=np.int32,
+)
+_SPARSE = dict(
+    ratio=np.float64,
+    lists=np.int64,
+    top=np.int32,
+    select=np.int32,
+    share=np.float64,
+    lower=np.float64,
+    refinements=np.int32,
+)
 _NATIVE = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
 
 
-def native_codec(kind: Kind, bits=0, bucket_size=0, stochastic=False, skip_incomplete=False, compatible=False, *, values=None, **sparse):
-    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h. values: of TopK's that of its values."""
-    given = dict(kind=kind, bits=bits, bucket_size=bucket_size, stochastic=stochastic, skip_incomplete=skip_incomplete, compatible=compatible)
+def native_codec(
+    kind: Kind,
+    bits=0,
+    bucket_size=0,
+    stochastic=False,
+    skip_incomplete=False,
+    compatible=False,
+    *,
+    values=None,
+    **sparse,
+):
+    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h. values: of TopK's that of
+    its values."""
+    given = dict(
+        kind=kind,
+        bits=bits,
+        bucket_size=bucket_size,
+        stochastic=stochastic,
+        skip_incomplete=skip_incomplete,
+        compatible=compatible,
+    )
     given |= sparse | {f"values_{name}": values[name] for name in _DENSE if values}
     return {name: dtype(given.get(name, 0)) for name, dtype in _NATIVE.items()}
 
@@ -128,7 +164,10 @@ def check_integer(codec: Codec, field: str, low: int, high: int = MOST):
 def check_choice(codec: Codec, field: str, choices):
     value = getattr(codec, field)
     if value not in choices:
-        raise ValueError(f"{type(codec).__name__}: argument '{field}': expected one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(
+            f"{type(codec).__name__}: argument '{field}': expected one of {', '.join(map(repr, choices))}, got "
+            f"{value!r}"
+        )
 
 
 def check_flag(codec: Codec, field: str):
@@ -144,16 +183,21 @@ def check_codec(name: str, codec, argument="codec") -> Codec:
     try:
         hash(codec)
     except TypeError:
-        raise TypeError(f"{name}: argument '{argument}': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
-                        "dataclass(frozen=True)") from None
+        raise TypeError(
+            f"{name}: argument '{argument}': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
+            "dataclass(frozen=True)"
+        ) from None
     return codec
 
 
 def check_encodes(name: str, codec: Codec, argument="codec"):
     """That a codec makes bytes."""
     if codec.linear:
-        raise ValueError(f"{name}: argument '{argument}': expected a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4), got "
-                         f"{spell(codec)}, which is for sums; pass it to compressed_psum, compressed_pmean or what is made of them")
+        raise ValueError(
+            f"{name}: argument '{argument}': expected a codec that makes bytes of an array, such as "
+            "jaxcgx.MaxMin(bits=4), got "
+            f"{spell(codec)}, which is for sums; pass it to compressed_psum, compressed_pmean or what is made of them"
+        )
 
 
 def check_dtype(name: str, argument: str, dtype):
@@ -181,8 +225,10 @@ def check_key(name: str, codec: Codec, key):
     if not codec.stochastic:
         return None
     if key is None:
-        raise ValueError(f"{name}: argument 'key': {codec} rounds stochastically and needs a random key, got None; "
-                         "pass key=jax.random.key(...), another one every step")
+        raise ValueError(
+            f"{name}: argument 'key': {codec} rounds stochastically and needs a random key, got None; "
+            "pass key=jax.random.key(...), another one every step"
+        )
     return key_words(name, key)
 
 
@@ -220,13 +266,16 @@ def decode(payload, codec: Codec, shape, dtype):
     layout = layout_of(codec, shape, dtype)
     got = getattr(payload, "dtype", type(payload).__name__), getattr(payload, "shape", None)
     if got != (jnp.uint8, (layout.chunk_bytes,)):
-        raise ValueError(f"decode: argument 'payload': expected uint8[{layout.chunk_bytes}], which is what {codec} makes of "
-                         f"{dtype}{list(shape)}, got {got[0]}{list(got[1]) if got[1] is not None else ''}")
+        raise ValueError(
+            f"decode: argument 'payload': expected uint8[{layout.chunk_bytes}], which is what {codec} makes of "
+            f"{dtype}{list(shape)}, got {got[0]}{list(got[1]) if got[1] is not None else ''}"
+        )
     return ops.decode(layout, jnp.asarray(payload).reshape(1, layout.chunk_bytes))[0]
 
 
 def roundtrip(x, codec: Codec, key=None):
-    """decode(encode(x)): what the other end will see; of a codec for sums, the sum over one rank. Its gradient is the identity (straight-through)."""
+    """decode(encode(x)): what the other end will see; of a codec for sums, the sum over one rank. Its gradient is the
+    identity (straight-through)."""
     check_codec("roundtrip", codec)
     x = check_array("roundtrip", x)
     return _roundtrip(codec, x, check_key("roundtrip", codec, key))

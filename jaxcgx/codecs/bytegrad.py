@@ -1,4 +1,5 @@
 """ByteGrad: 8 bits on whole multiples of the unit, 0 exact (Bagua's quantizer)."""
+
 import dataclasses
 
 import jax.numpy as jnp
@@ -44,4 +45,3 @@ class ByteGrad(GridCodec):
 
     def quantize(self, x, grid, noise):
         return jnp.clip(ieee.round_even(x * grid.inv) - grid.origin, 0, 255).astype(jnp.int32)
-

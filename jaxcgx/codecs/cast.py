@@ -1,4 +1,5 @@
 """Cast: every element as bfloat16 or float16."""
+
 import dataclasses
 
 import jax.numpy as jnp

@@ -1,4 +1,5 @@
 """Float8: e4m3 or e5m2 with a scale per bucket."""
+
 import dataclasses
 
 import jax.numpy as jnp

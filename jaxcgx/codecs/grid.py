@@ -1,4 +1,5 @@
 """Codecs whose buckets decode as base + unit * value(code): xla_ffi/codec/grid.h in jnp."""
+
 import dataclasses
 
 import jax.numpy as jnp
@@ -56,7 +57,9 @@ def symmetric_grid(lo, hi, steps, unit=None):
     top = scaled(largest, scale)
     constant = ieee.bits(lo) == ieee.bits(hi)
     steps = jnp.where(constant, 1, jnp.float32(steps))
-    return make_grid(lo, hi, jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit), steps, scale)
+    return make_grid(
+        lo, hi, jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit), steps, scale
+    )
 
 
 class GridCodec(Codec):

@@ -1,4 +1,5 @@
 """MaxMin: levels from the bucket's minimum to its maximum (CGX's quantizer)."""
+
 import dataclasses
 import statistics
 
@@ -36,7 +37,8 @@ class MaxMin(GridCodec):
 
     @property
     def contracts(self):
-        # Rounding loses unit^2 / 12, stochastic rounding twice that, of numbers whose square is 1. Their range in a bucket
+        # Rounding loses unit^2 / 12, stochastic rounding twice that, of numbers whose square is 1. Their range in a
+        # bucket
         # is about twice the quantile that the largest of so many has; 0.5264 is Blom's approximation.
         range_ = 2 * statistics.NormalDist().inv_cdf(0.5264 ** (1 / max(self.bucket_size, 2)))
         return (range_ / (2**self.bits - 1)) ** 2 / (6 if self.stochastic else 12) < 1

@@ -2,10 +2,12 @@
 
     P = M Q        Q' = M^T B, where B is an orthonormal basis of P's columns        M is about B Q'^T
 
-Both products are linear in M: of a sum of matrices they are the sums of what every rank computes. Q is that of the step before,
+Both products are linear in M: of a sum of matrices they are the sums of what every rank computes. Q is that of the step
+before,
 so that steps are iterations of the power method. Factors lie here with their long dimension last: P as [rank, m], Q as
 [rank, n].
 """
+
 import dataclasses
 import math
 
@@ -23,7 +25,8 @@ _FEW = 8  # columns whose products are fused with what uses them, and have no me
 class PowerSGD(Codec):
     """Sums of matrices by sums of their factors: `rank` (m + n) numbers in place of m n.
 
-    rank: columns of each factor. It is for sums and means alone, makes no bytes, and wants residuals and `factors`. A leaf of more
+    rank: columns of each factor. It is for sums and means alone, makes no bytes, and wants residuals and `factors`. A
+    leaf of more
     dimensions is a matrix, cut between two of them where its factors are the smallest. Leaves of one dimension travel
     raw, and so do those that have no more bytes than their factors.
     """
@@ -85,8 +88,10 @@ def _over(x, size, least=_TINY):
     return jnp.where(none, 0, x / jnp.where(none, 1, size))
 
 
-# The basis doesn't depend on how long Q's columns are. With sums of magnitudes of 1 products are no larger than their matrix: numbers
-# of any size neither overflow nor vanish. A column of zeros, in the first step or of a matrix of lower rank, would stay one.
+# The basis doesn't depend on how long Q's columns are. With sums of magnitudes of 1 products are no larger than their
+# matrix: numbers
+# of any size neither overflow nor vanish. A column of zeros, in the first step or of a matrix of lower rank, would stay
+# one.
 def begin(q):
     """The Q to multiply with, of that of the step before, [k, rank, n]."""
     q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
@@ -112,11 +117,14 @@ def multiply(basis, q):
     return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
 
-# Gram and Schmidt's, twice for each column, which makes columns orthogonal to rounding however close they were. A column is of
-# norm 1 before, so that what is left of it has a scale; nothing is ever divided by a smaller number than _NOTHING. One turn of the
+# Gram and Schmidt's, twice for each column, which makes columns orthogonal to rounding however close they were. A
+# column is of
+# norm 1 before, so that what is left of it has a scale; nothing is ever divided by a smaller number than _NOTHING. One
+# turn of the
 # loop is one projection: half as much to compile, and matrices of many shapes compile long enough.
 def orthonormal(p):
-    """Of each of k matrices, given as its columns [k, rank, m], an orthonormal basis, and 0 for columns that others span."""
+    """Of each of k matrices, given as its columns [k, rank, m], an orthonormal basis, and 0 for columns that others
+    span."""
     p = _over(p, jnp.abs(p).max(-1, keepdims=True))
     p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

@@ -1,4 +1,5 @@
 """Raw: no compression."""
+
 import dataclasses
 
 from jaxcgx.codecs.base import Codec, Kind, native_codec

@@ -1,4 +1,5 @@
 """Sign: one bit and the mean magnitude of the bucket."""
+
 import dataclasses
 
 import jax.numpy as jnp

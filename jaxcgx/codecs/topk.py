@@ -1,4 +1,5 @@
 """TopK: the elements of the largest magnitude, and where they stand."""
+
 import dataclasses
 import math
 import numbers
@@ -32,10 +33,12 @@ def _check_share(codec, field, low, high):
 class Sampled:
     """Selection by a threshold that a sample gives, Deep Gradient Compression's; what is above it is read once more.
 
-    share: of the elements, how many the sample has (at least 2 / ratio of them), at equal distances from a random first one.
+    share: of the elements, how many the sample has (at least 2 / ratio of them), at equal distances from a random first
+    one.
     estimate: "quantile" takes the magnitude that the wanted ratio of the sample reaches; "exponential" fits exponential
     distributions to the sample and to what of it lies above, again and again (SIDCo's).
-    lower, refinements: as long as fewer than `lower` times the wanted number reach the threshold, it is multiplied by `lower`, at
+    lower, refinements: as long as fewer than `lower` times the wanted number reach the threshold, it is multiplied by
+    `lower`, at
     most so often. If more reach it than wanted, the largest of them are taken: DGC's upper bound has no counterpart.
     """
 
@@ -58,13 +61,17 @@ _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="
 class TopK(Codec):
     """The `ratio` of a leaf's elements that have the largest magnitudes, with their indices; all others are 0.
 
-    Of a message that is cut into a chunk for each rank it is the largest of each leaf in each chunk. Of equal magnitudes those with
+    Of a message that is cut into a chunk for each rank it is the largest of each leaf in each chunk. Of equal
+    magnitudes those with
     lower indices come first, and NaN before infinity before all numbers.
 
     ratio: 0 to 1, of the elements, rounded up. values: the codec of the elements that are sent; Raw() is float32.
-    select: "exact"; or, most often with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or "fitted", which is
-    Sampled(estimate="exponential"); these draw a random number and need a key. (On CPUs exact selection is the fastest.)
-    pull: what ranks get of a sum that goes over its owners ("two_shot"): "all" that any rank sent, or the "top" of the sum, as
+    select: "exact"; or, most often with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or
+    "fitted", which is
+    Sampled(estimate="exponential"); these draw a random number and need a key. (On CPUs exact selection is the
+    fastest.)
+    pull: what ranks get of a sum that goes over its owners ("two_shot"): "all" that any rank sent, or the "top" of the
+    sum, as
     few elements again whatever the number of ranks.
     lists: as many lists of that length make one: a sum of so many ranks' loses nothing.
     """
@@ -106,8 +113,15 @@ class TopK(Codec):
         if self.select != "exact":
             knobs = dataclasses.asdict(self.select)
             knobs["select"] = 1 + _ESTIMATES.index(knobs.pop("estimate"))  # Select in xla_ffi/codec/base.h
-        return native_codec(Kind.TOPK, stochastic=self.stochastic, values=self.values.native, ratio=self.ratio, lists=self.lists,
-                            top=self.pull == "top", **knobs)
+        return native_codec(
+            Kind.TOPK,
+            stochastic=self.stochastic,
+            values=self.values.native,
+            ratio=self.ratio,
+            lists=self.lists,
+            top=self.pull == "top",
+            **knobs,
+        )
 
     def capacity(self, n: int) -> int:
         """How many of n elements are sent, at most."""
@@ -115,7 +129,11 @@ class TopK(Codec):
 
     def of_sum(self, ranks):
         """Of a sum of so many ranks' elements, which lie where theirs did."""
-        return dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks) if self.pull == "all" else self
+        return (
+            dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
+            if self.pull == "all"
+            else self
+        )
 
     def weight(self, n, dtype):
         return n  # whatever else: what becomes of a message is cut as the message was
@@ -179,7 +197,8 @@ class TopK(Codec):
 
 
 def _exponential(sample, n, k):
-    """The magnitude that k of n elements reach, were all distributed as the sample: an exponential distribution is fitted to the
+    """The magnitude that k of n elements reach, were all distributed as the sample: an exponential distribution is
+    fitted to the
     sample, another one to what lies above a quarter of that, and so on."""
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)

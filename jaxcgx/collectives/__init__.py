@@ -1,4 +1,5 @@
 """JAX's collectives, compressed."""
+
 from jaxcgx.collectives.all_gather import compressed_all_gather
 from jaxcgx.collectives.all_to_all import compressed_all_to_all
 from jaxcgx.collectives.gradients import local_value_and_grad, sync_in_backward
@@ -7,5 +8,14 @@ from jaxcgx.collectives.psum import compressed_pmean, compressed_psum
 from jaxcgx.collectives.psum_scatter import compressed_psum_scatter
 from jaxcgx.collectives.replicas import check_replicas
 
-__all__ = ["check_replicas", "compressed_all_gather", "compressed_all_to_all", "compressed_pmean", "compressed_psum", "compressed_psum_scatter",
-           "init_factors", "local_value_and_grad", "sync_in_backward"]
+__all__ = [
+    "check_replicas",
+    "compressed_all_gather",
+    "compressed_all_to_all",
+    "compressed_pmean",
+    "compressed_psum",
+    "compressed_psum_scatter",
+    "init_factors",
+    "local_value_and_grad",
+    "sync_in_backward",
+]

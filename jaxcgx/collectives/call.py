@@ -1,4 +1,5 @@
 """A call of a collective: its arguments checked, its leaves put into messages."""
+
 import dataclasses
 import numbers
 import operator
@@ -26,13 +27,17 @@ def check_axes(op, axis_name):
     names = tcp.axis_names(axis_name)
     single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
     if not names or not single or len(set(names)) < len(names):
-        raise ValueError(f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}")
+        raise ValueError(
+            f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}"
+        )
     for name in names:
         try:
             lax.axis_size(name)
         except NameError:
-            raise NameError(f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
-                            f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})") from None
+            raise NameError(
+                f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
+                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})"
+            ) from None
     marked = tcp.marked(axis_name)
     return tcp.check(op, marked, names) if marked else Axes(names)
 
@@ -41,8 +46,15 @@ def check_each(op, argument, given, net, what):
     """Of a dict its values for the parts of a transport, outermost first."""
     missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
     if missing or unknown:
-        wrong = [f"{', '.join(map(repr, found))} {what}" for found, what in ((missing, "missing"), (unknown, "not among them")) if found]
-        raise ValueError(f"{op}: argument '{argument}': expected {what} for each axis of {tuple(net.parts)}, got {given} ({'; '.join(wrong)})")
+        wrong = [
+            f"{', '.join(map(repr, found))} {what}"
+            for found, what in ((missing, "missing"), (unknown, "not among them"))
+            if found
+        ]
+        raise ValueError(
+            f"{op}: argument '{argument}': expected {what} for each axis of {tuple(net.parts)}, got {given} "
+            f"({'; '.join(wrong)})"
+        )
     return [given[name] for name in net.parts]
 
 
@@ -61,8 +73,11 @@ def check_linear(op, argument, stages, sums):
             if not sums:
                 check_encodes(op, codec, argument)
             if j and codec.linear:
-                raise ValueError(f"{op}: argument '{argument}': expected {spell(codec)} for the outermost axis alone or for all together, got "
-                                 "it for an inner one; over inner axes jaxcgx.Raw() sums exactly")
+                raise ValueError(
+                    f"{op}: argument '{argument}': expected {spell(codec)} for the outermost axis alone or for all "
+                    "together, got "
+                    "it for an inner one; over inner axes jaxcgx.Raw() sums exactly"
+                )
 
 
 def check_choice(op, argument, value, choices):
@@ -71,23 +86,31 @@ def check_choice(op, argument, value, choices):
 
 
 def check_key(op, codecs, possible, key, names):
-    """The key's words if one of the codecs draws noise, else None. possible: codecs that another tree would travel with."""
+    """The key's words if one of the codecs draws noise, else None. possible: codecs that another tree would travel
+    with."""
     drawing = [codec for codec in codecs if codec.stochastic]
     if key is None:
         if drawing:
-            raise ValueError(f"{op}: argument 'key': {drawing[0]} rounds stochastically and needs a random key, got None; "
-                             "pass key=jax.random.key(...), the same on every rank and another one every step")
+            raise ValueError(
+                f"{op}: argument 'key': {drawing[0]} rounds stochastically and needs a random key, got None; "
+                "pass key=jax.random.key(...), the same on every rank and another one every step"
+            )
         return None
     if not drawing:
         if any(codec.stochastic for codec in possible):
             return None
-        warnings.warn(f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(possible)))} draws no random numbers: the key is not used",
-                      stacklevel=callers_level())
+        warnings.warn(
+            f"{op}: argument 'key': {', '.join(map(str, dict.fromkeys(possible)))} draws no random numbers: the key is "
+            "not used",
+            stacklevel=callers_level(),
+        )
         return None
     words = key_words(op, key)
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
-        raise ValueError(f"{op}: argument 'key': expected the same key on every rank, got one that varies over "
-                         f"{', '.join(map(repr, axes))}; the noise of every rank is another one all the same")
+        raise ValueError(
+            f"{op}: argument 'key': expected the same key on every rank, got one that varies over "
+            f"{', '.join(map(repr, axes))}; the noise of every rank is another one all the same"
+        )
     return words
 
 
@@ -102,23 +125,32 @@ def callers_level():
 def check_own(op, own, schedule):
     check_choice(op, "own", own, ("raw", "encoded"))
     if own == "encoded" and schedule == "ring":
-        raise ValueError(f"{op}: argument 'own': expected \"raw\" with schedule=\"ring\", got \"encoded\": a ring adds every rank's "
-                         "part as it is")
+        raise ValueError(
+            f'{op}: argument \'own\': expected "raw" with schedule="ring", got "encoded": a ring adds every rank\'s '
+            "part as it is"
+        )
 
 
 def check_hops(op, schedule, codec):
-    """That a codec can go from neighbour to neighbour: what a rank passes on is a sum already, in as many bytes again."""
+    """That a codec can go from neighbour to neighbour: what a rank passes on is a sum already, in as many bytes
+    again."""
     if schedule == "ring" and codec.of_sum(2) != codec:
-        raise ValueError(f"{op}: argument 'schedule': expected \"two_shot\" or \"one_shot\" with {spell(codec)}, whose sums grow from rank to "
-                         "rank, got \"ring\"; pass schedule=\"two_shot\", or a codec with pull=\"top\"")
+        raise ValueError(
+            f'{op}: argument \'schedule\': expected "two_shot" or "one_shot" with {spell(codec)}, whose sums grow from rank to '
+            'rank, got "ring"; pass schedule="two_shot", or a codec with pull="top"'
+        )
 
 
 def check_tracked(op, names):
     """Whether JAX tracks what varies over the axes (shard_map's check_vma): over all of them or none."""
     tracked = _compat.tracked_axes(names)
     if tracked and (others := [name for name in names if name not in tracked]):
-        raise ValueError(f"{op}: argument 'axis_name': expected axes of a mesh or axes of vmap, got both: vmap's {', '.join(map(repr, others))} "
-                         "among axes over which shard_map checks what varies; call it for one after the other, or pass check_vma=False")
+        raise ValueError(
+            f"{op}: argument 'axis_name': expected axes of a mesh or axes of vmap, got both: vmap's "
+            f"{', '.join(map(repr, others))} "
+            "among axes over which shard_map checks what varies; call it for one after the other, or pass "
+            "check_vma=False"
+        )
     return bool(tracked)
 
 
@@ -130,26 +162,36 @@ def check_varying(op, names, paths, leaves, argument="x"):
         same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
         if same:
             raise ValueError(
-                f"{op}: argument '{argument}'{_at(path)}: expected an array that varies over {', '.join(map(repr, names))}, got one that "
-                f"is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)}). If it is a gradient, JAX has reduced it "
+                f"{op}: argument '{argument}'{_at(path)}: expected an array that varies over "
+                f"{', '.join(map(repr, names))}, got one that "
+                f"is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)}). If it is a gradient, "
+                "JAX has reduced it "
                 "already, uncompressed, because the parameters don't vary over that axis. Take it with "
                 "jaxcgx.local_value_and_grad, or differentiate with respect to "
-                "jax.lax.pcast(params, axis_name, to='varying').")
+                "jax.lax.pcast(params, axis_name, to='varying')."
+            )
 
 
 def check_residuals(op, call, residuals):
     """A residual for each leaf, or None."""
-    return _check_state(op, "residuals", call, residuals, [leaf.shape if leaf.dtype in DTYPES else None for leaf in call.leaves])
+    return _check_state(
+        op, "residuals", call, residuals, [leaf.shape if leaf.dtype in DTYPES else None for leaf in call.leaves]
+    )
 
 
 def check_momentum(op, call, momentum):
     """What of each leaf loses what is sent, or None."""
-    found = _check_state(op, "momentum", call, momentum, [leaf.shape for leaf in call.leaves], [leaf.dtype for leaf in call.leaves])
+    found = _check_state(
+        op, "momentum", call, momentum, [leaf.shape for leaf in call.leaves], [leaf.dtype for leaf in call.leaves]
+    )
     for i, given in enumerate(found):
         codec = call.codecs[i][0]
         if given is not None and i not in call.raw and not codec.sparse:
-            raise ValueError(f"{op}: argument 'momentum'{_at(call.paths[i])}: expected None for a leaf whose every element is sent, with "
-                             f"{spell(codec)}, got an array; take jaxcgx.TopK")
+            raise ValueError(
+                f"{op}: argument 'momentum'{_at(call.paths[i])}: expected None for a leaf whose every element is sent, "
+                "with "
+                f"{spell(codec)}, got an array; take jaxcgx.TopK"
+            )
     return found
 
 
@@ -158,8 +200,10 @@ def check_factors(op, call, factors):
     found = _check_state(op, "factors", call, factors, list(map(factor_shape, call.leaves, call.codecs)))
     for path, given in zip(call.paths, found):
         if given is not None and (axes := [name for name in call.net.names if name in _compat.varying_axes(given)]):
-            raise ValueError(f"{op}: argument 'factors'{_at(path)}: expected the same array on every rank, got one that varies over "
-                             f"{', '.join(map(repr, axes))}; pass on what the call before returned, through P() in shard_map's specs")
+            raise ValueError(
+                f"{op}: argument 'factors'{_at(path)}: expected the same array on every rank, got one that varies over "
+                f"{', '.join(map(repr, axes))}; pass on what the call before returned, through P() in shard_map's specs"
+            )
     return found
 
 
@@ -168,14 +212,22 @@ def _check_state(op, argument, call, state, shapes, dtypes=None):
     try:
         found = call.tree.flatten_up_to(state)
     except (TypeError, ValueError):
-        raise ValueError(f"{op}: argument '{argument}': expected a tree like x, {call.tree}, got {jax.tree_util.tree_structure(state)}") from None
-    for path, leaf, given, shape, dtype in zip(call.paths, call.leaves, found, shapes, dtypes or ["float32"] * len(shapes)):
+        raise ValueError(
+            f"{op}: argument '{argument}': expected a tree like x, {call.tree}, got "
+            f"{jax.tree_util.tree_structure(state)}"
+        ) from None
+    for path, leaf, given, shape, dtype in zip(
+        call.paths, call.leaves, found, shapes, dtypes or ["float32"] * len(shapes)
+    ):
         if given is None:
             continue
         expected = "None" if shape is None else f"{dtype}{list(shape)}"
         got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else repr(given)
         if got != expected:
-            raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got {got}")
+            raise ValueError(
+                f"{op}: argument '{argument}'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got "
+                f"{got}"
+            )
     return found
 
 
@@ -196,9 +248,13 @@ def check_array(op, argument, path, leaf):
     except (TypeError, ValueError):
         raise TypeError(f"{op}: argument '{argument}'{_at(path)}: expected an array, got {leaf!r}") from None
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
-        raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected an array that a device has as it is, got {jax.typeof(leaf)}, sharded over "
-                         f"{', '.join(map(repr, cut))}. To compress the local shards, wrap the call in a jax.shard_map over these axes, "
-                         "as docs/meshes.md shows")
+        raise ValueError(
+            f"{op}: argument '{argument}'{_at(path)}: expected an array that a device has as it is, got "
+            f"{jax.typeof(leaf)}, sharded over "
+            f"{', '.join(map(repr, cut))}. To compress the local shards, wrap the call in a jax.shard_map over these "
+            "axes, "
+            "as docs/meshes.md shows"
+        )
     return leaf
 
 
@@ -215,8 +271,10 @@ def check_dimension(op, argument, dimension, leaf, path, extra=0):
     except TypeError:
         raise TypeError(f"{op}: argument '{argument}': expected an integer, got {dimension!r}") from None
     if not -ndim <= d < ndim:
-        raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected a dimension of {leaf.dtype}{list(leaf.shape)}"
-                         f"{' with one more' if extra else ''}, got {dimension}")
+        raise ValueError(
+            f"{op}: argument '{argument}'{_at(path)}: expected a dimension of {leaf.dtype}{list(leaf.shape)}"
+            f"{' with one more' if extra else ''}, got {dimension}"
+        )
     return d % ndim
 
 
@@ -225,9 +283,11 @@ def check_divisible(op, argument, dimension, leaf, path, size, tiled):
     n = leaf.shape[dimension]
     if n % size if tiled else n != size:
         expected = f"a multiple of {size}" if tiled else f"{size}"
-        raise ValueError(f"{op}: argument '{argument}'{_at(path)}: expected dimension {dimension} to have {expected} elements, "
-                         f"one{' share' if tiled else ''} for each rank, got {leaf.dtype}{list(leaf.shape)}"
-                         + ("" if tiled else "; pass tiled=True to split a longer one"))
+        raise ValueError(
+            f"{op}: argument '{argument}'{_at(path)}: expected dimension {dimension} to have {expected} elements, "
+            f"one{' share' if tiled else ''} for each rank, got {leaf.dtype}{list(leaf.shape)}"
+            + ("" if tiled else "; pass tiled=True to split a longer one")
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +319,9 @@ class Route:
 class Call:
     """The checked arguments that every collective has. Leaves of one route share messages."""
 
-    def __init__(self, op, x, net, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True, sums=False):
+    def __init__(
+        self, op, x, net, codec, key, strict, fusion_mb, backward_codec=None, argument="x", local=True, sums=False
+    ):
         self.op, self.net = op, net
         check_flag(op, "strict", strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
@@ -289,7 +351,9 @@ class Call:
             refused = not guarded[i] and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in route.codecs)
             if reason and strict and (refused or leaf.dtype not in DTYPES):
                 error = ValueError if refused else TypeError
-                raise error(f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf")
+                raise error(
+                    f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
+                )
             if reason:
                 self.raw[i] = guarded[i] or reason
         self.groups = {}  # of the others, those of a route
@@ -298,11 +362,17 @@ class Call:
                 self.groups.setdefault(route, []).append(i)
 
     def _assign(self, argument, codec):
-        """Of each leaf the stages, and why a plan leaves it raw; the codecs in use, and those of another tree (see check_key)."""
+        """Of each leaf the stages, and why a plan leaves it raw; the codecs in use, and those of another tree (see
+        check_key)."""
         if isinstance(codec, plan.Plan):
             assigned = codec.assign(self.op, argument, self.paths, self.leaves)
             stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
-            return stages, [reason for _, reason in assigned], [used for there in stages for _, used in there], codec.codecs
+            return (
+                stages,
+                [reason for _, reason in assigned],
+                [used for there in stages for _, used in there],
+                codec.codecs,
+            )
         stages = check_stages(self.op, argument, codec, self.net)
         codecs = [used for _, used in stages]
         return [stages] * len(self.leaves), [None] * len(self.leaves), codecs, codecs
@@ -313,13 +383,17 @@ class Call:
             return there, back
         flat, parts = sorted((there, back), key=len)
         if not flat[0][1].raw:
-            raise ValueError(f"{self.op}: argument 'backward_codec': expected a codec for each axis where 'codec' has one for each, and one for all "
-                             f"where it has one for all, got {len(back)} beside {len(there)}")
+            raise ValueError(
+                f"{self.op}: argument 'backward_codec': expected a codec for each axis where 'codec' has one for each, "
+                "and one for all "
+                f"where it has one for all, got {len(back)} beside {len(there)}"
+            )
         flat = tuple((net, flat[0][1]) for net, _ in parts)
         return (flat, parts) if len(there) < len(back) else (parts, flat)
 
     def run(self, plain, compressed):
-        """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids, route)` for
+        """The tree of results: of `plain(leaf, its number)` for what travels raw, of `compressed(leaves, key, ids,
+        route)` for
         each message. The scopes are what `explain` finds in the compiled program."""
         results = [None] * len(self.leaves)
         for i, reason in self.raw.items():

@@ -1,14 +1,18 @@
-"""Sums over several transports, each with a codec of its own: little over the slow network, all of it over the fast one.
+"""Sums over several transports, each with a codec of its own: little over the slow network, all of it over the fast
+one.
 
-Shards: reduce-scatter over the inner ranks, the exchange over the outermost ones, of a shard on every inner rank, all-gather
+Shards: reduce-scatter over the inner ranks, the exchange over the outermost ones, of a shard on every inner rank,
+all-gather
 back. Every inner rank talks to its peers on the other nodes, so every network card works.
 
 Leader (CGX's intra-broadcast): sum over the inner ranks, an exchange among the inner ranks 0 alone, and their bytes
 to the others, who decode the same.
 
-Feedback is of what the outermost exchange loses. Residuals are added before the innermost sum, so that it doesn't matter
+Feedback is of what the outermost exchange loses. Residuals are added before the innermost sum, so that it doesn't
+matter
 which of the ranks holds one.
 """
+
 import math
 
 import jax
@@ -19,22 +23,31 @@ from jaxcgx.collectives import feedback, schedules
 
 
 def allreduce(net, stages, leaves, residuals, momentum, ids, key, schedule, own, leader, divisor):
-    """The leaves' sum over all stages ((transport, codec), ...), outermost first, divided by `divisor`; new residuals, if there were
+    """The leaves' sum over all stages ((transport, codec), ...), outermost first, divided by `divisor`; new residuals,
+    if there were
     any; momentum, if there was any, without what the outermost exchange sent."""
     fed = residuals is not None
     if fed:
         leaves, lost = feedback.carry(leaves, residuals)
     if leader:
-        sums, more, momentum = _by_leaders(net.leaders(), stages, leaves, fed, momentum, ids, key, schedule, own, divisor)
+        sums, more, momentum = _by_leaders(
+            net.leaders(), stages, leaves, fed, momentum, ids, key, schedule, own, divisor
+        )
     else:
         sums, more, momentum = _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor)
     if not fed:
         return sums, None, None
-    return sums, [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(sums, lost, more, residuals)], momentum
+    return (
+        sums,
+        [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(sums, lost, more, residuals)],
+        momentum,
+    )
 
 
-# Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not depend
-# on what else is in the message. Raw() stages send bytes too: leaves share a message, for which XLA has no reduce-scatter.
+# Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not
+# depend
+# on what else is in the message. Raw() stages send bytes too: leaves share a message, for which XLA has no
+# reduce-scatter.
 def _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
     inner = list(enumerate(stages))[1:]
     sizes = [net.size for _, (net, _) in reversed(inner)]
@@ -64,7 +77,8 @@ def _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
 
 
 def _cut(x, sizes, sparse=False):
-    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum; for a sparse codec, which might
+    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum; for a sparse
+    codec, which might
     send it, with 0."""
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
@@ -86,7 +100,9 @@ def _place(share, ranks, sizes):
 def _by_leaders(leaders, stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
     dtypes = [x.dtype for x in leaves]
     leaves = sum_inside(stages, [x.astype(jnp.float32) for x in leaves], ids, key, schedule, own)
-    sums, lost, sent = _exchange(leaders, stages[0][1], leaves, fed, ids, schedules.stage_key(key, 0, ()), schedule[0], own, divisor)
+    sums, lost, sent = _exchange(
+        leaders, stages[0][1], leaves, fed, ids, schedules.stage_key(key, 0, ()), schedule[0], own, divisor
+    )
     if fed:
         lost = [jnp.where(leaders.speaks, x, 0) for x in lost]
     if momentum is not None:
@@ -101,7 +117,9 @@ def sum_inside(stages, leaves, ids, key, schedule, own):
     """The sums of float32 leaves over all stages but the outermost, whole, on every rank."""
     for i, (net, codec) in reversed(list(enumerate(stages))[1:]):
         others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
-        leaves, _, _ = _exchange(net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0)
+        leaves, _, _ = _exchange(
+            net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0
+        )
     return leaves
 
 

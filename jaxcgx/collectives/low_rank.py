@@ -1,12 +1,19 @@
-"""Sums of low rank (codecs/powersgd.py): what ranks send are sums of factors, one of P and one of Q for a whole message.
+"""Sums of low rank (codecs/powersgd.py): what ranks send are sums of factors, one of P and one of Q for a whole
+message.
 
-Each rank multiplies its own numbers with the factors; the sum that every rank makes of the sums of both is the same. What a rank
-lost is what the basis, which is everybody's, leaves of its own numbers. It is orthogonal to what was sent of them: residuals stay
-bounded, and over all ranks they are what is missing in the sum. (What others sent has no part in it; in the published algorithm,
-where a residual is the rank's numbers without the mean, differences between ranks pile up in residuals and cancel in their sum.)
+Each rank multiplies its own numbers with the factors; the sum that every rank makes of the sums of both is the same.
+What a rank
+lost is what the basis, which is everybody's, leaves of its own numbers. It is orthogonal to what was sent of them:
+residuals stay
+bounded, and over all ranks they are what is missing in the sum. (What others sent has no part in it; in the published
+algorithm,
+where a residual is the rank's numbers without the mean, differences between ranks pile up in residuals and cancel in
+their sum.)
 
-Of a hierarchy the inner ranks first sum, whole, with their own codecs; each has then all of what the node lost, and keeps a share.
+Of a hierarchy the inner ranks first sum, whole, with their own codecs; each has then all of what the node lost, and
+keeps a share.
 """
+
 import math
 
 import jax
@@ -34,21 +41,28 @@ def init_factors(x, codec):
         chosen = [given for given, _ in codec.assign(op, "codec", paths, leaves)]
     else:
         chosen = [codec if isinstance(codec, dict) else check_codec(op, codec)] * len(leaves)
-    shapes = [factor_shape(leaf, list(given.values()) if isinstance(given, dict) else [given]) for leaf, given in zip(leaves, chosen)]
+    shapes = [
+        factor_shape(leaf, list(given.values()) if isinstance(given, dict) else [given])
+        for leaf, given in zip(leaves, chosen)
+    ]
     return tree.unflatten([None if shape is None else jnp.zeros(shape, jnp.float32) for shape in shapes])
 
 
 def allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor):
-    """The leaves' sum over all stages, outermost first, divided by `divisor`; new residuals, if there were any; new factors."""
+    """The leaves' sum over all stages, outermost first, divided by `divisor`; new residuals, if there were any; new
+    factors."""
     (net, codec), inner = stages[0], math.prod(part.size for part, _ in stages[1:])
     terms = [[x.astype(jnp.float32) for x in leaves]] + ([residuals] if residuals is not None else [])
     if inner > 1:
         terms = [hierarchy.sum_inside(stages, [sum(each) for each in zip(*terms)], ids, key, schedule, own)]
-    alike = {}  # matrices of one shape are multiplied together, and compile as one; large ones would have to be copied for that
+    # matrices of one shape are multiplied together, and compile as one; large ones would have to be copied for that
+    alike = {}
     for i, x in enumerate(leaves):
         alike.setdefault((matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
     # Of products the sum, not products of the sum: that is no array of its own.
-    matrices = [[jnp.stack([term[i].reshape(shape) for i in each]) for term in terms] for (shape, _), each in alike.items()]
+    matrices = [
+        [jnp.stack([term[i].reshape(shape) for i in each]) for term in terms] for (shape, _), each in alike.items()
+    ]
     if factors is None:
         warm = [jnp.zeros((len(each), *codec.factor_shape(shape)), jnp.float32) for (shape, _), each in alike.items()]
     else:
@@ -56,7 +70,9 @@ def allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divis
     saving = sum(x.size * x.dtype.itemsize for x in leaves) / sum(codec.wire_bytes(x.shape, x.dtype) for x in leaves)
     with scopes.scope(scopes.Exchange("psum", codec, saving)):
         first = [begin(q) for q in warm]
-        bases = [orthonormal(p) for p in _psum(net, [sum(left(x, q) for x in each) for each, q in zip(matrices, first)])]
+        bases = [
+            orthonormal(p) for p in _psum(net, [sum(left(x, q) for x in each) for each, q in zip(matrices, first)])
+        ]
         mine = [sum(right(basis, x) for x in each) for basis, each in zip(bases, matrices)]
         found = [q / divisor for q in _psum(net, mine)]
     results, lost, new = [None] * len(leaves), [None] * len(leaves), [None] * len(leaves)

@@ -1,18 +1,22 @@
 """What the compressed collectives have in common as JAX primitives, a bind for each message.
 
-Operands: the message's leaves; of each kind of `state` (STATE) an array for each leaf, and as many results behind the leaves'
-own; for codecs that draw noise the two words of a key. Each carries in front an axis for every entry of the parameter `batch`, a
-pair of its size and its name. The name is None for an axis that vmap added; it is the name of the axis where the collective itself
+Operands: the message's leaves; of each kind of `state` (STATE) an array for each leaf, and as many results behind the
+leaves'
+own; for codecs that draw noise the two words of a key. Each carries in front an axis for every entry of the parameter
+`batch`, a
+pair of its size and its name. The name is None for an axis that vmap added; it is the name of the axis where the
+collective itself
 runs over what vmap(axis_name=...) maps. `net` is the transport.
 
 Linearisation ignores quantization (straight-through): a collective is linear in its leaves, and the derivative of a
-staircase is of no use to anybody. So a tangent goes through the same collective, compressed alike, with the same key. What
+staircase is of no use to anybody. So a tangent goes through the same collective, compressed alike, with the same key.
+What
 rounding lost and will lose, residuals, counts as constant; factors are those of the leaves, and tangents begin without.
 """
+
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
@@ -37,8 +41,14 @@ def bind(primitive, leaves, key, state={}, **params):
     for kind, arrays in state.items():  # what is kept varies as what is sent does
         leaves = [_compat.vary(x, _compat.varying_axes(kept)) for x, kept in zip(leaves, arrays)]
     gone = {kind: frozenset() if own else frozenset(params["net"].names) for kind, own in STATE.items()}
-    arrays = [_compat.vary(kept, _compat.varying_axes(x) - gone[kind]) for kind, kept_of in state.items() for x, kept in zip(leaves, kept_of)]
-    return primitive.bind(*leaves, *arrays, *([] if key is None else [key]), **{"batch": (), **params, "state": tuple(state)})
+    arrays = [
+        _compat.vary(kept, _compat.varying_axes(x) - gone[kind])
+        for kind, kept_of in state.items()
+        for x, kept in zip(leaves, kept_of)
+    ]
+    return primitive.bind(
+        *leaves, *arrays, *([] if key is None else [key]), **{"batch": (), **params, "state": tuple(state)}
+    )
 
 
 def _stateless(params):
@@ -50,8 +60,10 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
     """A primitive.
 
     run(leaves, key, [state of each kind,] **params): what it does, in terms of lax and the native operations.
-    shape(shape, **params): the shape that a leaf of a shape becomes. transpose(leaves, cts, key, **params): cotangents of
-    the leaves, of which only the types are given. same: the results are the same on every rank. invarying(**params): and
+    shape(shape, **params): the shape that a leaf of a shape becomes. transpose(leaves, cts, key, **params): cotangents
+    of
+    the leaves, of which only the types are given. same: the results are the same on every rank. invarying(**params):
+    and
     say so in their types.
     """
     primitive = _compat.Primitive(f"jaxcgx_{name}")
@@ -79,7 +91,9 @@ def define(name, run, shape, transpose, same, invarying=lambda **params: False):
         sizes, n = tuple(size for size, _ in batch), len(batch)
         gone = net.names if invarying(**params) else ()
         leaves, _, state = split(avals, params)
-        results = [_compat.result_aval([x], sizes + shape(x.shape[n:], **_stateless(params)), x.dtype, n, gone) for x in leaves]
+        results = [
+            _compat.result_aval([x], sizes + shape(x.shape[n:], **_stateless(params)), x.dtype, n, gone) for x in leaves
+        ]
         new = [_compat.result_aval([x], x.shape, x.dtype, n) for kept in state.values() for x in kept]
         return results + new, _compat.axis_effects(bound) | net.effects
 

@@ -1,21 +1,57 @@
 """compressed_psum_scatter: lax.psum_scatter that sends a fraction of the bytes."""
+
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcgx.collectives import all_gather, primitive, schedules
-from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible, check_hops, check_own
+from jaxcgx.collectives.call import (
+    Call,
+    check_axes,
+    check_choice,
+    check_dimension,
+    check_divisible,
+    check_hops,
+    check_own,
+)
 from jaxcgx.transports import rows
 
 
-def compressed_psum_scatter(x, axis_name, codec, *, key=None, scatter_dimension=0, tiled=False, schedule="auto", own="raw",
-                            backward_codec=None, strict=False, fusion_mb=None):
+def compressed_psum_scatter(
+    x,
+    axis_name,
+    codec,
+    *,
+    key=None,
+    scatter_dimension=0,
+    tiled=False,
+    schedule="auto",
+    own="raw",
+    backward_codec=None,
+    strict=False,
+    fusion_mb=None,
+):
     """The sum of `x` over a named axis, of which every rank keeps its slice, as `jax.lax.psum_scatter`.
 
-    scatter_dimension, tiled: as in lax. schedule: "one_shot" (every slice straight to its owner), "ring", or "auto", which
-    is "one_shot". backward_codec: of the transpose, which is compressed_all_gather; the same codec by default. A dict of
-    codecs scatters over the innermost axis first, so that the others carry a share each. The rest as in `compressed_psum`.
+    scatter_dimension, tiled: as in lax. schedule: "one_shot" (every slice straight to its owner), "ring", or "auto",
+    which
+    is "one_shot". backward_codec: of the transpose, which is compressed_all_gather; the same codec by default. A dict
+    of
+    codecs scatters over the innermost axis first, so that the others carry a share each. The rest as in
+    `compressed_psum`.
     """
-    return reduce_scatter("compressed_psum_scatter", x, check_axes("compressed_psum_scatter", axis_name), codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb)
+    return reduce_scatter(
+        "compressed_psum_scatter",
+        x,
+        check_axes("compressed_psum_scatter", axis_name),
+        codec,
+        key,
+        scatter_dimension,
+        tiled,
+        schedule,
+        own,
+        backward_codec,
+        strict,
+        fusion_mb,
+    )
 
 
 def reduce_scatter(op, x, net, codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb):
@@ -39,8 +75,17 @@ def reduce_scatter(op, x, net, codec, key, scatter_dimension, tiled, schedule, o
         parts = [rows.by_axis(rows.split(x, dims[i], call.size, tiled), route.stages) for x, i in zip(leaves, ids)]
         for j, (part, codec) in reversed(list(enumerate(route.stages))):
             parts = [jnp.moveaxis(x, j, 0) for x in parts]
-            parts = primitive.bind(psum_scatter_p, parts, route.key(key, j, route.others(j)), net=part, codec=codec,
-                                   backward=route.backward[j], ids=ids, schedule=schedule, own=own)
+            parts = primitive.bind(
+                psum_scatter_p,
+                parts,
+                route.key(key, j, route.others(j)),
+                net=part,
+                codec=codec,
+                backward=route.backward[j],
+                ids=ids,
+                schedule=schedule,
+                own=own,
+            )
         return parts
 
     return call.run(plain, compressed)
@@ -58,8 +103,17 @@ def _shape(shape, **params):
 # Row r of the input went into the sum of rank r, from every rank: its cotangent is rank r's, for every rank.
 def _transpose(avals, cts, key, *, backward, codec, schedule, own, batch, **params):
     ranks = avals[0].shape[len(batch)]
-    return primitive.bind(all_gather.all_gather_p, cts, schedules.fold(key, schedules.BACK), ranks=ranks, codec=backward, backward=codec,
-                          to="varying", batch=batch, **params)
+    return primitive.bind(
+        all_gather.all_gather_p,
+        cts,
+        schedules.fold(key, schedules.BACK),
+        ranks=ranks,
+        codec=backward,
+        backward=codec,
+        to="varying",
+        batch=batch,
+        **params,
+    )
 
 
 psum_scatter_p = primitive.define("psum_scatter", _run, _shape, _transpose, same=False)

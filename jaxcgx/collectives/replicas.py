@@ -1,4 +1,5 @@
 """check_replicas: do all ranks have the same bits, and if not, which rank and which leaf?"""
+
 import dataclasses
 import functools
 
@@ -29,8 +30,12 @@ class Replicas:
     def __str__(self):
         if self.agree:
             return f"All ranks of {self.axis_name!r} agree on all {len(self.paths)} leaves."
-        return "\n".join(f"Leaf {path or 'x'} of rank {', '.join(map(str, np.flatnonzero(row)))} of {self.axis_name!r} differs from "
-                         "the other ranks'." for path, row in zip(self.paths, np.asarray(self.differs)) if row.any())
+        return "\n".join(
+            f"Leaf {path or 'x'} of rank {', '.join(map(str, np.flatnonzero(row)))} of {self.axis_name!r} differs from "
+            "the other ranks'."
+            for path, row in zip(self.paths, np.asarray(self.differs))
+            if row.any()
+        )
 
     def check(self):
         """Raises an error that names the ranks and leaves, if any differ. For concrete results, outside jit."""
@@ -44,7 +49,7 @@ def _words(x):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
+    if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8):
         x = x.astype(jnp.int32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)

@@ -1,15 +1,18 @@
 """How the bytes of one message travel among the ranks of a transport (transports/xla.py says what one is).
 
 A reduction has two halves. In the first every rank ends up with the sum of its own part of the message; in the second
-(psum only) the parts, encoded, go to everybody. What the parts are is said by `Chunks` (psum: cuts of the message, whole
+(psum only) the parts, encoded, go to everybody. What the parts are is said by `Chunks` (psum: cuts of the message,
+whole
 buckets, balanced in bytes) or `Slices` (psum_scatter: what the caller's scatter dimension says).
 
 Sums are in float32 and in rank order. A rank's own part takes part in its sum as it is, not encoded, unless `own` is
 "encoded". Every rank, the owner too, decodes the same bytes of a sum: replicas are identical to the bit.
 
-A sparse codec may give sums a codec of their own, with room for all that ranks sent (`Codec.of_sum`). A rank's own part then
+A sparse codec may give sums a codec of their own, with room for all that ranks sent (`Codec.of_sum`). A rank's own part
+then
 takes part as the others see it: nothing of the sum is lost.
 """
+
 import dataclasses
 
 import jax
@@ -54,8 +57,16 @@ class Chunks:
 
     def reduce(self, payloads, part, place, own, divisor, encoded, key):
         """The sum of the payloads of one part, in which this rank's own leaves stand at `place`, if `own`."""
-        return ops.reduce(self.layout, payloads, chunk=part, own=self.leaves if own else None, rank=place,
-                          divisor=divisor, encoded=encoded, key=key)
+        return ops.reduce(
+            self.layout,
+            payloads,
+            chunk=part,
+            own=self.leaves if own else None,
+            rank=place,
+            divisor=divisor,
+            encoded=encoded,
+            key=key,
+        )
 
     def owned(self, rank):
         """Of each leaf, which elements lie in the part of a rank."""
@@ -63,7 +74,10 @@ class Chunks:
         for c, pieces in enumerate(self.layout.pieces, 1):
             for p in pieces:
                 ends[p.leaf, c:] += p.coded
-        found = [(jnp.arange(x.size) >= jnp.asarray(end)[rank]) & (jnp.arange(x.size) < jnp.asarray(end)[rank + 1]) for x, end in zip(self.leaves, ends)]
+        found = [
+            (jnp.arange(x.size) >= jnp.asarray(end)[rank]) & (jnp.arange(x.size) < jnp.asarray(end)[rank + 1])
+            for x, end in zip(self.leaves, ends)
+        ]
         return [mine.reshape(x.shape) for mine, x in zip(found, self.leaves)]
 
 
@@ -76,6 +90,7 @@ class Slices:
 
     def encode(self, key):
         """uint8[ranks, bytes]."""
+
         def one(leaves, row):
             return ops.encode(self.layout, leaves, fold(key, row))[0]
 
@@ -106,7 +121,8 @@ def exchange(net, parts, key, own, divisor, encoded):
 
 
 def ring(net, parts, key, own, divisor, encoded):
-    """First half, from neighbour to neighbour: a part visits every rank and ends with its owner, encoded anew at each."""
+    """First half, from neighbour to neighbour: a part visits every rank and ends with its owner, encoded anew at
+    each."""
     part = (net.rank - 1) % net.size
     # Nothing has come yet: this rank's own part is all of the first sum, and what stands in for it is not read.
     payloads = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
@@ -114,8 +130,15 @@ def ring(net, parts, key, own, divisor, encoded):
     for hop in range(1, net.size):
         row, part = net.shift(row), (part - 1) % net.size
         last = hop + 1 == net.size
-        row = parts.reduce(jnp.stack([row, row]), part, 1, True, divisor if last else 1.0, encoded or not last,
-                           fold(key, SUM) if last else fold(key, HOP + hop, net.rank))
+        row = parts.reduce(
+            jnp.stack([row, row]),
+            part,
+            1,
+            True,
+            divisor if last else 1.0,
+            encoded or not last,
+            fold(key, SUM) if last else fold(key, HOP + hop, net.rank),
+        )
     return row
 
 
@@ -123,14 +146,22 @@ REDUCE = {"two_shot": exchange, "ring": ring}
 
 
 def fed_exchange(net, parts, residuals, key, own, divisor):
-    """`exchange` with feedback: (the encoded sum, new residuals, what was sent). What the first encoding of a rank's own part
-    loses is not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses. Of that
+    """`exchange` with feedback: (the encoded sum, new residuals, what was sent). What the first encoding of a rank's
+    own part
+    loses is not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses.
+    Of that
     part the rank has sent what the sum has."""
     payload, lost = parts.encode(fold(key, FIRST, net.rank), residuals)
     received = net.all_to_all(payload)
     if own == "encoded":
-        return parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)), lost, Sent(parts.layout, payload)
-    row, lost = ops.reduce(parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM))
+        return (
+            parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)),
+            lost,
+            Sent(parts.layout, payload),
+        )
+    row, lost = ops.reduce(
+        parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM)
+    )
     return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
 
@@ -160,7 +191,8 @@ def top(net, codec, sums, lost, ids, key):
 
 
 def allreduce(schedule, net, codec, leaves, residuals, ids, key, own, divisor):
-    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals and what was sent."""
+    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals and what
+    was sent."""
     if net.allreduce and schedule != "ring" and codec.native is not None and not codec.sparse:
         layout = Layout.of(codec, leaves, net.size if schedule == "two_shot" else 1, ids)
         keys = fold(key, FIRST, net.rank), fold(key, SUM)

@@ -1,8 +1,11 @@
 """Names of what travels, for profilers, and for `explain`, which finds them in the compiled program.
 
-A name ends in a tag, the hash of what it stands for: a thousand leaves would not fit. What tags stand for is remembered here
-for as long as the process lives, as traces are: a function that is jitted already is not traced again when it is explained.
+A name ends in a tag, the hash of what it stands for: a thousand leaves would not fit. What tags stand for is remembered
+here
+for as long as the process lives, as traces are: a function that is jitted already is not traced again when it is
+explained.
 """
+
 import dataclasses
 import hashlib
 import re

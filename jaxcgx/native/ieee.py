@@ -4,6 +4,7 @@ sum that uses it, and turns a division by a constant into a product. Used by the
 The wire avoids all of these but at the edges: a product is never added to something unless it is exact, and very
 small numbers are handled after an exact multiplication by 2^80 (`up`), where nothing is denormal.
 """
+
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,9 +1,12 @@
-"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp. A list is int32[k], ascending, of indices below n; n
+"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp. A list is int32[k], ascending, of indices below
+n; n
 itself stands for none and comes last.
 
-Of the two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are, the
+Of the two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are,
+the
 high ones as a row of bits in which the j-th one stands at j + high. Or a bit for each of the n elements.
 """
+
 import jax.numpy as jnp
 from jax import lax
 

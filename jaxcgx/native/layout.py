@@ -1,10 +1,11 @@
 """Where everything of a message lies: xla_ffi/codec/layout.h for shapes. docs/wire-format.md says it in words."""
+
 import dataclasses
 import functools
 import math
 
-import numpy as np
 import jax.numpy as jnp
+import numpy as np
 
 UNIT = 512  # where chunks of a codec without buckets may begin: a multiple of this
 DTYPES = tuple(jnp.dtype(d) for d in ("float32", "bfloat16", "float16"))  # by their number on the FFI boundary
@@ -58,8 +59,13 @@ class Layout:
     @classmethod
     def of(cls, codec, leaves, chunks=1, ids=None):
         leaves = list(leaves)
-        return cls(codec, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), chunks,
-                   None if ids is None else tuple(ids))
+        return cls(
+            codec,
+            tuple(tuple(x.shape) for x in leaves),
+            tuple(x.dtype for x in leaves),
+            chunks,
+            None if ids is None else tuple(ids),
+        )
 
     def of_sum(self, ranks):
         """Of a sum of so many ranks' messages, in pieces of the same elements."""

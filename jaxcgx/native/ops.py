@@ -5,6 +5,7 @@ Each in the same order: function, lowering, abstract evaluation, batching, diffe
 A primitive's operands carry the axes of `batch` in front of their own, one message for each index: vmap adds an axis
 to them, and one call does them all.
 """
+
 import functools
 import math
 
@@ -26,7 +27,8 @@ def _bind(primitive, operands, **params):
 
 
 def _one_by_one(function):
-    """As jax.vmap, for what switches: vmap would compute every branch of each, and JAX can't under shard_map's check_vma."""
+    """As jax.vmap, for what switches: vmap would compute every branch of each, and JAX can't under shard_map's
+    check_vma."""
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
@@ -50,7 +52,9 @@ def _lower_to_handler(target, attributes, workspace_bytes):
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         results = ctx.avals_out
         payloads = extra.get("ranks", 0 if target == "encode" else 1)
-        if hidden := workspace_bytes(**message, payloads=payloads, encodes=target == "encode" or params.get("encoded", False)):
+        if hidden := workspace_bytes(
+            **message, payloads=payloads, encodes=target == "encode" or params.get("encoded", False)
+        ):
             ctx = ctx.replace(avals_out=[*results, _compat.result_aval(ctx.avals_in, (hidden,), np.dtype("uint8"))])
         call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
         return call(ctx, *operands, **message, **extra)[: len(results)]
@@ -83,8 +87,10 @@ def _check(op, argument, arrays, shapes, dtypes):
         raise ValueError(f"{op}: argument '{argument}': expected {len(expected)} arrays, got {len(got)}")
     for i, (e, g) in enumerate(zip(expected, got)):
         if e != g:
-            raise ValueError(f"{op}: argument '{argument}', array {i}: expected {e[1]}{list(e[0])}, got "
-                             + (f"{g[1]}{list(g[0])}" if g[1] is not None else repr(arrays[i])))
+            raise ValueError(
+                f"{op}: argument '{argument}', array {i}: expected {e[1]}{list(e[0])}, got "
+                + (f"{g[1]}{list(g[0])}" if g[1] is not None else repr(arrays[i]))
+            )
 
 
 def _check_key(op, codec, key):
@@ -98,10 +104,13 @@ def _check_key(op, codec, key):
 
 
 def in_front(operands, dims, size=None):
-    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated. size: of the axis, which perhaps no
+    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated. size: of the axis,
+    which perhaps no
     operand has."""
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    return [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)]
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
+    ]
 
 
 def _batch(primitive, operands, dims, batch, **params):
@@ -122,7 +131,9 @@ def _zero_jvp(primitive):
 
 def _register(primitive, target, function, attributes, abstract, jvp, over=jax.vmap):
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor")))
+    primitive.def_impl(
+        jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor"))
+    )
     primitive.def_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
@@ -130,15 +141,22 @@ def _register(primitive, target, function, attributes, abstract, jvp, over=jax.v
     if _native is None:
         mlir.register_lowering(primitive, to_reference)
         return
+
     def to_handler(workspace):
         return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace))
 
     rules = {
-        None: _refuse(target, "there are kernels for CPUs and NVIDIA GPUs, not for the platform that the computation is placed on; "
-                              "set JAXCGX_REFERENCE=1 to run plain jnp there"),
+        None: _refuse(
+            target,
+            "there are kernels for CPUs and NVIDIA GPUs, not for the platform that the computation is placed on; "
+            "set JAXCGX_REFERENCE=1 to run plain jnp there",
+        ),
         "cpu": to_handler(lambda **message: 0),
-        "cuda": to_handler(_native.workspace_bytes) if hasattr(_native, "workspace_bytes") else
-                _refuse(target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"),
+        "cuda": to_handler(_native.workspace_bytes)
+        if hasattr(_native, "workspace_bytes")
+        else _refuse(
+            target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"
+        ),
     }
     for platform, rule in rules.items():
         mlir.register_lowering(primitive, _lower(rule, to_reference), platform=platform)
@@ -216,7 +234,8 @@ def _decode_abstract(payload, *, layout, batch):
 _register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _zero_jvp(decode_p))
 
 
-# reduce: payloads of one chunk to their sum, as leaves or as a payload again, and with feedback residuals to new residuals
+# reduce: payloads of one chunk to their sum, as leaves or as a payload again, and with feedback residuals to new
+# residuals
 
 reduce_p = _compat.Primitive("jaxcgx_reduce")
 
@@ -225,11 +244,14 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
     """The sum of payloads uint8[ranks, layout.chunk_bytes], in fp32 in rank order, divided by `divisor`.
 
     chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
-    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again, uint8[layout.of_sum(ranks).chunk_bytes],
-    for which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there is not
+    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again,
+    uint8[layout.of_sum(ranks).chunk_bytes],
+    for which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there
+    is not
     the CPU's kernels make an error, the GPU's, which can't stop, NaNs.
 
-    residuals: float32 of the leaves' whole shapes, for a sum that is encoded. Those of the chunk's elements are added to
+    residuals: float32 of the leaves' whole shapes, for a sum that is encoded. Those of the chunk's elements are added
+    to
     the sum before it is divided; the result is then (payload, new residuals), in which the chunk's elements are what
     encoding lost of the sum: sum - divisor * decoded, or where that is not finite what they were. All others stay. A
     residual that is donated is updated in place.
@@ -240,22 +262,43 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
     if not divisor >= 2.0**-126:  # of a smaller one 1 / divisor may be infinite
         raise ValueError(f"reduce: argument 'divisor': expected a positive number, 2^-126 or more, got {divisor}")
     if not encoded and layout.chunks != 1:
-        raise ValueError(f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass encoded=True")
+        raise ValueError(
+            f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass "
+            "encoded=True"
+        )
     if residuals is not None:
         if not encoded:
-            raise ValueError("reduce: argument 'residuals': expected None where the sum is not encoded, and loses nothing, got "
-                             "residuals; pass encoded=True")
+            raise ValueError(
+                "reduce: argument 'residuals': expected None where the sum is not encoded, and loses nothing, got "
+                "residuals; pass encoded=True"
+            )
         if own is not None:
-            raise ValueError("reduce: argument 'own': expected None with residuals, which hold what the own payload lost, got leaves; "
-                             "leave them out")
+            raise ValueError(
+                "reduce: argument 'own': expected None with residuals, which hold what the own payload lost, got "
+                "leaves; "
+                "leave them out"
+            )
         _check("reduce", "residuals", residuals := list(residuals), layout.shapes, [jnp.float32] * len(layout.shapes))
     if not layout.shapes:
         sums = payloads[0] if encoded else []
         return sums if residuals is None else (sums, [])
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    operands = [payloads, where, *(own or residuals or []), *(_check_key("reduce", layout.of_sum(len(payloads)).codec, key) if encoded else [])]
-    results = _bind(reduce_p, operands, layout=layout, batch=(), own=own is not None, divisor=float(divisor), encoded=encoded,
-                    feedback=residuals is not None)
+    operands = [
+        payloads,
+        where,
+        *(own or residuals or []),
+        *(_check_key("reduce", layout.of_sum(len(payloads)).codec, key) if encoded else []),
+    ]
+    results = _bind(
+        reduce_p,
+        operands,
+        layout=layout,
+        batch=(),
+        own=own is not None,
+        divisor=float(divisor),
+        encoded=encoded,
+        feedback=residuals is not None,
+    )
     if residuals is not None:
         return results[0], results[1:]
     return results[0] if encoded else results
@@ -264,11 +307,15 @@ def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=
 def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded, feedback):
     n = len(layout.shapes) if own or feedback else 0
     key = rest[n] if encoded and layout.of_sum(payloads.shape[0]).codec.stochastic else None
-    return reference.reduce(layout, payloads, where, rest[:n] if own else None, divisor, encoded, key, rest[:n] if feedback else None)
+    return reference.reduce(
+        layout, payloads, where, rest[:n] if own else None, divisor, encoded, key, rest[:n] if feedback else None
+    )
 
 
 def _reduce_attributes(layout, avals, own, divisor, encoded, feedback):
-    attributes = dict(ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor), feedback=feedback)
+    attributes = dict(
+        ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor), feedback=feedback
+    )
     return attributes, {2 + i: 1 + i for i in range(len(layout.shapes))} if feedback else {}
 
 
@@ -284,8 +331,10 @@ def _reduce_jvp(primals, tangents, **params):
         return _zero_jvp(reduce_p)(primals, tangents, **params)
     results = reduce_p.bind(*primals, **params)
     own = tangents[2 : 2 + len(params["layout"].shapes)]
-    return results, [_compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
-                     for r, t in zip(results, own)]
+    return results, [
+        _compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
+        for r, t in zip(results, own)
+    ]
 
 
 _register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp, over=_one_by_one)
@@ -297,7 +346,8 @@ clear_p = _compat.Primitive("jaxcgx_clear")
 
 
 def clear(layout, payload, arrays):
-    """Arrays of the leaves' shapes and dtypes, 0 where the payload uint8[layout.chunks, layout.chunk_bytes], of a codec that sends
+    """Arrays of the leaves' shapes and dtypes, 0 where the payload uint8[layout.chunks, layout.chunk_bytes], of a codec
+    that sends
     some elements only, has an element. An array that is donated is updated in place."""
     _check("clear", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
     _check("clear", "arrays", arrays := list(arrays), layout.shapes, layout.dtypes)
@@ -355,4 +405,7 @@ roundtrip_p.def_impl(jax.jit(roundtrip_p.bind, static_argnames=("codec", "batch"
 # Rounded where it lies: the type's sharding (Explicit meshes) stays.
 roundtrip_p.def_abstract_eval(lambda x, *key, codec, batch: [x.update(weak_type=False)])
 batching.primitive_batchers[roundtrip_p] = functools.partial(_batch, roundtrip_p)
-mlir.register_lowering(roundtrip_p, partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps))
+mlir.register_lowering(
+    roundtrip_p,
+    partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps),
+)

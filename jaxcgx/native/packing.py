@@ -1,4 +1,5 @@
 """Codes to bytes and back: xla_ffi/codec/pack.h in jnp. A bucket is [..., n] codes in int32."""
+
 import jax.numpy as jnp
 from jax import lax
 

@@ -3,9 +3,11 @@
 Without a rule it gathers every operand of a custom call on every device. Inside shard_map nothing of this is needed:
 there an operation sees its shard and nothing else.
 
-Messages are independent of one another, so the axes of vmap stay sharded. A message is whole: its bytes depend on all of
+Messages are independent of one another, so the axes of vmap stay sharded. A message is whole: its bytes depend on all
+of
 its leaves. An array that is only rounded (roundtrip) stays sharded where no bucket is cut.
 """
+
 import math
 
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -29,7 +31,8 @@ def _shards(mesh, entry):
 def lower(primitive, direct, keeps=None):
     """The lowering rule `direct` of a primitive, with a rule for the partitioner where it decides.
 
-    keeps(shape, shards, **params): whether the first operand, whose axes behind those of the batch have this shape, may be
+    keeps(shape, shards, **params): whether the first operand, whose axes behind those of the batch have this shape, may
+    be
     cut into so many shards along them, and the first result with it.
     """
 
@@ -58,14 +61,19 @@ def lower(primitive, direct, keeps=None):
 
         def factors(value, avals):
             # An axis of the same name is cut alike in every value that has it.
-            return [[f"row{k}" if k < n else f"{'x' if keeps and i == 0 else f'{value}{i}'}_{k}" for k in range(a.ndim)]
-                    for i, a in enumerate(avals)]
+            return [
+                [f"row{k}" if k < n else f"{'x' if keeps and i == 0 else f'{value}{i}'}_{k}" for k in range(a.ndim)]
+                for i, a in enumerate(avals)
+            ]
 
         ins, outs = factors("in", ctx.avals_in), factors("out", ctx.avals_out)
         whole = dict.fromkeys(f for value in ins + outs for f in value if not f.startswith(("row", "x_")))
         call = custom_partitioning(bind)
-        call.def_partition(partition, sharding_rule=" -> ".join(", ".join(map(" ".join, side)) for side in (ins, outs)),
-                           need_replication_factors=tuple(whole))
+        call.def_partition(
+            partition,
+            sharding_rule=" -> ".join(", ".join(map(" ".join, side)) for side in (ins, outs)),
+            need_replication_factors=tuple(whole),
+        )
         return mlir.lower_fun(lambda *operands: call(*operands), multiple_results=True)(ctx, *operands)
 
     return rule

@@ -3,6 +3,7 @@ JAXCGX_REFERENCE=1 chooses, and the way of codecs that have no kernel.
 
 This file knows messages; the arithmetic of a bucket is the codec's (codecs/*.py).
 """
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -56,7 +57,8 @@ def _noise(layout, key):
 
 
 def _encode_chunk(layout, pieces, fetch, draw):
-    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements) and random bits from `draw`,
+    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements) and random bits from
+    `draw`,
     and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)]."""
     codec = layout.codec
     metas, bodies, kept = [], [], []
@@ -81,11 +83,15 @@ def _encode_chunk(layout, pieces, fetch, draw):
             if codec.stochastic:
                 drawn = draw(p, first, number * size).reshape(number, size)
             meta, codes = codec.encode_buckets(x, drawn)
-            for name, got, dtype, width in (("metadata", meta, jnp.float32, codec.meta),
-                                            ("codes", codes, jnp.uint8, codec.code_bytes(size, layout.dtypes[p.leaf]))):
+            for name, got, dtype, width in (
+                ("metadata", meta, jnp.float32, codec.meta),
+                ("codes", codes, jnp.uint8, codec.code_bytes(size, layout.dtypes[p.leaf])),
+            ):
                 if (got.dtype, got.shape) != (dtype, (number, width)):
-                    raise TypeError(f"{type(codec).__name__}.encode_buckets: expected {name} {jnp.dtype(dtype)}[{number},{width}], "
-                                    f"got {got.dtype}{list(got.shape)}")
+                    raise TypeError(
+                        f"{type(codec).__name__}.encode_buckets: expected {name} {jnp.dtype(dtype)}[{number},{width}], "
+                        f"got {got.dtype}{list(got.shape)}"
+                    )
             keep(p, first, number * size, x, codec.decode_buckets(meta, codes, size))
             metas.append(to_bytes(meta).reshape(-1))
             body.append(codes.reshape(-1))
@@ -152,7 +158,8 @@ def _read(layout, chunk, p):
 
 def decode(layout, payload):
     """The leaves."""
-    # Put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on some processors.
+    # Put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on some
+    # processors.
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     flat = [jnp.zeros(n, unsigned[d.itemsize]) for n, d in zip(layout.sizes, layout.dtypes)]
     for c, pieces in enumerate(layout.pieces):
@@ -205,7 +212,9 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
                     split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
                     terms = [value.reshape(-1) for _, value in split]
                 if meta is not None and bucketed:
-                    bases = [base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)]
+                    bases = [
+                        base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)
+                    ]
                     total = bases[0]
                     for base in bases[1:]:
                         total = ieee.add(total, base)
@@ -232,7 +241,10 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
             encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, key))
             new = list(lost)
             for leaf, first, x, decoded in kept if lost else ():
-                stretch, given = slice(first, first + x.size), decoded if divisor == 1.0 else ieee.multiply(decoded, divisor)
+                stretch, given = (
+                    slice(first, first + x.size),
+                    decoded if divisor == 1.0 else ieee.multiply(decoded, divisor),
+                )
                 new[leaf] = new[leaf].at[stretch].set(_lost(sums[leaf, first], given, lost[leaf][stretch]))
             encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
             return [encoded, *(r.reshape(s) for r, s in zip(new, layout.shapes))]

@@ -1,4 +1,5 @@
 """Loading the native module and registering its handlers with XLA."""
+
 import importlib.metadata
 import os
 import sys
@@ -8,10 +9,14 @@ import jax
 # JAXCGX_REFERENCE=1: plain jnp everywhere, with or without a native module.
 REFERENCE = os.environ.get("JAXCGX_REFERENCE", "0") not in ("", "0")
 
-REMEDY = ("reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
-          "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels")
-CUDA_REMEDY = ("build it where there is a CUDA compiler (nvcc): `pip install . -Ccmake.define.JAXCGX_CUDA=ON` in a checkout, "
-               "or set JAXCGX_REFERENCE=1 to run plain jnp there instead of kernels")
+REMEDY = (
+    "reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
+    "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels"
+)
+CUDA_REMEDY = (
+    "build it where there is a CUDA compiler (nvcc): `pip install . -Ccmake.define.JAXCGX_CUDA=ON` in a checkout, "
+    "or set JAXCGX_REFERENCE=1 to run plain jnp there instead of kernels"
+)
 
 
 def find():

@@ -1,4 +1,5 @@
 """The random bits of stochastic rounding: xla_ffi/codec/rng.h in jnp."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

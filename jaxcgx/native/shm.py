@@ -1,8 +1,10 @@
 """Exchanges among the processes of a host, through memory that they share, as a JAX primitive, linear in one array.
 
-In the same order as in ops.py. `net` is the transport: its `segment`, a number that `attach` gave, its `size` and `rank`, and
+In the same order as in ops.py. `net` is the transport: its `segment`, a number that `attach` gave, its `size` and
+`rank`, and
 its `effects`, one effect, which has the exchanges of all ranks run in the same order.
 """
+
 import functools
 
 import jax
@@ -27,10 +29,13 @@ exchange_p = _compat.Primitive("jaxcgx_exchange")
 
 
 def exchange(operation, x, net, argument=0):
-    """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. shift: x of the rank `argument` before.
+    """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. shift: x of the rank `argument`
+    before.
     broadcast: x of the rank `argument`."""
     if operation == "all_to_all" and x.shape[:1] != (net.size,):
-        raise ValueError(f"{operation}: argument 'rows': expected a row for each of {net.size} ranks, got {x.dtype}{list(x.shape)}")
+        raise ValueError(
+            f"{operation}: argument 'rows': expected a row for each of {net.size} ranks, got {x.dtype}{list(x.shape)}"
+        )
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
         return exchange(operation, x.astype(jnp.int8), net, argument).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith("e2m1fn"):
@@ -41,11 +46,19 @@ def exchange(operation, x, net, argument=0):
 def _lower(ctx, x, *, operation, argument, net):
     (effect,) = net.effects
     return _compat.lower_ordered("jaxcgx_exchange", effect)(
-        ctx, x, segment=np.int64(net.segment), operation=np.int64(OPERATIONS.index(operation)), argument=np.int64(argument))
+        ctx,
+        x,
+        segment=np.int64(net.segment),
+        operation=np.int64(OPERATIONS.index(operation)),
+        argument=np.int64(argument),
+    )
 
 
 def _refuse(ctx, x, **params):
-    raise NotImplementedError("jaxcgx_exchange: memory is shared by processes that compute on CPUs; the computation is placed on another platform")
+    raise NotImplementedError(
+        "jaxcgx_exchange: memory is shared by processes that compute on CPUs; the computation is placed on another "
+        "platform"
+    )
 
 
 def _abstract(x, *, operation, argument, net):
@@ -65,7 +78,8 @@ def add(rows):
     return functools.reduce(jnp.add, rows.astype(jnp.float32) if short else rows).astype(rows.dtype)
 
 
-# What goes from rank to rank has its cotangent come back the same way. Of what went to every rank, the cotangents add up.
+# What goes from rank to rank has its cotangent come back the same way. Of what went to every rank, the cotangents add
+# up.
 def _transpose(ct, x, *, operation, argument, net):
     if operation == "all_to_all":
         return [exchange("all_to_all", ct, net)]

@@ -1,8 +1,10 @@
 """Exchanges among processes, over TCP, as JAX primitives: of an array, and the sum of a message in pieces.
 
-In the same order as in ops.py. `net` is the transport (transports/tcp.py). What a collective's derivatives are is its own
+In the same order as in ops.py. `net` is the transport (transports/tcp.py). What a collective's derivatives are is its
+own
 business, and these have none. The operand `who` says who takes part: a rank, and every rank's place in the mesh.
 """
+
 import functools
 import math
 import secrets
@@ -27,7 +29,8 @@ tcp_exchange_p = _compat.Primitive("jaxcgx_tcp_exchange")
 
 
 def exchange(operation, x, net, targets=()):
-    """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. permute: x of the rank whose target this is;
+    """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. permute: x of the rank whose target
+    this is;
     targets: of each rank, -1 for none."""
     return tcp_exchange_p.bind(*_compat.match_varying(x, _who(net)), operation=operation, targets=targets, net=net)
 
@@ -37,8 +40,10 @@ def _who(net):
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        raise ValueError("Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves "
-                         f"{', '.join(map(repr, whole))} to the compiler; leave out its argument 'axis_names'")
+        raise ValueError(
+            "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves "
+            f"{', '.join(map(repr, whole))} to the compiler; leave out its argument 'axis_names'"
+        )
     strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
     first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
     along = np.indices([sizes[name] for name in net.names]).reshape(len(net.names), -1)
@@ -50,11 +55,16 @@ def _with_processes(ctx, who, at):
     """`who`, operand number `at`, with processes in place of places; and connects this one, if it isn't yet."""
     devices = _compat.devices_of(ctx)
     if devices is None:
-        raise ValueError("Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself, "
-                         "or set it with jax.set_mesh")
+        raise ValueError(
+            "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh "
+            "itself, "
+            "or set it with jax.set_mesh"
+        )
     processes = [device.process_index for device in devices]
     if len(set(processes)) < len(processes):
-        raise ValueError(f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}")
+        raise ValueError(
+            f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}"
+        )
     connect()
 
     def by_process(who):
@@ -67,13 +77,20 @@ def _with_processes(ctx, who, at):
 def _lower(ctx, x, who, *, operation, targets, net):
     who = _with_processes(ctx, who, 1)
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
-        ctx, x, who, operation=np.int64(OPERATIONS.index(operation)), targets=np.array(targets, np.int64),
-        timeout_ms=np.int64(net.timeout * 1000))
+        ctx,
+        x,
+        who,
+        operation=np.int64(OPERATIONS.index(operation)),
+        targets=np.array(targets, np.int64),
+        timeout_ms=np.int64(net.timeout * 1000),
+    )
 
 
 def _refuse(ctx, *operands, **params):
-    raise NotImplementedError("jaxcgx_tcp: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
-                              "the axis's name alone")
+    raise NotImplementedError(
+        "jaxcgx_tcp: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
+        "the axis's name alone"
+    )
 
 
 def _abstract(x, who, *, operation, targets, net):
@@ -97,11 +114,15 @@ mlir.register_lowering(tcp_exchange_p, _lower, platform="cpu")
 # The sum of a message, sent in pieces that are encoded, added up and decoded while others are on their way
 
 tcp_allreduce_p = _compat.Primitive("jaxcgx_tcp_allreduce")
-PIECE, MOST_PIECES = 2**19, 16  # bytes that a piece has at least, and how many there are at most (benchmarks/notes/collectives.md)
+PIECE, MOST_PIECES = (
+    2**19,
+    16,
+)  # bytes that a piece has at least, and how many there are at most (benchmarks/notes/collectives.md)
 
 
 def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
-    """collectives/schedules.py's "one_shot" or "two_shot" with its bits: the sums, in float32 of the first, and new residuals or
+    """collectives/schedules.py's "one_shot" or "two_shot" with its bits: the sums, in float32 of the first, and new
+    residuals or
     None. keys: of the first encoding and of the sum's; codec: one that has kernels."""
     two_shot = schedule == "two_shot"
     parts = net.size if two_shot else 1
@@ -111,9 +132,16 @@ def allreduce(schedule, net, codec, leaves, residuals, ids, keys, own, divisor):
     operands = [*leaves, *(residuals or []), _who(net), *(keys[: 1 + two_shot] if codec.stochastic else [])]
     feedback, raw = residuals is not None, two_shot and own == "raw"
     found = tcp_allreduce_p.bind(
-        *_compat.match_varying(*operands), layout=Layout.of(codec, leaves, parts * pieces, ids), batch=(), two_shot=two_shot,
+        *_compat.match_varying(*operands),
+        layout=Layout.of(codec, leaves, parts * pieces, ids),
+        batch=(),
+        two_shot=two_shot,
         own=raw and not feedback and not codec.raw,  # whose bytes are the part as it is
-        feedback=feedback, sum_feedback=raw and feedback, divisor=float(divisor), net=net)
+        feedback=feedback,
+        sum_feedback=raw and feedback,
+        divisor=float(divisor),
+        net=net,
+    )
     n = len(leaves)
     return found[:n], found[n:] if feedback else None
 
@@ -124,11 +152,23 @@ def _allreduce_lower(ctx, *operands, layout, batch, net, divisor, **params):
     operands = [*operands[:at], _with_processes(ctx, operands[at], at), *operands[at + 1 :]]
     # As xla_ffi/handlers/tcp_allreduce.cc counts them.
     payloads = 3 * layout.chunks if params["two_shot"] else net.size * layout.chunks
-    workspace = _compat.result_aval(ctx.avals_in, (math.prod(batch) * payloads * layout.chunk_bytes,), np.dtype("uint8"))
-    call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases={n + i: n + i for i in range(n if feedback else 0)})
+    workspace = _compat.result_aval(
+        ctx.avals_in, (math.prod(batch) * payloads * layout.chunk_bytes,), np.dtype("uint8")
+    )
+    call = _compat.lower_ordered(
+        "jaxcgx_tcp_allreduce", net.order, operand_output_aliases={n + i: n + i for i in range(n if feedback else 0)}
+    )
     hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    results = call(hidden, *operands, **layout.attributes, **params, batch=np.int64(math.prod(batch)),
-                   ranks=np.int64(net.size), divisor=np.float32(divisor), timeout_ms=np.int64(net.timeout * 1000))
+    results = call(
+        hidden,
+        *operands,
+        **layout.attributes,
+        **params,
+        batch=np.int64(math.prod(batch)),
+        ranks=np.int64(net.size),
+        divisor=np.float32(divisor),
+        timeout_ms=np.int64(net.timeout * 1000),
+    )
     ctx.set_tokens_out(hidden.tokens_out)
     return results[:-1]
 
@@ -163,7 +203,9 @@ mlir.register_lowering(tcp_allreduce_p, _allreduce_lower, platform="cpu")
 def connect():
     """Connects the processes of jax.distributed, unless they are already."""
     if _compat.rendezvous()[0] is None:
-        raise RuntimeError("Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first")
+        raise RuntimeError(
+            "Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"
+        )
     with _ONE:
         if why := _failure():
             raise RuntimeError(f"Tcp: {why}; start the processes again")

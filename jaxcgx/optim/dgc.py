@@ -1,4 +1,6 @@
-"""Deep Gradient Compression, and GeoMX's bidirectional sparsification: compress_gradients with the plans and the momentum of these."""
+"""Deep Gradient Compression, and GeoMX's bidirectional sparsification: compress_gradients with the plans and the
+momentum of these."""
+
 import math
 import numbers
 
@@ -18,22 +20,48 @@ from jaxcgx.transports.tcp import axis_names
 OP = "dgc"
 
 
-def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_masking=True, values=Raw(), select="sampled", pull="all",
-        min_size=0, skip_1d=True, clip_value=None, clip_norm=None, clip_global_norm=None, warmup_epochs=0, warmup_coeff=None,
-        steps_per_epoch=None, weight_decay=None, **options):
-    """Deep Gradient Compression, an optax.GradientTransformation: every rank sends the `ratio` of its elements that are largest after
+def dgc(
+    axis_name,
+    ratio=0.001,
+    *,
+    momentum=0.9,
+    nesterov=False,
+    momentum_masking=True,
+    values=Raw(),
+    select="sampled",
+    pull="all",
+    min_size=0,
+    skip_1d=True,
+    clip_value=None,
+    clip_norm=None,
+    clip_global_norm=None,
+    warmup_epochs=0,
+    warmup_coeff=None,
+    steps_per_epoch=None,
+    weight_decay=None,
+    **options,
+):
+    """Deep Gradient Compression, an optax.GradientTransformation: every rank sends the `ratio` of its elements that are
+    largest after
     momentum and all that it has not sent before. The optimizer behind has no momentum of its own: optax.sgd(rate).
 
-    axis_name: the axis of the ranks; of a tuple the inner axes sum everything, and the outermost one exchanges a `ratio` of that.
-    momentum, nesterov, momentum_masking, weight_decay, and all other options: as in `compress_gradients`. values, select, pull: as in
+    axis_name: the axis of the ranks; of a tuple the inner axes sum everything, and the outermost one exchanges a
+    `ratio` of that.
+    momentum, nesterov, momentum_masking, weight_decay, and all other options: as in `compress_gradients`. values,
+    select, pull: as in
     `TopK`. min_size, skip_1d: which leaves travel raw, as in a `Plan`; their momentum comes after the reduction.
 
-    Clipping is of every rank's own gradients, before momentum. clip_value: elements, to so much either way. clip_norm: each leaf, to
-    that norm. clip_global_norm: all leaves together, by what the norm of the mean should be at most: a rank's share of it, its
-    gradients divided by the number of ranks, to ranks**-0.5 times that. (Without check_vma norms are of the shards of a device alone.)
+    Clipping is of every rank's own gradients, before momentum. clip_value: elements, to so much either way. clip_norm:
+    each leaf, to
+    that norm. clip_global_norm: all leaves together, by what the norm of the mean should be at most: a rank's share of
+    it, its
+    gradients divided by the number of ranks, to ranks**-0.5 times that. (Without check_vma norms are of the shards of a
+    device alone.)
 
-    Warm-up: in the first `warmup_epochs`, of `steps_per_epoch` steps each, the ratio comes down to what it is. warmup_coeff: None
-    for ratio**((epoch + 1) / (warmup_epochs + 1)); a number c for c**(epoch + 1), of which 0.25 is the paper's; or a list of the
+    Warm-up: in the first `warmup_epochs`, of `steps_per_epoch` steps each, the ratio comes down to what it is.
+    warmup_coeff: None
+    for ratio**((epoch + 1) / (warmup_epochs + 1)); a number c for c**(epoch + 1), of which 0.25 is the paper's; or a
+    list of the
     epochs' ratios, of which 1 sends everything.
     """
     _check_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
@@ -48,9 +76,20 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
         return Plan(by_axis(axis_names(axis_name), codec, Raw()), min_size=min_size, skip_1d=skip_1d)
 
     ratios = [*warm_up(ratio, warmup_epochs, warmup_coeff, steps_per_epoch), ratio]
-    steps = {epoch * (steps_per_epoch or 1): plan(now) for epoch, now in enumerate(ratios) if epoch == 0 or now != ratios[epoch - 1]}
-    inner = compress_gradients(axis_name, steps, momentum=momentum, nesterov=nesterov, momentum_masking=momentum_masking,
-                               weight_decay=weight_decay, **options)
+    steps = {
+        epoch * (steps_per_epoch or 1): plan(now)
+        for epoch, now in enumerate(ratios)
+        if epoch == 0 or now != ratios[epoch - 1]
+    }
+    inner = compress_gradients(
+        axis_name,
+        steps,
+        momentum=momentum,
+        nesterov=nesterov,
+        momentum_masking=momentum_masking,
+        weight_decay=weight_decay,
+        **options,
+    )
 
     def update(updates, state, params=None):
         return inner.update(_clip(updates, check_axes(OP, axis_name), **limits), state, params)
@@ -58,13 +97,27 @@ def dgc(axis_name, ratio=0.001, *, momentum=0.9, nesterov=False, momentum_maskin
     return inner._replace(update=update)
 
 
-def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, momentum_masking=True, pull="all", select="sampled", **options):
-    """GeoMX's bidirectional sparsification, an optax.GradientTransformation: of leaves of more than `size_bound` elements every rank sends
-    the `threshold` of its elements that are largest after momentum and all that it has not sent before. As `dgc`; the optimizer behind,
+def bsc(
+    axis_name,
+    threshold=0.01,
+    size_bound=200_000,
+    *,
+    momentum=0.9,
+    momentum_masking=True,
+    pull="all",
+    select="sampled",
+    **options,
+):
+    """GeoMX's bidirectional sparsification, an optax.GradientTransformation: of leaves of more than `size_bound`
+    elements every rank sends
+    the `threshold` of its elements that are largest after momentum and all that it has not sent before. As `dgc`; the
+    optimizer behind,
     any, should have no momentum of its own: optax.adam(rate, b1=0).
 
-    axis_name: the axis of the data centers, or a tuple in which it is the outermost; the inner axes sum everything. pull: what
-    comes back; "all" that any of them sent, or the "top" of the sum, the rest of which its owner keeps. select: as in `TopK`.
+    axis_name: the axis of the data centers, or a tuple in which it is the outermost; the inner axes sum everything.
+    pull: what
+    comes back; "all" that any of them sent, or the "top" of the sum, the rest of which its owner keeps. select: as in
+    `TopK`.
     All other options: as in `compress_gradients`.
     """
     _check_plan("bsc", options, "threshold, size_bound, pull and select")
@@ -74,23 +127,47 @@ def bsc(axis_name, threshold=0.01, size_bound=200_000, *, momentum=0.9, momentum
 
 def _check_plan(op, options, made_of):
     if "plan" in options:
-        raise TypeError(f"{op}: argument 'plan': expected none, as {made_of} make it, got {options['plan']!r}; another plan with momentum is for "
-                        "jaxcgx.compress_gradients")
+        raise TypeError(
+            f"{op}: argument 'plan': expected none, as {made_of} make it, got {options['plan']!r}; another plan with "
+            "momentum is for "
+            "jaxcgx.compress_gradients"
+        )
 
 
 def warm_up(ratio, epochs, coeff, steps_per_epoch):
     """The ratio of each of the epochs."""
-    check_number(OP, "warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0", static=True)
+    check_number(
+        OP, "warmup_epochs", epochs, numbers.Integral, lambda x: x >= 0, "an integer of at least 0", static=True
+    )
     if not epochs:
         if not coeff is steps_per_epoch is None:
-            raise ValueError(f"{OP}: argument 'warmup_epochs': expected a positive integer with 'warmup_coeff' or 'steps_per_epoch', got 0")
+            raise ValueError(
+                f"{OP}: argument 'warmup_epochs': expected a positive integer with 'warmup_coeff' or 'steps_per_epoch', "
+                "got 0"
+            )
         return []
-    check_number(OP, "steps_per_epoch", steps_per_epoch, numbers.Integral, lambda x: x > 0, "a positive integer with 'warmup_epochs'", static=True)
+    check_number(
+        OP,
+        "steps_per_epoch",
+        steps_per_epoch,
+        numbers.Integral,
+        lambda x: x > 0,
+        "a positive integer with 'warmup_epochs'",
+        static=True,
+    )
     if coeff is None:
         return [ratio ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)]
     given = coeff if isinstance(coeff, (tuple, list)) else [coeff]
     for each in given:
-        check_number(OP, "warmup_coeff", each, numbers.Real, lambda x: 0 < x <= 1, "a number above 0 and up to 1, or a list of them", static=True)
+        check_number(
+            OP,
+            "warmup_coeff",
+            each,
+            numbers.Real,
+            lambda x: 0 < x <= 1,
+            "a number above 0 and up to 1, or a list of them",
+            static=True,
+        )
     if given is not coeff:
         return [max(coeff ** (epoch + 1), ratio) for epoch in range(epochs)]
     if len(coeff) != epochs:
@@ -100,6 +177,7 @@ def warm_up(ratio, epochs, coeff, steps_per_epoch):
 
 def _clip(grads, net, clip_value, clip_norm, clip_global_norm):
     """Every rank's own gradients."""
+
     def scale(limit, squares):
         return jnp.minimum(1, limit / jnp.maximum(jnp.sqrt(squares), jnp.finfo(jnp.float32).tiny))
 

@@ -1,9 +1,12 @@
 """How many bits for which leaf: the two ways in which CGX's authors choose, on plain numbers.
 
-Every rank must choose alike, or ranks would decode what others encoded otherwise. So nothing here depends on anything but its
-arguments, which are the same on every rank: no clock, no random numbers, no order of a set, and no sum that a library may
+Every rank must choose alike, or ranks would decode what others encoded otherwise. So nothing here depends on anything
+but its
+arguments, which are the same on every rank: no clock, no random numbers, no order of a set, and no sum that a library
+may
 reorder. What is compared are integers, or float64 after the same operations in the same order.
 """
+
 import fractions
 import math
 
@@ -14,14 +17,18 @@ _FINEST = 60  # bits of the largest possible sum of errors
 
 
 def lgreco(wire, errors, reference, alpha):
-    """For each leaf the candidate to take, so that all together send the fewest bytes with an error of at most `alpha` times that
+    """For each leaf the candidate to take, so that all together send the fewest bytes with an error of at most `alpha`
+    times that
     of taking the candidate `reference` for all. None: no choice errs so little.
 
     wire, errors: [leaves][candidates], bytes and finite errors of at least 0. reference: a candidate's number.
 
-    L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b bytes. Errors
-    are integers, in units of 2^-60 of the largest sum or finer, and rounded up: no discretisation can exceed the budget. Bytes
-    beyond the smallest choice count in whole steps, of 1/STEPS of what the largest choice has more: the bytes of the result are
+    L-GreCo's dynamic program, over bytes instead of errors: least[b] is the least error of the leaves so far at b
+    bytes. Errors
+    are integers, in units of 2^-60 of the largest sum or finer, and rounded up: no discretisation can exceed the
+    budget. Bytes
+    beyond the smallest choice count in whole steps, of 1/STEPS of what the largest choice has more: the bytes of the
+    result are
     the least but for at most one step a leaf, and exactly the least where all differences are multiples of a step.
     """
     if not wire:
@@ -57,10 +64,13 @@ def lgreco(wire, errors, reference, alpha):
 
 
 def kmeans(points, clusters):
-    """For each point the number of its cluster, from 0, with the clusters in the order of their centres' last coordinate.
+    """For each point the number of its cluster, from 0, with the clusters in the order of their centres' last
+    coordinate.
 
-    points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from points at evenly spaced places in the
-    order of their last coordinate, equal ones counted once: no random start. Of equally near centres the first counts. A cluster
+    points: [points][coordinates]. Lloyd's iterations on standardised coordinates, from points at evenly spaced places
+    in the
+    order of their last coordinate, equal ones counted once: no random start. Of equally near centres the first counts.
+    A cluster
     that loses all its points has no number: there are fewer then, and never more than different points.
     """
     columns = [_standardised(column) for column in zip(*points)]

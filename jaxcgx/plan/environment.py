@@ -1,4 +1,5 @@
 """CGX's environment variables, as they are set for a program that ran under CGX."""
+
 import dataclasses
 import os
 import re
@@ -24,7 +25,9 @@ class Environment:
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
     fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
     # None: SHM where memory can be shared
-    inner_communicator: str | None = _variable("CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")})
+    inner_communicator: str | None = _variable(
+        "CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")}
+    )
     cross_communicator: str = _variable("CGX_CROSS_COMMUNICATOR_TYPE", "MPI", {n: n for n in ("MPI", "NCCL")})
     inner_reduction: str = _variable("CGX_INNER_REDUCTION_TYPE", "two_shot", _REDUCTIONS)
     cross_reduction: str = _variable("CGX_CROSS_REDUCTION_TYPE", "ring", _REDUCTIONS)
@@ -35,12 +38,18 @@ class Environment:
 
 
 def read(environ=os.environ, op="Plan.from_env") -> Environment:
-    """The variables of an environment, or an error that names the one with a value, or a name, that CGX doesn't have."""
+    """The variables of an environment, or an error that names the one with a value, or a name, that CGX doesn't
+    have."""
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
         raise ValueError(f"{op}: variable {unknown[0]}: expected one of {', '.join(fields)}; unset it")
-    return Environment(**{field.name: _value(op, name, environ[name], field.metadata["values"])
-                          for name, field in fields.items() if name in environ})
+    return Environment(
+        **{
+            field.name: _value(op, name, environ[name], field.metadata["values"])
+            for name, field in fields.items()
+            if name in environ
+        }
+    )
 
 
 def _value(op, name, text, values):
@@ -48,5 +57,9 @@ def _value(op, name, text, values):
         return values[text]
     if isinstance(values, int) and re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
         return int(text)
-    expected = f"one of {', '.join(values)}" if isinstance(values, dict) else f"an integer of at least {values} (and less than 2^40)"
+    expected = (
+        f"one of {', '.join(values)}"
+        if isinstance(values, dict)
+        else f"an integer of at least {values} (and less than 2^40)"
+    )
     raise ValueError(f"{op}: variable {name}: expected {expected}, got {text!r}")

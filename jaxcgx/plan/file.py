@@ -1,4 +1,5 @@
 """Plans as TOML."""
+
 import dataclasses
 import json
 import re
@@ -8,7 +9,11 @@ from jaxcgx import codecs
 from jaxcgx.codecs.base import Codec
 from jaxcgx.plan.rules import Rule
 
-CODECS = {name: found for name in codecs.__all__ if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec)}
+CODECS = {
+    name: found
+    for name in codecs.__all__
+    if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec)
+}
 del CODECS["Codec"]
 PARTS = CODECS | {"Sampled": codecs.Sampled}  # and what a codec's field may be
 
@@ -22,8 +27,11 @@ def write(plan) -> str:
     for i, rule in enumerate(plan.rules):
         where = f"rules[{i}]"
         if rule.where is not None:
-            raise ValueError(f"Plan.save: {where}: expected a rule by path, size or dimensions, got one by a predicate, which no file can "
-                             f"hold: {rule}")
+            raise ValueError(
+                f"Plan.save: {where}: expected a rule by path, size or dimensions, got one by a predicate, which no "
+                "file can "
+                f"hold: {rule}"
+            )
         said = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
         lines += ["", "[[rules]]"]
         lines += [f"{name} = {_value(f'{where}.{name}', value)}" for name, value in said.items() if value is not None]
@@ -34,7 +42,9 @@ def _value(where, value):
     if isinstance(value, (Codec, codecs.Sampled)):
         if PARTS.get(type(value).__name__) is not type(value):
             raise ValueError(f"Plan.save: {where}: expected a codec of jaxcgx, got {value!r}, which no file can hold")
-        value = {"name": type(value).__name__} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = {"name": type(value).__name__} | {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
         if other := [key for key in value if not isinstance(key, str)]:
             raise ValueError(f"Plan.save: {where}: expected axis names that are strings, got {other[0]!r}")
@@ -47,7 +57,9 @@ def _key(key):
 
 
 def _text(text):
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # all that JSON leaves as it is and TOML doesn't
+    return json.dumps(text, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # all that JSON leaves as it is and TOML doesn't
 
 
 def read(text, fields) -> dict:
@@ -59,13 +71,17 @@ def read(text, fields) -> dict:
         raise ValueError(f"key 'rules': expected tables [[rules]], got {rules!r}")
     if "default" not in found:
         raise ValueError("key 'default': expected a codec, got none")
-    return found | dict(default=_codecs("default", found["default"]), rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)])
+    return found | dict(
+        default=_codecs("default", found["default"]), rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)]
+    )
 
 
 def _known(where, found, names):
     for name in found:
         if name not in names:
-            raise ValueError(f"key '{where}{name}': unknown, expected {'one of ' * bool(names)}{', '.join(names) or 'none'}")
+            raise ValueError(
+                f"key '{where}{name}': unknown, expected {'one of ' * bool(names)}{', '.join(names) or 'none'}"
+            )
 
 
 def _rule(where, found):
@@ -77,15 +93,21 @@ def _rule(where, found):
 
 def _codecs(where, found):
     if not isinstance(found, dict):
-        raise ValueError(f"key '{where}': expected a codec such as {{ name = \"MaxMin\", bits = 4 }}, or one for each axis, "
-                         f"got {found!r}")
+        raise ValueError(
+            f"key '{where}': expected a codec such as {{ name = \"MaxMin\", bits = 4 }}, or one for each axis, "
+            f"got {found!r}"
+        )
     if not isinstance(found.get("name"), str):
         return {axis: _codecs(f"{where}.{axis}", codec) for axis, codec in found.items()}
     if found["name"] not in PARTS:
         raise ValueError(f"key '{where}.name': expected one of {', '.join(PARTS)}, got {found['name']!r}")
     made, said = PARTS[found["name"]], {key: value for key, value in found.items() if key != "name"}
     _known(f"{where}.", said, [field.name for field in dataclasses.fields(made)])
-    return _made(where, made, {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in said.items()})
+    return _made(
+        where,
+        made,
+        {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in said.items()},
+    )
 
 
 def _made(where, make, arguments):

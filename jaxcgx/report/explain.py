@@ -1,4 +1,5 @@
 """explain: what a compiled program sends."""
+
 import collections
 import dataclasses
 import itertools
@@ -45,7 +46,8 @@ class Explanation(Totals):
 
     @property
     def totals(self):
-        """{axes: (bytes that a rank sends over them in a call, the same without compression)}. Loops of unknown length count
+        """{axes: (bytes that a rank sends over them in a call, the same without compression)}. Loops of unknown length
+        count
         once, and of a conditional every branch."""
         found = {}
         for c in self.collectives:
@@ -55,38 +57,66 @@ class Explanation(Totals):
         return found
 
     def __repr__(self):
-        return f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
+        return (
+            f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
+        )
 
     def __str__(self):
         parts = []
         if self.collectives:
             rows = [_row(c, count) for c, count in collections.Counter(self.collectives).items()]
-            parts.append(table(("operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"), rows))
+            parts.append(
+                table(
+                    (
+                        "operation",
+                        "axes",
+                        "dtype",
+                        "bytes",
+                        "times",
+                        "function",
+                        "codec",
+                        "schedule",
+                        "leaves or origin",
+                    ),
+                    rows,
+                )
+            )
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
-        parts.append(self.spell_totals("a rank sends over", [(_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]))
+        parts.append(
+            self.spell_totals(
+                "a rank sends over", [(_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
+            )
+        )
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
             parts.append("Every branch of a conditional counts.")
         if self.tcp:
-            parts.append(f"Not counted: {self.tcp} exchange{'s' * (self.tcp > 1)} over Tcp. Explain the same program over plain axes to see what they send.")
+            parts.append(
+                f"Not counted: {self.tcp} exchange{'s' * (self.tcp > 1)} over Tcp. Explain the same program over plain "
+                "axes to see what they send."
+            )
         return "\n\n".join(parts)
 
 
 def explain(fn, /, *args, show=True, **kwargs):
     """Every collective in the compiled `fn`, compressed or not, and every leaf that jaxcgx left raw, with the reason.
 
-    fn: a function, jitted or not (pmap too). args, kwargs: what it would be called with; jax.ShapeDtypeStruct will do for
+    fn: a function, jitted or not (pmap too). args, kwargs: what it would be called with; jax.ShapeDtypeStruct will do
+    for
     arrays. It is compiled, not run. show: print the result as a table.
 
     Bytes are what one rank (of those that send most) sends to others each time a collective runs: for W ranks and the B
-    bytes of its operands 2 (W - 1) / W B of an all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of
+    bytes of its operands 2 (W - 1) / W B of an all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B
+    of
     an all-gather, B of a collective-permute or -broadcast.
     """
     if isinstance(fn, (jax.stages.Lowered, jax.stages.Compiled)) or not callable(fn):
-        raise TypeError(f"explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got {fn!r}")
+        raise TypeError(
+            f"explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got {fn!r}"
+        )
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     if hasattr(jitted, "trace"):
         traced = jitted.trace(*args, **kwargs)
@@ -99,8 +129,11 @@ def explain(fn, /, *args, show=True, **kwargs):
         _note_mesh(sharding, meshes)
     _walk(jaxpr, "", meshes, raw)
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw),
-                         text.count('custom_call_target="jaxcgx_tcp_'))
+    result = Explanation(
+        tuple(_collective(c, axes) for c in hlo.collectives(text)),
+        tuple(raw),
+        text.count('custom_call_target="jaxcgx_tcp_'),
+    )
     if show:
         print(result)
     return result
@@ -172,7 +205,8 @@ def _sent(operation, size, ranks):
 
 
 def _collective(found, axes):
-    # What the partitioner inserts has the name of what it was inserted for: an operation that sends nothing, or other axes.
+    # What the partitioner inserts has the name of what it was inserted for: an operation that sends nothing, or other
+    # axes.
     scope = scopes.read(found.name) if _SENDS.search(found.name) else []
     calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.Message, scopes.Leaf))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
@@ -184,14 +218,25 @@ def _collective(found, axes):
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader hands its result on: that is half of what a sum sends
-    plain = sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0  # that XLA joined to factors
+    plain = (
+        sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0
+    )  # that XLA joined to factors
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
-        operation=found.operation, axes=names, ranks=ranks, dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
-        bytes=sent, raw_bytes=round(sent * (plain + (1 - plain) * saving)), times=found.times, branch=found.branch,
+        operation=found.operation,
+        axes=names,
+        ranks=ranks,
+        dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
+        bytes=sent,
+        raw_bytes=round(sent * (plain + (1 - plain) * saving)),
+        times=found.times,
+        branch=found.branch,
         function=_joined([c.function for c in calls] or [name.split(".")[0] for name in unknown[:1]]),
         codec="unknown" if unknown else _joined(spell(e.codec) for e in exchanges) or ("Raw()" if calls else ""),
-        schedule=_joined(e.schedule for e in exchanges), leaves=tuple(itertools.chain(*(c.leaves for c in calls))), name=found.name)
+        schedule=_joined(e.schedule for e in exchanges),
+        leaves=tuple(itertools.chain(*(c.leaves for c in calls))),
+        name=found.name,
+    )
 
 
 def _joined(words):
@@ -212,5 +257,14 @@ def _axes(names):
 def _row(c, count):
     often = f"{count} in a loop" if c.times is None else str(count * c.times)
     first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
-    return (c.operation, _axes(c.axes), c.dtype, f"{c.bytes:,}", often + " at most" * c.branch, c.function or "not jaxcgx", c.codec, c.schedule,
-            f"{first} and {more} more" if more > 0 else first)
+    return (
+        c.operation,
+        _axes(c.axes),
+        c.dtype,
+        f"{c.bytes:,}",
+        often + " at most" * c.branch,
+        c.function or "not jaxcgx",
+        c.codec,
+        c.schedule,
+        f"{first} and {more} more" if more > 0 else first,
+    )

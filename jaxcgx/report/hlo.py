@@ -1,12 +1,20 @@
 """The collectives in XLA's text of a compiled program."""
+
 import dataclasses
 import math
 import re
 
 import numpy as np
 
-OPERATIONS = ("all-reduce", "all-gather", "all-to-all", "ragged-all-to-all", "reduce-scatter", "collective-permute",
-              "collective-broadcast")
+OPERATIONS = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+)
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)")
@@ -51,11 +59,20 @@ def collectives(text):
                 end = _closing(bare, m.end())
                 operands = [_shape(shapes[x]) for x in re.findall(r"%([\w.-]+)", bare[m.end() : end])]
                 op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
-                yield Collective(m[1], tuple(x for shape in operands for x in shape), _groups(bare[end:], everybody),
-                                 op_name[1] if op_name else "", times, branch)
+                yield Collective(
+                    m[1],
+                    tuple(x for shape in operands for x in shape),
+                    _groups(bare[end:], everybody),
+                    op_name[1] if op_name else "",
+                    times,
+                    branch,
+                )
                 continue
             for kind, called in _CALLED.findall(bare):
-                often, choice = times, branch or kind in ("branch_computations", "true_computation", "false_computation")
+                often, choice = (
+                    times,
+                    branch or kind in ("branch_computations", "true_computation", "false_computation"),
+                )
                 if kind in ("body", "condition"):
                     n = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
                     often = times * int(n[1]) if n and times is not None else None
@@ -119,7 +136,8 @@ def _mesh_groups(mesh, devices, axes):
 
 
 def mesh_groups(sizes, axes, ids=None):
-    """The groups that differ only along `axes`, [(name, outer, size)]: of an axis of outer * size * inner the middle."""
+    """The groups that differ only along `axes`, [(name, outer, size)]: of an axis of outer * size * inner the
+    middle."""
     total = math.prod(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())))) if sizes else {}
     for name, outer, size in axes:

@@ -1,4 +1,5 @@
 """A plan from saved gradients: python -m jaxcgx tune."""
+
 import dataclasses
 import functools
 import math
@@ -27,8 +28,10 @@ def tune(gradients, plan, method, alpha, bits):
     base = Plan.cgx() if plan is None else Plan.load(plan)
     found = compressing(base.default)
     if len(found) != 1 or not hasattr(found[0], "bits"):
-        raise ValueError(f"argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got "
-                         f"{spell(base.default)}")
+        raise ValueError(
+            f"argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got "
+            f"{spell(base.default)}"
+        )
     steps = read(gradients)
     before = _assign(base, steps[0])  # what is wrong with the rules is said before anything is measured
     candidates = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
@@ -44,11 +47,15 @@ def read(path):
         name, step = re.fullmatch("(.*?)(?:@([0-9]+))?", key, re.DOTALL).groups()
         arrays = found.setdefault(int(step or 0), {})
         if name in arrays:
-            raise ValueError(f"{path}, array {key!r}: expected one array of a path in a step, got another of {name!r} in step "
-                             f"{int(step or 0)}")
+            raise ValueError(
+                f"{path}, array {key!r}: expected one array of a path in a step, got another of {name!r} in step "
+                f"{int(step or 0)}"
+            )
         if leaf.dtype not in DTYPES and leaf.dtype.kind not in "biuc":
-            raise ValueError(f"{path}, array {key!r}: expected float32 or float16, or integers, got {leaf.dtype}; save it as "
-                             ".astype(numpy.float32)")
+            raise ValueError(
+                f"{path}, array {key!r}: expected float32 or float16, or integers, got {leaf.dtype}; save it as "
+                ".astype(numpy.float32)"
+            )
         arrays[name] = leaf
     steps = [found[n] for n in sorted(found)]
     if not steps:
@@ -56,8 +63,10 @@ def read(path):
     types = [{name: (leaf.shape, leaf.dtype) for name, leaf in step.items()} for step in steps]
     for n, step in zip(sorted(found), types):
         if other := sorted(name for name, _ in step.items() ^ types[0].items()):
-            raise ValueError(f"{path}: expected the same arrays in every step, but {other[0]!r} of step {n} is not as in step "
-                             f"{min(found)}")
+            raise ValueError(
+                f"{path}: expected the same arrays in every step, but {other[0]!r} of step {n} is not as in step "
+                f"{min(found)}"
+            )
     return steps
 
 
@@ -65,13 +74,23 @@ def _load(path):
     try:
         with open(path, "rb") as stream, np.load(stream) as file:  # NumPy would leave a broken file open
             return {key: np.asarray(file[key]) for key in file}
-    except (EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):  # TypeError: of a lone .npy np.load makes an array
-        raise ValueError(f"{path}: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one") from None
+    except (
+        EOFError,
+        TypeError,
+        ValueError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):  # TypeError: of a lone .npy np.load makes an array
+        raise ValueError(
+            f"{path}: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one"
+        ) from None
 
 
 def statistics(steps, codecs):
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
-    return functools.reduce(operator.add, (measure(step, key=jax.random.fold_in(_KEY, i)) for i, step in enumerate(steps)))
+    return functools.reduce(
+        operator.add, (measure(step, key=jax.random.fold_in(_KEY, i)) for i, step in enumerate(steps))
+    )
 
 
 def _assign(plan, step):
@@ -83,10 +102,15 @@ def _assign(plan, step):
 
 
 def describe(steps, measured, plans):
-    """Tables: what becomes of every leaf under the last of the plans, and of all of them under each. measured: statistics."""
+    """Tables: what becomes of every leaf under the last of the plans, and of all of them under each. measured:
+    statistics."""
     found = jax.tree_util.tree_flatten_with_path(steps[0])[0]
     names, leaves = [spell_path(path) for path, _ in found], [leaf for _, leaf in found]
-    codecs, errors, norms = list(measured.codecs), np.asarray(measured.errors, np.float64), np.asarray(measured.norms, np.float64)
+    codecs, errors, norms = (
+        list(measured.codecs),
+        np.asarray(measured.errors, np.float64),
+        np.asarray(measured.norms, np.float64),
+    )
     used = dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not why)
     if more := [codec for codec in used if codec not in codecs]:
         codecs, errors = codecs + more, np.hstack([errors, np.asarray(statistics(steps, more).errors, np.float64)])
@@ -103,10 +127,24 @@ def describe(steps, measured, plans):
         return *spell_sizes(sent, raw), f"{math.sqrt(error / norm) if norm else 0:.4f}"
 
     *_, last = plans.values()
-    rows = [(names[i], "x".join(map(str, leaves[i].shape)) or "scalar", "Raw()" if why else spell(codec),
-             *spelled(*numbers(i, codec, why)), why or "")
-            for i, (codec, why) in enumerate(last)]
-    totals = [(name, *spelled(*map(sum, zip(*(numbers(i, *found) for i, found in enumerate(plan)))))) for name, plan in plans.items()]
-    return "\n\n".join([table(("leaf", "shape", "codec", "bytes", "uncompressed", "ratio", "error", "raw because"), rows),
-                         table(("plan", "bytes", "uncompressed", "ratio", "error"), totals),
-                         "error: of one encoding, the root of its square over that of the gradient's, over all steps"])
+    rows = [
+        (
+            names[i],
+            "x".join(map(str, leaves[i].shape)) or "scalar",
+            "Raw()" if why else spell(codec),
+            *spelled(*numbers(i, codec, why)),
+            why or "",
+        )
+        for i, (codec, why) in enumerate(last)
+    ]
+    totals = [
+        (name, *spelled(*map(sum, zip(*(numbers(i, *found) for i, found in enumerate(plan))))))
+        for name, plan in plans.items()
+    ]
+    return "\n\n".join(
+        [
+            table(("leaf", "shape", "codec", "bytes", "uncompressed", "ratio", "error", "raw because"), rows),
+            table(("plan", "bytes", "uncompressed", "ratio", "error"), totals),
+            "error: of one encoding, the root of its square over that of the gradient's, over all steps",
+        ]
+    )

@@ -1,4 +1,5 @@
 """What transports over processes have in common."""
+
 import jax.numpy as jnp
 
 from jaxcgx.native.shm import add
@@ -11,7 +12,8 @@ def countable(x):
 
 
 class Transport:
-    """What transports over processes, which have no named axis, make of their own `size`, `all_to_all`, `all_gather` and
+    """What transports over processes, which have no named axis, make of their own `size`, `all_to_all`, `all_gather`
+    and
     `plain_psum`."""
 
     names = ()

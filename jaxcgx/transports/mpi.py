@@ -1,12 +1,16 @@
 """Ranks of an MPI communicator, one process each: mpi4jax moves the bytes.
 
-mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on every
-rank. A primitive that contains one says so (`effects`), and a program with one runs on a single device. Its operations lack
-rules for vmap, have other derivatives than lax's, and know no floats under 32 bits and no integers under 8; hence primitives
+mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
+every
+rank. A primitive that contains one says so (`effects`), and a program with one runs on a single device. Its operations
+lack
+rules for vmap, have other derivatives than lax's, and know no floats under 32 bits and no integers under 8; hence
+primitives
 around those in use, linear in one array.
 
 Ranks and sizes are Python's numbers, not traced ones: every rank compiles a program of its own.
 """
+
 import dataclasses
 import warnings
 
@@ -20,7 +24,9 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
 
-with warnings.catch_warnings():  # a release of mpi4jax warns of every JAX newer than itself; jaxcgx has bounds of its own for JAX
+with (
+    warnings.catch_warnings()
+):  # a release of mpi4jax warns of every JAX newer than itself; jaxcgx has bounds of its own for JAX
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
     import mpi4jax
 
@@ -46,7 +52,8 @@ class Comm(Transport):
 
     @classmethod
     def of(cls, comm):
-        """The ranks of an mpi4py communicator. What a program sends while Python is ahead of it must not meet what Python
+        """The ranks of an mpi4py communicator. What a program sends while Python is ahead of it must not meet what
+        Python
         sends: the program has a duplicate, which the communicator keeps."""
         own = comm.Get_attr(_OWN)
         if own is None:
@@ -140,19 +147,28 @@ class Nodes(Transport):
 
 
 class Leaders:
-    """The first ranks of the nodes, which alone speak. The others run no part of an exchange but its last, in which their
+    """The first ranks of the nodes, which alone speak. The others run no part of an exchange but its last, in which
+    their
     leader hands them what came."""
 
     allreduce = None
 
     def __init__(self, cross, inner):
-        self.cross, self.inner, self.size, self.rank, self.speaks = cross, inner, cross.size, cross.rank, inner.rank == 0
+        self.cross, self.inner, self.size, self.rank, self.speaks = (
+            cross,
+            inner,
+            cross.size,
+            cross.rank,
+            inner.rank == 0,
+        )
 
     def all_to_all(self, x):
         return self.cross.all_to_all(x) if self.speaks else x
 
     def all_gather(self, x):
-        return self.inner.broadcast(self.cross.all_gather(x) if self.speaks else jnp.zeros((self.size, *x.shape), x.dtype), 0)
+        return self.inner.broadcast(
+            self.cross.all_gather(x) if self.speaks else jnp.zeros((self.size, *x.shape), x.dtype), 0
+        )
 
     def shift(self, x):
         return self.cross.shift(x) if self.speaks else x
@@ -163,8 +179,10 @@ class Leaders:
 
 def _counted(count):
     if count > MOST:
-        raise ValueError(f"jaxcgx.mpi: expected at most 2^31 - 1 elements for each rank in one exchange, got {count}; cut the leaf "
-                         "into several")
+        raise ValueError(
+            f"jaxcgx.mpi: expected at most 2^31 - 1 elements for each rank in one exchange, got {count}; cut the leaf "
+            "into several"
+        )
 
 
 def _short(dtype, kind, bits):
@@ -173,6 +191,7 @@ def _short(dtype, kind, bits):
 
 def _moved(move):
     """`move`, which leaves elements as they are, of any dtype."""
+
     def run(x, **params):
         if _short(x.dtype, jnp.floating, 32):
             bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -185,7 +204,8 @@ def _moved(move):
 
 
 def _define(name, run, shape, transpose, before=0, after=0):
-    """A primitive, linear in one array. run(x, net, ...): what it does. shape(shape, net): of its result. before, after: where
+    """A primitive, linear in one array. run(x, net, ...): what it does. shape(shape, net): of its result. before,
+    after: where
     vmap's dimension stands in its operand and in its result. transpose(cotangent, net, ...): of the operand."""
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("net", "root")))
@@ -204,14 +224,17 @@ def _define(name, run, shape, transpose, before=0, after=0):
     return primitive
 
 
-# psum: to the transpose each rank's cotangent is its own, so that their sum is the operand's (lax's where nothing is tracked)
+# psum: to the transpose each rank's cotangent is its own, so that their sum is the operand's (lax's where nothing is
+# tracked)
 
 
 def _psum(x, net):
     if net.size == 1:
         return x
     _counted(x.size)
-    dtype = jnp.float32 if _short(x.dtype, jnp.floating, 32) else jnp.int8 if _short(x.dtype, jnp.integer, 8) else x.dtype
+    dtype = (
+        jnp.float32 if _short(x.dtype, jnp.floating, 32) else jnp.int8 if _short(x.dtype, jnp.integer, 8) else x.dtype
+    )
     return mpi4jax.allreduce(x.astype(dtype), MPI.SUM, comm=net.comm).astype(x.dtype)
 
 
@@ -227,7 +250,9 @@ def _all_to_all(x, net):
     return mpi4jax.alltoall(x, comm=net.comm)
 
 
-all_to_all_p = _define("all_to_all", _all_to_all, lambda shape, net: shape, lambda ct, net: net.all_to_all(ct), before=1, after=1)
+all_to_all_p = _define(
+    "all_to_all", _all_to_all, lambda shape, net: shape, lambda ct, net: net.all_to_all(ct), before=1, after=1
+)
 
 
 # all_gather: rank r's array is in row r of every rank, whose cotangents for it r adds
@@ -239,7 +264,9 @@ def _all_gather(x, net):
     return mpi4jax.allgather(x, comm=net.comm)
 
 
-all_gather_p = _define("all_gather", _all_gather, lambda shape, net: (net.size, *shape), lambda ct, net: net.all_to_all(ct).sum(0), after=1)
+all_gather_p = _define(
+    "all_gather", _all_gather, lambda shape, net: (net.size, *shape), lambda ct, net: net.all_to_all(ct).sum(0), after=1
+)
 
 
 # broadcast: every rank has the root's array, and only the root's has a cotangent, the sum of theirs

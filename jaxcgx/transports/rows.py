@@ -1,4 +1,5 @@
 """Between a caller's dimensions and the rows that ranks exchange: [ranks, ...], row r for or from rank r."""
+
 import math
 
 import jax.numpy as jnp
@@ -14,7 +15,15 @@ def split(x, dimension, size, tiled):
 def join(rows, dimension, tiled):
     """The rows along `dimension`: a new one, or, `tiled`, one behind another in an existing one."""
     x = jnp.moveaxis(rows, 0, dimension)
-    return x.reshape(*x.shape[:dimension], -1 if x.size else math.prod(x.shape[dimension : dimension + 2]), *x.shape[dimension + 2 :]) if tiled else x
+    return (
+        x.reshape(
+            *x.shape[:dimension],
+            -1 if x.size else math.prod(x.shape[dimension : dimension + 2]),
+            *x.shape[dimension + 2 :],
+        )
+        if tiled
+        else x
+    )
 
 
 def by_axis(rows, stages):

@@ -1,8 +1,10 @@
 """Ranks that are processes of one host: they copy through memory that they share. xla_ffi/shm/ring.h says how.
 
-Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python's numbers, not
+Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python's numbers,
+not
 traced ones: every rank compiles a program of its own, for one device.
 """
+
 import dataclasses
 import numbers
 import os
@@ -40,9 +42,11 @@ class Shm(Transport):
 
     @classmethod
     def over(cls, comm, timeout=1800.0, effects=EFFECTS):
-        """The ranks of an mpi4py communicator, or of anything with a rank, a size and an allgather like one's. They call it together.
+        """The ranks of an mpi4py communicator, or of anything with a rank, a size and an allgather like one's. They
+        call it together.
 
-        timeout: seconds, of every wait for another rank. effects: if a program waits for other ranks in another way too, its
+        timeout: seconds, of every wait for another rank. effects: if a program waits for other ranks in another way
+        too, its
         effect: two orders, each kept, may still have two ranks wait for each other.
         """
         if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < timeout < 1e9:

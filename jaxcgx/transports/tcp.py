@@ -1,10 +1,12 @@
 """Ranks along the axes of a mesh between processes, each of one device: connections of their own move the bytes.
 
-XLA's collectives between CPUs send before they receive, so that a link is used in one direction at a time; these use both.
+XLA's collectives between CPUs send before they receive, so that a link is used in one direction at a time; these use
+both.
 xla_ffi/tcp/net.h says how. What travels as it is still goes through lax.
 
 Exchanges run in the order of the program, on every rank the same, without holding a thread while they wait.
 """
+
 import dataclasses
 import numbers
 from collections.abc import Hashable
@@ -20,12 +22,14 @@ ORDER = _compat.OrderedOnEachDevice()
 
 @dataclasses.dataclass(frozen=True)
 class Tcp:
-    """An axis of a mesh between processes, for which jaxcgx's own connections move what is compressed: in place of its name as
+    """An axis of a mesh between processes, for which jaxcgx's own connections move what is compressed: in place of its
+    name as
     `axis_name`, or in a tuple of axes; everything else knows the axis by its name.
 
     name: of the axis. timeout: seconds that an exchange may take, waiting for other processes included.
 
-    For CPUs, one device in each process, after jax.distributed.initialize. The processes connect when the first program that
+    For CPUs, one device in each process, after jax.distributed.initialize. The processes connect when the first program
+    that
     has such an exchange is lowered.
     """
 
@@ -34,8 +38,15 @@ class Tcp:
 
     def __post_init__(self):
         if isinstance(self.name, (tuple, list, Tcp)):
-            raise ValueError(f"Tcp: argument 'name': expected the name of one axis, got {self.name!r}; a tuple of axes has a Tcp for each")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real) or not 0.001 <= self.timeout < 1e9:
+            raise ValueError(
+                f"Tcp: argument 'name': expected the name of one axis, got {self.name!r}; a tuple of axes has a Tcp for "
+                "each"
+            )
+        if (
+            isinstance(self.timeout, bool)
+            or not isinstance(self.timeout, numbers.Real)
+            or not 0.001 <= self.timeout < 1e9
+        ):
             raise ValueError(f"Tcp: argument 'timeout': expected a positive number of seconds, got {self.timeout!r}")
 
 
@@ -57,12 +68,17 @@ def check(op, axes, names):
     """The transport over some names, of which `axes` are Tcp."""
     mesh = jax.sharding.get_abstract_mesh()
     if others := [axis.name for axis in axes if axis.name not in mesh.manual_axes]:
-        raise ValueError(f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got "
-                         f"{', '.join(map(repr, others))} of vmap; give the name alone")
+        raise ValueError(
+            f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got "
+            f"{', '.join(map(repr, others))} of vmap; give the name alone"
+        )
     if mesh.size > jax.process_count():
-        raise ValueError(f"{op}: argument 'axis_name': expected Tcp on a mesh of one device of each process, got {mesh.size} devices of "
-                         f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}; start a process for each device "
-                         "(jax.distributed.initialize, jax_num_cpu_devices=1), or give the name alone")
+        raise ValueError(
+            f"{op}: argument 'axis_name': expected Tcp on a mesh of one device of each process, got {mesh.size} devices "
+            "of "
+            f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}; start a process for each device "
+            "(jax.distributed.initialize, jax_num_cpu_devices=1), or give the name alone"
+        )
     return TcpAxes(names, frozenset(axis.name for axis in axes), min(axis.timeout for axis in axes))
 
 
@@ -78,7 +94,10 @@ class TcpAxes(Axes):
 
     @property
     def parts(self):
-        return {name: TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,)) for name in self.names}
+        return {
+            name: TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
+            for name in self.names
+        }
 
     def leaders(self):
         outer, *inner = self.names

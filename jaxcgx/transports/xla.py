@@ -3,13 +3,15 @@
 A transport is hashable, static under jit. What every one has:
 
 - `names`: the named axes of JAX that it runs over; `effects`: the other effects that what it does has in a program;
-- `size`, `rank`; `parts`: {name: transport} of the levels of a hierarchy, outermost first; `leaders()`: of its first level,
+- `size`, `rank`; `parts`: {name: transport} of the levels of a hierarchy, outermost first; `leaders()`: of its first
+level,
   those that speak for the others;
 - for rows of bytes, `all_to_all`, `all_gather` and `shift`;
 - `allreduce`: None, or a way of its own to do a whole schedule, native/tcp.py's `allreduce`, with the same bits;
 - for arrays that travel as they are, what `lax` has under the name: `plain_psum`, `plain_pmean`, `plain_psum_scatter`,
   `plain_all_gather` and `plain_all_to_all`.
 """
+
 import dataclasses
 import math
 
@@ -52,7 +54,8 @@ class Axes:
 
     @property
     def at_once(self):
-        """Whether JAX takes the axes together: vmap(axis_name=...) knows how to gather over one axis, and to permute one."""
+        """Whether JAX takes the axes together: vmap(axis_name=...) knows how to gather over one axis, and to permute
+        one."""
         return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
     def all_gather(self, row):
@@ -92,7 +95,8 @@ class Axes:
 
 
 class Leaders:
-    """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the program,
+    """The ranks of `outer`, of which only those speak that are first along `inner`. The others take part in the
+    program,
     but what they compute between two gatherings goes nowhere. `everybody`: both together."""
 
     allreduce = None

@@ -1,11 +1,13 @@
 """What holds for every codec, and one array in and out."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import CODECS, GRIDS, RANDOM_KEY, assert_same_bytes, each_codec, normal, roundtrip
 
 import jaxcgx as cgx
-from helpers import CODECS, GRIDS, RANDOM_KEY, assert_same_bytes, each_codec, normal, roundtrip
+
 
 def buckets(x, codec):
     """The numbers of each bucket of a flat array."""
@@ -16,12 +18,20 @@ def buckets(x, codec):
 @pytest.mark.parametrize("codec", **each_codec())
 def test_shapes_dtypes_and_bytes(codec):
     key = RANDOM_KEY if codec.stochastic else None
-    xs = [normal(shape, dtype=dtype) for dtype in ("float32", "bfloat16", "float16") for shape in ((), (0,), (1,), (17,), (3, 5, 7), (1025,))]
+    xs = [
+        normal(shape, dtype=dtype)
+        for dtype in ("float32", "bfloat16", "float16")
+        for shape in ((), (0,), (1,), (17,), (3, 5, 7), (1025,))
+    ]
 
     @jax.jit  # one program compiles faster than many
     def run(xs):
         payloads = [cgx.encode(x, codec, key) for x in xs]
-        return payloads, [cgx.decode(p, codec, x.shape, x.dtype) for p, x in zip(payloads, xs)], [cgx.roundtrip(x, codec, key) for x in xs]
+        return (
+            payloads,
+            [cgx.decode(p, codec, x.shape, x.dtype) for p, x in zip(payloads, xs)],
+            [cgx.roundtrip(x, codec, key) for x in xs],
+        )
 
     for x, payload, y, expected in zip(xs, *run(xs), strict=True):
         assert payload.dtype == jnp.uint8 and payload.shape == (codec.wire_bytes(x.shape, x.dtype),)
@@ -84,7 +94,11 @@ def test_a_constant_bucket_is_exact(codec, constant):
     np.testing.assert_array_equal(roundtrip(x, codec), x)
 
 
-@pytest.mark.parametrize("codec", [*map(cgx.AbsMax, (2, 4, 8)), cgx.ByteGrad(), cgx.Float8(), cgx.Float8("e5m2"), cgx.Cast(), cgx.Raw()], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [*map(cgx.AbsMax, (2, 4, 8)), cgx.ByteGrad(), cgx.Float8(), cgx.Float8("e5m2"), cgx.Cast(), cgx.Raw()],
+    ids=repr,
+)
 def test_zero_is_exact(codec):
     x = np.array(normal(1000, 1) * 1e-3)
     x[::7] = 0
@@ -103,7 +117,9 @@ def test_a_bucket_with_a_non_finite_number_becomes_nan(codec, value):
     assert np.isfinite(np.delete(y, slice(first, first + size))).all()
     # the other buckets are as if nothing had happened
     clean = np.array(normal(2000))
-    np.testing.assert_array_equal(np.delete(y, slice(first, first + size)), np.delete(roundtrip(clean, codec), slice(first, first + size)))
+    np.testing.assert_array_equal(
+        np.delete(y, slice(first, first + size)), np.delete(roundtrip(clean, codec), slice(first, first + size))
+    )
 
 
 @pytest.mark.parametrize("codec", **each_codec([cgx.MaxMin(4), cgx.MaxMin(1), cgx.ByteGrad()]))
@@ -124,11 +140,15 @@ def test_any_bytes_decode(codec):
             assert_same_bytes(first, cgx.decode(raw, codec, (n,), "float32"))
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c.stochastic and c.bucket_size != 33] + [cgx.MaxMin(2, 64, "stochastic")], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [c for c in CODECS if c.stochastic and c.bucket_size != 33] + [cgx.MaxMin(2, 64, "stochastic")], ids=repr
+)
 def test_stochastic_rounding_is_unbiased(codec):
     x = normal(256)
     draws = 4000
-    mean = jax.jit(lambda keys: jax.vmap(lambda k: cgx.roundtrip(x, codec, k))(keys).mean(0))(jax.random.split(jax.random.key(1), draws))
+    mean = jax.jit(lambda keys: jax.vmap(lambda k: cgx.roundtrip(x, codec, k))(keys).mean(0))(
+        jax.random.split(jax.random.key(1), draws)
+    )
     step = bound(codec, np.asarray(x))
     # a rounded number's standard deviation is at most half a step; 256 means are within 5 of theirs
     np.testing.assert_allclose(mean, x, atol=5 * 0.5 * step / np.sqrt(draws) + 1e-6, rtol=0)
@@ -156,5 +176,7 @@ def test_feedback_keeps_the_residual_of_an_overflow():
     payload, (new,) = ops.encode(layout, [x], residuals=[lost])
     assert_same_bytes(new[:64], lost[:64])
     assert jnp.isnan(ops.decode(layout, payload)[0][:64]).all() and (new[64:] != lost[64:]).any()
-    payload, (new,) = ops.encode(Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,)), [jnp.array([1e6, 1.0])], residuals=[jnp.array([0.5, 0.0])])
+    payload, (new,) = ops.encode(
+        Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,)), [jnp.array([1e6, 1.0])], residuals=[jnp.array([0.5, 0.0])]
+    )
     assert new[0] == 0.5

@@ -1,9 +1,10 @@
 """ByteGrad against Bagua's formula."""
+
 import jax.numpy as jnp
 import numpy as np
+from helpers import normal, roundtrip
 
 import jaxcgx as cgx
-from helpers import normal, roundtrip
 
 
 def test_bytegrad_is_baguas_grid():

@@ -1,8 +1,9 @@
 """Float8 against the standard formats."""
+
 import numpy as np
+from helpers import normal, roundtrip
 
 import jaxcgx as cgx
-from helpers import normal, roundtrip
 
 
 def test_float8_is_the_standard_format():

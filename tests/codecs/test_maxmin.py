@@ -1,10 +1,11 @@
 """MaxMin: rounding, grids, tails."""
+
 import jax.numpy as jnp
 import numpy as np
+from helpers import assert_same_bytes, normal, roundtrip
 from jax import lax
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes, normal, roundtrip
 
 
 def test_nearest_rounding_ties_to_even():

@@ -1,13 +1,14 @@
 """PowerSGD as a codec: which matrix a leaf is, what it weighs, what one rank's sum is, what it refuses."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bytes, normal
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes, normal
 from jaxcgx.codecs import powersgd
 
 CODEC = cgx.PowerSGD(2)
@@ -34,15 +35,18 @@ def test_bytes():
         assert CODEC.wire_bytes(shape, dtype) == np.prod(shape, dtype=int) * jnp.dtype(dtype).itemsize  # as it is
 
 
-@pytest.mark.parametrize(("shape", "dtype", "words"), [
-    ((), "float32", "it has no dimension, and PowerSGD is for matrices"),
-    ((100,), "float32", "it has one dimension, and PowerSGD is for matrices"),
-    ((1, 100), "float32", "it has 400 bytes, and its factors of rank 2 would have 808"),
-    ((8, 8), "float32", None),
-    ((5, 4), "float32", None),
-    ((8, 8), "float16", "it has 128 bytes, and its factors of rank 2 would have 128"),
-    ((4, 4), "float32", "it has 64 bytes, and its factors of rank 2 would have 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((), "float32", "it has no dimension, and PowerSGD is for matrices"),
+        ((100,), "float32", "it has one dimension, and PowerSGD is for matrices"),
+        ((1, 100), "float32", "it has 400 bytes, and its factors of rank 2 would have 808"),
+        ((8, 8), "float32", None),
+        ((5, 4), "float32", None),
+        ((8, 8), "float16", "it has 128 bytes, and its factors of rank 2 would have 128"),
+        ((4, 4), "float32", "it has 64 bytes, and its factors of rank 2 would have 64"),
+    ],
+)
 def test_what_travels_raw(shape, dtype, words):
     assert CODEC.why_raw(shape, jnp.dtype(dtype)) == words
 
@@ -50,12 +54,29 @@ def test_what_travels_raw(shape, dtype, words):
 def test_roundtrip():
     """Exact for matrices of low rank, whatever their size. Of others the best rank is not found in one step, but no more is lost
     than there was; the derivative is the identity; and what one has overflown is all lost."""
-    x = {"matrix": low_rank(40, 50, 2), "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30), "constant": jnp.full((40, 50), 7.5),
-         "zero": jnp.zeros((40, 50)), "tiny": low_rank(40, 50, 2) * 1e-30, "huge": low_rank(40, 50, 2) * 1e30}
-    others = {"full": normal((40, 50)), "overflown": normal((40, 50)).at[3, 4].set(jnp.inf), "half": normal((40, 50), 1, "bfloat16"),
-              "bias": normal(100), "many": low_rank(40, 50, 9)}
+    x = {
+        "matrix": low_rank(40, 50, 2),
+        "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30),
+        "constant": jnp.full((40, 50), 7.5),
+        "zero": jnp.zeros((40, 50)),
+        "tiny": low_rank(40, 50, 2) * 1e-30,
+        "huge": low_rank(40, 50, 2) * 1e30,
+    }
+    others = {
+        "full": normal((40, 50)),
+        "overflown": normal((40, 50)).at[3, 4].set(jnp.inf),
+        "half": normal((40, 50), 1, "bfloat16"),
+        "bias": normal(100),
+        "many": low_rank(40, 50, 9),
+    }
     sent = lambda x: jax.tree.map(lambda leaf: cgx.roundtrip(leaf, CODEC), x)
-    y, many, derivative = jax.jit(lambda x: (sent(x), cgx.roundtrip(x["many"], cgx.PowerSGD(9)), jax.grad(lambda x: (3 * cgx.roundtrip(x, CODEC)).sum())(x["full"])))(x | others)
+    y, many, derivative = jax.jit(
+        lambda x: (
+            sent(x),
+            cgx.roundtrip(x["many"], cgx.PowerSGD(9)),
+            jax.grad(lambda x: (3 * cgx.roundtrip(x, CODEC)).sum())(x["full"]),
+        )
+    )(x | others)
     for name in x:
         np.testing.assert_allclose(y[name], x[name], rtol=0, atol=3e-6 * np.abs(x[name]).max(), err_msg=name)
     np.testing.assert_allclose(many, others["many"], rtol=0, atol=1e-4)
@@ -100,15 +121,37 @@ def test_files(tmp_path):
 BYTES = "expected a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4), got PowerSGD(rank=2), which is for sums"
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [
-    (lambda: cgx.PowerSGD(0), ValueError, "PowerSGD: argument 'rank': expected an integer of at least 1 (and at most 2^40), got 0"),
-    (lambda: cgx.PowerSGD(1.5), TypeError, "PowerSGD: argument 'rank': expected an integer of at least 1 (and at most 2^40), got 1.5"),
-    (lambda: cgx.encode(normal((9, 9)), CODEC), ValueError, f"encode: argument 'codec': {BYTES}"),
-    (lambda: cgx.decode(jnp.zeros(9, jnp.uint8), CODEC, (9, 9), "float32"), ValueError, f"decode: argument 'codec': {BYTES}"),
-    (lambda: CODEC.wire_bytes((9, 9), "int32"), TypeError, "PowerSGD.wire_bytes: argument 'dtype': expected float32, bfloat16 or float16, got int32"),
-    (lambda: cgx.Plan(CODEC).adapt(cgx.gradient_statistics({"w": normal((60, 80))}, codecs=(cgx.MaxMin(4),))), ValueError,
-     "Plan.adapt: argument 'reference': expected one of the statistics' codecs, MaxMin(bits=4), got PowerSGD(rank=2)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda: cgx.PowerSGD(0),
+            ValueError,
+            "PowerSGD: argument 'rank': expected an integer of at least 1 (and at most 2^40), got 0",
+        ),
+        (
+            lambda: cgx.PowerSGD(1.5),
+            TypeError,
+            "PowerSGD: argument 'rank': expected an integer of at least 1 (and at most 2^40), got 1.5",
+        ),
+        (lambda: cgx.encode(normal((9, 9)), CODEC), ValueError, f"encode: argument 'codec': {BYTES}"),
+        (
+            lambda: cgx.decode(jnp.zeros(9, jnp.uint8), CODEC, (9, 9), "float32"),
+            ValueError,
+            f"decode: argument 'codec': {BYTES}",
+        ),
+        (
+            lambda: CODEC.wire_bytes((9, 9), "int32"),
+            TypeError,
+            "PowerSGD.wire_bytes: argument 'dtype': expected float32, bfloat16 or float16, got int32",
+        ),
+        (
+            lambda: cgx.Plan(CODEC).adapt(cgx.gradient_statistics({"w": normal((60, 80))}, codecs=(cgx.MaxMin(4),))),
+            ValueError,
+            "Plan.adapt: argument 'reference': expected one of the statistics' codecs, MaxMin(bits=4), got PowerSGD(rank=2)",
+        ),
+    ],
+)
 def test_bad_input(call, error, words):
     with pytest.raises(error) as caught:
         call()

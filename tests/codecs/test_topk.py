@@ -1,13 +1,14 @@
 """What TopK sends, against NumPy; lists of indices to bytes and back."""
+
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
 
 import jaxcgx as cgx
-from helpers import KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, reference_decode
 from jaxcgx.codecs.topk import Sampled
 from jaxcgx.native import indices, ops, reference
 from jaxcgx.native.layout import Layout
@@ -46,10 +47,24 @@ def numbers(n, kind):
     return np.ascontiguousarray(x)
 
 
-KINDS = ("normal", "ties", "equal", "zeros", "few", "denormal", "huge block", "rising", "falling", "not finite", "periodic")
+KINDS = (
+    "normal",
+    "ties",
+    "equal",
+    "zeros",
+    "few",
+    "denormal",
+    "huge block",
+    "rising",
+    "falling",
+    "not finite",
+    "periodic",
+)
 
 
-@pytest.mark.parametrize(("n", "ratio"), [(1, 0.4), (5000, 0.0), (5000, 0.01), (5000, 1.0), (300_001, 0.001), (300_001, 0.4)])
+@pytest.mark.parametrize(
+    ("n", "ratio"), [(1, 0.4), (5000, 0.0), (5000, 0.01), (5000, 1.0), (300_001, 0.001), (300_001, 0.4)]
+)
 def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
     codec = TopK(ratio)
     layout = Layout(codec, ((n,),), ("float32",))
@@ -92,11 +107,22 @@ def test_exact_of_much(n):
         assert_same_bytes(out, expected)
 
 
-@pytest.mark.parametrize(("select", "n", "ratio"), [
-    ("sampled", 3, 0.5), ("sampled", 40, 1 / 40), (Sampled(share=1.0), 1000, 0.1),
-    ("sampled", 300, 0.01), ("sampled", 5000, 0.1), ("sampled", 300_001, 0.001), ("fitted", 5000, 0.01), ("fitted", 300_001, 0.02),
-    (Sampled(0.5, "exponential", 0.9, 3), 20_000, 0.02), (Sampled(refinements=0), 20_000, 0.01), (Sampled(2**-15, lower=1.0), 20_000, 0.3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("select", "n", "ratio"),
+    [
+        ("sampled", 3, 0.5),
+        ("sampled", 40, 1 / 40),
+        (Sampled(share=1.0), 1000, 0.1),
+        ("sampled", 300, 0.01),
+        ("sampled", 5000, 0.1),
+        ("sampled", 300_001, 0.001),
+        ("fitted", 5000, 0.01),
+        ("fitted", 300_001, 0.02),
+        (Sampled(0.5, "exponential", 0.9, 3), 20_000, 0.02),
+        (Sampled(refinements=0), 20_000, 0.01),
+        (Sampled(2**-15, lower=1.0), 20_000, 0.3),
+    ],
+)
 def test_sampled_takes_the_largest_of_what_reaches_a_threshold(select, n, ratio):
     codec = TopK(ratio, select=select)
     layout = Layout(codec, ((n,),), ("float32",))
@@ -138,7 +164,11 @@ def test_the_sample_begins_where_the_key_says():
     assert_same_bytes(ops.encode(layout, [normal(n)], KEY), ops.encode(layout, [normal(n)], KEY))
 
 
-@pytest.mark.parametrize("values", [cgx.MaxMin(4, 64), cgx.Cast("float16"), cgx.AbsMax(8, 100), cgx.MaxMin(3, 50, "stochastic", skip_incomplete=True)], ids=repr)
+@pytest.mark.parametrize(
+    "values",
+    [cgx.MaxMin(4, 64), cgx.Cast("float16"), cgx.AbsMax(8, 100), cgx.MaxMin(3, 50, "stochastic", skip_incomplete=True)],
+    ids=repr,
+)
 def test_what_the_values_lose_stays(values):
     n = 20_000
     codec = TopK(0.02, values=values)
@@ -152,7 +182,9 @@ def test_what_the_values_lose_stays(values):
     np.testing.assert_array_equal(new, total - np.asarray(out))
     # as the codec alone does it with the values, where nothing is drawn
     if not values.stochastic:
-        np.testing.assert_array_equal(np.asarray(out)[at], cgx.decode(cgx.encode(total[at], values), values, (400,), "float32"))
+        np.testing.assert_array_equal(
+            np.asarray(out)[at], cgx.decode(cgx.encode(total[at], values), values, (400,), "float32")
+        )
 
 
 def test_a_sum_of_lists_loses_nothing():
@@ -185,7 +217,9 @@ def test_any_bytes_decode_as_the_reference_does():
     r = np.random.RandomState(0)
     ones = [jnp.ones(s, d) for s, d in zip(layout.shapes, layout.dtypes)]
     for share in (256, 2):  # lists with many ones, and with some
-        payload = (r.randint(0, 256, (2, layout.chunk_bytes)) * (r.randint(0, share, (2, layout.chunk_bytes)) < 2)).astype(np.uint8)
+        payload = (
+            r.randint(0, 256, (2, layout.chunk_bytes)) * (r.randint(0, share, (2, layout.chunk_bytes)) < 2)
+        ).astype(np.uint8)
         if share == 2:
             payload = r.randint(0, 256, payload.shape).astype(np.uint8)
         for a, b in zip(ops.decode(layout, payload), reference_decode(layout)(payload)):
@@ -194,11 +228,17 @@ def test_any_bytes_decode_as_the_reference_does():
             assert_same_values(a, b)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 0), (1, 1), (2, 1), (10, 3), (1000, 10), (1000, 500), (1000, 999), (70_000, 3), (5000, 133)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 0), (1, 1), (2, 1), (10, 3), (1000, 10), (1000, 500), (1000, 999), (70_000, 3), (5000, 133)]
+)
 def test_indices_come_back(n, k):
     r = np.random.RandomState(n + k)
     for count in {k, k // 2}:
-        given = np.sort(np.r_[r.choice(n, count, replace=False), np.full(k - count, n)]).astype(np.int32) if k < n else np.arange(n, dtype=np.int32)
+        given = (
+            np.sort(np.r_[r.choice(n, count, replace=False), np.full(k - count, n)]).astype(np.int32)
+            if k < n
+            else np.arange(n, dtype=np.int32)
+        )
         raw = jax.jit(indices.to_list, static_argnums=1)(given, n)
         assert raw.size == indices.index_bytes(n, k)
         np.testing.assert_array_equal(jax.jit(indices.from_list, static_argnums=(1, 2))(raw, n, k), given)
@@ -209,26 +249,45 @@ def test_the_largest_piece_has_sizes():
     assert [indices.index_bytes(MOST, k) for k in (0, 2147484, 21474837, MOST)] == [0, 3208644, 22984790, 0]
     assert TopK(0.001).code_bytes(MOST, jnp.dtype("float32")) == -(-3208644 // 16) * 16 + 4 * 2147484
     assert TopK(1.0).code_bytes(MOST, jnp.dtype("float32")) == 4 * MOST + 4
-    with pytest.raises(ValueError, match=r"TopK: expected at most 2\^31 - 1 elements of a leaf in a chunk, got 2147483648"):
+    with pytest.raises(
+        ValueError, match=r"TopK: expected at most 2\^31 - 1 elements of a leaf in a chunk, got 2147483648"
+    ):
         TopK(0.001).wire_bytes((2**31,), "float32")
     # the same limit where a message is cut: two chunks are two pieces
-    assert Layout(TopK(0.001), ((2**31,),), ("float32",), chunks=2).chunk_bytes == TopK(0.001).code_bytes(2**30, jnp.dtype("float32"))
+    assert Layout(TopK(0.001), ((2**31,),), ("float32",), chunks=2).chunk_bytes == TopK(0.001).code_bytes(
+        2**30, jnp.dtype("float32")
+    )
 
 
-@pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: TopK(1.5), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 1.5"),
-    (lambda: TopK("1"), TypeError, "TopK: argument 'ratio': expected a number from 0 to 1, got '1'"),
-    (lambda: TopK(values=TopK()), ValueError, "TopK: argument 'values': expected a codec that keeps every element"),
-    (lambda: TopK(values=cgx.PowerSGD(2)), ValueError, "TopK: argument 'values': expected a codec that makes bytes of an array"),
-    (lambda: TopK(values=4), TypeError, "TopK: argument 'values': expected a codec such as"),
-    (lambda: TopK(select="best"), ValueError, "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'best'"),
-    (lambda: TopK(pull="some"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'some'"),
-    (lambda: TopK(lists=0), ValueError, "TopK: argument 'lists': expected an integer from 1 to"),
-    (lambda: Sampled(share=0), ValueError, "Sampled: argument 'share': expected a number from"),
-    (lambda: Sampled(lower=2), ValueError, "Sampled: argument 'lower': expected a number from"),
-    (lambda: Sampled(refinements=101), ValueError, "Sampled: argument 'refinements': expected an integer from 0 to 100, got 101"),
-    (lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "encode: argument 'key'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: TopK(1.5), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 1.5"),
+        (lambda: TopK("1"), TypeError, "TopK: argument 'ratio': expected a number from 0 to 1, got '1'"),
+        (lambda: TopK(values=TopK()), ValueError, "TopK: argument 'values': expected a codec that keeps every element"),
+        (
+            lambda: TopK(values=cgx.PowerSGD(2)),
+            ValueError,
+            "TopK: argument 'values': expected a codec that makes bytes of an array",
+        ),
+        (lambda: TopK(values=4), TypeError, "TopK: argument 'values': expected a codec such as"),
+        (
+            lambda: TopK(select="best"),
+            ValueError,
+            "TopK: argument 'select': expected one of 'exact', 'sampled', 'fitted', got 'best'",
+        ),
+        (lambda: TopK(pull="some"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'some'"),
+        (lambda: TopK(lists=0), ValueError, "TopK: argument 'lists': expected an integer from 1 to"),
+        (lambda: Sampled(share=0), ValueError, "Sampled: argument 'share': expected a number from"),
+        (lambda: Sampled(lower=2), ValueError, "Sampled: argument 'lower': expected a number from"),
+        (
+            lambda: Sampled(refinements=101),
+            ValueError,
+            "Sampled: argument 'refinements': expected an integer from 0 to 100, got 101",
+        ),
+        (lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")), ValueError, "encode: argument 'key'"),
+    ],
+)
 def test_what_is_refused(make, error, words):
     with pytest.raises(error) as caught:
         make()

@@ -1,15 +1,17 @@
 """A codec written by a user in jnp goes where a built-in one goes."""
+
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import KEY, Halves, Truncate, assert_same_bytes, custom_calls, normal
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import KEY, Halves, Truncate, assert_same_bytes, custom_calls, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -39,7 +41,9 @@ def test_a_users_codec_in_messages(codec):
     payload, new = ops.encode(layout, leaves, key, lost)
     for x, r, y, n in zip(leaves, lost, ops.decode(Layout(codec, layout.shapes, ("float32",) * 2, 2), payload), new):
         np.testing.assert_allclose(y + n, x.astype(jnp.float32) + r, rtol=1e-5, atol=1e-5)
-    again = ops.reduce(layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=2, divisor=3, encoded=True, key=key)
+    again = ops.reduce(
+        layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=2, divisor=3, encoded=True, key=key
+    )
     assert again.shape == (layout.chunk_bytes,)
 
 

@@ -1,4 +1,5 @@
 """Which bits come out: the same on every rank, in every run, and, where that is asked for, from every message."""
+
 import functools
 import math
 
@@ -6,15 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jaxcgx as cgx
 from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, normal
 from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
 
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
 KEY = jax.random.key(3)
 SIZES = (0, 1, 2, 7, 17, 511, 513, 3001)
-FORMS = [dict(schedule=schedule, leader=leader) for schedule in ("two_shot", "one_shot", "ring") for leader in (False, True)]
+FORMS = [
+    dict(schedule=schedule, leader=leader) for schedule in ("two_shot", "one_shot", "ring") for leader in (False, True)
+]
 
 
 def tree(*ranks):
@@ -35,7 +38,11 @@ def one_axis(t, codec=STOCHASTIC, **kwargs):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_replicas_are_identical_and_runs_reproducible(ranks):
-    run = on_ranks(lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "auto")], mesh(ranks), check_vma=False)
+    run = on_ranks(
+        lambda t: [one_axis(t, schedule=s) for s in ("two_shot", "one_shot", "ring", "auto")],
+        mesh(ranks),
+        check_vma=False,
+    )
     got = run(tree(ranks))
     assert_same_on_all_ranks(got)
     jax.tree.map(assert_same_bytes, got, run(tree(ranks)))
@@ -50,8 +57,10 @@ def test_replicas_of_hierarchies_are_identical(inner):
 
 def test_gathered_copies_are_identical():
     """The owner decodes its own bytes too."""
-    f = lambda t: (cgx.compressed_all_gather(t, "a", STOCHASTIC, key=KEY),
-                   cgx.compressed_all_gather(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY))
+    f = lambda t: (
+        cgx.compressed_all_gather(t, "a", STOCHASTIC, key=KEY),
+        cgx.compressed_all_gather(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY),
+    )
     one, two = on_ranks(f, mesh(2, 4), check_vma=False)(tree(2, 4))
     assert_same_on_all_ranks(two, axes=2)
     for column in range(4):
@@ -60,15 +69,24 @@ def test_gathered_copies_are_identical():
 
 def test_one_rank_returns_its_input():
     nan = tree(1) | {"nan": jnp.array([[jnp.nan, -0.0, jnp.inf, 1e-45]])}
-    f = lambda t: [one_axis(t, schedule=s, own=own) for s, own in (("two_shot", "encoded"), ("one_shot", "raw"), ("ring", "raw"))]
+    f = lambda t: [
+        one_axis(t, schedule=s, own=own) for s, own in (("two_shot", "encoded"), ("one_shot", "raw"), ("ring", "raw"))
+    ]
     for got in on_ranks(f, mesh(1))(nan):
         jax.tree.map(assert_same_bytes, got, nan)
-    mean = on_ranks(lambda t: cgx.compressed_pmean(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY), mesh(1, 1))
+    mean = on_ranks(
+        lambda t: cgx.compressed_pmean(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY), mesh(1, 1)
+    )
     same = tree(1, 1)
     jax.tree.map(assert_same_bytes, mean(same), same)
-    others = on_ranks(lambda x: (cgx.compressed_psum_scatter(x, "a", STOCHASTIC, key=KEY, own="encoded", tiled=True),
-                                 cgx.compressed_all_gather(x, "a", STOCHASTIC, key=KEY, tiled=True),
-                                 cgx.compressed_all_to_all(x, "a", 0, 0, STOCHASTIC, key=KEY, tiled=True)), mesh(1))
+    others = on_ranks(
+        lambda x: (
+            cgx.compressed_psum_scatter(x, "a", STOCHASTIC, key=KEY, own="encoded", tiled=True),
+            cgx.compressed_all_gather(x, "a", STOCHASTIC, key=KEY, tiled=True),
+            cgx.compressed_all_to_all(x, "a", 0, 0, STOCHASTIC, key=KEY, tiled=True),
+        ),
+        mesh(1),
+    )
     for got in others(same["matrix"][0]):
         assert_same_bytes(got, same["matrix"][0])
 
@@ -80,12 +98,18 @@ def test_constants_are_exact(ranks=5):
     codecs = [STOCHASTIC, cgx.MaxMin(1, 33), cgx.ByteGrad(), cgx.AbsMax(8)]
 
     def f(t):
-        return [sum_of(t, "a", c, key=KEY if c.stochastic else None, schedule=s) for c in codecs for s in ("two_shot", "one_shot", "ring")
-                for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
+        return [
+            sum_of(t, "a", c, key=KEY if c.stochastic else None, schedule=s)
+            for c in codecs
+            for s in ("two_shot", "one_shot", "ring")
+            for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)
+        ]
 
     total = sum(ranks * r - 5 for r in range(ranks))
     for i, got in enumerate(on_ranks(f, mesh(ranks))(x)):
-        jax.tree.map(lambda y: np.testing.assert_array_equal(np.asarray(y, np.float32), total / ranks if i % 2 else total), got)
+        jax.tree.map(
+            lambda y: np.testing.assert_array_equal(np.asarray(y, np.float32), total / ranks if i % 2 else total), got
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -113,12 +137,20 @@ def test_in_a_hierarchy_it_is_the_bucket_of_a_share():
 ENCODED = [dict(own="encoded", schedule="two_shot"), dict(schedule="one_shot")]
 
 
-@pytest.mark.parametrize("codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str)
+@pytest.mark.parametrize(
+    "codec", [STOCHASTIC, cgx.MaxMin(4, 100), cgx.Cast("bfloat16", rounding="stochastic")], ids=str
+)
 def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
     """All leaves in one message, few in each, each alone; and so cut into chunks elsewhere."""
+
     def f(t):
-        return [[cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, fusion_mb=mb, **options)
-                 for mb in (64, 0.002, 1e-6)] for options in ENCODED]
+        return [
+            [
+                cgx.compressed_psum(t, "a", codec, key=KEY if codec.stochastic else None, fusion_mb=mb, **options)
+                for mb in (64, 0.002, 1e-6)
+            ]
+            for options in ENCODED
+        ]
 
     for one, few, alone in on_ranks(f, mesh(3))(tree(3)):
         jax.tree.map(assert_same_bytes, one, few)
@@ -128,8 +160,20 @@ def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
 @pytest.mark.parametrize("leader", [False, True])
 def test_nor_in_hierarchies(leader):
     def f(t):
-        return [cgx.compressed_psum(t, ("a", "b"), {"a": STOCHASTIC, "b": inner}, key=KEY, fusion_mb=mb, own="encoded", schedule="two_shot", leader=leader)
-                for inner in (STOCHASTIC, cgx.Raw()) for mb in (64, 0.002)]
+        return [
+            cgx.compressed_psum(
+                t,
+                ("a", "b"),
+                {"a": STOCHASTIC, "b": inner},
+                key=KEY,
+                fusion_mb=mb,
+                own="encoded",
+                schedule="two_shot",
+                leader=leader,
+            )
+            for inner in (STOCHASTIC, cgx.Raw())
+            for mb in (64, 0.002)
+        ]
 
     one, few, raw_one, raw_few = on_ranks(f, mesh(2, 2))(tree(2, 2))
     jax.tree.map(assert_same_bytes, (one, raw_one), (few, raw_few))
@@ -138,7 +182,9 @@ def test_nor_in_hierarchies(leader):
 def test_with_own_raw_bits_depend_on_who_owns_what():
     """The price of less error, which is less by about the part of one rank's."""
     x = normal((3, 3000))
-    f = lambda x, own: cgx.compressed_psum({"x": x, "y": x}, "a", STOCHASTIC, key=KEY, schedule="two_shot", own=own)["x"]
+    f = lambda x, own: cgx.compressed_psum({"x": x, "y": x}, "a", STOCHASTIC, key=KEY, schedule="two_shot", own=own)[
+        "x"
+    ]
     alone = on_ranks(lambda x: one_axis([x], schedule="two_shot")[0], mesh(3))(x)
     together = on_ranks(functools.partial(f, own="raw"), mesh(3))(x)
     assert (alone != together).any()
@@ -151,17 +197,27 @@ def test_with_own_raw_bits_depend_on_who_owns_what():
 @pytest.mark.parametrize("inner", [cgx.Raw(), cgx.MaxMin(4)], ids=repr)
 def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader):
     """Eight times 30,000 is more than a float16 holds; the mean is not."""
-    f = lambda x: cgx.compressed_pmean(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader)
+    f = lambda x: cgx.compressed_pmean(
+        x, ("a", "b"), {"a": cgx.MaxMin(4), "b": inner}, schedule="two_shot", leader=leader
+    )
     x = jnp.full((2, 4, 600), 30000, jnp.float16)
     np.testing.assert_array_equal(on_ranks(f, mesh(2, 4))(x), x)
 
 
-@pytest.mark.parametrize("codec", [cgx.ByteGrad(), cgx.Sign(64), cgx.Float8(), cgx.MaxMin(4, 64, skip_incomplete=True), Truncate()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [cgx.ByteGrad(), cgx.Sign(64), cgx.Float8(), cgx.MaxMin(4, 64, skip_incomplete=True), Truncate()], ids=repr
+)
 def test_replicas_of_every_codec_agree_on_every_schedule(codec):
     key = jax.random.key(0) if codec.stochastic else None
-    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), c, schedule=s, key=key, **kwargs)
-                   for s in ("two_shot", "one_shot", "ring")
-                   for c, kwargs in ((codec, {}), ({"a": codec, "b": codec}, {}), ({"a": codec, "b": cgx.Raw()}, dict(leader=True)))]
+    f = lambda t: [
+        cgx.compressed_psum(t, ("a", "b"), c, schedule=s, key=key, **kwargs)
+        for s in ("two_shot", "one_shot", "ring")
+        for c, kwargs in (
+            (codec, {}),
+            ({"a": codec, "b": codec}, {}),
+            ({"a": codec, "b": cgx.Raw()}, dict(leader=True)),
+        )
+    ]
     x = normal((2, 3, 1000))
     for y in on_ranks(f, mesh(2, 3))(x):
         y = np.asarray(y).reshape(6, -1)

@@ -1,12 +1,13 @@
 """The error of a sum is within the bound that docs/collectives.md derives from the codec and the schedule."""
+
 import jax
 import numpy as np
 import pytest
-
-import jaxcgx as cgx
 from bounds import SCHEDULES, check, loss, owners, spans
 from helpers import normal
 from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
 
 SIZES = (1, 2, 7, 17, 511, 513, 1_000_003)
 CODEC = cgx.MaxMin(4)
@@ -16,7 +17,10 @@ CODEC = cgx.MaxMin(4)
 def test_four_bits(ranks):
     """Skewed numbers, of another magnitude on every rank and in every bucket."""
     leaves = [normal((ranks, n), seed=n) ** 3 * (1 + np.arange(ranks, dtype=np.float32))[:, None] for n in SIZES]
-    f = lambda t: {name: [sum_of(t, "a", CODEC, schedule=name) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)] for name in SCHEDULES}
+    f = lambda t: {
+        name: [sum_of(t, "a", CODEC, schedule=name) for sum_of in (cgx.compressed_psum, cgx.compressed_pmean)]
+        for name in SCHEDULES
+    }
     got = jax.tree.map(lambda y: np.asarray(y[0]), on_ranks(f, mesh(ranks))(leaves))
     for name, bound in SCHEDULES.items():
         for x, owner, total, mean in zip(leaves, owners([x[0] for x in leaves], ranks, CODEC), *got[name]):
@@ -40,8 +44,10 @@ def test_stochastic_rounding_errs_by_a_unit_where_nearest_does_by_half():
 def test_hierarchy(inner):
     """On 2 x 4 ranks: shares of 2,500, for the fourth of the ranks in a node that has it."""
     x = normal((2, 4, 10_000))
-    f = lambda t: [cgx.compressed_psum(t, ("a", "b"), {"a": CODEC, "b": inner}, schedule=name, own=own)
-                   for name, own in (("two_shot", "encoded"), ("one_shot", "raw"))]
+    f = lambda t: [
+        cgx.compressed_psum(t, ("a", "b"), {"a": CODEC, "b": inner}, schedule=name, own=own)
+        for name, own in (("two_shot", "encoded"), ("one_shot", "raw"))
+    ]
     shares = np.asarray(x, np.float64).reshape(2, 4, 4, 2500)
     for got, second in zip(on_ranks(f, mesh(2, 4))(x), (1, 0)):
         for j in range(4):

@@ -1,11 +1,12 @@
 """What schedule="auto" takes."""
+
 import jax
 import pytest
+from helpers import normal, sent
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import normal, sent
 from jaxcgx.collectives import costs
-from ranks import mesh, on_ranks
 
 
 def test_two_ranks_need_one_exchange():
@@ -20,17 +21,33 @@ def test_more_share_the_sum_of_what_is_large(ranks):
 
 
 def of_sparse(ranks, n, codec):
-    return costs.choose(ranks, 4 * n, codec.wire_bytes((n,), "float32"), codec.of_sum(ranks).wire_bytes((n,), "float32"), sparse=True)
+    return costs.choose(
+        ranks, 4 * n, codec.wire_bytes((n,), "float32"), codec.of_sum(ranks).wire_bytes((n,), "float32"), sparse=True
+    )
 
 
 def test_lists_go_to_all_until_their_sum_is_dense():
     n = 2**24
-    assert [of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 29, 30, 1000)] == ["one_shot", "one_shot", "two_shot", "two_shot"]
-    assert [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 13, 14, 100)] == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    assert [of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 29, 30, 1000)] == [
+        "one_shot",
+        "one_shot",
+        "two_shot",
+        "two_shot",
+    ]
+    assert [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 13, 14, 100)] == [
+        "one_shot",
+        "one_shot",
+        "two_shot",
+        "two_shot",
+    ]
 
 
 def test_the_top_of_a_sum_is_short():
-    assert [of_sparse(ranks, 2**24, cgx.TopK(0.01, pull="top")) for ranks in (2, 3, 64)] == ["one_shot", "two_shot", "two_shot"]
+    assert [of_sparse(ranks, 2**24, cgx.TopK(0.01, pull="top")) for ranks in (2, 3, 64)] == [
+        "one_shot",
+        "two_shot",
+        "two_shot",
+    ]
 
 
 @pytest.mark.parametrize(("pull", "operations"), [("all", {"all-gather"}), ("top", {"all-to-all", "all-gather"})])
@@ -41,7 +58,9 @@ def test_a_program_of_lists_does_so(pull, operations):
 
 def test_what_one_list_has_no_room_for_is_cut():
     x = jax.ShapeDtypeStruct((4, 2**31), "float32")
-    lower = lambda schedule: on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(0.001), schedule=schedule), mesh(4)).lower(x)
+    lower = lambda schedule: on_ranks(
+        lambda x: cgx.compressed_psum(x, "a", cgx.TopK(0.001), schedule=schedule), mesh(4)
+    ).lower(x)
     assert lower("auto").as_text() == lower("two_shot").as_text()
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements of a leaf in a chunk, got 2147483648"):
         lower("one_shot")
@@ -56,7 +75,9 @@ def test_a_program_does_so(n, operations):
 
 def test_a_hierarchy_counts_shares_and_a_leader_the_whole():
     codec = cgx.MaxMin(4)
-    n = next(n for n in range(1000, 10**6, 1000) if costs.choose(4, 4 * n, codec.wire_bytes((n,), "float32")) == "two_shot")
+    n = next(
+        n for n in range(1000, 10**6, 1000) if costs.choose(4, 4 * n, codec.wire_bytes((n,), "float32")) == "two_shot"
+    )
 
     def lowered(schedule, leader):
         f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": codec, "b": cgx.Raw()}, leader=leader, schedule=schedule)

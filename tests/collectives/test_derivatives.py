@@ -1,15 +1,16 @@
 """Derivatives are those of lax's collectives, sent as compressed as the values."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal, sent
 from jax import lax
+from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
-from helpers import normal, sent
-from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 SOME = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
 X, V = whole_numbers((4, 4, 8, 12)), whole_numbers((4, 4, 8, 12), 1)
@@ -25,8 +26,11 @@ def derivatives(f, all_of_them=True):
     def run(x, v):
         loss, both = lambda x: weighted(f(x)), jnp.stack([x, v])
         y, back = jax.vjp(f, x)
-        found = {"jvp": jax.jvp(f, (x,), (v,)), "grad": jax.grad(loss)(x),
-                 "vjp": back(jax.tree.map(lambda y: 0 * y + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 5, y))}
+        found = {
+            "jvp": jax.jvp(f, (x,), (v,)),
+            "grad": jax.grad(loss)(x),
+            "vjp": back(jax.tree.map(lambda y: 0 * y + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) % 5, y)),
+        }
         if all_of_them:
             total = lambda c, x: (c + x, None)
             found |= {
@@ -62,7 +66,9 @@ def test_pmap():
 
 def test_vmap_with_an_axis_name():
     compressed, plain = twins("a", EXACT, SOME)
-    assert_same(jax.jit(jax.vmap(derivatives(compressed, all_of_them=False), axis_name="a"))(X, V), expected(check_vma=False))
+    assert_same(
+        jax.jit(jax.vmap(derivatives(compressed, all_of_them=False), axis_name="a"))(X, V), expected(check_vma=False)
+    )
     of_all = lambda f: jax.grad(lambda x: weighted(jax.vmap(f, axis_name="a")(x)))
     np.testing.assert_array_equal(jax.jit(of_all(compressed))(X), jax.jit(of_all(plain))(X))
 
@@ -70,17 +76,26 @@ def test_vmap_with_an_axis_name():
 @CHECKS
 @pytest.mark.parametrize("codec", [EXACT, {"a": EXACT, "b": cgx.Raw()}], ids=str)
 def test_two_axes(codec, check_vma):
-    """Every case by its own gradient, and the invarying gather with them; psum by every schedule, by shards and by leaders."""
+    """Every case by its own gradient, and the invarying gather with them; psum by every schedule, by shards and by
+    leaders."""
     x = whole_numbers((2, 2, 4, 8, 12))
-    cases = {**SOME, "all_gather": [dict(axis=0), dict(axis=1, tiled=True)] + [dict(axis=2, tiled=True, to="invarying")] * check_vma}
+    cases = {
+        **SOME,
+        "all_gather": [dict(axis=0), dict(axis=1, tiled=True)] + [dict(axis=2, tiled=True, to="invarying")] * check_vma,
+    }
     compressed, plain = twins(("a", "b"), codec, cases)
 
     def gradients(f):
         return lambda x: {case: jax.grad(lambda x: weighted(f(x)[case]))(x) for case in jax.eval_shape(f, x)}
 
     def sums(x):
-        return {f"{schedule} {leader}": jax.grad(lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), codec, schedule=schedule, leader=leader)))(x)
-                for schedule in ("two_shot", "one_shot", "ring") for leader in ([False, True] if isinstance(codec, dict) else [False])}
+        return {
+            f"{schedule} {leader}": jax.grad(
+                lambda x: weighted(cgx.compressed_pmean(x, ("a", "b"), codec, schedule=schedule, leader=leader))
+            )(x)
+            for schedule in ("two_shot", "one_shot", "ring")
+            for leader in ([False, True] if isinstance(codec, dict) else [False])
+        }
 
     lax_gradients = on_ranks(gradients(plain), mesh(2, 2), check_vma)(x)
     assert_same(on_ranks(gradients(compressed), mesh(2, 2), check_vma)(x), lax_gradients)
@@ -91,16 +106,22 @@ def test_two_axes(codec, check_vma):
 @pytest.mark.short
 @CHECKS
 def test_some_leaves_of_a_message(check_vma):
-    """Those that are not differentiated travel along as zeros; integers and leaves without elements have their usual tangents."""
+    """Those that are not differentiated travel along as zeros; integers and leaves without elements have their usual
+    tangents."""
+
     def body(x, y):
         rest = {"n": x[0, 0].astype(jnp.int32), "empty": x[:0]}
         loss = lambda x: weighted(cgx.compressed_psum({"x": x, "y": y * y, **rest}, "a", EXACT)["x"])
-        both = lambda x, y: weighted(list(cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)[::2]))
+        both = lambda x, y: weighted(
+            list(cgx.compressed_all_gather((x, y.astype(jnp.bfloat16), 2 * x), "a", EXACT)[::2])
+        )
         return jax.grad(loss)(x), jax.grad(both, (0, 1))(x, y)
 
     def plain(x, y):
-        return (jax.grad(lambda x: weighted(lax.psum(x, "a")))(x),
-                jax.grad(lambda x, y: weighted(lax.all_gather((x, 2 * x), "a")), (0, 1))(x, y))
+        return (
+            jax.grad(lambda x: weighted(lax.psum(x, "a")))(x),
+            jax.grad(lambda x, y: weighted(lax.all_gather((x, 2 * x), "a")), (0, 1))(x, y),
+        )
 
     flat = lambda out: dict(enumerate(jax.tree.leaves(out)))
     assert_same(flat(on_ranks(body, mesh(4), check_vma)(X, V)), flat(on_ranks(plain, mesh(4), check_vma)(X, V)))
@@ -109,8 +130,10 @@ def test_some_leaves_of_a_message(check_vma):
 def test_jacobians():
     x = whole_numbers((2, 3))
     for derivative in (jax.jacfwd, jax.jacrev, lambda f: jax.hessian(lambda x: f(x) ** 2)):
-        got, plain = (jax.jit(derivative(jax.vmap(f, axis_name="a")))(x) for f in (
-            lambda x: cgx.compressed_psum(x, "a", EXACT), lambda x: lax.psum(x, "a")))
+        got, plain = (
+            jax.jit(derivative(jax.vmap(f, axis_name="a")))(x)
+            for f in (lambda x: cgx.compressed_psum(x, "a", EXACT), lambda x: lax.psum(x, "a"))
+        )
         np.testing.assert_array_equal(got, plain)
 
 
@@ -127,10 +150,18 @@ def test_a_codec_for_each_direction(op, check_vma):
             return jax.value_and_grad(lambda x: (f(x) * w[: f(x).shape[0]]).sum())(x)
 
         compressed = functools.partial(getattr(cgx, f"compressed_{op}"), axis_name="a", **kwargs)
-        return [gradient(f) for f in (lambda x: getattr(lax, op)(x, "a", **kwargs), lambda x: compressed(x, codec=lossy, backward_codec=raw),
-                                      lambda x: compressed(x, codec=raw, backward_codec=lossy))]
+        return [
+            gradient(f)
+            for f in (
+                lambda x: getattr(lax, op)(x, "a", **kwargs),
+                lambda x: compressed(x, codec=lossy, backward_codec=raw),
+                lambda x: compressed(x, codec=raw, backward_codec=lossy),
+            )
+        ]
 
-    (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(normal((4, 8, 6)), weights)
+    (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(
+        normal((4, 8, 6)), weights
+    )
     np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # but for the order of a sum
     np.testing.assert_allclose(same_value, value, rtol=1e-5)
     assert (np.abs(lossy_value - value) > 1e-3).any() and (np.abs(lossy_gradient - gradient) > 1e-3).any()
@@ -144,9 +175,12 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
         return cgx.compressed_all_to_all(x, "a", 0, 0, codec, key=key, tiled=True)
 
     def body(x):
-        f = {"psum": lambda x: cgx.compressed_psum(x, "a", codec, key=key, schedule="two_shot"), "all_to_all": exchange,
-             "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, key=key, tiled=True),
-             "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, tiled=True)}
+        f = {
+            "psum": lambda x: cgx.compressed_psum(x, "a", codec, key=key, schedule="two_shot"),
+            "all_to_all": exchange,
+            "psum_scatter": lambda x: cgx.compressed_psum_scatter(x, "a", codec, key=key, tiled=True),
+            "all_gather": lambda x: cgx.compressed_all_gather(x, "a", codec, key=key, tiled=True),
+        }
         return {name: jax.vjp(g, x)[1](g(x)) for name, g in f.items()}
 
     run = on_ranks(body, mesh(4), check_vma)
@@ -159,6 +193,9 @@ def test_backward_messages_are_compressed_and_draw_noise_of_their_own(check_vma)
         lost = [(y - x.sum(0)).ravel() for y in (there, back)]
         assert abs(np.corrcoef(*lost)[0, 1]) < 0.1
     # This all_to_all is its own transpose. The same numbers both ways lose something else.
-    there, back, exact = on_ranks(lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0],
-                                             lax.all_to_all(x, "a", 0, 0, tiled=True)), mesh(4), check_vma)(x)
+    there, back, exact = on_ranks(
+        lambda x: (exchange(x), jax.vjp(exchange, 0 * x)[1](x)[0], lax.all_to_all(x, "a", 0, 0, tiled=True)),
+        mesh(4),
+        check_vma,
+    )(x)
     assert abs(np.corrcoef((there - exact).ravel(), (back - exact).ravel())[0, 1]) < 0.1

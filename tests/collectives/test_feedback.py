@@ -1,16 +1,17 @@
 """What a compressed sum loses comes back as residuals, all of it, and is given with the next sum."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import Halves, as_bits, assert_same_bytes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from ranks import NAMES, mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import Halves, as_bits, assert_same_bytes, normal
-from ranks import NAMES, mesh, on_ranks
 
 KEY = jax.random.key(5)
 STOCHASTIC = cgx.MaxMin(2, 64, rounding="stochastic")
@@ -19,7 +20,10 @@ SIZES = (1, 7, 513, 3001)
 
 
 def tree(*ranks, seed=0):
-    return {f"{n}": normal((*ranks, n), n + seed) for n in SIZES} | {"matrix": normal((*ranks, 30, 40), 2 + seed), "scalar": normal(ranks, 1 + seed)}
+    return {f"{n}": normal((*ranks, n), n + seed) for n in SIZES} | {
+        "matrix": normal((*ranks, 30, 40), 2 + seed),
+        "scalar": normal(ranks, 1 + seed),
+    }
 
 
 def psum(x, residuals, axes="a", codec=STOCHASTIC, mean=False, key=KEY, **kwargs):
@@ -52,8 +56,11 @@ def test_nothing_is_lost(ranks, schedule):
         assert all(np.abs(after[name]).max() > 0.01 for name in ("513", "3001", "matrix"))
 
 
-@pytest.mark.parametrize("form", [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"}), dict(leader=True, schedule="one_shot")],
-                         ids=["shards", "leader", "ring_inside", "leader_one_shot"])
+@pytest.mark.parametrize(
+    "form",
+    [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"}), dict(leader=True, schedule="one_shot")],
+    ids=["shards", "leader", "ring_inside", "leader_one_shot"],
+)
 def test_nothing_is_lost_of_a_hierarchy(form):
     x, before = tree(2, 4), tree(2, 4, seed=100)
     results, after = on_ranks(lambda x, e: psum(x, e, ("a", "b"), TWO_AXES, mean=True, **form), mesh(2, 4))(x, before)
@@ -67,7 +74,8 @@ def test_nothing_is_lost_of_three_levels():
 
 
 def test_the_sum_is_of_what_was_meant():
-    """A residual counts as a part of what is sent; the results are the plain sum's of x + residual to the codec's rounding."""
+    """A residual counts as a part of what is sent; the results are the plain sum's of x + residual to the codec's
+    rounding."""
     x, before = tree(4), tree(4, seed=100)
     fed, _ = on_ranks(lambda x, e: psum(x, e, codec=cgx.AbsMax(8), key=None, schedule="two_shot"), mesh(4))(x, before)
     added = on_ranks(lambda x, e: lax.psum(jax.tree.map(jnp.add, x, e), "a"), mesh(4))(x, before)
@@ -79,7 +87,9 @@ def test_encoded_owner_loses_the_second_encoding():
     """own="encoded": residuals are what a rank's own bytes lost, whoever owns what, and that of the sum's is gone."""
     x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
     codec = cgx.MaxMin(2, 64)
-    _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(x, zero)
+    _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(
+        x, zero
+    )
     for name in x:
         for rank in range(4):
             np.testing.assert_array_equal(after[name][rank], x[name][rank] - cgx.roundtrip(x[name][rank], codec))
@@ -94,8 +104,15 @@ def test_replicas_agree_and_runs_repeat():
 
 
 def test_messages_and_owners_leave_encoded_residuals_alone():
-    one, many = ([on_ranks(lambda x, e, mb=mb: psum(x, e, own="encoded", schedule=schedule, fusion_mb=mb), mesh(4))(tree(4), tree(4, seed=1))
-                  for schedule in ("two_shot", "one_shot")] for mb in (64, 1e-6))
+    one, many = (
+        [
+            on_ranks(lambda x, e, mb=mb: psum(x, e, own="encoded", schedule=schedule, fusion_mb=mb), mesh(4))(
+                tree(4), tree(4, seed=1)
+            )
+            for schedule in ("two_shot", "one_shot")
+        ]
+        for mb in (64, 1e-6)
+    )
     jax.tree.map(assert_same_bytes, one, many)
 
 
@@ -111,9 +128,15 @@ def test_of_16_bit_leaves_the_encoding_is_fed_back(dtype):
 
 
 def test_what_travels_raw_gives_everything_back():
-    """Integers have no residual; a leaf that a plan leaves raw gives back what it had, and what its dtype can't take stays."""
+    """Integers have no residual; a leaf that a plan leaves raw gives back what it had, and what its dtype can't take
+    stays."""
     plan = cgx.Plan(STOCHASTIC, min_size=100)
-    x = {"count": jnp.ones((4, 2000), jnp.int32), "small": normal((4, 50), 0), "half": normal((4, 50), 1, "bfloat16"), "large": normal((4, 50, 60), 2)}
+    x = {
+        "count": jnp.ones((4, 2000), jnp.int32),
+        "small": normal((4, 50), 0),
+        "half": normal((4, 50), 1, "bfloat16"),
+        "large": normal((4, 50, 60), 2),
+    }
     before = {"count": None, "small": normal((4, 50), 3), "half": normal((4, 50), 4) / 1000, "large": None}
     results, after = on_ranks(lambda x, e: psum(x, e, codec=plan), mesh(4))(x, before)
     assert after["count"] is None and after["large"] is None
@@ -125,8 +148,11 @@ def test_what_travels_raw_gives_everything_back():
     assert np.asarray(after["half"]).any()
 
 
-@pytest.mark.parametrize("form", [dict(schedule="two_shot"), dict(schedule="one_shot"), dict(axes=("a", "b"), codec=TWO_AXES)],
-                         ids=["two_shot", "one_shot", "hierarchy"])
+@pytest.mark.parametrize(
+    "form",
+    [dict(schedule="two_shot"), dict(schedule="one_shot"), dict(axes=("a", "b"), codec=TWO_AXES)],
+    ids=["two_shot", "one_shot", "hierarchy"],
+)
 def test_where_a_rank_overflows_its_residual_stays(form):
     """In a hierarchy everybody's does."""
     ranks = (2, 2) if "axes" in form else (4,)
@@ -163,8 +189,11 @@ def test_types(check_vma, sizes):
     axes = NAMES[: len(sizes)]
     codec = TWO_AXES if len(sizes) == 2 else STOCHASTIC
     f = lambda x, e: psum(x, e, axes, codec)
-    run = lambda out: jax.eval_shape(jax.shard_map(f, mesh=mesh(*sizes), in_specs=P(axes), out_specs=out, check_vma=check_vma),
-                                     jnp.ones((8, 100)), jnp.zeros((8, 100)))
+    run = lambda out: jax.eval_shape(
+        jax.shard_map(f, mesh=mesh(*sizes), in_specs=P(axes), out_specs=out, check_vma=check_vma),
+        jnp.ones((8, 100)),
+        jnp.zeros((8, 100)),
+    )
     run((P(), P(axes)))
     if check_vma:
         with pytest.raises(ValueError, match="out_specs"):
@@ -199,7 +228,9 @@ def test_transforms():
 
 
 def test_donated_residuals_are_overwritten_in_place():
-    f = jax.shard_map(functools.partial(psum, schedule="two_shot"), mesh=mesh(2), in_specs=P("a"), out_specs=(P(), P("a")))
+    f = jax.shard_map(
+        functools.partial(psum, schedule="two_shot"), mesh=mesh(2), in_specs=P("a"), out_specs=(P(), P("a"))
+    )
     size = 2 * 2**20
     shapes = [jax.ShapeDtypeStruct((size,), jnp.float32)] * 2
     memory = jax.jit(f, donate_argnums=1).lower(*shapes).compile().memory_analysis()
@@ -221,8 +252,16 @@ def test_many_steps_lose_nothing():
     assert np.abs(after).max() < 4
 
 
-@pytest.mark.parametrize("codec", [cgx.MaxMin(bits, size, rounding) for bits, size in ((1, 2), (1, 8), (1, 64), (1, 512), (2, 64), (2, 512), (2, 8192), (3, 512))
-                                   for rounding in ("nearest", "stochastic")] + [cgx.Sign(), cgx.AbsMax(2), cgx.AbsMax(2, 8192), cgx.Float8()], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        cgx.MaxMin(bits, size, rounding)
+        for bits, size in ((1, 2), (1, 8), (1, 64), (1, 512), (2, 64), (2, 512), (2, 8192), (3, 512))
+        for rounding in ("nearest", "stochastic")
+    ]
+    + [cgx.Sign(), cgx.AbsMax(2), cgx.AbsMax(2, 8192), cgx.Float8()],
+    ids=repr,
+)
 def test_who_loses_more_than_it_is_given_is_warned_of(codec):
     x = normal((2**16,), 0)
     lost = x - cgx.roundtrip(x, codec, KEY if codec.stochastic else None)
@@ -231,17 +270,25 @@ def test_who_loses_more_than_it_is_given_is_warned_of(codec):
 
 def test_warning():
     f = lambda x: psum(x, x, codec=cgx.MaxMin(1, 64), key=None)
-    with pytest.warns(UserWarning, match=r"compressed_psum: argument 'residuals': MaxMin\(bits=1.* loses more than it is given"):
+    with pytest.warns(
+        UserWarning, match=r"compressed_psum: argument 'residuals': MaxMin\(bits=1.* loses more than it is given"
+    ):
         jax.eval_shape(on_ranks(f, mesh(2)), jnp.ones((2, 100)))
 
 
-@pytest.mark.parametrize("residuals, words", [
-    (lambda x: [x["a"]], "expected a tree like x"),
-    (lambda x: {"a": x["a"][:3], "b": None}, r"argument 'residuals', leaf \['a'\]: expected float32\[5\] for float32\[5\], got float32\[3\]"),
-    (lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None}, r"got bfloat16\[5\]"),
-    (lambda x: {"a": 1.0, "b": None}, "got 1.0"),
-    (lambda x: {"a": None, "b": x["a"]}, r"leaf \['b'\]: expected None for int32\[5\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "residuals, words",
+    [
+        (lambda x: [x["a"]], "expected a tree like x"),
+        (
+            lambda x: {"a": x["a"][:3], "b": None},
+            r"argument 'residuals', leaf \['a'\]: expected float32\[5\] for float32\[5\], got float32\[3\]",
+        ),
+        (lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None}, r"got bfloat16\[5\]"),
+        (lambda x: {"a": 1.0, "b": None}, "got 1.0"),
+        (lambda x: {"a": None, "b": x["a"]}, r"leaf \['b'\]: expected None for int32\[5\]"),
+    ],
+)
 def test_wrong_residuals(residuals, words):
     x = {"a": jnp.ones((4, 5)), "b": jnp.ones((4, 5), jnp.int32)}
     with pytest.raises(ValueError, match="compressed_psum: .*" + words):
@@ -254,5 +301,7 @@ def test_no_ring():
     with pytest.raises(ValueError, match=f"compressed_psum: argument 'schedule': {words}"):
         on_ranks(lambda x: psum(x, x, schedule="ring"), mesh(4))(x)
     with pytest.raises(ValueError, match=f"compressed_psum: argument 'schedule' of the plan: {words}"):
-        on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring", min_size=0, skip_1d=False), key=None), mesh(4))(x)
+        on_ranks(
+            lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring", min_size=0, skip_1d=False), key=None), mesh(4)
+        )(x)
     on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring"), key=None), mesh(4))(x)  # nothing is encoded

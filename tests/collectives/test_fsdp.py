@@ -1,15 +1,17 @@
-"""FSDP: weights live in shards, are gathered compressed for the forward pass, and their gradients scattered back compressed."""
+"""FSDP: weights live in shards, are gathered compressed for the forward pass, and their gradients scattered back
+compressed."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import sent
 
 RANKS = 4
 MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
@@ -25,11 +27,14 @@ def loss(w, x):
 
 def run(forward, backward, check_vma, key=jax.random.key(3)):
     """The gradient shards of the mean loss, and the program."""
+
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
     def step(shards, x):
         def local(shards):
             drawn = key if forward.stochastic or backward.stochastic else None
-            return loss(cgx.compressed_all_gather(shards, "data", forward, tiled=True, backward_codec=backward, key=drawn), x)
+            return loss(
+                cgx.compressed_all_gather(shards, "data", forward, tiled=True, backward_codec=backward, key=drawn), x
+            )
 
         return jax.tree.map(lambda g: g / RANKS, jax.grad(local)(shards))
 
@@ -77,10 +82,13 @@ def test_raw_is_lax(check_vma):
 
 def test_scatter_then_gather():
     """The transpose the other way: psum_scatter forward, all_gather backward, each with its codec."""
+
     @functools.partial(jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
     def step(x):
         def f(x):
-            return (cgx.compressed_psum_scatter(x, "data", cgx.MaxMin(8, 64), tiled=True, backward_codec=cgx.Cast()) ** 2).sum()
+            return (
+                cgx.compressed_psum_scatter(x, "data", cgx.MaxMin(8, 64), tiled=True, backward_codec=cgx.Cast()) ** 2
+            ).sum()
 
         return jax.grad(f)(x)
 

@@ -1,22 +1,27 @@
 """local_value_and_grad, and exchanges in the backward pass."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bytes
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes
 
 RANKS = 4
 MESH = jax.make_mesh((RANKS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
 CODEC = cgx.MaxMin(4, 64)
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
-PARAMS = {"w1": jax.random.normal(jax.random.key(0), (30, 40)), "b1": jnp.zeros(40), "n": jnp.arange(3),
-          "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16)}
+PARAMS = {
+    "w1": jax.random.normal(jax.random.key(0), (30, 40)),
+    "b1": jnp.zeros(40),
+    "n": jnp.arange(3),
+    "w2": jax.random.normal(jax.random.key(1), (40, 7)).astype(jnp.bfloat16),
+}
 X = jax.random.normal(jax.random.key(2), (RANKS * 8, 30))
 CHECKS = pytest.mark.parametrize("check_vma", [True, False])
 
@@ -57,7 +62,9 @@ def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
         return (a * b * x).sum(), {"aux": x.sum()}
 
     def step(params, x):
-        (value, aux), (da, db) = cgx.local_value_and_grad(f, ("data",), argnums=(0, -2), has_aux=True)(params["a"], params["b"], x)
+        (value, aux), (da, db) = cgx.local_value_and_grad(f, ("data",), argnums=(0, -2), has_aux=True)(
+            params["a"], params["b"], x
+        )
         return jax.tree.map(lambda y: y[None], (value, aux["aux"], da, db))
 
     x = jnp.arange(4.0)
@@ -68,9 +75,16 @@ def test_local_value_and_grad_takes_what_value_and_grad_takes(check_vma):
     np.testing.assert_array_equal(db, 3 * x)
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(), dict(fusion_mb=1e-6), dict(fusion_mb=0.002, schedule="ring"), dict(codec=STOCHASTIC, key=jax.random.key(5), own="encoded"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(),
+        dict(fusion_mb=1e-6),
+        dict(fusion_mb=0.002, schedule="ring"),
+        dict(codec=STOCHASTIC, key=jax.random.key(5), own="encoded"),
+    ],
+    ids=str,
+)
 @CHECKS
 def test_as_at_the_end(check_vma, arguments):
     arguments = {"codec": CODEC, **arguments}
@@ -78,8 +92,11 @@ def test_as_at_the_end(check_vma, arguments):
     def at_the_end(params, x):
         floats = {k: v for k, v in params.items() if k != "n"}
         _, grads = cgx.local_value_and_grad(lambda p: loss(p, x), "data")(floats)
-        return cgx.compressed_pmean({**grads, "n": lax.pcast(params["n"], "data", to="varying") if check_vma else params["n"]}, "data",
-                                    **arguments)
+        return cgx.compressed_pmean(
+            {**grads, "n": lax.pcast(params["n"], "data", to="varying") if check_vma else params["n"]},
+            "data",
+            **arguments,
+        )
 
     def on_the_way(params, x):
         return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", **arguments), x), params, x)
@@ -98,7 +115,10 @@ def test_identity_forward_and_layer_by_layer():
 
     weights = [jax.random.normal(jax.random.key(i), (30, 30)) / 6 for i in range(3)]
     run = on_mesh(step, True)
-    local = [jax.grad(lambda w: functools.reduce(lambda h, v: jnp.tanh(h @ v), w, X[8 * r : 8 * r + 8]).sum())(weights) for r in range(RANKS)]
+    local = [
+        jax.grad(lambda w: functools.reduce(lambda h, v: jnp.tanh(h @ v), w, X[8 * r : 8 * r + 8]).sum())(weights)
+        for r in range(RANKS)
+    ]
     for i, g in enumerate(run(weights, X)):
         mean = np.mean([one[i] for one in local], 0)
         spread = max(np.ptp(one[i]) for one in local)
@@ -113,8 +133,11 @@ def test_identity_forward_and_layer_by_layer():
 
 def test_leaves_without_gradients_pass():
     """Integers, random keys."""
+
     def step(params, x):
-        return jax.grad(lambda w: (cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"] * x.sum()).sum())(params["w"])
+        return jax.grad(lambda w: (cgx.sync_in_backward({**params, "w": w}, "data", CODEC)["w"] * x.sum()).sum())(
+            params["w"]
+        )
 
     grads = on_mesh(step, True)({"w": jnp.ones(70), "key": jax.random.key(0), "n": jnp.arange(3)}, X)
     np.testing.assert_allclose(grads, X.sum() / RANKS, rtol=1e-4)
@@ -132,19 +155,30 @@ def test_varying_parameters_get_varying_gradients():
 @pytest.mark.parametrize("has_aux", [True, False])
 def test_a_loss_that_is_averaged_inside(has_aux):
     """Its gradients would be divided by the ranks twice."""
+
     def averaged(w, x):
         value = lax.pmean((w * x).sum(), "data")
         return (value, x) if has_aux else value
 
-    with pytest.raises(ValueError, match="local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every rank of "
-                                         "'data'; take the pmean outside"):
-        on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(jnp.ones(30), X)
+    with pytest.raises(
+        ValueError,
+        match="local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every "
+        "rank of "
+        "'data'; take the pmean outside",
+    ):
+        on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(
+            jnp.ones(30), X
+        )
 
 
 @CHECKS
 def test_a_loss_that_is_constant(check_vma):
     """In the parameters: whether every rank has the same doesn't matter."""
-    constants = [lambda w, x: 3.0, lambda w, x: x.sum(), lambda w, x: lax.pmean(x.sum() + lax.stop_gradient(w.sum()), "data")]
+    constants = [
+        lambda w, x: 3.0,
+        lambda w, x: x.sum(),
+        lambda w, x: lax.pmean(x.sum() + lax.stop_gradient(w.sum()), "data"),
+    ]
 
     def step(w, x):
         return [cgx.compressed_pmean(cgx.local_value_and_grad(f, "data")(w, x)[1], "data", CODEC) for f in constants]
@@ -160,5 +194,7 @@ def test_errors():
         cgx.local_value_and_grad(lambda x: x, "data")(1.0)
     with pytest.raises(NameError, match="sync_in_backward: argument 'axis_name': no axis 'data'"):
         cgx.sync_in_backward(PARAMS, "data", CODEC)
-    with pytest.raises(TypeError, match=r"sync_in_backward: argument 'params', leaf \['n'\]: int32 is not float32.* strict=True"):
+    with pytest.raises(
+        TypeError, match=r"sync_in_backward: argument 'params', leaf \['n'\]: int32 is not float32.* strict=True"
+    ):
         on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", CODEC, strict=True), True)(PARAMS, X)

@@ -1,17 +1,18 @@
 """The same shapes, dtypes and values as lax's collectives, wherever a named axis may be bound."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
-from helpers import normal
-from ranks import CASES, EXACT, assert_same, mesh, on_ranks, twins, whole_numbers
 
 ONE_EACH = {op: kwargs[1:2] or kwargs for op, kwargs in CASES.items()}
 X = whole_numbers((4, 4, 8, 12))
@@ -53,10 +54,17 @@ def test_vmap_with_an_axis_name():
     assert_same(jax.vmap(twins("a", EXACT, ONE_EACH)[0], axis_name="a", in_axes=2)(jnp.moveaxis(X, 0, 2)), expected())
 
 
-@pytest.mark.parametrize(("codec", "check_vma"), [
-    (EXACT, True), (EXACT, False), ({"a": EXACT, "b": EXACT}, True), ({"a": EXACT, "b": cgx.Raw()}, False),
-    ({"a": cgx.Raw(), "b": EXACT}, True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "check_vma"),
+    [
+        (EXACT, True),
+        (EXACT, False),
+        ({"a": EXACT, "b": EXACT}, True),
+        ({"a": EXACT, "b": cgx.Raw()}, False),
+        ({"a": cgx.Raw(), "b": EXACT}, True),
+    ],
+    ids=str,
+)
 def test_tuples_of_axes(codec, check_vma):
     assert_same(on_ranks(twins(("a", "b"), codec)[0], mesh(2, 4), check_vma)(PAIRS), expected(two=True))
 
@@ -85,7 +93,9 @@ def test_vmap_inside_shard_map(check_vma):
 
 
 def test_vmap_is_one_exchange():
-    run = on_ranks(jax.vmap(jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule="two_shot"), in_axes=2)), mesh(4))
+    run = on_ranks(
+        jax.vmap(jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule="two_shot"), in_axes=2)), mesh(4)
+    )
     x = whole_numbers((4, 2, 5, 6, 3))
     np.testing.assert_array_equal(run(x)[0], jnp.moveaxis(x.sum(0), 3, 1))
     program = run.lower(x).compile().as_text()
@@ -126,10 +136,18 @@ def test_schedules_and_the_leader_form(schedule):
     codecs = [EXACT, {"a": EXACT, "b": EXACT}, {"a": EXACT, "b": cgx.Raw()}, {"a": cgx.Raw(), "b": EXACT}]
 
     def body(x):
-        sums = [f(x, ("a", "b"), codec, schedule=schedule, leader=leader) for f in (cgx.compressed_psum, cgx.compressed_pmean)
-                for codec in codecs for leader in (False, True) if isinstance(codec, dict) or not leader]
-        scattered = [] if schedule == "two_shot" else [
-            cgx.compressed_psum_scatter(x, ("a", "b"), codec, schedule=schedule, tiled=True) for codec in codecs]
+        sums = [
+            f(x, ("a", "b"), codec, schedule=schedule, leader=leader)
+            for f in (cgx.compressed_psum, cgx.compressed_pmean)
+            for codec in codecs
+            for leader in (False, True)
+            if isinstance(codec, dict) or not leader
+        ]
+        scattered = (
+            []
+            if schedule == "two_shot"
+            else [cgx.compressed_psum_scatter(x, ("a", "b"), codec, schedule=schedule, tiled=True) for codec in codecs]
+        )
         return sums, scattered
 
     sums, scattered = on_ranks(body, mesh(2, 4), check_vma=schedule != "two_shot")(PAIRS)
@@ -145,8 +163,11 @@ def test_schedules_under_vmap():
     dict_codec = {"a": EXACT, "b": EXACT}
 
     def body(x):
-        return [cgx.compressed_psum(x, ("a", "b"), codec, schedule=schedule, leader=leader) for schedule in ("two_shot", "one_shot", "ring")
-                for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))]
+        return [
+            cgx.compressed_psum(x, ("a", "b"), codec, schedule=schedule, leader=leader)
+            for schedule in ("two_shot", "one_shot", "ring")
+            for codec, leader in ((EXACT, False), (dict_codec, False), (dict_codec, True))
+        ]
 
     for got in jax.vmap(jax.vmap(body, axis_name="b"), axis_name="a")(x):
         np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
@@ -160,7 +181,11 @@ def test_what_is_the_same_everywhere_may_leave_so():
     np.testing.assert_array_equal(leave(lambda x: cgx.compressed_psum(x, "a", EXACT)), X.sum(0))
     np.testing.assert_array_equal(leave(lambda x: cgx.compressed_pmean(x, "a", EXACT, schedule="ring")), X.mean(0))
     np.testing.assert_array_equal(leave(lambda x: gather(x, to="invarying")), X)
-    for f in (gather, lambda x: cgx.compressed_psum_scatter(x, "a", EXACT), lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, EXACT)):
+    for f in (
+        gather,
+        lambda x: cgx.compressed_psum_scatter(x, "a", EXACT),
+        lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, EXACT),
+    ):
         with pytest.raises(ValueError, match="out_specs"):
             leave(f)
 
@@ -181,12 +206,21 @@ def test_a_leaf_varies_over_what_it_did_whatever_else_is_in_its_message():
 @pytest.mark.short
 def test_trees():
     """Leaves of every dtype and size keep theirs; what can't be compressed is summed as lax does."""
-    tree = {"w": whole_numbers((4, 3, 100)), "b": [whole_numbers((4, 17), 1, jnp.bfloat16), whole_numbers((4, 3), 2, jnp.float16)],
-            "scalar": whole_numbers((4,), 3), "count": whole_numbers((4, 5), 4, jnp.int32), "empty": jnp.zeros((4, 2, 0)),
-            "nothing": None, "complex": whole_numbers((4, 2), 5).astype(jnp.complex64)}
+    tree = {
+        "w": whole_numbers((4, 3, 100)),
+        "b": [whole_numbers((4, 17), 1, jnp.bfloat16), whole_numbers((4, 3), 2, jnp.float16)],
+        "scalar": whole_numbers((4,), 3),
+        "count": whole_numbers((4, 5), 4, jnp.int32),
+        "empty": jnp.zeros((4, 2, 0)),
+        "nothing": None,
+        "complex": whole_numbers((4, 2), 5).astype(jnp.complex64),
+    }
     schedules = ("auto", "two_shot", "one_shot", "ring")
     run = lambda sum, mean: on_ranks(lambda t: [f(t, s) for s in schedules for f in (sum, mean)], mesh(4))(tree)
-    got = run(lambda t, s: cgx.compressed_psum(t, "a", EXACT, schedule=s), lambda t, s: cgx.compressed_pmean(t, "a", EXACT, schedule=s))
+    got = run(
+        lambda t, s: cgx.compressed_psum(t, "a", EXACT, schedule=s),
+        lambda t, s: cgx.compressed_pmean(t, "a", EXACT, schedule=s),
+    )
     plain = run(lambda t, s: lax.psum(t, "a"), lambda t, s: lax.pmean(t, "a"))
     assert jax.tree.structure(got) == jax.tree.structure(plain)
     assert_same(dict(enumerate(jax.tree.leaves(got))), dict(enumerate(jax.tree.leaves(plain))))

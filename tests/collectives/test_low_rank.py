@@ -1,20 +1,26 @@
 """PowerSGD over ranks: the published algorithm, nothing lost, two sums of factors on the wire, beside the other codecs."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import as_bits, assert_same_bytes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
-
-import jaxcgx as cgx
-from helpers import as_bits, assert_same_bytes, normal
-from jaxcgx.collectives import low_rank
 from ranks import NAMES, mesh, on_ranks
 
+import jaxcgx as cgx
+from jaxcgx.collectives import low_rank
+
 CODEC = cgx.PowerSGD(2)
-LEAVES = {"w": (24, 40), "v": (24, 40), "kernel": (2, 3, 4, 40), "b": (40,)}  # the first three are matrices of one shape: fewer programs to compile
+LEAVES = {
+    "w": (24, 40),
+    "v": (24, 40),
+    "kernel": (2, 3, 4, 40),
+    "b": (40,),
+}  # the first three are matrices of one shape: fewer programs to compile
 
 
 def tree(*lead, seed=0):
@@ -63,8 +69,12 @@ def test_the_published_algorithm():
     """Over 6 steps; and after each all that was not sent is there."""
     steps, ranks = 6, 4
     x = tree(ranks, steps)
-    q = {name: None if init is None else normal(init.shape, 20 + i)
-         for i, (name, init) in enumerate(cgx.init_factors({name: leaf[0, 0] for name, leaf in x.items()}, CODEC).items())}
+    q = {
+        name: None if init is None else normal(init.shape, 20 + i)
+        for i, (name, init) in enumerate(
+            cgx.init_factors({name: leaf[0, 0] for name, leaf in x.items()}, CODEC).items()
+        )
+    }
 
     def train(x, zero, q):
         def step(state, x):
@@ -75,10 +85,14 @@ def test_the_published_algorithm():
 
     means, lost, factors = run(train, ranks)(x, jax.tree.map(jnp.zeros_like, x), q)
     for name in ("w", "v", "kernel"):
-        for t, (mean, after, errors) in enumerate(published(x[name].swapaxes(0, 1).reshape(steps, ranks, 24, 40), q[name].T)):
+        for t, (mean, after, errors) in enumerate(
+            published(x[name].swapaxes(0, 1).reshape(steps, ranks, 24, 40), q[name].T)
+        ):
             np.testing.assert_allclose(means[name][t].reshape(24, 40), mean, atol=2e-4, err_msg=f"{name} {t}")
             np.testing.assert_allclose(factors[name][t].T, after, atol=2e-4, err_msg=f"{name} {t}")
-            np.testing.assert_allclose(lost[name][:, t].sum(0).reshape(24, 40), errors, atol=8e-4, err_msg=f"{name} {t}")
+            np.testing.assert_allclose(
+                lost[name][:, t].sum(0).reshape(24, 40), errors, atol=8e-4, err_msg=f"{name} {t}"
+            )
     before = jax.tree.map(jnp.zeros_like, {name: leaf[:, 0] for name, leaf in x.items()})
     for t in range(steps):
         at = lambda tree: {name: leaf[:, t] for name, leaf in tree.items()}
@@ -94,7 +108,9 @@ def test_residuals_stay_bounded_where_ranks_differ():
 
     def train(own, zero, q):
         def step(state, t):
-            noise = jax.random.normal(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), lax.axis_index("a")), (16, 16))
+            noise = jax.random.normal(
+                jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), lax.axis_index("a")), (16, 16)
+            )
             mean, *state = cgx.compressed_pmean(common + own + noise, "a", CODEC, residuals=state[0], factors=state[1])
             return tuple(state), None
 
@@ -110,41 +126,73 @@ def test_numbers_of_any_size():
     on all ranks, and of that leaf alone, whose residuals and factor stay."""
     low = np.asarray(normal((2, 30, 2))) @ np.asarray(normal((2, 2, 30), 1))
     low[1] = low[0] * np.float32(0.5)
-    x = {"low": low, "constant": np.full((2, 30, 30), 3.25, np.float32), "zero": np.zeros((2, 30, 30), np.float32), "tiny": low * np.float32(1e-30),
-         "huge": low * np.float32(1e35), "denormal": low * np.float32(1e-42), "nan": np.array(normal((2, 30, 30))), "inf": np.array(normal((2, 30, 30)))}
+    x = {
+        "low": low,
+        "constant": np.full((2, 30, 30), 3.25, np.float32),
+        "zero": np.zeros((2, 30, 30), np.float32),
+        "tiny": low * np.float32(1e-30),
+        "huge": low * np.float32(1e35),
+        "denormal": low * np.float32(1e-42),
+        "nan": np.array(normal((2, 30, 30))),
+        "inf": np.array(normal((2, 30, 30))),
+    }
     x["nan"][0, 3, 4], x["inf"][1, 5, 6] = np.nan, np.inf
-    before = jax.tree.map(np.zeros_like, x) | {"nan": np.asarray(normal((2, 30, 30), 5)), "inf": np.asarray(normal((2, 30, 30), 6))}
+    before = jax.tree.map(np.zeros_like, x) | {
+        "nan": np.asarray(normal((2, 30, 30), 5)),
+        "inf": np.asarray(normal((2, 30, 30), 6)),
+    }
     q = dict.fromkeys(x, jnp.zeros((2, 30))) | {"nan": normal((2, 30), 7), "inf": normal((2, 30), 8)}
     step = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q), 2)
     sums, after, factors = step(x, before, q)
     for name in ("low", "constant", "zero", "tiny", "huge"):
-        np.testing.assert_allclose(sums[name], x[name].sum(0), rtol=0, atol=5e-6 * np.abs(x[name].sum(0)).max(), err_msg=name)
+        np.testing.assert_allclose(
+            sums[name], x[name].sum(0), rtol=0, atol=5e-6 * np.abs(x[name].sum(0)).max(), err_msg=name
+        )
     for name in ("nan", "inf"):
         assert np.isnan(sums[name]).all()
         assert_same_bytes(np.asarray(after[name]), before[name])
         assert_same_bytes(factors[name], q[name])
     good = [name for name in x if name not in ("nan", "inf")]
-    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves([{name: t[name] for name in good} for t in (sums, after, factors)]))
+    assert all(
+        np.isfinite(np.asarray(leaf)).all()
+        for leaf in jax.tree.leaves([{name: t[name] for name in good} for t in (sums, after, factors)])
+    )
     pick = lambda t: {name: t[name] for name in good}
     assert_conserved(pick(x), pick(before), pick(sums), pick(after), 1)
-    again = step(x | {"low": np.asarray(normal((2, 30, 30)))}, before, factors)[2]  # after a step of zeros, one that isn't
+    again = step(x | {"low": np.asarray(normal((2, 30, 30)))}, before, factors)[
+        2
+    ]  # after a step of zeros, one that isn't
     assert np.linalg.matrix_rank(again["low"]) == 2
 
 
 def test_the_wire_is_two_sums_of_factors():
     """Of all leaves of a message, and nothing of a leaf's size; the plan says so before there is a program."""
-    x = {"w": jnp.ones((40, 60)), "v": jnp.ones((40, 60), jnp.bfloat16), "kernel": jnp.ones((3, 3, 6, 20)), "grid": jnp.ones((40, 60))}
+    x = {
+        "w": jnp.ones((40, 60)),
+        "v": jnp.ones((40, 60), jnp.bfloat16),
+        "kernel": jnp.ones((3, 3, 6, 20)),
+        "grid": jnp.ones((40, 60)),
+    }
     plan = cgx.Plan(CODEC, [("grid", cgx.MaxMin(4))])
-    f = jax.shard_map(lambda x: cgx.compressed_psum(x, "a", plan, schedule="two_shot"), mesh=mesh(4), in_specs=P(), out_specs=P(), check_vma=False)
+    f = jax.shard_map(
+        lambda x: cgx.compressed_psum(x, "a", plan, schedule="two_shot"),
+        mesh=mesh(4),
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
     found = cgx.explain(f, x, show=False)
     low = [c for c in found.collectives if c.codec == "PowerSGD(rank=2)"]
     p, q = 4 * 2 * (40 + 40 + 54), 4 * 2 * (60 + 60 + 20)
     assert [(c.operation, c.dtype, c.bytes, c.schedule, c.axes) for c in low] == [
-        ("all-reduce", "float32", 2 * 3 * n // 4, "psum", ("a",)) for n in (p, q)]
+        ("all-reduce", "float32", 2 * 3 * n // 4, "psum", ("a",)) for n in (p, q)
+    ]
     assert {c.leaves for c in low} == {("['kernel']", "['v']", "['w']")}
     raw = 4 * 2400 + 2 * 2400 + 4 * 1080
     assert sum(c.raw_bytes for c in low) == pytest.approx(2 * 3 / 4 * raw, abs=2)
-    assert {(c.codec, c.dtype) for c in found.collectives} - {("PowerSGD(rank=2)", "float32")} == {("MaxMin(bits=4)", "uint8")}
+    assert {(c.codec, c.dtype) for c in found.collectives} - {("PowerSGD(rank=2)", "float32")} == {
+        ("MaxMin(bits=4)", "uint8")
+    }
     rows = {row.leaf: row for row in plan.explain(x, 4).rows}
     assert {name: row.bytes for name, row in rows.items() if name != "grid"} == {"w": 800, "v": 800, "kernel": 592}
     assert len({rows[name].message for name in ("w", "v", "kernel")}) == 1
@@ -157,23 +205,34 @@ def test_what_travels_raw_and_why():
     on = lambda f: jax.shard_map(f, mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
     found = cgx.explain(on(f), x, show=False)
     reasons = {leaf.path: leaf.reason for leaf in found.raw}
-    expected = {"b": "it has one dimension, and PowerSGD is for matrices", "small": "it has 64 bytes, and its factors of rank 2 would have 64",
-                "n": "int32 is not float32, bfloat16 or float16"}
+    expected = {
+        "b": "it has one dimension, and PowerSGD is for matrices",
+        "small": "it has 64 bytes, and its factors of rank 2 would have 64",
+        "n": "int32 is not float32, bfloat16 or float16",
+    }
     assert reasons == {f"['{name}']": why for name, why in expected.items()}
     if jax.__version_info__ >= (0, 10):  # 0.9 names one of the sums that XLA joins
         assert found.raw_bytes == pytest.approx(sum(leaf.nbytes for leaf in x.values()), abs=4)
     rows = cgx.Plan(CODEC, min_size=0, skip_1d=False).explain(x, 2).rows
     assert {row.leaf: row.why for row in rows} == expected | {"w": None}
-    with pytest.raises(ValueError, match=r"leaf \['b'\]: it has one dimension, and PowerSGD is for matrices, and strict=True allows no such leaf"):
+    with pytest.raises(
+        ValueError,
+        match=r"leaf \['b'\]: it has one dimension, and PowerSGD is for matrices, and strict=True allows no such leaf",
+    ):
         jax.eval_shape(on(lambda x: f({"b": x["b"]}, strict=True)), x)
-    jax.eval_shape(on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", cgx.Plan(CODEC), strict=True)), x)  # the guard's choice
+    jax.eval_shape(
+        on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", cgx.Plan(CODEC), strict=True)), x
+    )  # the guard's choice
 
 
 def test_leaves_of_a_shape_are_one_product(monkeypatch):
     """A thousand of them compile as one does; large ones are left where they are."""
+
     def dots(n):
         x = {str(i): jnp.ones((30, 40)) for i in range(n)}
-        f = jax.shard_map(lambda x: cgx.compressed_psum(x, "a", CODEC), mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
+        f = jax.shard_map(
+            lambda x: cgx.compressed_psum(x, "a", CODEC), mesh=mesh(2), in_specs=P(), out_specs=P(), check_vma=False
+        )
         return jax.jit(f).lower(x).as_text().count("dot_general")
 
     assert dots(50) == dots(1) > 0
@@ -190,13 +249,23 @@ def test_hierarchies():
     def psum(x, e, q):
         ways = CODEC, raw, fine
         keys = None, None, jax.random.key(3)
-        return map(list, zip(*(cgx.compressed_psum(x, ("a", "b"), codec, key=key, residuals=e, factors=q) for codec, key in zip(ways, keys))))
+        return map(
+            list,
+            zip(
+                *(
+                    cgx.compressed_psum(x, ("a", "b"), codec, key=key, residuals=e, factors=q)
+                    for codec, key in zip(ways, keys)
+                )
+            ),
+        )
 
     sums, after, _ = run(psum, 2, 2)(x, before, q)
     for way, atol in ((1, 1e-4), (2, 0.5)):
         for name in x:
             np.testing.assert_allclose(sums[way][name], sums[0][name], atol=atol, err_msg=name)
-            np.testing.assert_allclose(after[way][name].sum((0, 1)), after[0][name].sum((0, 1)), atol=atol, err_msg=name)
+            np.testing.assert_allclose(
+                after[way][name].sum((0, 1)), after[0][name].sum((0, 1)), atol=atol, err_msg=name
+            )
     assert_conserved(x, before, sums[1], after[1], 2)
     rows = cgx.Plan(raw, min_size=0).explain({"w": jnp.ones((24, 40))}, {"a": 2, "b": 2}).rows
     assert {(row.axes, row.bytes) for row in rows} == {(("a",), 4 * 2 * 64), (("b",), 4 * 960)}
@@ -236,10 +305,14 @@ def test_beside_other_codecs():
 
 def test_16_bit_leaves():
     x, before = normal((4, 30, 40), 0, "bfloat16"), normal((4, 30, 40), 1)
-    sums, after, factors = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q), 4)(x, before, jnp.zeros((2, 40)))
+    sums, after, factors = run(lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q), 4)(
+        x, before, jnp.zeros((2, 40))
+    )
     assert (sums.dtype, after.dtype, factors.dtype) == (jnp.bfloat16, jnp.float32, jnp.float32)
     have = np.asarray(x, np.float64).sum(0) + np.asarray(before, np.float64).sum(0)
-    np.testing.assert_allclose(np.asarray(sums, np.float64) + np.asarray(after, np.float64).sum(0), have, atol=2.0**-8 * np.abs(sums).max())
+    np.testing.assert_allclose(
+        np.asarray(sums, np.float64) + np.asarray(after, np.float64).sum(0), have, atol=2.0**-8 * np.abs(sums).max()
+    )
 
 
 def test_without_factors_every_call_begins_alike():
@@ -263,7 +336,9 @@ def test_types():
     """The sum and the factors are the same everywhere and may leave as such; residuals are each rank's own and may not."""
     f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
-    check = lambda out: jax.eval_shape(jax.shard_map(f, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given)
+    check = lambda out: jax.eval_shape(
+        jax.shard_map(f, mesh=mesh(2), in_specs=(P("a"), P("a"), P()), out_specs=out), *given
+    )
     check((P(), P("a"), P()))
     with pytest.raises(ValueError, match="out_specs"):
         check((P(), P(), P()))
@@ -281,13 +356,23 @@ def test_transforms():
         batches = jax.vmap(f, (0, None))(batch, q), jax.vmap(f)(batch, jnp.stack([q, -q]))
         return f(x, q), batches, jax.grad(loss)(x, q)[None]
 
-    (sums, after), batches, gradient = jax.jit(jax.shard_map(body, mesh=mesh(2), in_specs=(P("a"), P()), out_specs=(P(), P(), P("a"))))(x, q)
+    (sums, after), batches, gradient = jax.jit(
+        jax.shard_map(body, mesh=mesh(2), in_specs=(P("a"), P()), out_specs=(P(), P(), P("a")))
+    )(x, q)
     for got in batches:
         jax.tree.map(lambda y, expected: close(y[0], expected), got, (sums, after))
         close(got[0][1], -sums)
     np.testing.assert_array_equal(gradient, jnp.broadcast_to(weights, x.shape))
-    untracked = jax.shard_map(lambda x, q: jax.grad(loss)(x[0], q)[None], mesh=mesh(2), in_specs=(P("a"), P()), out_specs=P("a"), check_vma=False)
-    close(jax.jit(untracked)(x, q), jnp.broadcast_to(2 * weights, x.shape))  # the transpose is the same sum, of cotangents
+    untracked = jax.shard_map(
+        lambda x, q: jax.grad(loss)(x[0], q)[None],
+        mesh=mesh(2),
+        in_specs=(P("a"), P()),
+        out_specs=P("a"),
+        check_vma=False,
+    )
+    close(
+        jax.jit(untracked)(x, q), jnp.broadcast_to(2 * weights, x.shape)
+    )  # the transpose is the same sum, of cotangents
     named = jax.jit(jax.vmap(f, axis_name="a", in_axes=(0, None), out_axes=None))(x, q)
     jax.tree.map(close, named, (sums, after))
 
@@ -310,25 +395,59 @@ SUMS = r"expected a codec that makes bytes of an array, such as jaxcgx.MaxMin\(b
 W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
 
 
-@pytest.mark.parametrize(("f", "words"), [
-    (lambda x: cgx.compressed_all_gather(x, "a", CODEC), f"compressed_all_gather: argument 'codec': {SUMS}"),
-    (lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True), f"compressed_all_to_all: argument 'codec': {SUMS}"),
-    (lambda x: cgx.compressed_psum_scatter(x, "a", cgx.Plan(CODEC), tiled=True), f"compressed_psum_scatter: argument 'codec': {SUMS}"),
-    (lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_codec=CODEC), f"argument 'backward_codec': {SUMS}"),
-    (lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": CODEC}),
-     r"compressed_psum: argument 'codec': expected PowerSGD\(rank=2\) for the outermost axis alone or for all together, got it for an inner one; over "
-     r"inner axes jaxcgx.Raw\(\) sums exactly"),
-    (lambda x: cgx.compressed_psum(x, "a", CODEC, factors=[1]), "compressed_psum: argument 'factors': expected a tree like x"),
-    (lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": jnp.ones((3, 40)), "b": None}),
-     r"argument 'factors', leaf \['w'\]: expected float32\[2, 40\] for float32\[30, 40\], got float32\[3, 40\]"),
-    (lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": None, "b": jnp.ones((2, 3))}), r"leaf \['b'\]: expected None for float32\[30\]"),
-    (lambda x: cgx.compressed_psum(x, "a", cgx.MaxMin(4), factors={"w": jnp.ones((2, 40)), "b": None}), r"leaf \['w'\]: expected None"),
-    (lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}),
-     r"leaf \['w'\]: expected the same array on every rank, got one that varies over 'a'; pass on what the call before returned"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "words"),
+    [
+        (lambda x: cgx.compressed_all_gather(x, "a", CODEC), f"compressed_all_gather: argument 'codec': {SUMS}"),
+        (
+            lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True),
+            f"compressed_all_to_all: argument 'codec': {SUMS}",
+        ),
+        (
+            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.Plan(CODEC), tiled=True),
+            f"compressed_psum_scatter: argument 'codec': {SUMS}",
+        ),
+        (
+            lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_codec=CODEC),
+            f"argument 'backward_codec': {SUMS}",
+        ),
+        (
+            lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": CODEC}),
+            r"compressed_psum: argument 'codec': expected PowerSGD\(rank=2\) for the outermost axis alone or for all together, got it for an inner one; over "
+            r"inner axes jaxcgx.Raw\(\) sums exactly",
+        ),
+        (
+            lambda x: cgx.compressed_psum(x, "a", CODEC, factors=[1]),
+            "compressed_psum: argument 'factors': expected a tree like x",
+        ),
+        (
+            lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": jnp.ones((3, 40)), "b": None}),
+            r"argument 'factors', leaf \['w'\]: expected float32\[2, 40\] for float32\[30, 40\], got float32\[3, 40\]",
+        ),
+        (
+            lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": None, "b": jnp.ones((2, 3))}),
+            r"leaf \['b'\]: expected None for float32\[30\]",
+        ),
+        (
+            lambda x: cgx.compressed_psum(x, "a", cgx.MaxMin(4), factors={"w": jnp.ones((2, 40)), "b": None}),
+            r"leaf \['w'\]: expected None",
+        ),
+        (
+            lambda x: cgx.compressed_psum(
+                x, "a", CODEC, factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}
+            ),
+            r"leaf \['w'\]: expected the same array on every rank, got one that varies over 'a'; pass on what the call before returned",
+        ),
+    ],
+)
 def test_bad_input(f, words):
     with pytest.raises(ValueError, match=words):
-        jax.eval_shape(jax.shard_map(lambda x: f(lax.pcast(x, ("a", "b"), to="varying")), mesh=mesh(2, 2), in_specs=P(), out_specs=P("a")), W)
+        jax.eval_shape(
+            jax.shard_map(
+                lambda x: f(lax.pcast(x, ("a", "b"), to="varying")), mesh=mesh(2, 2), in_specs=P(), out_specs=P("a")
+            ),
+            W,
+        )
 
 
 def test_init_factors_of_no_codec():

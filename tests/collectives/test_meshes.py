@@ -1,18 +1,23 @@
 """Meshes with other axes: compressed data parallelism along 'data', tensor or FSDP sharding along 'model'."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import sent
 
 CODEC = cgx.MaxMin(4, 64)
-PARAMS = {"up": jax.random.normal(jax.random.key(0), (32, 64)), "down": jax.random.normal(jax.random.key(1), (64, 32)), "bias": jnp.ones(64)}
+PARAMS = {
+    "up": jax.random.normal(jax.random.key(0), (32, 64)),
+    "down": jax.random.normal(jax.random.key(1), (64, 32)),
+    "bias": jnp.ones(64),
+}
 SPECS = {"up": P(None, "model"), "down": P("model", None), "bias": P("model")}
 X = jax.random.normal(jax.random.key(2), (16, 32))
 
@@ -45,10 +50,13 @@ def check(step, mesh, params, x):
     return sent(run.lower(params, x).compile().as_text())
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_model_axis_left_to_the_partitioner(axis_type):
-    """shard_map over 'data' only. The compression is wrapped in a shard_map over 'model', which hands it the local shards."""
+    """shard_map over 'data' only. The compression is wrapped in a shard_map over 'model', which hands it the local
+    shards."""
     mesh = mesh_of(axis_type)
 
     def program(pmean):
@@ -95,7 +103,9 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
         _, grads = cgx.local_value_and_grad(loss_on(AxisType.Explicit), "data")(params, x)
         return cgx.compressed_pmean(grads, "data", CODEC)
 
-    with pytest.raises(ValueError, match=r"compressed_pmean: argument 'x', leaf \['bias'\]: expected .* sharded over 'model'"):
+    with pytest.raises(
+        ValueError, match=r"compressed_pmean: argument 'x', leaf \['bias'\]: expected .* sharded over 'model'"
+    ):
         jax.jit(step)(place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
 
 
@@ -105,7 +115,11 @@ def test_axes_of_vmap_and_of_a_checked_mesh():
 
     def gradient(check_vma):
         def step(x):
-            return jax.grad(lambda x: (jax.vmap(lambda row: cgx.compressed_psum(row, ("v", "data"), CODEC), axis_name="v")(x) * 2).sum())(x)
+            return jax.grad(
+                lambda x: (
+                    jax.vmap(lambda row: cgx.compressed_psum(row, ("v", "data"), CODEC), axis_name="v")(x) * 2
+                ).sum()
+            )(x)
 
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))(X)
 

@@ -1,12 +1,13 @@
 """Stochastic rounding: unbiased sums, noise that is independent between ranks, elements, exchanges and steps."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jaxcgx as cgx
 from helpers import normal
 from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
 
 CODEC = cgx.MaxMin(2, 128, rounding="stochastic")
 
@@ -39,9 +40,12 @@ def test_sums_are_unbiased(schedule):
 
 
 def test_shards_of_a_hierarchy_draw_independent_noise():
-    """Inner ranks that hold the same numbers, and so the same shares, lose something else in the exchange of each share."""
+    """Inner ranks that hold the same numbers, and so the same shares, lose something else in the exchange of each
+    share."""
     x = jnp.broadcast_to(jnp.tile(normal(5000), 2), (2, 2, 10_000)) / 4
-    f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": CODEC, "b": cgx.Raw()}, key=jax.random.key(0), schedule="one_shot")
+    f = lambda x: cgx.compressed_psum(
+        x, ("a", "b"), {"a": CODEC, "b": cgx.Raw()}, key=jax.random.key(0), schedule="one_shot"
+    )
     first, second = np.asarray(on_ranks(f, mesh(2, 2))(x)[0, 0] - 4 * x[0, 0]).reshape(2, 5000)
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
 
@@ -62,6 +66,7 @@ def test_keys_of_steps_and_typed_or_raw_keys():
 
 def test_a_key_may_differ_along_other_axes():
     """Results then do, too."""
+
     def body(x):
         key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("b"))
         return cgx.compressed_psum(x, "a", CODEC, key=key)

@@ -1,18 +1,21 @@
 """Collectives that take a plan: a codec, an exchange and a reason for every leaf."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bytes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes, normal
-from ranks import mesh, on_ranks
 
 KEY = jax.random.key(7)
 STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
-PLAN = cgx.Plan(cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8)), ("raw", cgx.Raw()), (r"layers/\d+/noisy", STOCHASTIC)], min_size=100)
+PLAN = cgx.Plan(
+    cgx.MaxMin(4), rules=[("embed", cgx.MaxMin(8)), ("raw", cgx.Raw()), (r"layers/\d+/noisy", STOCHASTIC)], min_size=100
+)
 
 
 def tree(*ranks):
@@ -24,7 +27,9 @@ def tree(*ranks):
 
 def test_every_leaf_as_with_its_codec_alone():
     """With own="encoded" what else travels doesn't matter: each leaf has the bits of a sum with one codec for all."""
-    run = lambda codec, key=KEY: on_ranks(lambda t: cgx.compressed_psum(t, "a", codec, key=key, own="encoded", schedule="two_shot"), mesh(4))(tree(4))
+    run = lambda codec, key=KEY: on_ranks(
+        lambda t: cgx.compressed_psum(t, "a", codec, key=key, own="encoded", schedule="two_shot"), mesh(4)
+    )(tree(4))
     got, four, eight, noisy = run(PLAN), run(cgx.MaxMin(4), None), run(cgx.MaxMin(8), None), run(STOCHASTIC)
     plain = on_ranks(lambda t: lax.psum(t, "a"), mesh(4))(tree(4))
     assert_same_bytes(got["embed"], eight["embed"])
@@ -41,15 +46,23 @@ def test_a_message_for_each_codec_and_a_reason_for_each_raw_leaf():
     f = lambda t: cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="one_shot")
     step = jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())
     found = cgx.explain(step, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree(4)), show=False)
-    assert {len(c.leaves): c.codec.split("(")[0] for c in found.collectives if c.dtype == "uint8"} == {1: "MaxMin", 2: "MaxMin", 3: "MaxMin"}
+    assert {len(c.leaves): c.codec.split("(")[0] for c in found.collectives if c.dtype == "uint8"} == {
+        1: "MaxMin",
+        2: "MaxMin",
+        3: "MaxMin",
+    }
     reasons = {leaf.path: leaf.reason for leaf in found.raw}
     assert set(reasons) == {"['raw']", "['bias']", "['tiny']", "['step']"}
     assert "min_size=100" in reasons["['tiny']"] and "skip_1d" in reasons["['bias']"] and "Raw()" in reasons["['raw']"]
 
 
 def test_what_the_plan_says_of_the_exchange():
-    f = lambda t: (cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="ring", fusion_mb=0.001),
-                   cgx.compressed_psum(t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY))
+    f = lambda t: (
+        cgx.compressed_psum(t, "a", PLAN, key=KEY, schedule="ring", fusion_mb=0.001),
+        cgx.compressed_psum(
+            t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY
+        ),
+    )
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(4))(tree(4)))
 
 
@@ -58,8 +71,10 @@ def test_axes(leader):
     """A rule may have a codec for each axis, and a plan a schedule for each, and leaders."""
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
     plan = cgx.Plan(codecs, min_size=0, skip_1d=False, schedule={"a": "two_shot", "b": "ring"}, leader=leader)
-    f = lambda t: (cgx.compressed_psum(t, ("a", "b"), plan),
-                   cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader))
+    f = lambda t: (
+        cgx.compressed_psum(t, ("a", "b"), plan),
+        cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader),
+    )
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
 
 
@@ -67,7 +82,10 @@ def test_axes(leader):
 def test_an_axis_of_one_rank_is_no_stage(sizes):
     codecs = {"a": cgx.MaxMin(4), "b": cgx.MaxMin(4)}
     schedule = {"a": "ring", "b": "two_shot"} if sizes[0] == 1 else {"a": "two_shot", "b": "ring"}
-    f = lambda t: (cgx.compressed_psum(t, ("a", "b"), codecs, schedule=schedule), cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(4), schedule="two_shot"))
+    f = lambda t: (
+        cgx.compressed_psum(t, ("a", "b"), codecs, schedule=schedule),
+        cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(4), schedule="two_shot"),
+    )
     jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
 
 
@@ -87,9 +105,17 @@ def test_a_key_is_of_use_on_one_node_too():
 
 def test_codecs_by_axis_there_and_back():
     x, codecs = normal((2, 4, 8, 100), 0), {"a": cgx.MaxMin(4), "b": cgx.MaxMin(8)}
-    grad = lambda **codecs: on_ranks(jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **codecs).sum()), mesh(2, 4))(x)
-    assert_same_bytes(grad(codec=cgx.Raw(), backward_codec=codecs), grad(codec={"a": cgx.Raw(), "b": cgx.Raw()}, backward_codec=codecs))
-    with pytest.raises(ValueError, match="compressed_all_gather: argument 'backward_codec': expected a codec for each axis where 'codec' has"):
+    grad = lambda **codecs: on_ranks(
+        jax.grad(lambda x: cgx.compressed_all_gather(x, ("a", "b"), tiled=True, **codecs).sum()), mesh(2, 4)
+    )(x)
+    assert_same_bytes(
+        grad(codec=cgx.Raw(), backward_codec=codecs),
+        grad(codec={"a": cgx.Raw(), "b": cgx.Raw()}, backward_codec=codecs),
+    )
+    with pytest.raises(
+        ValueError,
+        match="compressed_all_gather: argument 'backward_codec': expected a codec for each axis where 'codec' has",
+    ):
         grad(codec=cgx.MaxMin(4), backward_codec=codecs)
 
 
@@ -98,22 +124,37 @@ def test_leaders_are_of_hierarchies():
     codecs = {"a": cgx.MaxMin(4), "b": cgx.Raw()}
     plan = cgx.Plan(codecs, rules=[("embed", cgx.MaxMin(8))], min_size=100, leader=True)
     t = {name: tree(2, 4)[name] for name in ("embed", "out")}
-    got, led, flat = on_ranks(lambda t: (cgx.compressed_psum(t, ("a", "b"), plan), cgx.compressed_psum(t, ("a", "b"), codecs, leader=True),
-                                         cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(8))), mesh(2, 4))(t)
+    got, led, flat = on_ranks(
+        lambda t: (
+            cgx.compressed_psum(t, ("a", "b"), plan),
+            cgx.compressed_psum(t, ("a", "b"), codecs, leader=True),
+            cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(8)),
+        ),
+        mesh(2, 4),
+    )(t)
     np.testing.assert_allclose(got["out"], led["out"], atol=3)
     np.testing.assert_allclose(got["embed"], flat["embed"], atol=0.3)
 
 
 def test_a_codec_of_the_transpose_holds_where_a_guard_leaves_the_value_raw():
-    f = lambda x: cgx.compressed_all_gather(x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_codec=cgx.MaxMin(4)).sum()
+    f = lambda x: cgx.compressed_all_gather(
+        x, "a", cgx.Plan(cgx.MaxMin(8)), tiled=True, backward_codec=cgx.MaxMin(4)
+    ).sum()
     step = jax.shard_map(jax.grad(f), mesh=mesh(4), in_specs=P("a"), out_specs=P("a"))
     found = cgx.explain(step, jnp.ones(4 * 4096), show=False)
     assert [c.codec for c in found.collectives if c.dtype == "uint8"] == ["MaxMin(bits=4)"]
 
 
 def test_raw_plans_are_the_program_of_lax():
-    text = lambda f: jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P())).lower(jnp.ones((8, 2000)), jnp.ones((4, 7))).compile().as_text()
-    ops = lambda text: [line.split(" = ")[1].split("metadata")[0].split("(")[0] for line in text.splitlines() if " = " in line]
+    text = lambda f: (
+        jax.jit(jax.shard_map(f, mesh=mesh(4), in_specs=P("a"), out_specs=P()))
+        .lower(jnp.ones((8, 2000)), jnp.ones((4, 7)))
+        .compile()
+        .as_text()
+    )
+    ops = lambda text: [
+        line.split(" = ")[1].split("metadata")[0].split("(")[0] for line in text.splitlines() if " = " in line
+    ]
     plain = ops(text(lambda x, y: lax.pmean((x, y), "a")))
     assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan(cgx.Raw())))) == plain
     assert ops(text(lambda x, y: cgx.compressed_pmean((x, y), "a", cgx.Plan.from_env(environ={})))) == plain
@@ -138,8 +179,18 @@ def test_other_collectives_take_plans_and_transpose_by_them():
     def each(codec):
         def f(t):
             scattered = cgx.compressed_psum_scatter(t, "a", codec, tiled=True)
-            back = jax.grad(lambda t: sum(v.sum() * 3 for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_codec=codec))))
-            return scattered, cgx.compressed_all_gather(t, "a", codec), cgx.compressed_all_to_all(t, "a", 0, 0, codec, tiled=True), back(t)
+            back = jax.grad(
+                lambda t: sum(
+                    v.sum() * 3
+                    for v in jax.tree.leaves(cgx.compressed_all_gather(t, "a", cgx.Raw(), backward_codec=codec))
+                )
+            )
+            return (
+                scattered,
+                cgx.compressed_all_gather(t, "a", codec),
+                cgx.compressed_all_to_all(t, "a", 0, 0, codec, tiled=True),
+                back(t),
+            )
 
         return on_ranks(f, mesh(2))(x)
 
@@ -154,7 +205,13 @@ def test_keys():
     run = lambda t, plan, key: on_ranks(lambda t: cgx.compressed_psum(t, "a", plan, key=key), mesh(2))(t)
     quiet = {"embed": normal((2, 40, 30), 0)}
     noisy = quiet | {"noise": normal((2, 40, 30), 1)}
-    plan = cgx.Plan(cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: True if path == "noise" else False), ("embed", cgx.MaxMin(8))])
+    plan = cgx.Plan(
+        cgx.MaxMin(4),
+        rules=[
+            cgx.Rule(STOCHASTIC, where=lambda path, leaf: True if path == "noise" else False),
+            ("embed", cgx.MaxMin(8)),
+        ],
+    )
     with pytest.raises(ValueError, match="argument 'key': MaxMin.* rounds stochastically"):
         run(noisy, plan, None)
     run(noisy, plan, KEY)
@@ -165,13 +222,22 @@ def test_keys():
         run(quiet, cgx.Plan(cgx.MaxMin(4)), KEY)
 
 
-@pytest.mark.parametrize("kwargs, words", [
-    (dict(codec=cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))])), "expected a leaf for every rule of the plan"),
-    (dict(codec=cgx.Plan(cgx.MaxMin(4), leader=True)), "argument 'leader': expected False without a hierarchy"),
-    (dict(codec=cgx.Plan({"b": cgx.MaxMin(4)})), "argument 'codec': expected a codec for each axis"),
-    (dict(codec=cgx.MaxMin(4), schedule={"b": "ring"}), "argument 'schedule': expected a schedule for each axis of .*'a' missing; 'b' not among them"),
-    (dict(codec=cgx.MaxMin(4), schedule={"a": "circle"}), "argument 'schedule': expected one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        (
+            dict(codec=cgx.Plan(cgx.MaxMin(4), rules=[("nothing", cgx.MaxMin(8))])),
+            "expected a leaf for every rule of the plan",
+        ),
+        (dict(codec=cgx.Plan(cgx.MaxMin(4), leader=True)), "argument 'leader': expected False without a hierarchy"),
+        (dict(codec=cgx.Plan({"b": cgx.MaxMin(4)})), "argument 'codec': expected a codec for each axis"),
+        (
+            dict(codec=cgx.MaxMin(4), schedule={"b": "ring"}),
+            "argument 'schedule': expected a schedule for each axis of .*'a' missing; 'b' not among them",
+        ),
+        (dict(codec=cgx.MaxMin(4), schedule={"a": "circle"}), "argument 'schedule': expected one of"),
+    ],
+)
 def test_errors(kwargs, words):
     with pytest.raises(ValueError, match="compressed_psum: .*" + words):
         on_ranks(lambda x: cgx.compressed_psum(x, "a", **kwargs), mesh(2))(normal((2, 40, 40), 0))

@@ -1,16 +1,17 @@
 """The compiled programs: bytes on the wire, one exchange a message, nothing else."""
+
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import normal, sent
-from ranks import mesh, on_ranks
 
 CODEC = cgx.MaxMin(4)
 OPERATIONS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
@@ -26,11 +27,15 @@ def exchanges(compiled):
     return {op: n for op in OPERATIONS if (n := len(re.findall(rf" {op}(?:-start)?\(", text)))}
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    (dict(schedule="two_shot"), ["all-to-all", "all-gather"]),
-    (dict(schedule="one_shot"), ["all-gather"]),
-    (dict(schedule="ring"), ["collective-permute", "all-gather"]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(schedule="two_shot"), ["all-to-all", "all-gather"]),
+        (dict(schedule="one_shot"), ["all-gather"]),
+        (dict(schedule="ring"), ["collective-permute", "all-gather"]),
+    ],
+    ids=str,
+)
 def test_bytes_on_the_wire(options, expected):
     x = {"w": normal((4, 5000)), "b": normal((4, 17), dtype=jnp.bfloat16), "n": jnp.ones((4, 3), jnp.int32)}
     compiled = program(lambda t: cgx.compressed_psum(t, "a", CODEC, **options), mesh(4), x)
@@ -39,7 +44,9 @@ def test_bytes_on_the_wire(options, expected):
 
 @pytest.mark.parametrize("leader", [False, True])
 def test_bytes_on_the_wire_of_hierarchies(leader):
-    f = lambda x, inner: cgx.compressed_psum(x, ("a", "b"), {"a": CODEC, "b": inner}, leader=leader, schedule="two_shot")
+    f = lambda x, inner: cgx.compressed_psum(
+        x, ("a", "b"), {"a": CODEC, "b": inner}, leader=leader, schedule="two_shot"
+    )
     for inner in (CODEC, cgx.Raw()):
         wires = sent(program(lambda x: f(x, inner), mesh(2, 4), normal((16, 2000))).as_text())
         # the leader's bytes reach the others by a sum with zeros; in a node what is raw is summed as lax does
@@ -49,17 +56,23 @@ def test_bytes_on_the_wire_of_hierarchies(leader):
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot"])
 def test_a_thousand_leaves_are_as_many_exchanges_as_messages(schedule):
     tree = [jnp.zeros((4, 25, 20))] * 1000  # 2,000 bytes each: 262 fit into half a MiB
-    step = lambda mb: program(lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree)
+    step = lambda mb: program(
+        lambda t: cgx.compressed_psum(t, "a", CODEC, schedule=schedule, fusion_mb=mb), mesh(4), tree
+    )
     once = {"two_shot": {"all-to-all": 1, "all-gather": 1}, "one_shot": {"all-gather": 1}}[schedule]
     for mb, messages in (64, 1), (0.5, 4):
         compiled = step(mb)
-        assert exchanges(compiled) == {op: messages for op in once}
-        assert compiled.as_text().count('custom_call_target="jaxcgx_encode"') == messages  # of all leaves and ranks together
+        assert exchanges(compiled) == dict.fromkeys(once, messages)
+        assert (
+            compiled.as_text().count('custom_call_target="jaxcgx_encode"') == messages
+        )  # of all leaves and ranks together
 
 
 def test_other_collectives_share_messages_too():
     tree = [normal((4, 4, n)) for n in range(1, 30)]
-    for op, expected in dict(psum_scatter={"all-to-all": 1}, all_gather={"all-gather": 1}, all_to_all={"all-to-all": 1}).items():
+    for op, expected in dict(
+        psum_scatter={"all-to-all": 1}, all_gather={"all-gather": 1}, all_to_all={"all-to-all": 1}
+    ).items():
         kwargs = dict(split_axis=0, concat_axis=0) if op == "all_to_all" else {}
         f = lambda t: [x[None] for x in getattr(cgx, f"compressed_{op}")([x[0] for x in t], "a", codec=CODEC, **kwargs)]
         compiled = program(f, mesh(4), tree, out=P("a"))
@@ -88,23 +101,41 @@ def test_donated_leaves_are_overwritten():
 def bare(compiled):
     """The program without the places that it comes from."""
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
-    return [line for line in text.splitlines() if not re.match(r"\d+ |FileNames|FunctionNames|FileLocations|StackFrames", line)]
+    return [
+        line
+        for line in text.splitlines()
+        if not re.match(r"\d+ |FileNames|FunctionNames|FileLocations|StackFrames", line)
+    ]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_raw_is_the_program_of_lax(check_vma):
     raw, both = cgx.Raw(), {"a": cgx.Raw(), "b": cgx.Raw()}
-    tree = {"w": normal((2, 4, 4, 24)), "h": normal((2, 4, 4, 8), dtype=jnp.bfloat16), "n": jnp.ones((2, 4, 4, 8), jnp.int32)}
+    tree = {
+        "w": normal((2, 4, 4, 24)),
+        "h": normal((2, 4, 4, 8), dtype=jnp.bfloat16),
+        "n": jnp.ones((2, 4, 4, 8), jnp.int32),
+    }
     pairs = [
         (lambda t: cgx.compressed_psum(t, ("a", "b"), both), lambda t: lax.psum(t, ("a", "b"))),
         (lambda t: cgx.compressed_pmean(t, "a", raw), lambda t: lax.pmean(t, "a")),
-        (lambda t: cgx.compressed_psum_scatter(t, "b", raw, scatter_dimension=1, tiled=True),
-         lambda t: jax.tree.map(lambda x: lax.psum_scatter(x, "b", scatter_dimension=1, tiled=True), t)),
-        (lambda t: cgx.compressed_all_gather(t, ("a", "b"), raw, axis=1), lambda t: lax.all_gather(t, ("a", "b"), axis=1)),
-        (lambda t: cgx.compressed_all_to_all(t, "b", 0, 1, raw), lambda t: jax.tree.map(lambda x: lax.all_to_all(x, "b", 0, 1), t)),
-        (lambda t: jax.grad(lambda w: (cgx.compressed_psum(w, "a", raw) ** 2).sum())(t["w"]),
-         lambda t: jax.grad(lambda w: (lax.psum(w, "a") ** 2).sum())(t["w"])),
-    ]  # fmt: skip
+        (
+            lambda t: cgx.compressed_psum_scatter(t, "b", raw, scatter_dimension=1, tiled=True),
+            lambda t: jax.tree.map(lambda x: lax.psum_scatter(x, "b", scatter_dimension=1, tiled=True), t),
+        ),
+        (
+            lambda t: cgx.compressed_all_gather(t, ("a", "b"), raw, axis=1),
+            lambda t: lax.all_gather(t, ("a", "b"), axis=1),
+        ),
+        (
+            lambda t: cgx.compressed_all_to_all(t, "b", 0, 1, raw),
+            lambda t: jax.tree.map(lambda x: lax.all_to_all(x, "b", 0, 1), t),
+        ),
+        (
+            lambda t: jax.grad(lambda w: (cgx.compressed_psum(w, "a", raw) ** 2).sum())(t["w"]),
+            lambda t: jax.grad(lambda w: (lax.psum(w, "a") ** 2).sum())(t["w"]),
+        ),
+    ]
     for pair in pairs:
         ours, plain = (bare(on_ranks(f, mesh(2, 4), check_vma).lower(tree).compile()) for f in pair)
         assert ours == plain

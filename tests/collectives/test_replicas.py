@@ -1,4 +1,5 @@
 """check_replicas finds any bit that differs, and says where."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +12,24 @@ import jaxcgx as cgx
 RANKS = 4
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
 AXES = ("a", "b")
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.uint8, jnp.int16, jnp.bool_, jnp.int4, jnp.complex64, jnp.float8_e4m3fn]
+DTYPES = [
+    jnp.float32,
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.int32,
+    jnp.uint8,
+    jnp.int16,
+    jnp.bool_,
+    jnp.int4,
+    jnp.complex64,
+    jnp.float8_e4m3fn,
+]
 TREE = {str(jnp.dtype(d)): jnp.asarray(np.arange(60).reshape(5, 12) % 2, d) for d in DTYPES}
 
 
 def check(change, tree=TREE, check_vma=True, axes=AXES):
     """check_replicas after `change(tree, rank)`."""
+
     def step(tree):
         return cgx.check_replicas(change(tree, lax.axis_index(AXES)), axes)
 
@@ -46,15 +59,20 @@ def test_one_element_of_one_rank(name):
         found.check()
 
 
-@pytest.mark.parametrize("change", [
-    lambda x, rank: jnp.where(rank == 1, -x, x),  # zeros of another sign
-    lambda x, rank: jnp.where(rank == 1, jnp.roll(x, 1), x),  # the same numbers elsewhere
-    lambda x, rank: x * jnp.where(rank == 1, jnp.float32(1 + 2**-20), 1),
-    lambda x, rank: jnp.where(rank == 1, jnp.nan, x),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, rank: jnp.where(rank == 1, -x, x),  # zeros of another sign
+        lambda x, rank: jnp.where(rank == 1, jnp.roll(x, 1), x),  # the same numbers elsewhere
+        lambda x, rank: x * jnp.where(rank == 1, jnp.float32(1 + 2**-20), 1),
+        lambda x, rank: jnp.where(rank == 1, jnp.nan, x),
+    ],
+)
 def test_bits_count(change):
     x = jnp.asarray([0.0, 1, 2, 3, 1e-40])
-    assert check(lambda t, r: jax.tree.map(lambda x: change(x, r), t), {"x": x}).differs.tolist() == [[False, True, False, False]]
+    assert check(lambda t, r: jax.tree.map(lambda x: change(x, r), t), {"x": x}).differs.tolist() == [
+        [False, True, False, False]
+    ]
 
 
 def test_same_nans_agree():
@@ -63,6 +81,7 @@ def test_same_nans_agree():
 
 def test_over_one_axis():
     """Shards of a tensor-parallel leaf differ over 'b'; its replicas over 'a' agree."""
+
     def step(x):
         return cgx.check_replicas(x, "a").agree[None]
 
@@ -78,7 +97,9 @@ def test_nothing_to_check():
 
 def test_random_keys():
     assert check(lambda tree, rank: tree, {"key": jax.random.key(0)}).agree
-    folded = check(lambda tree, rank: jax.tree.map(lambda k: jax.random.fold_in(k, rank // 3), tree), {"key": jax.random.key(0)})
+    folded = check(
+        lambda tree, rank: jax.tree.map(lambda k: jax.random.fold_in(k, rank // 3), tree), {"key": jax.random.key(0)}
+    )
     assert folded.differs.tolist() == [[False, False, False, True]]
 
 

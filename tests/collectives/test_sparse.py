@@ -1,25 +1,34 @@
 """Sums of sparse codecs: what is not sent stays, whoever sums and whatever way sums come back."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
 
 import jaxcgx as cgx
-from ranks import assert_same, mesh, on_ranks, twins, whole_numbers
 
 KEY = jax.random.key(7)
 SHAPES = {"small": (7,), "flat": (3001,), "matrix": (30, 40)}
 ALL, TOP = cgx.TopK(0.05), cgx.TopK(0.05, pull="top")
-CODECS = {"all": ALL, "top": TOP, "sampled": cgx.TopK(0.05, select="sampled"), "fitted_top": cgx.TopK(0.05, select="fitted", pull="top"),
-          "bfloat16": cgx.TopK(0.05, cgx.Cast("bfloat16")), "quarter": cgx.TopK(0.25)}
+CODECS = {
+    "all": ALL,
+    "top": TOP,
+    "sampled": cgx.TopK(0.05, select="sampled"),
+    "fitted_top": cgx.TopK(0.05, select="fitted", pull="top"),
+    "bfloat16": cgx.TopK(0.05, cgx.Cast("bfloat16")),
+    "quarter": cgx.TopK(0.25),
+}
 WAYS = {"two_shot": dict(schedule="two_shot"), "one_shot": dict(schedule="one_shot")}
 
 
 def tree(*ranks, seed=0):
     """Different whole numbers but 0, so that sums are exact."""
     rng = np.random.RandomState(seed)
-    return {name: jnp.asarray(rng.choice([-1, 1], (*ranks, *shape)) * rng.randint(1, 60000, (*ranks, *shape)), jnp.float32)
-            for name, shape in SHAPES.items()}
+    return {
+        name: jnp.asarray(rng.choice([-1, 1], (*ranks, *shape)) * rng.randint(1, 60000, (*ranks, *shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
 
 
 def psum(x, residuals, axes="a", codec=ALL, **options):
@@ -31,8 +40,11 @@ def psum(x, residuals, axes="a", codec=ALL, **options):
 def assert_conserved(x, before, results, after, axes=1):
     """To the bit: all numbers are whole, and so are their sums."""
     for name in x:
-        have, over = (np.asarray(a[name], np.float64).sum(tuple(range(axes))) + np.asarray(b[name], np.float64).sum(tuple(range(axes)))
-                      for a, b in ((x, before), (jax.tree.map(lambda y: y[(slice(1),) * axes], results), after)))
+        have, over = (
+            np.asarray(a[name], np.float64).sum(tuple(range(axes)))
+            + np.asarray(b[name], np.float64).sum(tuple(range(axes)))
+            for a, b in ((x, before), (jax.tree.map(lambda y: y[(slice(1),) * axes], results), after))
+        )
         np.testing.assert_array_equal(have, over, err_msg=name)
 
 
@@ -47,7 +59,11 @@ def test_nothing_is_lost(ranks):
             assert (np.asarray(y) == np.asarray(y)[:1]).all()
 
 
-@pytest.mark.parametrize("options", [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"})], ids=["shards", "leader", "one_shot"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(leader=True), dict(schedule={"a": "one_shot", "b": "ring"})],
+    ids=["shards", "leader", "one_shot"],
+)
 def test_nothing_is_lost_of_a_hierarchy(options):
     x, before = tree(2, 4), tree(2, 4, seed=1)
 
@@ -76,14 +92,20 @@ def test_all_that_is_sent_arrives(way):
             assert (np.where(kept, flat, np.inf).min(1) >= np.where(kept, 0, flat).max(1)).all()
 
 
-@pytest.mark.parametrize("codec", [cgx.TopK(0.1, cgx.MaxMin(4)), cgx.TopK(0.1, cgx.MaxMin(2, 64, "stochastic"), pull="top")], ids=str)
+@pytest.mark.parametrize(
+    "codec", [cgx.TopK(0.1, cgx.MaxMin(4)), cgx.TopK(0.1, cgx.MaxMin(2, 64, "stochastic"), pull="top")], ids=str
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_values_lose_stays_too(way, codec):
     """But for the rounding of float32: quantized values aren't whole."""
     x, before = tree(4), tree(4, seed=1)
     results, after = on_ranks(lambda x, e: psum(x, e, codec=codec, **WAYS[way]), mesh(4))(x, before)
     for name in x:
-        given, sums, kept = np.asarray([x[name], before[name]], np.float64), np.asarray(results[name][0]), np.asarray(after[name], np.float64).sum(0)
+        given, sums, kept = (
+            np.asarray([x[name], before[name]], np.float64),
+            np.asarray(results[name][0]),
+            np.asarray(after[name], np.float64).sum(0),
+        )
         np.testing.assert_allclose(sums + kept, given.sum((0, 1)), rtol=0, atol=16 * 2.0**-24 * np.abs(given).max() * 8)
         assert (sums != 0).any() and (kept != 0)[sums != 0].any()  # of what was sent something was lost, and kept
 
@@ -108,10 +130,13 @@ def test_a_mean_of_two_is_the_sum_halved():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
-    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf (here 2 k values and their indices)."""
+    """Ok-Topk's bound: a rank sends fewer than 6 k words for k elements of a leaf (here 2 k values and their
+    indices)."""
     n, k = 100_000, 1000
     x = jax.ShapeDtypeStruct((ranks, n), jnp.float32)
-    program = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n, pull="top"), schedule="two_shot"), mesh(ranks))
+    program = on_ranks(
+        lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n, pull="top"), schedule="two_shot"), mesh(ranks)
+    )
     assert 4 * k < cgx.explain(program, x, show=False).bytes < 4 * 6 * k * (ranks - 1) / ranks
     lists = on_ranks(lambda x: cgx.compressed_psum(x, "a", cgx.TopK(k / n), schedule="one_shot"), mesh(ranks))
     assert (ranks - 1) * 4 * k < cgx.explain(lists, x, show=False).bytes < (ranks - 1) * 4 * 2 * k
@@ -120,7 +145,9 @@ def test_owners_send_as_little_whatever_the_number_of_ranks(ranks):
 @pytest.mark.parametrize("codec", ["all", "top"])
 def test_momentum_loses_what_is_sent(codec):
     x, zero, ones = tree(4), jax.tree.map(jnp.zeros_like, tree(4)), jax.tree.map(jnp.ones_like, tree(4))
-    run = on_ranks(lambda x, e, m: {way: psum(x, e, codec=CODECS[codec], momentum=m, **WAYS[way]) for way in WAYS}, mesh(4))
+    run = on_ranks(
+        lambda x, e, m: {way: psum(x, e, codec=CODECS[codec], momentum=m, **WAYS[way]) for way in WAYS}, mesh(4)
+    )
     for way, (results, after, momentum) in run(x, zero, ones).items():
         for name in x:
             kept, m = np.asarray(after[name]), np.asarray(momentum[name])
@@ -135,25 +162,34 @@ def test_momentum_loses_what_is_sent(codec):
 @pytest.mark.parametrize("leader", [False, True])
 def test_of_a_hierarchy_all_of_a_node_lose_what_the_node_sends(leader):
     x, zero, ones = tree(2, 4), jax.tree.map(jnp.zeros_like, tree(2, 4)), jax.tree.map(jnp.ones_like, tree(2, 4))
-    run = on_ranks(lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.Raw()}, momentum=m, leader=leader), mesh(2, 4))
+    run = on_ranks(
+        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.Raw()}, momentum=m, leader=leader), mesh(2, 4)
+    )
     _, after, momentum = run(x, zero, ones)
     for name in x:
         gone = np.asarray(after[name]).sum(1) == 0
         something = np.asarray(x[name]).sum(1) != 0
         for rank in range(4):
-            np.testing.assert_array_equal((np.asarray(momentum[name])[:, rank] == 0)[something], gone[something], err_msg=name)
+            np.testing.assert_array_equal(
+                (np.asarray(momentum[name])[:, rank] == 0)[something], gone[something], err_msg=name
+            )
 
 
 def test_what_fills_up_a_share_is_not_sent():
     """10 elements for 3 inner ranks: the last share has two, and two places that nothing fills but zeros."""
     x = jnp.arange(1.0, 11.0).at[8:].set(jnp.array([50.0, 100.0])) * jnp.ones((2, 3, 1))
-    result = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.TopK(0.4), "b": cgx.Raw()}), mesh(2, 3))(x)[0, 0]
+    result = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.TopK(0.4), "b": cgx.Raw()}), mesh(2, 3))(
+        x
+    )[0, 0]
     np.testing.assert_array_equal(result[8:], [300, 600])
 
 
 def test_a_plan_for_nodes_serves_one():
     x, zero, ones = tree(1, 4), jax.tree.map(jnp.zeros_like, tree(1, 4)), jax.tree.map(jnp.ones_like, tree(1, 4))
-    run = on_ranks(lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.MaxMin(4)}, momentum=m, schedule="two_shot"), mesh(1, 4))
+    run = on_ranks(
+        lambda x, e, m: psum(x, e, ("a", "b"), {"a": ALL, "b": cgx.MaxMin(4)}, momentum=m, schedule="two_shot"),
+        mesh(1, 4),
+    )
     _, _, momentum = run(x, zero, ones)
     jax.tree.map(np.testing.assert_array_equal, momentum, ones)
 
@@ -193,13 +229,19 @@ def test_errors():
     def call(**options):
         return on_ranks(lambda x, e: psum(x, **{"residuals": e, **options}), mesh(2))(x, zero)
 
-    with pytest.raises(ValueError, match=r"argument 'schedule': expected .* with TopK\(ratio=0.05\), whose sums grow .* pull=\"top\""):
+    with pytest.raises(
+        ValueError, match=r"argument 'schedule': expected .* with TopK\(ratio=0.05\), whose sums grow .* pull=\"top\""
+    ):
         call(residuals=None, schedule="ring")
     with pytest.raises(ValueError, match="compressed_psum_scatter: argument 'schedule'"):
-        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", ALL, tiled=True, schedule="ring"), mesh(2))(jnp.zeros((2, 600)))
+        on_ranks(lambda x: cgx.compressed_psum_scatter(x, "a", ALL, tiled=True, schedule="ring"), mesh(2))(
+            jnp.zeros((2, 600))
+        )
     with pytest.raises(ValueError, match="argument 'residuals': expected a tree like x with 'momentum', got None"):
         call(residuals=None, momentum=x)
-    with pytest.raises(ValueError, match=r"argument 'momentum', leaf \['flat'\]: expected None for a leaf whose every element is sent"):
+    with pytest.raises(
+        ValueError, match=r"argument 'momentum', leaf \['flat'\]: expected None for a leaf whose every element is sent"
+    ):
         call(codec=cgx.MaxMin(4), momentum={"flat": jnp.zeros(3001), "small": None, "matrix": None})
     with pytest.raises(ValueError, match=r"argument 'momentum', leaf \['flat'\]: expected float32\[3001\]"):
         call(momentum={"flat": jnp.zeros(5), "small": None, "matrix": None})

@@ -21,7 +21,8 @@ inline std::atomic<int64_t> passed = 0, failed = 0;
   } while (0)
 
 inline int finish() {
-  std::printf("%lld passed, %lld failed\n", static_cast<long long>(passed.load()), static_cast<long long>(failed.load()));
+  std::printf("%lld passed, %lld failed\n", static_cast<long long>(passed.load()),
+              static_cast<long long>(failed.load()));
   return failed > 0 ? 1 : 0;
 }
 

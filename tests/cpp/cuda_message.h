@@ -54,8 +54,8 @@ struct Case {
 inline void compare(const Case& k, Random& r) {
   Message m(k.codec, k.shapes, k.chunks, k.batch, r);
   const Layout& l = m.layout;
-  const std::string context =
-      describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) + (k.feedback ? " feedback" : "");
+  const std::string context = describe(l) + " batch " + std::to_string(k.batch) + " shift " + std::to_string(k.shift) +
+                              (k.feedback ? " feedback" : "");
   std::vector<int64_t> sizes, fours(k.shapes.size(), 4);
   for (const Leaf& leaf : k.shapes) sizes.push_back(size_of(leaf.dtype));
   if (k.feedback) {
@@ -66,17 +66,22 @@ inline void compare(const Case& k, Random& r) {
       m.residuals.push_back(as_leaf(DType::kF32, x));
     }
   }
-  const auto work = [&](int64_t payloads, bool encodes) { return Memory(cuda::workspace_bytes(l, k.batch, payloads, encodes)); };
+  const auto work = [&](int64_t payloads, bool encodes) {
+    return Memory(cuda::workspace_bytes(l, k.batch, payloads, encodes));
+  };
   const auto garbage = [&](DType* as) {
     std::vector<Memory> v;
-    for (const Leaf& leaf : k.shapes) v.emplace_back(k.batch * leaf.size * size_of(as ? *as : leaf.dtype), uint8_t{0x54});
+    for (const Leaf& leaf : k.shapes)
+      v.emplace_back(k.batch * leaf.size * size_of(as ? *as : leaf.dtype), uint8_t{0x54});
     return v;
   };
   DType f32 = DType::kF32;
 
   // What travels raw may be the NaN of a sum, of which the processor chooses the bits.
   const bool raw = k.codec.kind == Kind::kRaw || k.codec.kind == Kind::kTopK || k.codec.skip_incomplete;
-  const auto same_sum = [&](const Memory& a, const Memory& b) { return raw ? same_numbers(DType::kF32, a, b) : a == b; };
+  const auto same_sum = [&](const Memory& a, const Memory& b) {
+    return raw ? same_numbers(DType::kF32, a, b) : a == b;
+  };
 
   const Shifted leaves(m.leaves, sizes, k.shift), old(m.residuals, fours, k.shift);
   const bool in_place = r.below(2) == 0;
@@ -87,7 +92,8 @@ inline void compare(const Case& k, Random& r) {
   const Memory payload(static_cast<int64_t>(expected.size()), 0x54);
   check(cuda::encode({l, k.batch, leaves.pointers<const void>().data(), m.ids.data(), m.keys.data(),
                       k.feedback ? old.pointers<const float>().data() : nullptr,
-                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()}, nullptr));
+                      k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()},
+                     nullptr));
   CHECK(payload == expected, context);
   for (size_t i = 0; i < lost.size(); ++i) {
     CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
@@ -97,7 +103,8 @@ inline void compare(const Case& k, Random& r) {
     const std::vector<Memory> right = decode(l, k.batch, from, one_thread());
     const Shifted out(garbage(nullptr), sizes, k.shift);
     check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data(), work(1, false).data()}, nullptr));
-    for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
+    for (size_t i = 0; i < right.size(); ++i)
+      CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
     if (k.codec.kind != Kind::kTopK) return;
     const std::vector<Memory> cleared = copies(m.leaves);
     const Shifted clear(m.leaves, sizes, k.shift);
@@ -110,14 +117,16 @@ inline void compare(const Case& k, Random& r) {
   const char* const best = cpu::kernels().name;
   if (cpu::select_kernels("avx2")) {
     Memory any = expected.copy();
-    for (size_t i = 0; i < any.size(); ++i) any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
+    for (size_t i = 0; i < any.size(); ++i)
+      any.data()[i] = r.below(4) == 0 ? uint8_t{0x7f} : static_cast<uint8_t>(r.next());
     compare_decoded(any, "decode any bytes ");
     cpu::select_kernels(best);
   }
 
   std::vector<Memory> messages;
   messages.push_back(expected.copy());
-  for (int64_t i = 1; i < k.ranks; ++i) messages.push_back(encode(Message(k.codec, k.shapes, k.chunks, k.batch, r), one_thread()));
+  for (int64_t i = 1; i < k.ranks; ++i)
+    messages.push_back(encode(Message(k.codec, k.shapes, k.chunks, k.batch, r), one_thread()));
   const bool own = r.below(2) == 0;
   std::vector<int32_t> where;
   for (int64_t row = 0; row < k.batch; ++row) {
@@ -130,20 +139,24 @@ inline void compare(const Case& k, Random& r) {
   const auto ranks = " ranks " + std::to_string(k.ranks) + " divisor " + std::to_string(divisor) + (own ? " own" : "");
   const auto own_leaves = leaves.pointers<const void>();
   const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* residuals) {
-    check(cuda::reduce({l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload, residuals,
-                        m.ids.data(), m.keys.data(), work(k.ranks, to_payload != nullptr).data()}, nullptr));
+    check(cuda::reduce(
+        {l, k.batch, k.ranks, payloads.data(), where.data(), own ? own_leaves.data() : nullptr, divisor, to, to_payload,
+         residuals, m.ids.data(), m.keys.data(), work(k.ranks, to_payload != nullptr).data()},
+        nullptr));
   };
   const Memory reduced(k.batch * of_sum(l, k.ranks).chunk_bytes, 0x54);
   lost = copies(m.residuals);
   const Shifted sum_lost(lost, fours, k.shift);
   reduce(nullptr, reduced.data(), k.feedback ? sum_lost.pointers<float>().data() : nullptr);
   CHECK(same_sum(reduced, sum.payload(one_thread(), 0xAB, k.feedback ? &lost : nullptr)), "reduce " + context + ranks);
-  for (size_t i = 0; i < lost.size(); ++i) CHECK(same_numbers(DType::kF32, sum_lost.copy(i), lost[i]), "reduce " + context + ranks);
+  for (size_t i = 0; i < lost.size(); ++i)
+    CHECK(same_numbers(DType::kF32, sum_lost.copy(i), lost[i]), "reduce " + context + ranks);
   if (k.chunks > 1) return;
   const std::vector<Memory> right = sum.leaves(one_thread());
   const Shifted out(garbage(&f32), fours, k.shift);
   reduce(out.pointers<float>().data(), nullptr, nullptr);
-  for (size_t i = 0; i < right.size(); ++i) CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
+  for (size_t i = 0; i < right.size(); ++i)
+    CHECK(same_numbers(DType::kF32, out.copy(i), right[i]), "sum " + context + ranks);
 }
 
 }  // namespace jaxcgx::test

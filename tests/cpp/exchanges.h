@@ -7,15 +7,18 @@
 
 namespace jaxcgx::test {
 
-// What rank `from` sends to rank `to` (all of them, but in an all_to_all, get the same) at a place, in an exchange of a number.
+// What rank `from` sends to rank `to` (all of them, but in an all_to_all, get the same) at a place, in an exchange of a
+// number.
 inline uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) {
   return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5 + (at >> 16) * 11);
 }
 
 // Runs an exchange: its error, or "wrong bytes", or nothing.
-inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes, int64_t number = 0) {
+inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes,
+                       int64_t number = 0) {
   const int64_t ranks = ring.ranks();
-  const bool to_each = operation == shm::Operation::kAllToAll, from_each = to_each || operation == shm::Operation::kAllGather;
+  const bool to_each = operation == shm::Operation::kAllToAll,
+             from_each = to_each || operation == shm::Operation::kAllGather;
   // Of exactly as many bytes, so that AddressSanitizer sees one too many.
   std::vector<uint8_t> in((to_each ? ranks : 1) * bytes), out((from_each ? ranks : 1) * bytes, 0xee);
   for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) {
@@ -23,7 +26,9 @@ inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, 
   }
   if (const shm::Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
   for (int64_t row = 0; row < (from_each ? ranks : 1); ++row) {
-    const int64_t from = from_each ? row : operation == shm::Operation::kShift ? (rank + ranks - argument) % ranks : argument;
+    const int64_t from = from_each                             ? row
+                         : operation == shm::Operation::kShift ? (rank + ranks - argument) % ranks
+                                                               : argument;
     for (int64_t at = 0; at < bytes; ++at) {
       if (out[row * bytes + at] != sent(number, from, to_each ? rank : 0, at)) return "wrong bytes";
     }
@@ -39,7 +44,8 @@ inline std::string run_all(shm::Ring& ring, int64_t rank) {
       const bool argued = operation >= static_cast<int64_t>(shm::Operation::kShift);
       for (int64_t argument = 0; argument < (argued ? ring.ranks() : 1); ++argument) {
         const std::string error = run(ring, rank, static_cast<shm::Operation>(operation), argument, bytes, ++number);
-        if (!error.empty()) return error + " in operation " + std::to_string(operation) + " of " + std::to_string(bytes) + " bytes";
+        if (!error.empty())
+          return error + " in operation " + std::to_string(operation) + " of " + std::to_string(bytes) + " bytes";
       }
     }
   }

@@ -18,7 +18,9 @@ Codec any_codec(Random& r) {
 void fill(uint8_t* p, uint8_t* end, Random& r) {
   // Often the bytes of extremes: NaNs, infinities, denormals, the largest numbers.
   const bool extreme = r.below(2) == 0;
-  for (; p < end; ++p) *p = extreme && r.below(2) == 0 ? r.pick({uint8_t{0}, uint8_t{0x7f}, uint8_t{0x80}, uint8_t{0xff}, uint8_t{1}}) : static_cast<uint8_t>(r.next());
+  for (; p < end; ++p)
+    *p = extreme && r.below(2) == 0 ? r.pick({uint8_t{0}, uint8_t{0x7f}, uint8_t{0x80}, uint8_t{0xff}, uint8_t{1}})
+                                    : static_cast<uint8_t>(r.next());
 }
 
 struct Results {
@@ -30,7 +32,8 @@ struct Results {
 
 void round(Random& r, bool guarded) {
   std::vector<Leaf> shapes;
-  for (int64_t k = r.below(4); k >= 0; --k) shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
+  for (int64_t k = r.below(4); k >= 0; --k)
+    shapes.push_back({r.below(int64_t{1} << r.below(13)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
   const int64_t chunks = 1 + r.below(r.below(2) == 0 ? 1 : 7), batch = 1 + r.below(3), ranks = 1 + r.below(3);
   const Message m(any_codec(r), shapes, chunks, batch, r, guarded);
   const Layout& l = m.layout;
@@ -51,13 +54,17 @@ void round(Random& r, bool guarded) {
     auto lost = copies(residuals);
     auto sum_payload = sum.payload(one_thread(), 0xAB, residuals.empty() ? nullptr : &lost, guarded);
     auto cleared = copies(m.leaves);
-    if (l.codec.kind == Kind::kTopK) cpu::clear({l, batch, payload.data(), pointers<void>(cleared).data()}, one_thread());
-    return Results{std::move(leaves), std::move(sum_leaves), std::move(sum_payload), std::move(lost), std::move(cleared)};
+    if (l.codec.kind == Kind::kTopK)
+      cpu::clear({l, batch, payload.data(), pointers<void>(cleared).data()}, one_thread());
+    return Results{std::move(leaves), std::move(sum_leaves), std::move(sum_payload), std::move(lost),
+                   std::move(cleared)};
   };
   const auto same = [&](const Results& a, const Results& b, const std::string& context) {
     // What travels raw keeps its NaNs.
-    if (l.codec.kind == Kind::kRaw || l.codec.kind == Kind::kTopK || l.codec.skip_incomplete) CHECK(same_numbers(DType::kF32, a.sum, b.sum), context);
-    else CHECK(a.sum == b.sum, context);
+    if (l.codec.kind == Kind::kRaw || l.codec.kind == Kind::kTopK || l.codec.skip_incomplete)
+      CHECK(same_numbers(DType::kF32, a.sum, b.sum), context);
+    else
+      CHECK(a.sum == b.sum, context);
     for (size_t i = 0; i < shapes.size(); ++i) {
       CHECK(same_numbers(shapes[i].dtype, a.leaves[i], b.leaves[i]), context);
       CHECK(a.cleared[i] == b.cleared[i], context);
@@ -94,7 +101,8 @@ void round(Random& r, bool guarded) {
     const auto at = [&](int64_t c) { return (row * chunks + c) * l.chunk_bytes; };
     for (int64_t c = 0; c < chunks; ++c) keep_metadata(payload.data() + at(c), encoded.data() + at(c), c);
     const int64_t c = where[static_cast<size_t>(2 * row)];
-    for (int64_t rank = 0; rank < ranks; ++rank) keep_metadata(payloads.data() + (row * ranks + rank) * l.chunk_bytes, encoded.data() + at(c), c);
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      keep_metadata(payloads.data() + (row * ranks + rank) * l.chunk_bytes, encoded.data() + at(c), c);
   }
   cpu::select_kernels("portable");
   const Results expected = run(payload, payloads);

@@ -48,8 +48,10 @@ class Memory {
     return *this;
   }
   ~Memory() {
-    if (mapped_ > 0) munmap(data_ + size_ + static_cast<size_t>(sysconf(_SC_PAGESIZE)) - mapped_, mapped_);
-    else ::operator delete(data_, std::align_val_t{64});
+    if (mapped_ > 0)
+      munmap(data_ + size_ + static_cast<size_t>(sysconf(_SC_PAGESIZE)) - mapped_, mapped_);
+    else
+      ::operator delete(data_, std::align_val_t{64});
   }
 
   uint8_t* data() const { return data_; }
@@ -119,7 +121,9 @@ struct Random {  // splitmix64
   int64_t below(int64_t n) { return static_cast<int64_t>(next() % static_cast<uint64_t>(n)); }
   float uniform() { return static_cast<float>(static_cast<int64_t>(next() >> 40) - (1 << 23)) * 0x1p-23f; }  // [-1, 1)
   template <class T, size_t n>
-  T pick(const T (&from)[n]) { return from[below(n)]; }
+  T pick(const T (&from)[n]) {
+    return from[below(n)];
+  }
 };
 
 // Stretches of numbers of one magnitude, from denormals to 2^126; constants, zeros of both signs, offsets far
@@ -127,13 +131,18 @@ struct Random {  // splitmix64
 inline std::vector<float> numbers(int64_t n, Random& r) {
   std::vector<float> x(static_cast<size_t>(n));
   for (int64_t i = 0; i < n;) {
-    const float scale = std::ldexp(1.0f, r.below(3) > 0 ? static_cast<int>(r.below(20)) - 15 : static_cast<int>(r.below(276)) - 149);
+    const float scale =
+        std::ldexp(1.0f, r.below(3) > 0 ? static_cast<int>(r.below(20)) - 15 : static_cast<int>(r.below(276)) - 149);
     const float offset = r.uniform() * scale;
     const int64_t kind = r.below(8), end = std::min(n, i + 1 + r.below(900));
     for (; i < end; ++i) {
       float& v = x[static_cast<size_t>(i)];
-      v = kind == 0 ? offset : kind == 1 ? (r.below(2) ? 0.0f : -0.0f) : kind == 2 ? offset + r.uniform() * scale * 0x1p-18f : r.uniform() * scale;
-      if (kind == 3 && r.below(300) == 0) v = float_of(r.pick({0x7fc00000u, 0xffc12345u, 0x7f800001u, 0x7f800000u, 0xff800000u}));
+      v = kind == 0   ? offset
+          : kind == 1 ? (r.below(2) ? 0.0f : -0.0f)
+          : kind == 2 ? offset + r.uniform() * scale * 0x1p-18f
+                      : r.uniform() * scale;
+      if (kind == 3 && r.below(300) == 0)
+        v = float_of(r.pick({0x7fc00000u, 0xffc12345u, 0x7f800001u, 0x7f800000u, 0xff800000u}));
     }
   }
   return x;
@@ -142,9 +151,12 @@ inline std::vector<float> numbers(int64_t n, Random& r) {
 inline Memory as_leaf(DType dtype, const std::vector<float>& x, bool guarded = false) {
   Memory m(static_cast<int64_t>(x.size()) * size_of(dtype), 0, guarded);
   for (size_t i = 0; i < x.size(); ++i) {
-    const int32_t code = dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x[i], 0) : static_cast<int32_t>(bits_of(x[i]) >> 16);
-    if (dtype == DType::kF32) std::memcpy(m.data() + 4 * i, &x[i], 4);
-    else std::memcpy(m.data() + 2 * i, &code, 2);
+    const int32_t code = dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x[i], 0)
+                                              : static_cast<int32_t>(bits_of(x[i]) >> 16);
+    if (dtype == DType::kF32)
+      std::memcpy(m.data() + 4 * i, &x[i], 4);
+    else
+      std::memcpy(m.data() + 2 * i, &code, 2);
   }
   return m;
 }
@@ -158,7 +170,8 @@ struct Message {
   std::vector<int64_t> ids;
   std::vector<uint32_t> keys;
 
-  Message(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, Random& r, bool guarded = false)
+  Message(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, Random& r,
+          bool guarded = false)
       : layout(codec, shapes, chunks), batch(batch) {
     for (const Leaf& leaf : shapes) {
       leaves.push_back(as_leaf(leaf.dtype, numbers(batch * leaf.size, r), guarded));
@@ -171,10 +184,12 @@ struct Message {
 inline std::string describe(const Layout& l) {
   const Codec& c = l.codec;
   char text[200];
-  std::snprintf(text, sizeof text, "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d chunks %lld leaves", static_cast<int>(c.kind),
-                c.bits, static_cast<long long>(c.bucket_size), c.stochastic, c.skip_incomplete, c.compatible, static_cast<long long>(l.chunks()));
+  std::snprintf(text, sizeof text, "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d chunks %lld leaves",
+                static_cast<int>(c.kind), c.bits, static_cast<long long>(c.bucket_size), c.stochastic,
+                c.skip_incomplete, c.compatible, static_cast<long long>(l.chunks()));
   std::string s = text;
-  for (const Leaf& leaf : l.leaves) s += " " + std::to_string(leaf.size) + (leaf.dtype == DType::kF32 ? "f" : leaf.dtype == DType::kBF16 ? "b" : "h");
+  for (const Leaf& leaf : l.leaves)
+    s += " " + std::to_string(leaf.size) + (leaf.dtype == DType::kF32 ? "f" : leaf.dtype == DType::kBF16 ? "b" : "h");
   return s;
 }
 
@@ -186,17 +201,20 @@ std::vector<T*> pointers(const std::vector<Memory>& memory) {
 }
 
 // With feedback the new residuals replace the contents of `residuals`, which may be the message's own.
-inline Memory encode(const Message& m, const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr, bool guarded = false) {
+inline Memory encode(const Message& m, const cpu::Pool& pool, uint8_t fill = 0xAB,
+                     const std::vector<Memory>* residuals = nullptr, bool guarded = false) {
   Memory payload(m.batch * m.layout.chunks() * m.layout.chunk_bytes, fill, guarded);
   const auto leaves = pointers<const void>(m.leaves);
   const auto old = pointers<const float>(m.residuals);
   const auto lost = residuals ? pointers<float>(*residuals) : std::vector<float*>();
   cpu::encode({m.layout, m.batch, leaves.data(), m.ids.data(), m.keys.data(), residuals ? old.data() : nullptr,
-               residuals ? lost.data() : nullptr, payload.data()}, pool);
+               residuals ? lost.data() : nullptr, payload.data()},
+              pool);
   return payload;
 }
 
-inline std::vector<Memory> decode(const Layout& l, int64_t batch, const Memory& payload, const cpu::Pool& pool, uint8_t fill = 0xAB, bool guarded = false) {
+inline std::vector<Memory> decode(const Layout& l, int64_t batch, const Memory& payload, const cpu::Pool& pool,
+                                  uint8_t fill = 0xAB, bool guarded = false) {
   std::vector<Memory> leaves;
   for (const Leaf& leaf : l.leaves) leaves.emplace_back(batch * leaf.size * size_of(leaf.dtype), fill, guarded);
   cpu::decode({l, batch, payload.data(), pointers<void>(leaves).data()}, pool);
@@ -212,7 +230,8 @@ struct Sum {
   float divisor;
 
   // With feedback the residuals are updated.
-  Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr, bool guarded = false) const {
+  Memory payload(const cpu::Pool& pool, uint8_t fill = 0xAB, const std::vector<Memory>* residuals = nullptr,
+                 bool guarded = false) const {
     Memory out(own.batch * of_sum(own.layout, ranks).chunk_bytes, fill, guarded);
     run(pool, nullptr, out.data(), residuals);
     return out;
@@ -229,19 +248,22 @@ struct Sum {
     const auto raw = pointers<const void>(own.leaves);
     const auto lost = residuals ? pointers<float>(*residuals) : std::vector<float*>();
     const bool replaces = !where.empty() && where[1] >= 0;
-    cpu::reduce({own.layout, own.batch, ranks, payloads.data(), where.data(), replaces ? raw.data() : nullptr, divisor, leaves, payload,
-                 residuals ? lost.data() : nullptr, own.ids.data(), own.keys.data()}, pool);
+    cpu::reduce({own.layout, own.batch, ranks, payloads.data(), where.data(), replaces ? raw.data() : nullptr, divisor,
+                 leaves, payload, residuals ? lost.data() : nullptr, own.ids.data(), own.keys.data()},
+                pool);
   }
 };
 
 // The payloads that the owner of a chunk receives: [batch, ranks, chunk_bytes] from each rank's message.
-inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& messages, const std::vector<int32_t>& where, bool guarded = false) {
+inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& messages,
+                     const std::vector<int32_t>& where, bool guarded = false) {
   const auto ranks = static_cast<int64_t>(messages.size());
   Memory out(batch * ranks * l.chunk_bytes, 0xAB, guarded);
   for (int64_t row = 0; row < batch; ++row) {
     for (int64_t r = 0; r < ranks; ++r) {
       std::memcpy(out.data() + (row * ranks + r) * l.chunk_bytes,
-                  messages[static_cast<size_t>(r)].data() + (row * l.chunks() + where[static_cast<size_t>(2 * row)]) * l.chunk_bytes,
+                  messages[static_cast<size_t>(r)].data() +
+                      (row * l.chunks() + where[static_cast<size_t>(2 * row)]) * l.chunk_bytes,
                   static_cast<size_t>(l.chunk_bytes));
     }
   }
@@ -269,10 +291,12 @@ inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
 inline std::vector<Codec> codecs(int64_t bucket) {
   std::vector<Codec> all;
   for (int bits = 1; bits <= 8; ++bits) {
-    for (int flags = 0; flags < 4; ++flags) all.push_back({Kind::kMaxMin, bits, bucket, (flags & 1) != 0, (flags & 2) != 0, false});
+    for (int flags = 0; flags < 4; ++flags)
+      all.push_back({Kind::kMaxMin, bits, bucket, (flags & 1) != 0, (flags & 2) != 0, false});
     if (bits > 1) all.push_back({Kind::kAbsMax, bits, bucket, false, false, false});
   }
-  for (int exponent = 4; exponent <= 5; ++exponent) all.push_back({Kind::kFloat8, exponent, bucket, false, false, false});
+  for (int exponent = 4; exponent <= 5; ++exponent)
+    all.push_back({Kind::kFloat8, exponent, bucket, false, false, false});
   all.push_back({Kind::kSign, 1, bucket, false, false, false});
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, bucket, false, false, compatible});
   return all;
@@ -280,7 +304,8 @@ inline std::vector<Codec> codecs(int64_t bucket) {
 inline std::vector<Codec> codecs_without_buckets() {
   std::vector<Codec> all{{Kind::kRaw, 0, 0, false, false, false}};
   for (const DType to : {DType::kBF16, DType::kF16}) {
-    for (const bool stochastic : {false, true}) all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
+    for (const bool stochastic : {false, true})
+      all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
   }
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, 0, false, false, compatible});
   return all;
@@ -288,14 +313,27 @@ inline std::vector<Codec> codecs_without_buckets() {
 
 inline Codec topk(double ratio, Select select, const Codec& values, bool top = false) {
   Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact, false, false, {}};
-  c.sparse = {ratio, 1, top, select, 0.01, 0.8, 10, values.kind, values.bits, values.bucket_size, values.stochastic, values.skip_incomplete, values.compatible};
+  c.sparse = {ratio,
+              1,
+              top,
+              select,
+              0.01,
+              0.8,
+              10,
+              values.kind,
+              values.bits,
+              values.bucket_size,
+              values.stochastic,
+              values.skip_incomplete,
+              values.compatible};
   return c;
 }
-// Every selection, and values with and without buckets, with noise and with a raw tail. `exact`: only values of which any bytes
-// decode to the same numbers, whether or not products are fused with sums.
+// Every selection, and values with and without buckets, with noise and with a raw tail. `exact`: only values of which
+// any bytes decode to the same numbers, whether or not products are fused with sums.
 inline std::vector<Codec> sparse_codecs(bool exact = false) {
   const Codec raw{Kind::kRaw, 0, 0, false, false, false};
-  std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw), topk(1.0, Select::kExact, raw),
+  std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw),
+                         topk(1.0, Select::kExact, raw),
                          topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true, false, false}),
                          topk(0.1, Select::kExact, {Kind::kSign, 1, 33, false, false, false}, true)};
   if (exact) return all;

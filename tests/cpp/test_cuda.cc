@@ -13,7 +13,9 @@ void every_codec() {
     const int64_t bucket = std::max<int64_t>(codec.bucket_size, 1);
     for (int64_t i = r.below(3); i >= 0; --i) {
       // Whole buckets, with a short one, less than one.
-      const int64_t size = r.below(3) == 0 ? r.below(2 * bucket) : r.below(3) == 0 ? bucket * (1 + r.below(4)) : r.below(largest);
+      const int64_t size = r.below(3) == 0   ? r.below(2 * bucket)
+                           : r.below(3) == 0 ? bucket * (1 + r.below(4))
+                                             : r.below(largest);
       k.shapes.push_back({size, r.pick(kDTypes)});
     }
     k.chunks = r.pick({1, 1, 2, 3, 7});
@@ -43,19 +45,34 @@ void large_buckets() {
     for (const Codec& codec : codecs(bucket)) {
       const bool rare = codec.kind == Kind::kSign || codec.kind == Kind::kByteGrad || codec.kind == Kind::kFloat8;
       if (!rare && ++turn % 16 != 0) continue;  // time
-      compare({codec, {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}}, 1 + r.below(2), 1, 2, r.below(2) == 0, r.below(2)}, r);
+      compare({codec,
+               {{bucket + 1 + r.below(bucket / 4), r.pick(kDTypes)}, {17, DType::kF32}},
+               1 + r.below(2),
+               1,
+               2,
+               r.below(2) == 0,
+               r.below(2)},
+              r);
     }
   }
   for (const bool compatible : {false, true}) {
-    compare({{Kind::kByteGrad, 8, 0, false, false, compatible}, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
+    compare({{Kind::kByteGrad, 8, 0, false, false, compatible},
+             {{20000, DType::kF32}, {9000, DType::kBF16}},
+             2,
+             2,
+             3,
+             true,
+             0},
+            r);
   }
 }
 
 // More pieces than a table holds, of many rows and chunks.
 void many_leaves() {
   Random r{3};
-  for (const Codec& codec : {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false},
-                             Codec{Kind::kCast, 1, 0, true, false, false}}) {
+  for (const Codec& codec :
+       {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false},
+        Codec{Kind::kCast, 1, 0, true, false, false}}) {
     Case k{codec, {}, 5, 3};
     for (int i = 0; i < 90; ++i) k.shapes.push_back({r.below(200), r.pick(kDTypes)});
     compare(k, r);
@@ -73,13 +90,14 @@ void nothing() {
     for (const int64_t batch : {0, 1}) {
       check(cuda::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr}, nullptr));
       check(cuda::decode({l, batch, nullptr, out, nullptr}, nullptr));
-      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr}, nullptr));
+      check(
+          cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr}, nullptr));
     }
   }
 }
 
-// A chunk or an own rank that there is not, as `where` may say: it is device memory, which nobody has checked. All is NaN,
-// and nothing of the result is left as it was, but for residuals: all of them are.
+// A chunk or an own rank that there is not, as `where` may say: it is device memory, which nobody has checked. All is
+// NaN, and nothing of the result is left as it was, but for residuals: all of them are.
 void nowhere() {
   Random r{4};
   std::vector<Codec> all = codecs_without_buckets();
@@ -91,19 +109,23 @@ void nowhere() {
   size_t turn = 0;
   for (const Codec& codec : all) {
     const int64_t chunks = 1 + turn % 2;
-    const Message m(codec, {{std::max<int64_t>(codec.bucket_size, 4096) + 1000, DType::kF32}, {77, DType::kBF16}}, chunks, 2, r);
+    const Message m(codec, {{std::max<int64_t>(codec.bucket_size, 4096) + 1000, DType::kF32}, {77, DType::kBF16}},
+                    chunks, 2, r);
     const Layout& l = m.layout;
     const Memory payloads(4 * l.chunk_bytes, 0), workspace(cuda::workspace_bytes(l, 2, 2, true));
     const int32_t bad = r.pick({-1, 2, 3, INT32_MAX, INT32_MIN});
     const bool rank = turn++ % 4 < 2;
     const std::vector<int32_t> where{rank ? 0 : bad, rank ? bad : 0, 0, 1};  // the second row is right
     const auto own = pointers<const void>(m.leaves);
-    const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload, float* const* residuals) {
-      check(cuda::reduce({l, 2, 2, payloads.data(), at.data(), own.data(), 1.0f, to, payload, residuals, m.ids.data(), m.keys.data(),
-                          workspace.data()}, nullptr));
+    const auto reduce = [&](const std::vector<int32_t>& at, float* const* to, uint8_t* payload,
+                            float* const* residuals) {
+      check(cuda::reduce({l, 2, 2, payloads.data(), at.data(), own.data(), 1.0f, to, payload, residuals, m.ids.data(),
+                          m.keys.data(), workspace.data()},
+                         nullptr));
     };
     std::vector<Memory> old;
-    for (const Leaf& leaf : l.leaves) old.push_back(as_leaf(DType::kF32, std::vector<float>(static_cast<size_t>(2 * leaf.size), 0.25f)));
+    for (const Leaf& leaf : l.leaves)
+      old.push_back(as_leaf(DType::kF32, std::vector<float>(static_cast<size_t>(2 * leaf.size), 0.25f)));
     const std::vector<Memory> lost = copies(old), lost_right = copies(old);
     const Memory a(2 * l.chunk_bytes, 0x54), b(2 * l.chunk_bytes, 0xAB), right(2 * l.chunk_bytes);
     reduce(where, nullptr, a.data(), nullptr);
@@ -128,8 +150,10 @@ void nowhere() {
       for (int64_t i = p.start; i < p.start + p.coded + p.raw; ++i) {
         const uint8_t* leaf = decoded[static_cast<size_t>(p.leaf)].data();
         uint16_t half[2] = {};
-        if (p.leaf == 0) std::memcpy(half, leaf + 4 * i, 4);
-        else std::memcpy(half + 1, leaf + 2 * i, 2);
+        if (p.leaf == 0)
+          std::memcpy(half, leaf + 4 * i, 4);
+        else
+          std::memcpy(half + 1, leaf + 2 * i, 2);
         CHECK((half[1] & 0x7fff) >= 0x7f80 && (half[1] & 0x7f) != 0, describe(l));
       }
     }
@@ -147,13 +171,17 @@ void nowhere() {
 void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};
-  const Codec maxmin{Kind::kMaxMin, 4, 512, false, false, false}, tiny{Kind::kMaxMin, 4, 32, false, false, false}, raw{Kind::kRaw, 0, 0, false, false, false};
+  const Codec maxmin{Kind::kMaxMin, 4, 512, false, false, false}, tiny{Kind::kMaxMin, 4, 32, false, false, false},
+      raw{Kind::kRaw, 0, 0, false, false, false};
   const auto refused = [&](const Codec& codec, int64_t size, int64_t chunks, int64_t batch) {
     const Layout l(codec, {{size, DType::kF32}}, chunks);
-    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
+    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error ==
+               cudaErrorInvalidConfiguration &&
            cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
-               cudaErrorInvalidConfiguration;
+           cuda::reduce(
+               {l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
+               nullptr)
+                   .error == cudaErrorInvalidConfiguration;
   };
   CHECK(refused(maxmin, 1, 1, (int64_t{1} << 30) + 1), "slots");
   CHECK(refused(maxmin, 1, 1 << 20, (1 << 10) + 1), "slots of many chunks");

@@ -11,11 +11,15 @@ constexpr Select kSelections[] = {Select::kExact, Select::kQuantile, Select::kEx
 // Messages of several leaves, chunks, rows and ranks; values in codecs of every kind of kernel.
 void every_selection() {
   Random r{1};
-  const Codec values[] = {kRaw, {Kind::kMaxMin, 4, 64, false, false, false},
-                          {Kind::kMaxMin, 3, 128, true, false, false}, {Kind::kCast, 1, 0, false, false, false},
-                          {Kind::kByteGrad, 8, 0, false, false, false}, {Kind::kMaxMin, 5, 33, true, true, false}};
+  const Codec values[] = {kRaw,
+                          {Kind::kMaxMin, 4, 64, false, false, false},
+                          {Kind::kMaxMin, 3, 128, true, false, false},
+                          {Kind::kCast, 1, 0, false, false, false},
+                          {Kind::kByteGrad, 8, 0, false, false, false},
+                          {Kind::kMaxMin, 5, 33, true, true, false}};
   for (int turn = 0; turn < 12; ++turn) {
-    Codec c = topk(r.pick({0.0, 0.003, 0.02, 0.06, 0.3, 0.7, 1.0}), kSelections[turn % 3], values[turn % 6], r.below(3) == 0);
+    Codec c =
+        topk(r.pick({0.0, 0.003, 0.02, 0.06, 0.3, 0.7, 1.0}), kSelections[turn % 3], values[turn % 6], r.below(3) == 0);
     c.sparse.share = r.pick({0.002, 0.1, 1.0});
     c.sparse.lower = r.pick({0.5, 0.9, 1.0});
     c.sparse.refinements = r.pick({0, 3, 100});
@@ -32,8 +36,22 @@ void every_selection() {
 // More segments than a block has, lists of several stretches, and values of a bucket that blocks share.
 void large() {
   Random r{2};
-  compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}), {{34000, DType::kF32}}, 1, 1, 2, false, 0}, r);
-  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}), {{19000, DType::kBF16}}, 1, 1, 1, true, 0}, r);
+  compare({topk(0.02, Select::kExact, {Kind::kMaxMin, 4, 512, false, false, false}),
+           {{34000, DType::kF32}},
+           1,
+           1,
+           2,
+           false,
+           0},
+          r);
+  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}),
+           {{19000, DType::kBF16}},
+           1,
+           1,
+           1,
+           true,
+           0},
+          r);
 }
 
 // What the sample says nothing of, and equal magnitudes: the bytes are those of the CPU.
@@ -44,15 +62,18 @@ void misleading() {
     Message m(c, {{n, DType::kF32}}, 1, 1, r);
     for (int64_t i = 0; i < n; ++i) m.leaves[0].floats()[i] = number(i);
     const Layout& l = m.layout;
-    const Memory expected = encode(m, one_thread()), payload(l.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 0, true));
+    const Memory expected = encode(m, one_thread()), payload(l.chunk_bytes, 0x54),
+                 work(cuda::workspace_bytes(l, 1, 0, true));
     const auto leaves = pointers<const void>(m.leaves);
-    check(cuda::encode({l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()}, nullptr));
+    check(cuda::encode(
+        {l, 1, leaves.data(), m.ids.data(), m.keys.data(), nullptr, nullptr, payload.data(), work.data()}, nullptr));
     CHECK(payload == expected, describe(l));
   };
   for (const Select select : kSelections) {
     Codec c = topk(0.02, select, kRaw);
     c.sparse.share = 0.04, c.sparse.lower = 0.9, c.sparse.refinements = 20;
-    run(c, [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a period that a stride may have
+    run(c,
+        [&](int64_t i) { return i % 25 == 3 ? r.uniform() : 1e-3f * r.uniform(); });  // a period that a stride may have
     run(c, [&](int64_t i) { return i < 80 ? 3.0f * r.uniform() : 1e-5f * r.uniform(); });
     run(c, [&](int64_t i) { return i % 3 == 0 ? -0.5f : 0.5f; });
     run(c, [&](int64_t i) { return i % 200 == 0 ? 1e-44f * static_cast<float>(i / 200) : 0.0f; });
@@ -66,7 +87,8 @@ void any_list() {
   for (const int64_t zeros : {0, 1000, 3}) {
     Memory payload(l.chunk_bytes, 0xff);
     const auto bits = IndexList(20000, 2000).bits;
-    for (size_t i = static_cast<size_t>(bitmap_bytes(bits)); i < payload.size(); ++i) payload.data()[i] = static_cast<uint8_t>(r.next());
+    for (size_t i = static_cast<size_t>(bitmap_bytes(bits)); i < payload.size(); ++i)
+      payload.data()[i] = static_cast<uint8_t>(r.next());
     for (int64_t i = 0; zeros > 0 && i < bits / 8; i += zeros) payload.data()[i] = 0x6d;
     const std::vector<Memory> right = decode(l, 1, payload, one_thread());
     const Memory out(20000 * 4, 0x54), work(cuda::workspace_bytes(l, 1, 1, false));
@@ -81,11 +103,14 @@ void nowhere() {
   Random r{5};
   const Message m(topk(0.1, Select::kExact, kRaw), {{1000, DType::kF32}}, 2, 1, r);
   const Layout &l = m.layout, sum = of_sum(l, 2);
-  const Memory payloads(2 * l.chunk_bytes, 0), old = as_leaf(DType::kF32, std::vector<float>(1000, 0.25f)), residual = old.copy();
+  const Memory payloads(2 * l.chunk_bytes, 0), old = as_leaf(DType::kF32, std::vector<float>(1000, 0.25f)),
+                                               residual = old.copy();
   const Memory payload(sum.chunk_bytes, 0x54), work(cuda::workspace_bytes(l, 1, 2, true));
   const int32_t where[2] = {2, 0};
   float* const residuals[1] = {residual.floats()};
-  check(cuda::reduce({l, 1, 2, payloads.data(), where, nullptr, 1.0f, nullptr, payload.data(), residuals, m.ids.data(), m.keys.data(), work.data()}, nullptr));
+  check(cuda::reduce({l, 1, 2, payloads.data(), where, nullptr, 1.0f, nullptr, payload.data(), residuals, m.ids.data(),
+                      m.keys.data(), work.data()},
+                     nullptr));
   CHECK(residual == old, "residuals");
   Memory message(2 * sum.chunk_bytes, 0);
   std::memcpy(message.data(), payload.data(), payload.size());
@@ -105,7 +130,8 @@ void nothing() {
       CHECK(cuda::workspace_bytes(l, batch, 2, true) == 0, "workspace");
       check(cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr));
       check(cuda::decode({l, batch, nullptr, out, nullptr}, nullptr));
-      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr}, nullptr));
+      check(cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
+                         nullptr));
       check(cuda::clear({l, batch, nullptr, out, nullptr}, nullptr));
     }
   }
@@ -117,11 +143,14 @@ void too_large() {
   const int64_t ids[1] = {};
   const auto refused = [&](double ratio, int64_t size, int64_t batch) {
     const Layout l(topk(ratio, Select::kExact, kRaw), {{size, DType::kF32}}, 1);
-    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
+    return cuda::encode({l, batch, in, ids, nullptr, nullptr, nullptr, nullptr, nullptr}, nullptr).error ==
+               cudaErrorInvalidConfiguration &&
            cuda::decode({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
            cuda::clear({l, batch, nullptr, nullptr, nullptr}, nullptr).error == cudaErrorInvalidConfiguration &&
-           cuda::reduce({l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr}, nullptr).error ==
-               cudaErrorInvalidConfiguration;
+           cuda::reduce(
+               {l, batch, 1, nullptr, nullptr, nullptr, 1.0f, nullptr, nullptr, nullptr, ids, nullptr, nullptr},
+               nullptr)
+                   .error == cudaErrorInvalidConfiguration;
   };
   CHECK(refused(0.1, 1, (int64_t{1} << 30) + 1), "rows");
   CHECK(refused(0.9, kMostIndices, 2), "workspace");

@@ -7,7 +7,8 @@ namespace {
 
 // One message through encode, decode and reduce: first the best instruction set on one thread, then each on several
 // threads that flush denormals, into memory with other garbage. An unwritten byte differs.
-void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, bool feedback, Random& r) {
+void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks, int64_t batch, bool feedback,
+             Random& r) {
   Message m(codec, shapes, chunks, batch, r);
   const Layout& l = m.layout;
   const int64_t ranks = r.below(100) == 0 ? cpu::Terms::kMost + 2 : 1 + r.below(3);
@@ -42,11 +43,13 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     const Sum sum{m, ranks, payloads, where, divisor};
     auto sum_lost = copies(m.residuals);
     auto sum_payload = sum.payload(pool, fill, feedback ? &sum_lost : nullptr);
-    return Results{std::move(messages[0]), std::move(lost), std::move(leaves), std::move(sum_payload), std::move(sum_lost),
-                   chunks == 1 ? sum.leaves(pool, fill) : std::vector<Memory>()};
+    return Results{std::move(messages[0]), std::move(lost),
+                   std::move(leaves),      std::move(sum_payload),
+                   std::move(sum_lost),    chunks == 1 ? sum.leaves(pool, fill) : std::vector<Memory>()};
   };
 
-  for (const char* isa : kIsas) cpu::select_kernels(isa);  // the last that this processor has: instrumented portable code is slow
+  for (const char* isa : kIsas)
+    cpu::select_kernels(isa);  // the last that this processor has: instrumented portable code is slow
   const Results expected = run(one_thread(), 0xAB);
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;
@@ -59,7 +62,8 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     flush_denormals(false);
     CHECK(got.payload == expected.payload, context);
     // Which NaN the sum of two is, is the processor's choice, and Raw values keep it.
-    CHECK(codec.kind == Kind::kTopK ? same_numbers(DType::kF32, got.sum, expected.sum) : got.sum == expected.sum, context);
+    CHECK(codec.kind == Kind::kTopK ? same_numbers(DType::kF32, got.sum, expected.sum) : got.sum == expected.sum,
+          context);
     for (size_t i = 0; i < shapes.size(); ++i) {
       const std::string leaf = context + ", leaf " + std::to_string(i);
       CHECK(same_numbers(shapes[i].dtype, got.leaves[i], expected.leaves[i]), leaf);
@@ -100,11 +104,13 @@ void small_sizes() {
 void single_leaves() {
   Random r{2};
   for (const int64_t bucket : {3, 128, 1000}) {
-    for (const Codec& codec : {Codec{Kind::kMaxMin, 4, bucket, false, false, false}, Codec{Kind::kMaxMin, 3, bucket, true, true, false},
-                               Codec{Kind::kSign, 1, bucket, false, false, false}, Codec{Kind::kByteGrad, 8, 0, false, false, false},
-                               Codec{Kind::kCast, 2, 0, true, false, false}}) {
+    for (const Codec& codec :
+         {Codec{Kind::kMaxMin, 4, bucket, false, false, false}, Codec{Kind::kMaxMin, 3, bucket, true, true, false},
+          Codec{Kind::kSign, 1, bucket, false, false, false}, Codec{Kind::kByteGrad, 8, 0, false, false, false},
+          Codec{Kind::kCast, 2, 0, true, false, false}}) {
       for (const int64_t size : kSizes) {
-        for (const int64_t chunks : kChunks) compare(codec, {{size, r.pick(kDTypes)}}, chunks, 1 + 2 * (chunks == 3), chunks == 2, r);
+        for (const int64_t chunks : kChunks)
+          compare(codec, {{size, r.pick(kDTypes)}}, chunks, 1 + 2 * (chunks == 3), chunks == 2, r);
       }
     }
   }
@@ -117,7 +123,8 @@ void large_sizes() {
   const auto large = [&](const Codec& codec) {
     const DType dtype = kDTypes[turn % 3];
     const int64_t larger = codec.bucket_size == 7 ? 9 : 100003;  // time
-    compare(codec, {{33000, dtype}, {17, DType::kF32}, {larger, kDTypes[(turn / 3) % 3]}}, kChunks[turn % 4], 1, turn % 5 == 0, r);
+    compare(codec, {{33000, dtype}, {17, DType::kF32}, {larger, kDTypes[(turn / 3) % 3]}}, kChunks[turn % 4], 1,
+            turn % 5 == 0, r);
     ++turn;
   };
   for (const int64_t bucket : {7, 512, 40000}) {
@@ -171,7 +178,8 @@ void nothing() {
 
 int main() {
   using namespace jaxcgx::test;
-  for (const char* isa : kIsas) std::printf("%s: %s\n", isa, jaxcgx::cpu::select_kernels(isa) ? "runs" : "not on this processor");
+  for (const char* isa : kIsas)
+    std::printf("%s: %s\n", isa, jaxcgx::cpu::select_kernels(isa) ? "runs" : "not on this processor");
   CHECK(!jaxcgx::cpu::select_kernels("mmx"), "");
   nothing();
   single_leaves();

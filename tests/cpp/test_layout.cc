@@ -1,4 +1,5 @@
-// Where the parts of a message stand, and lists of indices: what no message of a size that a test can make reaches, too.
+// Where the parts of a message stand, and lists of indices: what no message of a size that a test can make reaches,
+// too.
 #include <algorithm>
 
 #include "check.h"
@@ -23,7 +24,8 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       const Piece& p = l.pieces[static_cast<size_t>(k)];
       const Leaf& leaf = leaves[static_cast<size_t>(p.leaf)];
       int64_t& from = reached[static_cast<size_t>(p.leaf)];
-      right &= p.chunk == c && p.start == from && p.start % unit == 0 && p.coded >= 0 && p.raw >= 0 && p.coded + p.raw > 0;
+      right &=
+          p.chunk == c && p.start == from && p.start % unit == 0 && p.coded >= 0 && p.raw >= 0 && p.coded + p.raw > 0;
       from += p.coded + p.raw;
       right &= from == leaf.size || from % unit == 0;
       right &= p.raw == (codec.skip_incomplete && from == leaf.size ? leaf.size % unit : 0);
@@ -32,10 +34,14 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       right &= p.meta == meta;
       meta += buckets * 4 * meta_floats(codec.kind);
       int64_t bytes = 0;
-      if (buckets == 0) bytes = p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
-      else if (codec.bucket_size == 0) bytes = (p.coded + 7) / 8 * 8;
-      else bytes = (p.coded / unit * ((unit + 7) / 8) + (p.coded % unit + 7) / 8) * code_bits(codec);
-      right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes && p.tail < p.codes + bytes + 16;
+      if (buckets == 0)
+        bytes = p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
+      else if (codec.bucket_size == 0)
+        bytes = (p.coded + 7) / 8 * 8;
+      else
+        bytes = (p.coded / unit * ((unit + 7) / 8) + (p.coded % unit + 7) / 8) * code_bits(codec);
+      right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes &&
+               p.tail < p.codes + bytes + 16;
       end = p.tail + p.raw * size_of(leaf.dtype);
     }
     right &= l.meta_end[static_cast<size_t>(c)] == meta;
@@ -55,7 +61,9 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
   for (const Leaf& leaf : leaves) {
     const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec.kind) : 0;
     const int64_t full = meta + code_bytes(codec, leaf.dtype, unit), rest = leaf.size % unit;
-    const int64_t last = rest == 0 ? 0 : codec.skip_incomplete ? rest * size_of(leaf.dtype) : meta + code_bytes(codec, leaf.dtype, rest);
+    const int64_t last = rest == 0               ? 0
+                         : codec.skip_incomplete ? rest * size_of(leaf.dtype)
+                                                 : meta + code_bytes(codec, leaf.dtype, rest);
     total += leaf.size / unit * full + last;
     largest = std::max({largest, last, leaf.size >= unit ? full : 0});
     padding += 32 + 4 * meta_floats(codec.kind);
@@ -72,13 +80,16 @@ void layouts() {
   for (const Codec& codec : all) {
     for (int i = 0; i < 12; ++i) {
       std::vector<Leaf> leaves;
-      for (int64_t k = r.below(6); k > 0; --k) leaves.push_back({r.below(int64_t{1} << r.below(17)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
+      for (int64_t k = r.below(6); k > 0; --k)
+        leaves.push_back({r.below(int64_t{1} << r.below(17)), r.pick({DType::kF32, DType::kBF16, DType::kF16})});
       check_layout(codec, leaves, 1 + r.below(r.below(4) == 0 ? 60 : 9));
     }
     for (const int64_t chunks : {1, 7, 1000}) {
-      check_layout(codec, {{int64_t{1} << 33, DType::kF32}, {(int64_t{1} << 33) + 77, DType::kBF16}, {3, DType::kF16}}, chunks);
+      check_layout(codec, {{int64_t{1} << 33, DType::kF32}, {(int64_t{1} << 33) + 77, DType::kBF16}, {3, DType::kF16}},
+                   chunks);
     }
-    check_layout(codec, {{int64_t{1} << 40, DType::kF32}, {int64_t{1} << 40, DType::kF32}}, 1000);  // the handlers' limit
+    check_layout(codec, {{int64_t{1} << 40, DType::kF32}, {int64_t{1} << 40, DType::kF32}},
+                 1000);  // the handlers' limit
   }
 }
 
@@ -92,19 +103,22 @@ void samples() {
         const Sample of(s, n, k);
         const std::string context = std::to_string(k) + " of " + std::to_string(n) + ", " + std::to_string(share);
         CHECK(of.count >= 1 && of.stride >= 1 && of.rank(n, k) >= 1 && of.rank(n, k) <= of.count, context);
-        for (const int32_t random : {0, 0xffff}) CHECK(of.first(random) >= 0 && of.first(random) + (of.count - 1) * of.stride < n, context);
+        for (const int32_t random : {0, 0xffff})
+          CHECK(of.first(random) >= 0 && of.first(random) + (of.count - 1) * of.stride < n, context);
         CHECK(0xffff * of.stride <= INT32_MAX || share < 0x1p-15, context);  // JAX's integers are of 32 bits
       }
     }
   }
 }
 
-// Lists of indices, up to the largest piece: as many bytes as a list of these indices needs, and from where each index lies
-// it comes back.
+// Lists of indices, up to the largest piece: as many bytes as a list of these indices needs, and from where each index
+// lies it comes back.
 void index_lists() {
   CHECK(IndexList(10, 3).bytes == 4 && !IndexList(10, 3).split, "a bit each");
-  CHECK(IndexList(1000, 10).bytes == 4 + 2 * 6 && IndexList(1000, 10).low == 6, "25 high bits, 2 times 8 codes of 6 bits");
-  CHECK(IndexList(kMostIndices, 2147484).bytes == 3208644 && IndexList(kMostIndices, 21474837).bytes == 22984790, "as in Python");
+  CHECK(IndexList(1000, 10).bytes == 4 + 2 * 6 && IndexList(1000, 10).low == 6,
+        "25 high bits, 2 times 8 codes of 6 bits");
+  CHECK(IndexList(kMostIndices, 2147484).bytes == 3208644 && IndexList(kMostIndices, 21474837).bytes == 22984790,
+        "as in Python");
   for (const int64_t n : {int64_t{2}, int64_t{100}, int64_t{4097}, int64_t{1} << 20, kMostIndices - 1, kMostIndices}) {
     for (const int64_t k : {int64_t{0}, int64_t{1}, n / 1000, n / 100, n / 10, n / 2, n - 1, n}) {
       const IndexList l(n, k);

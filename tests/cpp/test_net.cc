@@ -1,4 +1,5 @@
-// Processes that exchange over TCP, here each a Net in a thread: what they get, and what they learn of one that fails or lies.
+// Processes that exchange over TCP, here each a Net in a thread: what they get, and what they learn of one that fails
+// or lies.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -56,7 +57,8 @@ std::shared_ptr<Net> listening() {
 void together(int64_t processes, const std::function<void(Net&, int64_t)>& body) {
   std::vector<std::shared_ptr<Net>> nets;
   std::vector<tcp::Address> addresses;
-  for (int64_t i = 0; i < processes; ++i) nets.push_back(listening()), addresses.push_back({"127.0.0.1", nets.back()->port()});
+  for (int64_t i = 0; i < processes; ++i)
+    nets.push_back(listening()), addresses.push_back({"127.0.0.1", nets.back()->port()});
   std::vector<std::thread> threads;
   for (int64_t i = 0; i < processes; ++i) {
     threads.emplace_back([&, i] {
@@ -69,7 +71,9 @@ void together(int64_t processes, const std::function<void(Net&, int64_t)>& body)
   for (auto& thread : threads) thread.join();
 }
 
-uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) { return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5); }
+uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) {
+  return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5);
+}
 
 // From every rank to every other, in slots that are sent in another order than they are received in.
 struct AllToAll {
@@ -77,9 +81,18 @@ struct AllToAll {
   std::vector<std::vector<uint8_t>> in, out;
   int64_t number, rank, ranks, slots;
 
-  AllToAll(Net& net, std::vector<int64_t> processes, int64_t rank, int64_t bytes, int64_t slots, int64_t number, std::chrono::milliseconds timeout = 30s)
+  AllToAll(Net& net, std::vector<int64_t> processes, int64_t rank, int64_t bytes, int64_t slots, int64_t number,
+           std::chrono::milliseconds timeout = 30s)
       : number(number), rank(rank), ranks(static_cast<int64_t>(processes.size())), slots(slots) {
-    tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes", 0, std::move(processes), rank, timeout, {}, (ranks - 1) * slots, {}, waiter.done()};
+    tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes",
+                    0,
+                    std::move(processes),
+                    rank,
+                    timeout,
+                    {},
+                    (ranks - 1) * slots,
+                    {},
+                    waiter.done()};
     for (int64_t i = 0; i < ranks * slots; ++i) {
       in.emplace_back(bytes), out.emplace_back(bytes, 0xee);
       for (int64_t at = 0; at < bytes; ++at) in.back()[at] = sent(number + i % slots, rank, i / slots, at);
@@ -121,14 +134,16 @@ void test_exchanges() {
   }
 }
 
-// Large enough that sockets fill up: what belongs to the second exchange stands behind the first, of other ranks, in other order.
+// Large enough that sockets fill up: what belongs to the second exchange stands behind the first, of other ranks, in
+// other order.
 void test_several_in_flight_and_groups() {
   together(4, [](Net& net, int64_t process) {
     const std::vector<int64_t> row = process < 2 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{3, 2};
     const std::vector<int64_t> column = process % 2 ? std::vector<int64_t>{3, 1} : std::vector<int64_t>{0, 2};
     const auto rank_in = [&](const std::vector<int64_t>& group) { return static_cast<int64_t>(group[1] == process); };
     if (process == 2) std::this_thread::sleep_for(50ms);
-    AllToAll a(net, row, rank_in(row), 3000000, 2, 1), b(net, column, rank_in(column), 2000000, 1, 2), c(net, first(4), process, 100000, 1, 3);
+    AllToAll a(net, row, rank_in(row), 3000000, 2, 1), b(net, column, rank_in(column), 2000000, 1, 2),
+        c(net, first(4), process, 100000, 1, 3);
     CHECK(c.result() + b.result() + a.result() == "", "in flight");
   });
 }
@@ -156,8 +171,10 @@ void test_one_leaves() {
     if (rank == 2) return;
     for (int i = 0; i < 2; ++i) {
       const std::string error = AllToAll(net, first(3), rank, 1000, 1, 2).result();
-      CHECK(has(error, "all_to_all of 1000 bytes: rank " + std::to_string(rank) + " waits for rank 2 (process 2 at 127.0.0.1), which has ended or left") ||
-            has(error, "which gave up, because of process 2"), error);
+      CHECK(has(error, "all_to_all of 1000 bytes: rank " + std::to_string(rank) +
+                           " waits for rank 2 (process 2 at 127.0.0.1), which has ended or left") ||
+                has(error, "which gave up, because of process 2"),
+            error);
     }
   });
 }
@@ -198,7 +215,10 @@ void test_one_gives_up() {
 void test_they_differ() {
   together(2, [](Net& net, int64_t rank) {
     const std::string error = AllToAll(net, first(2), rank, 1000 + rank, 1, 1).result();
-    CHECK(has(error, "sent 100" + std::to_string(1 - rank) + " bytes where 100" + std::to_string(rank) + " are expected") || has(error, "gave up"), error);
+    CHECK(has(error,
+              "sent 100" + std::to_string(1 - rank) + " bytes where 100" + std::to_string(rank) + " are expected") ||
+              has(error, "gave up"),
+          error);
   });
 }
 
@@ -250,7 +270,8 @@ void test_strangers_are_turned_away() {
   lonely.join();
   const auto nobody = listening();
   const auto refused = nobody->connect(1, {{"127.0.0.1", 1}, {"127.0.0.1", nobody->port()}}, kToken, 5s);
-  CHECK(refused && has(refused->what, "process 0 at 127.0.0.1, port 1 can't be reached: Connection refused"), refused ? refused->what : "");
+  CHECK(refused && has(refused->what, "process 0 at 127.0.0.1, port 1 can't be reached: Connection refused"),
+        refused ? refused->what : "");
 }
 
 // Whatever a peer sends that knows the token: an error, soon, and nothing is written where it doesn't belong.
@@ -263,11 +284,14 @@ void fuzz() {
       const int s = connection(net->port());
       const Hello hello(kToken, 1);
       char answer[sizeof hello];
-      CHECK(write(s, &hello, sizeof hello) == sizeof hello && recv(s, answer, sizeof answer, MSG_WAITALL) == sizeof answer, "hello");
+      CHECK(write(s, &hello, sizeof hello) == sizeof hello &&
+                recv(s, answer, sizeof answer, MSG_WAITALL) == sizeof answer,
+            "hello");
       const auto choose = [&](std::vector<uint64_t> likely) { return of() % 8 ? likely[of() % likely.size()] : of(); };
       for (int64_t i = 0; i < 4; ++i) {
         const uint64_t bytes = choose({0, 100, 101});
-        const uint64_t header[5] = {of() % 16 ? 0x6a61786367781002ull : 0x6a61786367781003ull, choose({0, 0, 1, 7}), choose({0, 0, 0, 1}), choose({0, 0, 1, ~0ull}), bytes};
+        const uint64_t header[5] = {of() % 16 ? 0x6a61786367781002ull : 0x6a61786367781003ull, choose({0, 0, 1, 7}),
+                                    choose({0, 0, 0, 1}), choose({0, 0, 1, ~0ull}), bytes};
         const std::vector<uint8_t> data(bytes > 1000 ? 1000 : bytes, 1);
         (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
         (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
@@ -282,7 +306,15 @@ void fuzz() {
     for (int64_t i = 0; i < 3; ++i) {
       Waiter waiter;
       std::vector<uint8_t> in(100), out(200);
-      const auto running = net->begin({"an exchange", 0, first(2), 0, 20ms, {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, 100}}, 1, {}, waiter.done()});
+      const auto running = net->begin({"an exchange",
+                                       0,
+                                       first(2),
+                                       0,
+                                       20ms,
+                                       {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, 100}},
+                                       1,
+                                       {},
+                                       waiter.done()});
       net->send(running, 1, 0, in.data(), 100);
       CHECK(waiter.wait() != "hangs", std::to_string(round));
     }

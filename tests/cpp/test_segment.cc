@@ -145,14 +145,19 @@ void departures() {
 
 void lateness() {
   Processes processes;
-  processes.start(2, [](auto& segment, int64_t rank) {
-    if (rank == 1) usleep(600000);
-    std::string message;
-    while (message.empty()) message = test::run(segment->ring(), rank, Operation::kBroadcast, 1, 10);
-    return message;
-  }, std::chrono::milliseconds(300));
+  processes.start(
+      2,
+      [](auto& segment, int64_t rank) {
+        if (rank == 1) usleep(600000);
+        std::string message;
+        while (message.empty()) message = test::run(segment->ring(), rank, Operation::kBroadcast, 1, 10);
+        return message;
+      },
+      std::chrono::milliseconds(300));
   const auto messages = processes.messages();
-  CHECK(has(messages[0], "broadcast from rank 1 of 10 bytes: rank 0 waits for rank 1") && has(messages[0], "has not come within 300 ms"), messages[0]);
+  CHECK(has(messages[0], "broadcast from rank 1 of 10 bytes: rank 0 waits for rank 1") &&
+            has(messages[0], "has not come within 300 ms"),
+        messages[0]);
   CHECK(has(messages[1], "rank 0 (process ") && has(messages[1], "gave up"), messages[1]);
 }
 
@@ -160,7 +165,8 @@ void disagreements() {
   for (const int64_t operation : {0, 1, 2, 3}) {
     Processes processes;
     processes.start(3, [=](auto& segment, int64_t rank) {
-      const auto same = static_cast<Operation>(operation), other = operation == 3 ? Operation::kShift : Operation::kBroadcast;
+      const auto same = static_cast<Operation>(operation),
+                 other = operation == 3 ? Operation::kShift : Operation::kBroadcast;
       if (rank == 2) return test::run(segment->ring(), rank, other, 1, 500000);
       return test::run(segment->ring(), rank, same, operation >= 2 ? 2 : 0, 1000000);
     });
@@ -170,12 +176,15 @@ void disagreements() {
   }
   // Ranks that would take nothing from each other.
   Processes processes;
-  processes.start(3, [](auto& segment, int64_t rank) { return test::run(segment->ring(), rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10); });
+  processes.start(3, [](auto& segment, int64_t rank) {
+    return test::run(segment->ring(), rank, Operation::kBroadcast, 0, rank == 2 ? 11 : 10);
+  });
   const auto messages = processes.messages();
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
 }
 
-// Random bytes in all of the memory end the exchanges of the others, with an error or with wrong bytes, never elsewhere.
+// Random bytes in all of the memory end the exchanges of the others, with an error or with wrong bytes, never
+// elsewhere.
 void garbage() {
   for (int seed = 0; seed < 20; ++seed) {
     const auto bytes = static_cast<size_t>(shm::Ring::bytes(2));
@@ -187,7 +196,8 @@ void garbage() {
         if (ring.join()) return std::string("not joined");
         std::string message;
         if (rank == 0) {
-          for (int64_t i = 0; i < 100 && message.empty(); ++i) message = test::run(ring, rank, Operation::kAllToAll, 0, 1000000, i);
+          for (int64_t i = 0; i < 100 && message.empty(); ++i)
+            message = test::run(ring, rank, Operation::kAllToAll, 0, 1000000, i);
           return "ended: " + message;
         }
         std::mt19937_64 random(seed);
@@ -205,21 +215,26 @@ void garbage() {
 
 void names() {
   const int64_t before = open_descriptors();
-  for (const char* bad : {"", "x", "1:2", "jaxcgx"}) CHECK(has(refusal(bad, 0, 1), "expected a name that create gave"), bad);
-  CHECK(has(refusal("2147483647:3:1", 0, 1), "No such file or directory; the ranks must be living processes"), refusal("2147483647:3:1", 0, 1));
+  for (const char* bad : {"", "x", "1:2", "jaxcgx"})
+    CHECK(has(refusal(bad, 0, 1), "expected a name that create gave"), bad);
+  CHECK(has(refusal("2147483647:3:1", 0, 1), "No such file or directory; the ranks must be living processes"),
+        refusal("2147483647:3:1", 0, 1));
   for (const int64_t ranks : {0, 1025}) {
     const auto created = shm::create(ranks);
-    CHECK(created.index() == 1 && has(std::get<1>(created).what, "expected 1 to 1024 ranks, got " + std::to_string(ranks)), "");
+    CHECK(created.index() == 1 &&
+              has(std::get<1>(created).what, "expected 1 to 1024 ranks, got " + std::to_string(ranks)),
+          "");
   }
   // As where there is too little memory.
   struct rlimit limit;
   getrlimit(RLIMIT_FSIZE, &limit);
   std::signal(SIGXFSZ, SIG_IGN);
-  const struct rlimit small {1 << 20, limit.rlim_max};
+  const struct rlimit small{1 << 20, limit.rlim_max};
   setrlimit(RLIMIT_FSIZE, &small);
   const auto failed = shm::create(2);
   setrlimit(RLIMIT_FSIZE, &limit);
-  CHECK(failed.index() == 1 && has(std::get<1>(failed).what, "bytes that 2 ranks share: File too large; free some"), "");
+  CHECK(failed.index() == 1 && has(std::get<1>(failed).what, "bytes that 2 ranks share: File too large; free some"),
+        "");
   const std::string name = Processes::name_of(2);
   CHECK(name != Processes::name_of(2), name);
   CHECK(has(refusal(name, 2, 2), "got rank 2 of 2"), refusal(name, 2, 2));
@@ -228,7 +243,9 @@ void names() {
   CHECK(has(refusal(name + "0", 0, 2), "is not, or no longer, the memory"), refusal(name + "0", 0, 2));
   // A file of somebody's stays open.
   const int file = open("/dev/null", O_RDWR);
-  CHECK(has(refusal(std::to_string(getpid()) + ":" + std::to_string(file) + ":1", 0, 1), "is not, or no longer, the memory"), "");
+  CHECK(has(refusal(std::to_string(getpid()) + ":" + std::to_string(file) + ":1", 0, 1),
+            "is not, or no longer, the memory"),
+        "");
   CHECK(fcntl(file, F_GETFD) >= 0, "");
   close(file);
   // Nobody can make the memory smaller or larger.
@@ -237,7 +254,8 @@ void names() {
   CHECK(has(refusal(name, 0, 2), "rank 1 has not come within 50 ms"), refusal(name, 0, 2));
   CHECK(fcntl(memory, F_GETFD) < 0, "the creator, having attached, closes it");
   close(memory + 1);  // of the second name
-  CHECK(open_descriptors() == before, std::to_string(before) + " before, " + std::to_string(open_descriptors()) + " after");
+  CHECK(open_descriptors() == before,
+        std::to_string(before) + " before, " + std::to_string(open_descriptors()) + " after");
 }
 
 void doubles() {
@@ -245,7 +263,8 @@ void doubles() {
   Processes processes;
   for (int i = 0; i < 2; ++i) processes.start([=] { return refusal(name, 1, 2); });
   const auto messages = processes.messages();
-  for (const std::string& message : messages) CHECK(has(message, "there already is a rank 1 (process ") || has(message, "rank 0 has not come"), message);
+  for (const std::string& message : messages)
+    CHECK(has(message, "there already is a rank 1 (process ") || has(message, "rank 0 has not come"), message);
   CHECK(has(messages[0] + messages[1], "there already is a rank 1"), messages[0]);
   close(Processes::descriptor_of(name));
 }

@@ -18,9 +18,7 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
 
-std::vector<float> floats(const Memory& m) {
-  return std::vector<float>(m.floats(), m.floats() + m.size() / 4);
-}
+std::vector<float> floats(const Memory& m) { return std::vector<float>(m.floats(), m.floats() + m.size() / 4); }
 
 // A float32 vector as a message of one chunk.
 struct Trip {
@@ -47,11 +45,15 @@ struct Trip {
 // ---- codec/rng.h
 
 void philox_vectors() {
-  struct Vector { uint32_t counter[4], key[2], expected[4]; };
-  const Vector published[] = {  // Random123's kat_vectors, philox4x32 10
-      {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {{~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-      {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
+  struct Vector {
+    uint32_t counter[4], key[2], expected[4];
+  };
+  const Vector published[] = {// Random123's kat_vectors, philox4x32 10
+                              {{0, 0, 0, 0}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+                              {{~0u, ~0u, ~0u, ~0u}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+                              {{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344},
+                               {0xa4093822, 0x299f31d0},
+                               {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}}};
   for (const Vector& v : published) {
     int32_t word[4];
     std::memcpy(word, v.counter, sizeof word);
@@ -64,7 +66,8 @@ void philox_vectors() {
 
 uint16_t noise_at(uint32_t key0, uint32_t key1, uint32_t leaf, int64_t element) {
   const int64_t counter = element / 128 * 16 + element % 16;
-  int32_t word[4] = {static_cast<int32_t>(counter & 0xffffffff), static_cast<int32_t>(counter >> 32), static_cast<int32_t>(leaf), 0};
+  int32_t word[4] = {static_cast<int32_t>(counter & 0xffffffff), static_cast<int32_t>(counter >> 32),
+                     static_cast<int32_t>(leaf), 0};
   philox<Scalar>(word, key0, key1);
   const int row = static_cast<int>(element % 128 / 16);
   return static_cast<uint16_t>(static_cast<uint32_t>(word[row / 2]) >> (row % 2 ? 16 : 0));
@@ -72,7 +75,8 @@ uint16_t noise_at(uint32_t key0, uint32_t key1, uint32_t leaf, int64_t element) 
 
 void noise_kernel() {
   const uint32_t key[2] = {0x12345678, 0x9abcdef0};
-  for (const int64_t first : {int64_t{0}, int64_t{128}, (int64_t{1} << 35) - 256, int64_t{1} << 40}) {  // counters past 32 bits too
+  for (const int64_t first :
+       {int64_t{0}, int64_t{128}, (int64_t{1} << 35) - 256, int64_t{1} << 40}) {  // counters past 32 bits too
     const Memory out(4 * 128 * 2);
     const auto* noise = reinterpret_cast<uint16_t*>(out.data());
     cpu::kernels().noise(key, 0xdeadbeef, first, 4, reinterpret_cast<uint16_t*>(out.data()));
@@ -197,7 +201,8 @@ int code_at(const uint8_t* codes, int64_t n, int bits, int64_t e) {
     for (int b = 0; b < width; ++b) {
       // 8-bit fields are two words of four rows; the others one word of eight.
       const int64_t bit = row * width + b;
-      const int64_t byte = width == 8 ? (row < 4 ? lane * 4 : lanes * 4 + lane * 4) + bit % 32 / 8 : lane * width + bit / 8;
+      const int64_t byte =
+          width == 8 ? (row < 4 ? lane * 4 : lanes * 4 + lane * 4) + bit % 32 / 8 : lane * width + bit / 8;
       code |= (at[byte] >> bit % 8 & 1) << (low + b);
     }
     at += lanes * width;
@@ -244,7 +249,8 @@ void scalar_wire(const Codec& codec, Random& r) {
         if (g.finite) {
           if constexpr (std::is_same_v<C, MaxMin>) {
             const uint16_t noise = noise_at(t.m.keys[0], t.m.keys[1], static_cast<uint32_t>(t.m.ids[0]), from + e);
-            code = codec.stochastic ? C::template quantize<Scalar, kBits>(v, g, noise) : C::template quantize<Scalar, kBits>(v, g);
+            code = codec.stochastic ? C::template quantize<Scalar, kBits>(v, g, noise)
+                                    : C::template quantize<Scalar, kBits>(v, g);
           } else {
             code = C::template quantize<Scalar, kBits>(v, g);
           }
@@ -280,30 +286,39 @@ void scalar_codecs() {
 
 // The farthest that element x of a bucket may decode from itself, and the largest unit that the bucket may have.
 // Slack, all relative: unit has 16 significant bits, rounded up, so it may be 2^-15 too large; a level of up to 255
-// is known to a few 2^-24 of itself, less than 2^-13 of a unit; the sum base + unit * level is rounded once, to 2^-24 of
-// the largest magnitude. Units of denormals are whole multiples of 2^-149.
+// is known to a few 2^-24 of itself, less than 2^-13 of a unit; the sum base + unit * level is rounded once, to 2^-24
+// of the largest magnitude. Units of denormals are whole multiples of 2^-149.
 void error_bounds(const Codec& codec, const std::vector<float>& x) {
   const Trip t(codec, x, bits_of(x[0]));
   const auto n = static_cast<int64_t>(x.size());
   for (int64_t from = 0; from < n; from += codec.bucket_size) {
     const auto begin = static_cast<size_t>(from), end = static_cast<size_t>(std::min(n, from + codec.bucket_size));
     double lo = x[begin], hi = lo, sum = 0.0;
-    for (size_t e = begin; e < end; ++e) lo = std::min<double>(lo, x[e]), hi = std::max<double>(hi, x[e]), sum += std::fabs(static_cast<double>(x[e]));
+    for (size_t e = begin; e < end; ++e)
+      lo = std::min<double>(lo, x[e]), hi = std::max<double>(hi, x[e]), sum += std::fabs(static_cast<double>(x[e]));
     const double largest = std::max(-lo, hi), unit = t.meta(from / codec.bucket_size, 0), quantum = 0x1p-149;
     double ideal = 0.0, slack = largest * 0x1p-24 + quantum;
     const double steps = std::ldexp(1.0, codec.bits) - 1.0;
     switch (codec.kind) {
-      case Kind::kMaxMin: ideal = (hi - lo) / steps; break;
+      case Kind::kMaxMin:
+        ideal = (hi - lo) / steps;
+        break;
       case Kind::kByteGrad:  // here a level is x / unit, which may be far more than 255
         ideal = (hi - lo) / 255.0;
         slack += largest * 0x1p-21;
         break;
-      case Kind::kAbsMax: ideal = lo == hi ? largest : largest / (std::ldexp(1.0, codec.bits - 1) - 1.0); break;
-      case Kind::kFloat8: ideal = lo == hi ? largest : largest / (codec.bits == 4 ? 448.0 : 57344.0); break;
-      default: ideal = sum / static_cast<double>(end - begin); break;
+      case Kind::kAbsMax:
+        ideal = lo == hi ? largest : largest / (std::ldexp(1.0, codec.bits - 1) - 1.0);
+        break;
+      case Kind::kFloat8:
+        ideal = lo == hi ? largest : largest / (codec.bits == 4 ? 448.0 : 57344.0);
+        break;
+      default:
+        ideal = sum / static_cast<double>(end - begin);
+        break;
     }
-    const std::string context = cpu::kernels().name + (" " + describe(t.m.layout)) + ", bucket at " + std::to_string(from) + ": " +
-                                std::to_string(lo) + " .. " + std::to_string(hi);
+    const std::string context = cpu::kernels().name + (" " + describe(t.m.layout)) + ", bucket at " +
+                                std::to_string(from) + ": " + std::to_string(lo) + " .. " + std::to_string(hi);
     CHECK(unit <= ideal * (1.0 + 0x1p-15 + 0x1p-20) + quantum && unit >= ideal * (1.0 - 0x1p-20), context);
     bool within = true;
     for (size_t e = begin; e < end; ++e) {
@@ -311,14 +326,17 @@ void error_bounds(const Codec& codec, const std::vector<float>& x) {
       double bound = unit * (codec.stochastic ? 1.0 + 0x1p-13 : 0.5 + 0x1p-13);
       if (codec.kind == Kind::kFloat8) {
         const int mantissa = 7 - codec.bits, bias = (1 << (codec.bits - 1)) - 1;
-        bound = std::max(std::fabs(static_cast<double>(x[e])) * std::ldexp(1.0 + 0x1p-13, -mantissa - 1), unit * std::ldexp(0.5 + 0x1p-13, 1 - bias - mantissa));
+        bound = std::max(std::fabs(static_cast<double>(x[e])) * std::ldexp(1.0 + 0x1p-13, -mantissa - 1),
+                         unit * std::ldexp(0.5 + 0x1p-13, 1 - bias - mantissa));
       }
       if (codec.kind == Kind::kSign) {
-        within &= std::fabs(static_cast<double>(t.out[e])) == unit && (x[e] == 0.0f || std::signbit(t.out[e]) == std::signbit(x[e]));
+        within &= std::fabs(static_cast<double>(t.out[e])) == unit &&
+                  (x[e] == 0.0f || std::signbit(t.out[e]) == std::signbit(x[e]));
       } else {
         within &= error <= bound + slack;
       }
-      const bool keeps_zero = codec.kind == Kind::kByteGrad || codec.kind == Kind::kAbsMax || codec.kind == Kind::kFloat8;
+      const bool keeps_zero =
+          codec.kind == Kind::kByteGrad || codec.kind == Kind::kAbsMax || codec.kind == Kind::kFloat8;
       if (keeps_zero && x[e] == 0.0f) within &= t.out[e] == 0.0f;
     }
     CHECK(within, context);
@@ -330,13 +348,15 @@ void bounds() {
   for (const int64_t bucket : {33, 512, 3000}) {
     for (const Codec& codec : codecs(bucket)) {
       if (codec.skip_incomplete || codec.compatible) continue;
-      for (const float scale : {0x1p-149f, 0x1p-146f, 0x1p-140f, 0x1p-133f, 0x1p-126f, 1e-30f, 0x1p-60f, 1e-3f, 1.0f, 1e10f, 0x1p100f, 1e38f}) {
+      for (const float scale : {0x1p-149f, 0x1p-146f, 0x1p-140f, 0x1p-133f, 0x1p-126f, 1e-30f, 0x1p-60f, 1e-3f, 1.0f,
+                                1e10f, 0x1p100f, 1e38f}) {
         for (const float offset : {0.0f, 0.5f, 100.0f}) {
           if (offset * scale > 1e38f) continue;
           std::vector<float> x(static_cast<size_t>(2 * bucket + 5));
           for (float& v : x) v = r.below(20) == 0 ? 0.0f : offset * scale + r.uniform() * scale;
           // Without a zero in it the last bucket shows what a large offset does.
-          for (size_t i = static_cast<size_t>(2 * bucket); i < x.size(); ++i) x[i] = offset * scale + r.uniform() * scale;
+          for (size_t i = static_cast<size_t>(2 * bucket); i < x.size(); ++i)
+            x[i] = offset * scale + r.uniform() * scale;
           error_bounds(codec, x);
         }
       }
@@ -348,9 +368,11 @@ void constants() {
   for (const int64_t bucket : {1, 7, 512, 40000}) {
     for (const Codec& codec : codecs(bucket)) {
       if (codec.compatible) continue;  // Bagua's epsilon gives a constant a range
-      for (const float c : {0.0f, -0.0f, 1.0f, -0.1f, 1.0f / 3.0f, 0x1p-149f, -0x1.8p-140f, 1e38f, -std::numeric_limits<float>::max()}) {
+      for (const float c : {0.0f, -0.0f, 1.0f, -0.1f, 1.0f / 3.0f, 0x1p-149f, -0x1.8p-140f, 1e38f,
+                            -std::numeric_limits<float>::max()}) {
         const Trip t(codec, std::vector<float>(static_cast<size_t>(bucket + 3), c));
-        CHECK(std::all_of(t.out.begin(), t.out.end(), [&](float v) { return v == c; }), describe(t.m.layout) + " " + std::to_string(c));
+        CHECK(std::all_of(t.out.begin(), t.out.end(), [&](float v) { return v == c; }),
+              describe(t.m.layout) + " " + std::to_string(c));
       }
     }
   }
@@ -366,7 +388,8 @@ void not_finite() {
           x[static_cast<size_t>(at)] = bad;
           const Trip t(codec, x);
           bool right = true;
-          for (int64_t i = 0; i < 3 * bucket; ++i) right &= std::isnan(t.out[static_cast<size_t>(i)]) == (i / bucket == 1);
+          for (int64_t i = 0; i < 3 * bucket; ++i)
+            right &= std::isnan(t.out[static_cast<size_t>(i)]) == (i / bucket == 1);
           CHECK(right, describe(t.m.layout) + " " + std::to_string(bad) + " at " + std::to_string(at));
           if (bucket == 40000) break;  // time
         }
@@ -379,15 +402,19 @@ void not_finite() {
 void unbiased() {
   const std::vector<float> x = {-1.0f, -0.73f, -0.1f, 0.0f, 0.01f, 0.3f, 0.5f, 0.99f, 1.0f};
   constexpr int kDraws = 4000;
-  for (const Codec& codec : {Codec{Kind::kMaxMin, 1, 16, true, false, false}, Codec{Kind::kMaxMin, 4, 16, true, false, false},
-                             Codec{Kind::kCast, 1, 0, true, false, false}, Codec{Kind::kCast, 2, 0, true, false, false}}) {
+  for (const Codec& codec :
+       {Codec{Kind::kMaxMin, 1, 16, true, false, false}, Codec{Kind::kMaxMin, 4, 16, true, false, false},
+        Codec{Kind::kCast, 1, 0, true, false, false}, Codec{Kind::kCast, 2, 0, true, false, false}}) {
     std::vector<double> mean(x.size());
     for (int i = 0; i < kDraws; ++i) {
       const Trip t(codec, x, static_cast<uint64_t>(i));
       for (size_t e = 0; e < x.size(); ++e) mean[e] += t.out[e] / static_cast<double>(kDraws);
     }
-    const double unit = codec.kind == Kind::kMaxMin ? 2.0 / (std::ldexp(1.0, codec.bits) - 1.0) : codec.bits == 1 ? 0x1p-8 : 0x1p-11;
-    for (size_t e = 0; e < x.size(); ++e) CHECK(std::fabs(mean[e] - x[e]) <= 5.0 * 0.5 * unit / std::sqrt(kDraws), std::to_string(x[e]));
+    const double unit = codec.kind == Kind::kMaxMin ? 2.0 / (std::ldexp(1.0, codec.bits) - 1.0)
+                        : codec.bits == 1           ? 0x1p-8
+                                                    : 0x1p-11;
+    for (size_t e = 0; e < x.size(); ++e)
+      CHECK(std::fabs(mean[e] - x[e]) <= 5.0 * 0.5 * unit / std::sqrt(kDraws), std::to_string(x[e]));
   }
 }
 
@@ -397,7 +424,8 @@ void noise_is_the_elements() {
     if (!cpu::select_kernels(isa)) continue;
     Random r{17};
     const std::vector<float> x = numbers(5000, r);
-    for (const Codec& codec : {Codec{Kind::kMaxMin, 3, 100, true, false, false}, Codec{Kind::kCast, 1, 0, true, false, false}}) {
+    for (const Codec& codec :
+         {Codec{Kind::kMaxMin, 3, 100, true, false, false}, Codec{Kind::kCast, 1, 0, true, false, false}}) {
       const Trip alone(codec, x);
       Message m(codec, {{77, DType::kF32}, {5000, DType::kF32}}, 7, 1, r);
       m.leaves[1] = as_leaf(DType::kF32, x);
@@ -437,13 +465,15 @@ void feedback() {
       for (size_t i = 0; i < x.size(); ++i) {
         const float lost = apart[0].floats()[i], whole = x[i] + old[i];
         if (!std::isfinite(whole - decoded[i])) {
-          // With bfloat16 and float16 leaves `decoded` was rounded, and may have overflowed where the encoder's had not.
+          // With bfloat16 and float16 leaves `decoded` was rounded, and may have overflowed where the encoder's had
+          // not.
           right &= bits_of(lost) == bits_of(old[i]) || (travels_raw && dtype != DType::kF32);
         } else {
           // x + residual is rounded once, and what is lost once more; `decoded` in the leaf's dtype once to 2^-8 or
           // 2^-11 of itself, or among float16's denormals to 2^-25.
           const double narrowing = travels_raw && dtype != DType::kF32 ? 0x1p-8 * std::fabs(decoded[i]) + 0x1p-24 : 0.0;
-          const double sum = static_cast<double>(x[i]) + old[i], error = std::fabs(static_cast<double>(lost) + decoded[i] - sum);
+          const double sum = static_cast<double>(x[i]) + old[i],
+                       error = std::fabs(static_cast<double>(lost) + decoded[i] - sum);
           right &= error <= 0x1p-24 * (std::fabs(sum) + std::fabs(static_cast<double>(lost))) + narrowing + 0x1p-149;
         }
       }
@@ -481,7 +511,8 @@ void sums() {
         bool right = true;
         // At most 2 * ranks + 1 roundings of sums of bases and ranges, each of which is under 4 * ranks.
         const auto count = static_cast<double>(ranks), bound = 4.0 * count * (2.0 * count + 1.0) * 0x1p-24;
-        for (size_t i = 0; i < 777; ++i) right &= std::fabs(got[i] - expected[i] / divisor) <= bound / divisor + 0x1p-24 * std::fabs(got[i]);
+        for (size_t i = 0; i < 777; ++i)
+          right &= std::fabs(got[i] - expected[i] / divisor) <= bound / divisor + 0x1p-24 * std::fabs(got[i]);
         CHECK(right, describe(m[0].layout));
 
         // Encoded, it is the payload that encoding this sum gives.
@@ -494,8 +525,8 @@ void sums() {
   }
 }
 
-// Encoded with feedback, a sum takes in the residual and is encoded as any other numbers; exactly what that loses is left
-// of the residual, and nothing of a residual changes that belongs to another chunk.
+// Encoded with feedback, a sum takes in the residual and is encoded as any other numbers; exactly what that loses is
+// left of the residual, and nothing of a residual changes that belongs to another chunk.
 void sums_with_feedback() {
   Random r{31};
   auto all = codecs(100);
@@ -525,7 +556,8 @@ void sums_with_feedback() {
         if (chunks > 1) {
           for (const Piece& p : l.pieces) {
             if (p.chunk == where[0]) continue;
-            const auto i = static_cast<size_t>(p.leaf), at = static_cast<size_t>(p.start), n = static_cast<size_t>(p.coded + p.raw);
+            const auto i = static_cast<size_t>(p.leaf), at = static_cast<size_t>(p.start),
+                       n = static_cast<size_t>(p.coded + p.raw);
             CHECK(std::memcmp(lost[i].floats() + at, old[i].floats() + at, 4 * n) == 0, describe(l));
           }
           continue;
@@ -536,7 +568,8 @@ void sums_with_feedback() {
         Message summed(codec, {{777, DType::kF32}}, 1, 1, r);
         summed.leaves[0] = as_leaf(DType::kF32, quotient);
         summed.ids = m[0].ids, summed.keys = m[0].keys;
-        const std::vector<float> decoded = floats(decode(summed.layout, 1, encode(summed, one_thread()), one_thread())[0]);
+        const std::vector<float> decoded =
+            floats(decode(summed.layout, 1, encode(summed, one_thread()), one_thread())[0]);
         const Memory received = std::move(decode(l, 1, payload, one_thread())[0]);
         CHECK(same_numbers(DType::kF32, received, as_leaf(DType::kF32, decoded)), describe(l));
         bool right = true;

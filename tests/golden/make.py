@@ -3,6 +3,7 @@
 Run it only when the version of the wire changes (and then name the file after it): the vectors are what keeps the
 bytes of a version as they were. Bytes are stored in base64; an input is the bits of its elements, little-endian.
 """
+
 import base64
 import dataclasses
 import json
@@ -26,14 +27,34 @@ def special_buckets():
     wave = np.float32(np.sin(np.arange(1, 25) * 1.7))
     with_nan, with_inf, mixed_zeros, spikes = wave.copy(), wave.copy(), np.zeros(24, np.float32), wave.copy()
     with_nan[5], with_inf[7], with_inf[11], mixed_zeros[::3], spikes[3] = np.nan, np.inf, -np.inf, -0.0, 1e30
-    return np.float32(np.stack([
-        wave, with_nan, with_inf, mixed_zeros, spikes,
-        np.full(24, -3.3), np.full(24, 1e-44), np.full(24, 3e38),  # constant
-        wave * np.float32(1e-43), wave * np.float32(1e-38), wave * np.float32(3e-25),  # 2^80
-        wave * np.float32(1e37), wave * np.float32(3e38), 2e38 + wave * 1e38,  # 2^-40; a span that doesn't fit
-        np.float32(1e6) + wave, -np.abs(wave), np.abs(wave) + 3, np.float32(2**-40) * np.arange(24), np.arange(24) - 12.5,
-        2.0 ** np.arange(-20, 4), 65504 + wave * 40, wave * 2.0**-14,  # the limits of float16
-    ]))
+    return np.float32(
+        np.stack(
+            [
+                wave,
+                with_nan,
+                with_inf,
+                mixed_zeros,
+                spikes,
+                np.full(24, -3.3),
+                np.full(24, 1e-44),
+                np.full(24, 3e38),  # constant
+                wave * np.float32(1e-43),
+                wave * np.float32(1e-38),
+                wave * np.float32(3e-25),  # 2^80
+                wave * np.float32(1e37),
+                wave * np.float32(3e38),
+                2e38 + wave * 1e38,  # 2^-40; a span that doesn't fit
+                np.float32(1e6) + wave,
+                -np.abs(wave),
+                np.abs(wave) + 3,
+                np.float32(2**-40) * np.arange(24),
+                np.arange(24) - 12.5,
+                2.0 ** np.arange(-20, 4),
+                65504 + wave * 40,
+                wave * 2.0**-14,  # the limits of float16
+            ]
+        )
+    )
 
 
 def make_inputs():
@@ -89,8 +110,17 @@ def encode_cases():
         leaves = ["float16", "long"] if bucket_size > 100 else ["float16"]
         yield cgx.MaxMin(7, bucket_size), 3, leaves, None, None
         yield cgx.Sign(bucket_size), 3, leaves, None, None
-    for codec in [cgx.MaxMin(4, 24), cgx.MaxMin(8, 24), cgx.MaxMin(4, 24, "stochastic"), cgx.AbsMax(2, 24), cgx.AbsMax(8, 24),
-                  cgx.Float8("e4m3", 24), cgx.Float8("e5m2", 24), cgx.Sign(24), *plain]:
+    for codec in [
+        cgx.MaxMin(4, 24),
+        cgx.MaxMin(8, 24),
+        cgx.MaxMin(4, 24, "stochastic"),
+        cgx.AbsMax(2, 24),
+        cgx.AbsMax(8, 24),
+        cgx.Float8("e4m3", 24),
+        cgx.Float8("e5m2", 24),
+        cgx.Sign(24),
+        *plain,
+    ]:
         yield codec, 1, SPECIAL, None, None
     for codec in byte_grad:  # a bucket for each leaf
         yield codec, 1, SPECIALS, None, None
@@ -103,9 +133,18 @@ def encode_cases():
         yield cgx.MaxMin(4, 24), 1, [f"special {i}"], ["special residual"], None
     sampled = cgx.Sampled(0.2, lower=0.9)
     fitted = cgx.Sampled(0.1, "exponential", 0.7, 3)
-    for codec in [cgx.TopK(0.05), cgx.TopK(0.3), cgx.TopK(0.0), cgx.TopK(1.0), cgx.TopK(0.005, lists=3), cgx.TopK(0.1, select=sampled),
-                  cgx.TopK(0.04, select=fitted), cgx.TopK(0.2, cgx.MaxMin(4, 20)), cgx.TopK(0.2, cgx.MaxMin(3, 16, "stochastic", skip_incomplete=True)),
-                  cgx.TopK(0.1, cgx.Cast("float16"), sampled)]:
+    for codec in [
+        cgx.TopK(0.05),
+        cgx.TopK(0.3),
+        cgx.TopK(0.0),
+        cgx.TopK(1.0),
+        cgx.TopK(0.005, lists=3),
+        cgx.TopK(0.1, select=sampled),
+        cgx.TopK(0.04, select=fitted),
+        cgx.TopK(0.2, cgx.MaxMin(4, 20)),
+        cgx.TopK(0.2, cgx.MaxMin(3, 16, "stochastic", skip_incomplete=True)),
+        cgx.TopK(0.1, cgx.Cast("float16"), sampled),
+    ]:
         yield codec, 3, ["scalar", "float16", "empty", "long"], None, [5, 1, 2, 0]
     yield cgx.TopK(0.002), 1, ["many"], None, None  # low bits of a byte and more
     for codec in [cgx.TopK(0.1), cgx.TopK(0.2, select=fitted)]:
@@ -116,9 +155,19 @@ def encode_cases():
 def reduce_cases():
     """(codec, leaves of each of the ranks, chunks, chunk, own rank or None, divisor)"""
     leaves = [[f"rank {r}", f"rank {r} bfloat16"] for r in range(3)]
-    for codec in [cgx.MaxMin(4, 40), cgx.MaxMin(4, 40, "stochastic"), cgx.MaxMin(8, 64, skip_incomplete=True), cgx.ByteGrad(),
-                  cgx.AbsMax(4, 40), cgx.Float8("e4m3", 40), cgx.Float8("e5m2", 40), cgx.Sign(40), cgx.Cast("bfloat16"),
-                  cgx.Cast("float16", "stochastic"), cgx.Raw()]:
+    for codec in [
+        cgx.MaxMin(4, 40),
+        cgx.MaxMin(4, 40, "stochastic"),
+        cgx.MaxMin(8, 64, skip_incomplete=True),
+        cgx.ByteGrad(),
+        cgx.AbsMax(4, 40),
+        cgx.Float8("e4m3", 40),
+        cgx.Float8("e5m2", 40),
+        cgx.Sign(40),
+        cgx.Cast("bfloat16"),
+        cgx.Cast("float16", "stochastic"),
+        cgx.Raw(),
+    ]:
         yield codec, leaves, 1, 0, 1, 3.0
     yield cgx.MaxMin(4, 40, "stochastic"), leaves, 3, 2, 0, 1.0
     yield cgx.MaxMin(4, 40), leaves, 1, 0, None, 3.0
@@ -133,7 +182,10 @@ def text(x):
 
 def settings(codec):
     nested = lambda value: settings(value) if dataclasses.is_dataclass(value) else value
-    return {"codec": type(codec).__name__, **{f.name: nested(getattr(codec, f.name)) for f in dataclasses.fields(codec)}}
+    return {
+        "codec": type(codec).__name__,
+        **{f.name: nested(getattr(codec, f.name)) for f in dataclasses.fields(codec)},
+    }
 
 
 def make():
@@ -152,11 +204,24 @@ def make():
         golden["encode"].append({**case, "payload": [text(chunk) for chunk in result]})
     for codec, leaves, chunks, chunk, rank, divisor in reduce_cases():
         layouts = [Layout.of(codec, [inputs[n] for n in names], chunks) for names in leaves]
-        payloads = jnp.stack([ops.encode(layout, [inputs[n] for n in names], jnp.array([r, 1], jnp.uint32))[chunk]
-                              for r, (layout, names) in enumerate(zip(layouts, leaves))])
-        arguments = dict(own=None if rank is None else [inputs[n] for n in leaves[rank]], rank=rank or 0, divisor=divisor)
-        case = dict(codec=settings(codec), chunks=chunks, chunk=chunk, divisor=divisor, rank=rank,
-                    leaves=leaves[0 if rank is None else rank], payloads=[text(p) for p in payloads])
+        payloads = jnp.stack(
+            [
+                ops.encode(layout, [inputs[n] for n in names], jnp.array([r, 1], jnp.uint32))[chunk]
+                for r, (layout, names) in enumerate(zip(layouts, leaves))
+            ]
+        )
+        arguments = dict(
+            own=None if rank is None else [inputs[n] for n in leaves[rank]], rank=rank or 0, divisor=divisor
+        )
+        case = dict(
+            codec=settings(codec),
+            chunks=chunks,
+            chunk=chunk,
+            divisor=divisor,
+            rank=rank,
+            leaves=leaves[0 if rank is None else rank],
+            payloads=[text(p) for p in payloads],
+        )
         case["payload"] = [text(ops.reduce(layouts[0], payloads, chunk=chunk, encoded=True, key=key, **arguments))]
         if chunks == 1:
             case["sums"] = [text(x) for x in ops.reduce(layouts[0], payloads, **arguments)]

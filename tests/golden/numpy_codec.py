@@ -4,6 +4,7 @@ checks the other. Slow and simple.
 A codec is a dict of its settings, {"codec": "MaxMin", "bits": 4, ...}. A leaf is (dtype's name, its elements' bits):
 NumPy has no bfloat16. Numbers are float32.
 """
+
 import math
 
 import numpy as np
@@ -64,7 +65,12 @@ def philox(counter, key):
     c, k, low = [np.asarray(w, np.uint64) for w in counter], [int(w) for w in key], np.uint64(0xFFFFFFFF)
     for _ in range(10):
         a, b = c[2] * np.uint64(0xCD9E8D57), c[0] * np.uint64(0xD2511F53)
-        c = [(a >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]), a & low, (b >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]), b & low]
+        c = [
+            (a >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
+            a & low,
+            (b >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
+            b & low,
+        ]
         k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
     return c
 
@@ -109,7 +115,9 @@ def pack(codes, b):
             field = (block.reshape(8, lanes) >> np.uint64(at)) & np.uint64(2**k - 1)
             word = sum(field[r] << np.uint64(k * r) for r in range(8))
             if k == 8:
-                out += (word & np.uint64(0xFFFFFFFF)).astype("<u4").tobytes() + (word >> np.uint64(32)).astype("<u4").tobytes()
+                out += (word & np.uint64(0xFFFFFFFF)).astype("<u4").tobytes() + (word >> np.uint64(32)).astype(
+                    "<u4"
+                ).tobytes()
             else:
                 out += word.astype(f"<u{k}").tobytes()
     return out
@@ -120,7 +128,7 @@ def unpack(data, n, b):
     for first, size, lanes in blocks(n):
         block = np.zeros((8, lanes), np.int64)
         for at, k in fields(b):
-            for rows in [range(0, 4), range(4, 8)] if k == 8 else [range(8)]:
+            for rows in [range(4), range(4, 8)] if k == 8 else [range(8)]:
                 size_of_word = len(rows) * k // 8
                 word = np.frombuffer(data, f"<u{size_of_word}", lanes, at_byte).astype(np.int64)
                 at_byte += lanes * size_of_word
@@ -272,7 +280,11 @@ def list_indices(indices, n):
         return np.packbits(row, bitorder="little").tobytes()
     row[(indices >> b) + np.arange(k)] = 1
     low = [(indices >> 8 * i & 255).astype(np.uint8).tobytes() for i in range(b // 8)]
-    return np.packbits(row, bitorder="little").tobytes() + b"".join(low) + pack(indices >> b // 8 * 8 & 2 ** (b % 8) - 1, b % 8)
+    return (
+        np.packbits(row, bitorder="little").tobytes()
+        + b"".join(low)
+        + pack(indices >> b // 8 * 8 & 2 ** (b % 8) - 1, b % 8)
+    )
 
 
 def listed(data, n, k):
@@ -340,11 +352,18 @@ def encode_topk(codec, x, start, key, leaf_id):
     x = np.where(np.isnan(x), f32(np.nan), x)
     indices = np.argsort(-m.astype(np.int64), kind="stable")[:k]
     if codec["select"] != "exact" and 0 < k < n:
-        indices = indices[m[indices] >= threshold(codec["select"], m, k, noise_of(key, leaf_id, np.arange(start + n - 1, start + n))[0])]
+        indices = indices[
+            m[indices]
+            >= threshold(codec["select"], m, k, noise_of(key, leaf_id, np.arange(start + n - 1, start + n))[0])
+        ]
     indices = np.concatenate([np.sort(indices), np.full(k - len(indices), n)]).astype(np.int64)
-    values = np.concatenate([np.zeros(start, f32), np.append(x, f32(0))[indices]])  # so that they draw the noise from `start` on
+    values = np.concatenate(
+        [np.zeros(start, f32), np.append(x, f32(0))[indices]]
+    )  # so that they draw the noise from `start` on
     pieces = [(0, start + at, sizes, raw) for _, at, sizes, raw in pieces_of(codec["values"], [("float32", k)], 1)[0]]
-    return pad16(list_indices(indices, n)) + encode_chunk(codec["values"], pieces, ["float32"], [values], [values.view("<u4")], key, [leaf_id])
+    return pad16(list_indices(indices, n)) + encode_chunk(
+        codec["values"], pieces, ["float32"], [values], [values.view("<u4")], key, [leaf_id]
+    )
 
 
 def topk_bytes(codec, n):
@@ -363,7 +382,8 @@ def decode_topk(codec, data, n):
 
 
 def pieces_of(codec, leaves, chunks):
-    """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype, size)]."""
+    """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype,
+    size)]."""
     unit = codec.get("bucket_size") or 512
     weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
     meta = 4 * META[codec["codec"]] if codec.get("bucket_size") else 0
@@ -395,7 +415,9 @@ def pieces_of(codec, leaves, chunks):
                 raw = end % unit if skip else 0
                 coded = end - start - raw
                 bucket = codec.get("bucket_size") or coded
-                pieces.append((i, start, [min(bucket, coded - at) for at in range(0, coded, bucket)] if coded else [], raw))
+                pieces.append(
+                    (i, start, [min(bucket, coded - at) for at in range(0, coded, bucket)] if coded else [], raw)
+                )
         result.append(pieces)
     return result
 
@@ -442,7 +464,12 @@ def read_chunk(codec, pieces, dtypes, chunk):
                 meta = np.frombuffer(chunk, "<f4", META[codec["codec"]], meta_at)
                 meta_at += meta.nbytes
                 with np.errstate(all="ignore"):
-                    yield leaf, at, meta[1] if len(meta) == 2 else f32(0), meta[0] * value(codec, unpack(data, n, width(codec)))
+                    yield (
+                        leaf,
+                        at,
+                        meta[1] if len(meta) == 2 else f32(0),
+                        meta[0] * value(codec, unpack(data, n, width(codec))),
+                    )
             elif codec["codec"] == "TopK":
                 yield leaf, at, f32(0), decode_topk(codec, data, n)
             else:
@@ -513,6 +540,10 @@ def reduce(codec, leaves, payloads, chunks=1, chunk=0, own=None, rank=None, divi
     if codec["codec"] == "TopK" and codec["pull"] == "all":
         codec = {**codec, "select": "exact", "values": {"codec": "Raw"}, "lists": codec["lists"] * len(payloads)}
     ids = range(len(leaves)) if ids is None else ids
-    longest = max(sum(topk_bytes(codec, n) for _, _, sizes, _ in p for n in sizes) for p in all_pieces) if codec["codec"] == "TopK" else len(payloads[0])
+    longest = (
+        max(sum(topk_bytes(codec, n) for _, _, sizes, _ in p for n in sizes) for p in all_pieces)
+        if codec["codec"] == "TopK"
+        else len(payloads[0])
+    )
     again = encode_chunk(codec, pieces, dtypes, sums, bits, key, ids)
     return sums, again + bytes(longest - len(again))

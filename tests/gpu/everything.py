@@ -1,4 +1,5 @@
 """A small program that runs every operation on the GPU and compares with the CPU: python everything.py [repetitions]"""
+
 import sys
 
 import jax
@@ -10,17 +11,34 @@ from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
 CODECS = [
-    *(cgx.MaxMin(bits, 512) for bits in range(1, 9)), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 33), cgx.MaxMin(4, 9000),
-    cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True), cgx.ByteGrad(), cgx.AbsMax(8, 256), cgx.AbsMax(3, 64), cgx.Float8(),
-    cgx.Float8("e5m2", 33), cgx.Cast("bfloat16"), cgx.Cast("float16", "stochastic"), cgx.Sign(), cgx.Sign(9000), cgx.Raw(),
-    cgx.TopK(), cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"), cgx.TopK(0.5, cgx.Cast(), "fitted"),
-]  # fmt: skip
-LEAVES = [np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(dtype))
-          for i, (n, dtype) in enumerate([(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")])]
+    *(cgx.MaxMin(bits, 512) for bits in range(1, 9)),
+    cgx.MaxMin(4, 512, "stochastic"),
+    cgx.MaxMin(4, 33),
+    cgx.MaxMin(4, 9000),
+    cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
+    cgx.ByteGrad(),
+    cgx.AbsMax(8, 256),
+    cgx.AbsMax(3, 64),
+    cgx.Float8(),
+    cgx.Float8("e5m2", 33),
+    cgx.Cast("bfloat16"),
+    cgx.Cast("float16", "stochastic"),
+    cgx.Sign(),
+    cgx.Sign(9000),
+    cgx.Raw(),
+    cgx.TopK(),
+    cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"),
+    cgx.TopK(0.5, cgx.Cast(), "fitted"),
+]
+LEAVES = [
+    np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(dtype))
+    for i, (n, dtype) in enumerate([(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")])
+]
 
 
 def step(codec):
-    """Two rounds of everything in one program; the second is of what the first left. No arithmetic but the operations'."""
+    """Two rounds of everything in one program; the second is of what the first left. No arithmetic but the
+    operations'."""
     layout = Layout.of(codec, LEAVES, chunks=2)
 
     def run(leaves, residuals, key):
@@ -28,7 +46,9 @@ def step(codec):
             payload, residuals = ops.encode(layout, leaves, key, residuals)
             payloads = jnp.stack([payload[1]] * 3)
             summed = ops.reduce(layout, payloads, chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
-            summed_too, residuals = ops.reduce(layout, payloads, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals)
+            summed_too, residuals = ops.reduce(
+                layout, payloads, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals
+            )
             leaves = ops.decode(layout, payload)
             if codec.whole:
                 residuals = ops.clear(Layout.of(codec, residuals, chunks=2), payload, residuals)
@@ -38,7 +58,10 @@ def step(codec):
 
 
 def on(platform, repetitions=1):
-    args = jax.device_put((LEAVES, [np.full(x.shape, 0.01, np.float32) for x in LEAVES], np.array([1, 2], np.uint32)), jax.devices(platform)[0])
+    args = jax.device_put(
+        (LEAVES, [np.full(x.shape, 0.01, np.float32) for x in LEAVES], np.array([1, 2], np.uint32)),
+        jax.devices(platform)[0],
+    )
     return [[jax.tree.map(np.asarray, f(*args)) for _ in range(repetitions)] for f in map(step, CODECS)]
 
 

@@ -1,4 +1,6 @@
-"""The GPU gives the bytes of the CPU: encode, decode, reduce, feedback, over the messages that the reference is compared over."""
+"""The GPU gives the bytes of the CPU: encode, decode, reduce, feedback, over the messages that the reference is
+compared over."""
+
 import functools
 
 import hypothesis
@@ -7,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_golden
+from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan
 from hypothesis import strategies as st
+from strategies import LAYOUTS, layouts, spaces, values
 
 import jaxcgx as cgx
-from helpers import CODECS, KEY, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from strategies import LAYOUTS, layouts, spaces, values
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = hypothesis.settings().max_examples
@@ -97,7 +99,8 @@ def test_reduce(layout, with_own, seed, exponent, special, rank):
 def test_any_layout(layout, key, seed, exponent, special):
     leaves = values(layout, seed, exponent, special)
     payload = check_encode(layout, leaves, np.array(key, np.uint32) if layout.codec.stochastic else None)
-    # Any bytes at all, metadata included. The wire leaves open how products that are not exact are rounded: as AVX2's kernels do.
+    # Any bytes at all, metadata included. The wire leaves open how products that are not exact are rounded: as AVX2's
+    # kernels do.
     best = ops._native.build_info()["kernels"]
     try:
         ops._native.select_kernels("avx2")
@@ -113,11 +116,19 @@ SIZES = 1, 7, 31, 32, 33, 64, 100, 128, 256, 512, 1000, 1024, 2048, 2049, 4096, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("make", [
-    *(functools.partial(cgx.MaxMin, bits) for bits in range(1, 9)), *(functools.partial(cgx.AbsMax, bits) for bits in (2, 3, 4, 8)),
-    lambda size: cgx.MaxMin(4, size, "stochastic"), lambda size: cgx.MaxMin(8, size, skip_incomplete=True),
-    functools.partial(cgx.Float8, "e4m3"), functools.partial(cgx.Float8, "e5m2"), cgx.Sign,
-], ids=lambda make: repr(make(1)))  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(functools.partial(cgx.MaxMin, bits) for bits in range(1, 9)),
+        *(functools.partial(cgx.AbsMax, bits) for bits in (2, 3, 4, 8)),
+        lambda size: cgx.MaxMin(4, size, "stochastic"),
+        lambda size: cgx.MaxMin(8, size, skip_incomplete=True),
+        functools.partial(cgx.Float8, "e4m3"),
+        functools.partial(cgx.Float8, "e5m2"),
+        cgx.Sign,
+    ],
+    ids=lambda make: repr(make(1)),
+)
 def test_buckets_of_every_size(make, size):
     codec = make(size) if not isinstance(make, functools.partial) else make(bucket_size=size)
     leaves = [normal(123_457), normal(50_001, 1, jnp.bfloat16), normal(3, 2), normal(20_000, 3, jnp.float16)]
@@ -128,20 +139,35 @@ def test_buckets_of_every_size(make, size):
 
 
 @pytest.mark.parametrize("size", (1, 700, 40_000, 3_000_000))
-@pytest.mark.parametrize("codec", [
-    *(cgx.TopK(ratio, select=select) for ratio in (0.001, 0.01, 0.3) for select in ("exact", "sampled", "fitted")), cgx.TopK(0), cgx.TopK(1),
-    cgx.TopK(0.05, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"), cgx.TopK(0.1, cgx.ByteGrad()), cgx.TopK(0.02, cgx.Cast(), pull="top"),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(cgx.TopK(ratio, select=select) for ratio in (0.001, 0.01, 0.3) for select in ("exact", "sampled", "fitted")),
+        cgx.TopK(0),
+        cgx.TopK(1),
+        cgx.TopK(0.05, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"),
+        cgx.TopK(0.1, cgx.ByteGrad()),
+        cgx.TopK(0.02, cgx.Cast(), pull="top"),
+    ],
+    ids=repr,
+)
 def test_the_largest_elements(codec, size):
     leaves = [normal(size), normal(size // 2 + 1, 1, jnp.bfloat16).at[::3].set(0.5), normal(100, 2, jnp.float16)]
     layout, key = Layout.of(codec, leaves, chunks=2), native_key(codec)
     payload = check_encode(layout, leaves, key, [normal(x.shape, 5, scale=0.1) for x in leaves])
     own = leaves if size % 2 else None
     residuals = None if own else [normal(x.shape, 7, scale=0.1) for x in leaves]
-    run = lambda p, own, residuals, key: ops.reduce(layout, p, chunk=1, own=own, rank=2, divisor=3, encoded=True, key=key, residuals=residuals)
-    for a, b in zip(*(jax.tree.leaves(x) for x in both(run, np.stack([payload[1]] * 4), own, residuals, key)), strict=True):
+    run = lambda p, own, residuals, key: ops.reduce(
+        layout, p, chunk=1, own=own, rank=2, divisor=3, encoded=True, key=key, residuals=residuals
+    )
+    for a, b in zip(
+        *(jax.tree.leaves(x) for x in both(run, np.stack([payload[1]] * 4), own, residuals, key)), strict=True
+    ):
         assert_same_bytes(b, a)
-    for cleared in (payload, np.random.RandomState(0).randint(0, 256, payload.shape).astype(np.uint8)):  # any bytes, too
+    for cleared in (
+        payload,
+        np.random.RandomState(0).randint(0, 256, payload.shape).astype(np.uint8),
+    ):  # any bytes, too
         for a, b in zip(*both(functools.partial(ops.clear, layout), cleared, leaves), strict=True):
             assert_same_bytes(b, a)
 
@@ -190,7 +216,9 @@ def test_a_chunk_that_does_not_exist_does_no_harm():
     layout = Layout.of(cgx.MaxMin(4, 64), [normal(1000)], chunks=2)
     payloads = np.zeros((3, layout.chunk_bytes), np.uint8)
     for chunk, rank in ((2, 0), (-1, 0), (2**31 - 1, 0), (0, 3), (0, -1), (0, -(2**31))):
-        out = ops.reduce(layout, payloads, chunk=jnp.int32(chunk), rank=jnp.int32(rank), own=[normal(1000)], encoded=True)
+        out = ops.reduce(
+            layout, payloads, chunk=jnp.int32(chunk), rank=jnp.int32(rank), own=[normal(1000)], encoded=True
+        )
         assert jax.block_until_ready(out).shape == (layout.chunk_bytes,)
         assert np.isnan(ops.decode(layout, jnp.stack([out] * 2))[0][: layout.pieces[0][0].coded]).all()
     check_encode(layout, [normal(1000)], None)
@@ -208,7 +236,9 @@ def test_every_half_decodes(to, leaf):
 def test_floats_of_every_exponent_become_halves(to, rounding):
     """Ties and their neighbours at every bit that may be the last, behind even and odd numbers, and random bits."""
     ties = 1 << np.arange(23)
-    low = np.unique([(before + ties + near) & 0x7FFFFF for before in (0 * ties, 2 * ties, 2**23 - 2 * ties) for near in (-1, 0, 1)])
+    low = np.unique(
+        [(before + ties + near) & 0x7FFFFF for before in (0 * ties, 2 * ties, 2**23 - 2 * ties) for near in (-1, 0, 1)]
+    )
     bits = (np.arange(512, dtype=np.uint32)[:, None] << 23 | low.astype(np.uint32)).ravel()
     bits = np.concatenate([bits, np.random.RandomState(0).randint(0, 2**32, 2**20 + 77, np.uint32)])
     codec = cgx.Cast(to, rounding)

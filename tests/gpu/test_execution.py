@@ -1,4 +1,5 @@
 """The GPU handlers inside programs: CUDA graphs, shard_map, several processes, and under the sanitizers."""
+
 import contextlib
 import importlib.util
 import os
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from helpers import all_captured, normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import all_captured, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
@@ -31,7 +33,9 @@ def start(*command, **env):
     """A process that shares the GPU with this one, in a group of its own; its output goes to a file."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
     output = tempfile.TemporaryFile("w+")  # a pipe would fill while another process is waited for
-    process = subprocess.Popen([str(c) for c in command], env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [str(c) for c in command], env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     process.output = output
     return process
 
@@ -57,7 +61,9 @@ def finish(*processes, timeout=300):
 
 def test_cuda_graphs(tmp_path):
     """Every operation may be captured, and the graph replayed, also when its buffers have moved."""
-    flags = f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    flags = (
+        f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
+    )
     process = start(sys.executable, "-P", EVERYTHING, 8, XLA_FLAGS=flags)
     (output,) = finish(process) or ["it did not end"]
     assert process.returncode == 0 and "the same bytes" in output, output
@@ -66,7 +72,9 @@ def test_cuda_graphs(tmp_path):
     assert all_captured("\n".join(thunks)), "\n".join(thunks)
 
 
-@pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 10_000), cgx.ByteGrad()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [cgx.MaxMin(4), cgx.MaxMin(4, 512, "stochastic"), cgx.MaxMin(4, 10_000), cgx.ByteGrad()], ids=repr
+)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_shard_map_on_one_gpu(codec, check_vma):
     x, key = normal(100_000), jnp.array([3, 4], jnp.uint32)
@@ -84,7 +92,9 @@ def test_shard_map_on_one_gpu(codec, check_vma):
     np.testing.assert_array_equal(on("gpu"), on("cpu"))
 
 
-@pytest.mark.parametrize(("hidden", "words"), [((), "results: got 1, expected 2"), (((47,),), "workspace has 47 elements, expected 48")])
+@pytest.mark.parametrize(
+    ("hidden", "words"), [((), "results: got 1, expected 2"), (((47,),), "workspace has 47 elements, expected 48")]
+)
 def test_a_call_without_its_workspace_is_refused(hidden, words):
     layout = Layout(cgx.MaxMin(4, 9000), ((9000,),), (jnp.float32,))
     results = [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in ((1, layout.chunk_bytes), *hidden)]
@@ -120,8 +130,19 @@ def test_two_processes_on_one_gpu_over_mpi(tmp_path):
         pytest.skip("there is no mpirun on the PATH")
     program = tmp_path / "program.py"
     program.write_text(MPI)
-    (output,) = finish(start("mpirun", "-np", "2", "--oversubscribe", sys.executable, "-P", program,
-                             OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")) or ["it did not end"]
+    (output,) = finish(
+        start(
+            "mpirun",
+            "-np",
+            "2",
+            "--oversubscribe",
+            sys.executable,
+            "-P",
+            program,
+            OMPI_ALLOW_RUN_AS_ROOT="1",
+            OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        )
+    ) or ["it did not end"]
     assert all(f"rank {r} of 2 agrees" in output for r in range(2)), output
 
 
@@ -155,7 +176,11 @@ def test_two_nccl_ranks_on_one_gpu(tmp_path):
         s.bind(("localhost", 0))
         address = "localhost:%d" % s.getsockname()[1]
     # NCCL's multi-rank mode wants both ranks' kernels on the GPU at once: few blocks.
-    env = dict(NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_MAX_CTAS="4", CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    env = dict(
+        NCCL_MULTI_RANK_GPU_ENABLE="1",
+        NCCL_MAX_CTAS="4",
+        CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    )
     outputs = finish(*(start(sys.executable, "-P", program, r, address, **env) for r in range(2)), timeout=180)
     if outputs is None:
         pytest.skip("two NCCL ranks on one GPU did not end in 180 s")
@@ -173,7 +198,16 @@ def test_sanitizer(tool):
     # XLA probes the driver with calls that may fail: only what kernels do counts.
     options = ["--report-api-errors=no"] if tool == "memcheck" else []
     # An allocation for each buffer: within a pool, writing past one into another would be no error.
-    process = start(sanitizer, f"--tool={tool}", "--error-exitcode=9", *options, sys.executable, "-P", EVERYTHING, XLA_PYTHON_CLIENT_ALLOCATOR="platform")
+    process = start(
+        sanitizer,
+        f"--tool={tool}",
+        "--error-exitcode=9",
+        *options,
+        sys.executable,
+        "-P",
+        EVERYTHING,
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+    )
     (output,) = finish(process, timeout=550) or [f"{tool} did not end in 550 s"]
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this device")

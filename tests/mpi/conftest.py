@@ -1,4 +1,5 @@
 """`pytest tests/mpi` alone is one rank; `mpirun -n 4 pytest tests/mpi` is four, each a process that runs every test."""
+
 import importlib.util
 
 

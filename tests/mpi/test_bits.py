@@ -1,17 +1,18 @@
 """Over MPI the collectives give what they give over a mesh: the same bits for the same ranks, inputs and key."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bytes, normal
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes, normal
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
+from processes import COMM, mine, on_mesh, same_everywhere
 
 from jaxcgx.transports.shm import Shm
-from processes import COMM, mine, on_mesh, same_everywhere
 
 N, KEY = COMM.size, jax.random.key(7)
 CODECS = [cgx.MaxMin(3, 33, "stochastic"), cgx.ByteGrad()]
@@ -20,8 +21,12 @@ SCHEDULES = ("two_shot", "one_shot", "ring")
 
 def tree(ranks):
     """What the ranks of a communicator exchange: whole and broken buckets, all dtypes, and what travels raw."""
-    x = {"w": normal((ranks, 3 * ranks, 100)), "b": normal((ranks, 2 * ranks, 1), 1, jnp.bfloat16), "h": normal((ranks, ranks, 33), 2, jnp.float16),
-         "n": jnp.arange(ranks * ranks * 3, dtype=jnp.int32).reshape(ranks, ranks, 3) % 5}
+    x = {
+        "w": normal((ranks, 3 * ranks, 100)),
+        "b": normal((ranks, 2 * ranks, 1), 1, jnp.bfloat16),
+        "h": normal((ranks, ranks, 33), 2, jnp.float16),
+        "n": jnp.arange(ranks * ranks * 3, dtype=jnp.int32).reshape(ranks, ranks, 3) % 5,
+    }
     return x | {"w": x["w"] * jnp.arange(1, ranks + 1, dtype=jnp.float32)[:, None, None]}
 
 
@@ -38,15 +43,22 @@ def test_every_collective(codec):
     k = key(codec)
 
     def over_mesh(x):
-        return [[cgx.compressed_psum(x, "a", codec, key=k, schedule=s) for s in SCHEDULES], cgx.compressed_pmean(x, "a", codec, key=k),
-                cgx.compressed_psum_scatter(x, "a", codec, key=k, tiled=True), cgx.compressed_all_gather(x, "a", codec, key=k, axis=1),
-                cgx.compressed_all_to_all(x, "a", 0, 1, codec, key=k, tiled=True)]
+        return [
+            [cgx.compressed_psum(x, "a", codec, key=k, schedule=s) for s in SCHEDULES],
+            cgx.compressed_pmean(x, "a", codec, key=k),
+            cgx.compressed_psum_scatter(x, "a", codec, key=k, tiled=True),
+            cgx.compressed_all_gather(x, "a", codec, key=k, axis=1),
+            cgx.compressed_all_to_all(x, "a", 0, 1, codec, key=k, tiled=True),
+        ]
 
     def over_mpi(x):
-        return [[cgx.mpi.compressed_allreduce(x, codec, key=k, schedule=s) for s in SCHEDULES],
-                cgx.mpi.compressed_allreduce(x, codec, key=k, op="mean"), cgx.mpi.compressed_reduce_scatter(x, codec, key=k, tiled=True),
-                cgx.mpi.compressed_allgather(x, codec, key=k, axis=1),
-                cgx.mpi.compressed_alltoall(x, codec, key=k, split_axis=0, concat_axis=1, tiled=True)]
+        return [
+            [cgx.mpi.compressed_allreduce(x, codec, key=k, schedule=s) for s in SCHEDULES],
+            cgx.mpi.compressed_allreduce(x, codec, key=k, op="mean"),
+            cgx.mpi.compressed_reduce_scatter(x, codec, key=k, tiled=True),
+            cgx.mpi.compressed_allgather(x, codec, key=k, axis=1),
+            cgx.mpi.compressed_alltoall(x, codec, key=k, split_axis=0, concat_axis=1, tiled=True),
+        ]
 
     x = tree(N)
     got = jax.jit(over_mpi)(mine(x))
@@ -68,35 +80,55 @@ def test_sparse_sums():
 
     def over_mesh(x):
         state = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x)
-        return [cgx.compressed_psum(x, ("a", "b"), codec, **state, schedule=schedule, leader=leader)
-                for codec, schedule, leader in ((few, "one_shot", False), (cgx.TopK(0.1, pull="top"), "two_shot", False),
-                                                ({"a": few, "b": cgx.Raw()}, "two_shot", False), ({"a": few, "b": cgx.Raw()}, "two_shot", True))]
+        return [
+            cgx.compressed_psum(x, ("a", "b"), codec, **state, schedule=schedule, leader=leader)
+            for codec, schedule, leader in (
+                (few, "one_shot", False),
+                (cgx.TopK(0.1, pull="top"), "two_shot", False),
+                ({"a": few, "b": cgx.Raw()}, "two_shot", False),
+                ({"a": few, "b": cgx.Raw()}, "two_shot", True),
+            )
+        ]
 
     def over_mpi(x):
         state, there = dict(residuals=jax.tree.map(lambda leaf: leaf / 8, x), momentum=x), nodes(grid)
-        return [cgx.mpi.compressed_allreduce(x, codec, comm, **state, schedule=schedule, leader=leader)
-                for codec, comm, schedule, leader in ((few, None, "one_shot", False), (cgx.TopK(0.1, pull="top"), None, "two_shot", False),
-                                                      ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", False),
-                                                      ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", True))]
+        return [
+            cgx.mpi.compressed_allreduce(x, codec, comm, **state, schedule=schedule, leader=leader)
+            for codec, comm, schedule, leader in (
+                (few, None, "one_shot", False),
+                (cgx.TopK(0.1, pull="top"), None, "two_shot", False),
+                ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", False),
+                ({"cross": few, "inner": cgx.Raw()}, there, "two_shot", True),
+            )
+        ]
 
     same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x, sizes=grid))
 
 
 def test_derivatives():
     """Transposes are compressed alike. What is left raw has those of lax."""
-    codec, x = cgx.MaxMin(4, 33, "stochastic"), {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))}
+    codec, x = (
+        cgx.MaxMin(4, 33, "stochastic"),
+        {k: v for k, v in tree(N).items() if k != "n"} | {"raw": normal((N, N, 3))},
+    )
     plan = cgx.Plan(codec, [("raw", cgx.Raw())], min_size=0, skip_1d=False)
 
     def slopes(*collectives):
         square = lambda f: lambda x: sum((y.astype(jnp.float32) ** 2).sum() for y in jax.tree.leaves(f(x)))
         return lambda x: [jax.grad(square(f))(x) for f in collectives]
 
-    over_mesh = slopes(lambda x: cgx.compressed_psum(x, "a", plan, key=KEY), lambda x: cgx.compressed_psum_scatter(x, "a", plan, key=KEY, tiled=True),
-                       lambda x: cgx.compressed_all_gather(x, "a", plan, key=KEY),
-                       lambda x: cgx.compressed_all_to_all(x, "a", 0, 1, plan, key=KEY, tiled=True))
-    over_mpi = slopes(lambda x: cgx.mpi.compressed_allreduce(x, plan, key=KEY), lambda x: cgx.mpi.compressed_reduce_scatter(x, plan, key=KEY, tiled=True),
-                      lambda x: cgx.mpi.compressed_allgather(x, plan, key=KEY),
-                      lambda x: cgx.mpi.compressed_alltoall(x, plan, key=KEY, split_axis=0, concat_axis=1, tiled=True))
+    over_mesh = slopes(
+        lambda x: cgx.compressed_psum(x, "a", plan, key=KEY),
+        lambda x: cgx.compressed_psum_scatter(x, "a", plan, key=KEY, tiled=True),
+        lambda x: cgx.compressed_all_gather(x, "a", plan, key=KEY),
+        lambda x: cgx.compressed_all_to_all(x, "a", 0, 1, plan, key=KEY, tiled=True),
+    )
+    over_mpi = slopes(
+        lambda x: cgx.mpi.compressed_allreduce(x, plan, key=KEY),
+        lambda x: cgx.mpi.compressed_reduce_scatter(x, plan, key=KEY, tiled=True),
+        lambda x: cgx.mpi.compressed_allgather(x, plan, key=KEY),
+        lambda x: cgx.mpi.compressed_alltoall(x, plan, key=KEY, split_axis=0, concat_axis=1, tiled=True),
+    )
     for got, expected in zip(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x)):
         np.testing.assert_allclose(got.pop("raw"), expected.pop("raw"), rtol=1e-6)  # XLA and MPI add in other orders
         same(got, expected)
@@ -110,28 +142,44 @@ def nodes(grid):
     return cgx.mpi.hierarchy(COMM, COMM.Split(COMM.rank // grid[1], COMM.rank))
 
 
-@pytest.mark.parametrize(("grid", "inner"), [(grid, inner) for grid in dict.fromkeys(GRIDS) for inner in ("SHM", "MPI") if inner == "SHM" or grid[1] > 1],
-                         ids=str)
+@pytest.mark.parametrize(
+    ("grid", "inner"),
+    [(grid, inner) for grid in dict.fromkeys(GRIDS) for inner in ("SHM", "MPI") if inner == "SHM" or grid[1] > 1],
+    ids=str,
+)
 def test_hierarchies(grid, inner, monkeypatch):
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     x, found = {"w": normal((N, 5, 700)), "n": jnp.ones((N, 3), jnp.int32)}, nodes(grid)
     assert (found.cross.size, found.inner.size, found.rank) == (*grid, COMM.rank)
     assert isinstance(found.inner, Shm) == (inner == "SHM" and grid[1] > 1)
     cross = cgx.MaxMin(4, 64, "stochastic")
-    cases = [(cgx.Raw(), False, "two_shot"), (cgx.Raw(), True, "ring"), (cgx.MaxMin(8), False, "ring"), (cgx.MaxMin(8), True, "two_shot")]
+    cases = [
+        (cgx.Raw(), False, "two_shot"),
+        (cgx.Raw(), True, "ring"),
+        (cgx.MaxMin(8), False, "ring"),
+        (cgx.MaxMin(8), True, "two_shot"),
+    ]
 
     def over_mesh(x):
-        return [cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": codec}, key=KEY, leader=leader, schedule=schedule)
-                for codec, leader, schedule in cases]
+        return [
+            cgx.compressed_pmean(x, ("a", "b"), {"a": cross, "b": codec}, key=KEY, leader=leader, schedule=schedule)
+            for codec, leader, schedule in cases
+        ]
 
     def over_mpi(x):
-        return [cgx.mpi.compressed_allreduce(x, {"cross": cross, "inner": codec}, found, key=KEY, op="mean", leader=leader, schedule=schedule)
-                for codec, leader, schedule in cases]
+        return [
+            cgx.mpi.compressed_allreduce(
+                x, {"cross": cross, "inner": codec}, found, key=KEY, op="mean", leader=leader, schedule=schedule
+            )
+            for codec, leader, schedule in cases
+        ]
 
     got = jax.jit(over_mpi)(mine(x))
     assert same_everywhere(got)  # CGX's leaders end with other numbers than their peers
     for a, b, (codec, leader, schedule) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
-        if codec.raw and leader:  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step
+        if (
+            codec.raw and leader
+        ):  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step
             np.testing.assert_allclose(a["w"], b["w"], atol=0.5)
         else:
             same(a, b)
@@ -145,9 +193,16 @@ def test_one_node_moves_nothing_in_another_way(inner, monkeypatch):
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     found, x, codec = cgx.mpi.hierarchy(), jnp.ones((N, 3 * N, 64)), cgx.MaxMin(4)
     allreduce = lambda codec, **more: lambda x: cgx.mpi.compressed_allreduce(x, codec, found, **more)
-    for f in (allreduce({"cross": codec, "inner": codec}), allreduce({"cross": codec, "inner": cgx.Raw()}, leader=True), allreduce(codec),
-              allreduce(codec, schedule="ring"), allreduce(cgx.Raw()), lambda x: cgx.mpi.broadcast(x, 0, found),
-              lambda x: cgx.mpi.compressed_alltoall(x, codec, found), lambda x: cgx.mpi.compressed_allgather(x, cgx.Raw(), found)):
+    for f in (
+        allreduce({"cross": codec, "inner": codec}),
+        allreduce({"cross": codec, "inner": cgx.Raw()}, leader=True),
+        allreduce(codec),
+        allreduce(codec, schedule="ring"),
+        allreduce(cgx.Raw()),
+        lambda x: cgx.mpi.broadcast(x, 0, found),
+        lambda x: cgx.mpi.compressed_alltoall(x, codec, found),
+        lambda x: cgx.mpi.compressed_allgather(x, cgx.Raw(), found),
+    ):
         program = jax.jit(f).lower(x).as_text()
         assert ("@jaxcgx_exchange" in program, "@mpi_" in program) == (inner == "SHM", inner == "MPI")
 
@@ -158,13 +213,28 @@ def test_the_levels_of_a_hierarchy(inner, monkeypatch):
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", inner)
     found, codec, x = cgx.mpi.hierarchy(), cgx.MaxMin(3, 33), tree(N)
     for comm in (found, found.inner):
-        f = lambda x: [cgx.mpi.compressed_allreduce(x, codec, comm, check=True), cgx.mpi.compressed_reduce_scatter(x, codec, comm, tiled=True),
-                       cgx.mpi.compressed_allgather(x, codec, comm), cgx.mpi.compressed_alltoall(x, codec, comm, concat_axis=1, tiled=True)]
-        same(jax.jit(f)(mine(x)), on_mesh(lambda x: [
-            cgx.compressed_psum(x, "a", codec), cgx.compressed_psum_scatter(x, "a", codec, tiled=True), cgx.compressed_all_gather(x, "a", codec),
-            cgx.compressed_all_to_all(x, "a", 0, 1, codec, tiled=True)], x))
+        f = lambda x: [
+            cgx.mpi.compressed_allreduce(x, codec, comm, check=True),
+            cgx.mpi.compressed_reduce_scatter(x, codec, comm, tiled=True),
+            cgx.mpi.compressed_allgather(x, codec, comm),
+            cgx.mpi.compressed_alltoall(x, codec, comm, concat_axis=1, tiled=True),
+        ]
+        same(
+            jax.jit(f)(mine(x)),
+            on_mesh(
+                lambda x: [
+                    cgx.compressed_psum(x, "a", codec),
+                    cgx.compressed_psum_scatter(x, "a", codec, tiled=True),
+                    cgx.compressed_all_gather(x, "a", codec),
+                    cgx.compressed_all_to_all(x, "a", 0, 1, codec, tiled=True),
+                ],
+                x,
+            ),
+        )
         np.testing.assert_array_equal(cgx.mpi.broadcast(jnp.full(3, COMM.rank, jnp.int4), N - 1, comm), N - 1)
-    same(cgx.mpi.compressed_allreduce(x["w"][COMM.rank], codec, found.cross), x["w"][COMM.rank])  # the only rank of its place
+    same(
+        cgx.mpi.compressed_allreduce(x["w"][COMM.rank], codec, found.cross), x["w"][COMM.rank]
+    )  # the only rank of its place
 
 
 def test_a_hierarchy_is_made_once():
@@ -179,10 +249,16 @@ def test_a_hierarchy_scatters_and_gathers():
     grid = GRIDS[-1]
     x, found, codec = {"w": normal((N, 2 * N, 100))}, nodes(grid), {"cross": cgx.MaxMin(4), "inner": cgx.MaxMin(8, 33)}
     on_axes = dict(a=codec["cross"], b=codec["inner"])
-    over_mesh = lambda x: [cgx.compressed_psum_scatter(x, ("a", "b"), on_axes, tiled=True), cgx.compressed_all_gather(x, ("a", "b"), on_axes),
-                           cgx.compressed_all_to_all(x, ("a", "b"), 0, 0, on_axes, tiled=True)]
-    over_mpi = lambda x: [cgx.mpi.compressed_reduce_scatter(x, codec, found, tiled=True), cgx.mpi.compressed_allgather(x, codec, found),
-                          cgx.mpi.compressed_alltoall(x, codec, found, tiled=True)]
+    over_mesh = lambda x: [
+        cgx.compressed_psum_scatter(x, ("a", "b"), on_axes, tiled=True),
+        cgx.compressed_all_gather(x, ("a", "b"), on_axes),
+        cgx.compressed_all_to_all(x, ("a", "b"), 0, 0, on_axes, tiled=True),
+    ]
+    over_mpi = lambda x: [
+        cgx.mpi.compressed_reduce_scatter(x, codec, found, tiled=True),
+        cgx.mpi.compressed_allgather(x, codec, found),
+        cgx.mpi.compressed_alltoall(x, codec, found, tiled=True),
+    ]
     same(jax.jit(over_mpi)(mine(x)), on_mesh(over_mesh, x, sizes=grid))
 
 
@@ -204,7 +280,11 @@ def test_communicators_within_the_world():
     codec = cgx.MaxMin(4)
 
     def f(x, y):
-        return [cgx.mpi.compressed_allreduce(y, codec, part), cgx.mpi.compressed_allreduce(x, codec), cgx.mpi.compressed_allgather(y, codec, part)]
+        return [
+            cgx.mpi.compressed_allreduce(y, codec, part),
+            cgx.mpi.compressed_allreduce(x, codec),
+            cgx.mpi.compressed_allgather(y, codec, part),
+        ]
 
     got = jax.jit(f)(mine(everybody), mine(group, part))
     sums = lambda x: cgx.compressed_psum(x, "a", codec)
@@ -249,8 +329,15 @@ def test_messages_of_the_limit_and_around(total):
 
 def test_broadcast():
     root = N - 1
-    x = {"w": normal((N, 5)), "b": normal((N, 3), 1, jnp.bfloat16), "n": np.arange(N * 4).reshape(N, 4), "z": np.full((N, 2), -0.0),
-         "nan": np.full((N, 2), np.nan), "flag": np.arange(N) % 2 == 0, "empty": np.zeros((N, 0))}
+    x = {
+        "w": normal((N, 5)),
+        "b": normal((N, 3), 1, jnp.bfloat16),
+        "n": np.arange(N * 4).reshape(N, 4),
+        "z": np.full((N, 2), -0.0),
+        "nan": np.full((N, 2), np.nan),
+        "flag": np.arange(N) % 2 == 0,
+        "empty": np.zeros((N, 0)),
+    }
 
     def f(x, key):
         slope = jax.grad(lambda x: (cgx.mpi.broadcast(x, root) * (COMM.rank + 1)).sum())(jnp.ones(3))

@@ -1,12 +1,14 @@
-"""CGX's own checks over MPI: constant arrays are summed exactly, others within the bound that docs/collectives.md derives.
+"""CGX's own checks over MPI: constant arrays are summed exactly, others within the bound that docs/collectives.md
+derives.
 
 Of sizes that leave ranks without a bucket or with a few elements, of every width and bucket, of every dtype."""
+
+import bounds
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import bounds
 import jaxcgx as cgx
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
@@ -20,17 +22,28 @@ CODECS = [cgx.MaxMin(bits, bucket) for bits in range(1, 9) for bucket in (64, 51
 
 def sums(x, schedules=("two_shot",), codecs=CODECS):
     """{(codec, schedule): the sum of each leaf}."""
-    return {(codec, schedule): cgx.mpi.compressed_allreduce(x, codec, schedule=schedule) for codec in codecs for schedule in schedules}
+    return {
+        (codec, schedule): cgx.mpi.compressed_allreduce(x, codec, schedule=schedule)
+        for codec in codecs
+        for schedule in schedules
+    }
 
 
 def skewed(size):
     """Of another magnitude on every rank."""
-    return np.random.RandomState(size).standard_normal((N, size)).astype(np.float32) ** 3 * np.arange(1, N + 1, dtype=np.float32)[:, None]
+    return (
+        np.random.RandomState(size).standard_normal((N, size)).astype(np.float32) ** 3
+        * np.arange(1, N + 1, dtype=np.float32)[:, None]
+    )
 
 
 def test_constant_arrays_are_exact():
     ranks = np.arange(1, N + 1)[:, None]
-    x = [np.broadcast_to(ranks, (N, size)).astype(dtype) for size in SIZES for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)]
+    x = [
+        np.broadcast_to(ranks, (N, size)).astype(dtype)
+        for size in SIZES
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32)
+    ]
     for got in jax.jit(lambda x: list(sums(x, codecs=CODECS[::3]).values()))(mine(x)):
         for leaf, given in zip(got, x):
             assert leaf.dtype == given.dtype and (np.asarray(leaf) == ranks.sum()).all()
@@ -56,7 +69,8 @@ def test_a_million(codec):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
 def test_short_floats(dtype):
-    """They travel as they are given and are added in float32; the result is rounded once for each time that it is made."""
+    """They travel as they are given and are added in float32; the result is rounded once for each time that it is
+    made."""
     x = [skewed(size).astype(dtype) for size in SIZES]
     for codec in (cgx.MaxMin(4), cgx.MaxMin(8, 33)):
         got = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, schedule="two_shot"))(mine(x))

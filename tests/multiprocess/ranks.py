@@ -6,6 +6,7 @@ and does what it is told:
 collectives: runs every collective, and prints the digests of what each of its devices got. exchange: sums until a sum
 fails. die, stop, leave: sums, and in the middle of it kills itself, stops, or takes part no longer but stays alive.
 """
+
 import ctypes
 import hashlib
 import json
@@ -24,8 +25,13 @@ import jaxcgx as cgx
 
 DEVICES = 4
 AXES = ("node", "local")
-SHAPES = {"w": ((300, 37), jnp.float32), "b": ((17,), jnp.float32), "scale": ((), jnp.float32), "half": ((3001,), jnp.bfloat16),
-          "count": ((5,), jnp.int32)}
+SHAPES = {
+    "w": ((300, 37), jnp.float32),
+    "b": ((17,), jnp.float32),
+    "scale": ((), jnp.float32),
+    "half": ((3001,), jnp.bfloat16),
+    "count": ((5,), jnp.int32),
+}
 ROWS = {"w": ((DEVICES, 3001), jnp.float32), "half": ((DEVICES, 5, 77), jnp.bfloat16)}
 
 
@@ -46,7 +52,9 @@ CASES = {
     "psum stochastic": psum(codec=cgx.MaxMin(3, 128, "stochastic"), keyed=True, schedule="two_shot"),
     "psum encoded": psum(schedule="two_shot", own="encoded"),
     "psum hierarchy": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}),
-    "psum hierarchy stochastic": psum(codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True),
+    "psum hierarchy stochastic": psum(
+        codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True
+    ),
     "psum leader": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}, leader=True),
     "pmean": (SHAPES, lambda x: cgx.compressed_pmean({k: v for k, v in x.items() if k != "count"}, AXES, cgx.Float8())),
     "psum over node": psum(axes="node"),
@@ -54,8 +62,11 @@ CASES = {
     "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
     "psum_scatter ring": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4), schedule="ring")),
     "all_gather": (SHAPES, lambda x: cgx.compressed_all_gather(x, AXES, cgx.MaxMin(4))),
-    "all_to_all": (ROWS, lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key())),
-}  # fmt: skip
+    "all_to_all": (
+        ROWS,
+        lambda x: cgx.compressed_all_to_all(x, AXES, 0, 0, cgx.MaxMin(4, rounding="stochastic"), key=key()),
+    ),
+}
 
 
 def random_leaf(name, shape, dtype):
@@ -84,8 +95,13 @@ def digests(mesh, shapes, collective):
     """{leaf: {device: digest of its bytes}}, of this process's devices."""
     leaves = {name: on_devices(mesh, random_leaf(name, *what)) for name, what in shapes.items()}
     results = jax.block_until_ready(compiled(mesh, collective)(leaves))
-    return {name: {shard.index[0].start or 0: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
-                   for shard in x.addressable_shards} for name, x in results.items()}  # fmt: skip
+    return {
+        name: {
+            shard.index[0].start or 0: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
+            for shard in x.addressable_shards
+        }
+        for name, x in results.items()
+    }
 
 
 def sum_until(mesh, action):
@@ -106,8 +122,13 @@ def main():
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank, heartbeat_timeout_seconds=heartbeat,
-                                   shutdown_timeout_seconds=heartbeat)
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}",
+            processes,
+            rank,
+            heartbeat_timeout_seconds=heartbeat,
+            shutdown_timeout_seconds=heartbeat,
+        )
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
     if action == "collectives":
         print("DIGESTS", json.dumps({name: digests(mesh, *case) for name, case in CASES.items()}), flush=True)

@@ -1,4 +1,5 @@
 """Several processes over Gloo: the bits of one process, and an end when a rank fails."""
+
 import json
 import os
 import pathlib
@@ -31,7 +32,8 @@ def free_port():
 
 
 class Processes:
-    """ranks.py in as many processes as there are actions. With leaves none behind, and shows what they printed on a failure."""
+    """ranks.py in as many processes as there are actions. With leaves none behind, and shows what they printed on a
+    failure."""
 
     def __init__(self, *actions, flags=""):
         self.port, self.actions, self.flags = free_port(), actions, flags
@@ -42,8 +44,15 @@ class Processes:
         self.running = []
         for rank, (action, output) in enumerate(zip(self.actions, self.outputs)):
             command = [sys.executable, RANKS, action, self.port, rank, len(self.actions), HEARTBEAT]
-            self.running.append(subprocess.Popen(list(map(str, command)), env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                                                 stderr=subprocess.STDOUT))
+            self.running.append(
+                subprocess.Popen(
+                    list(map(str, command)),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
         self.deadline = time.monotonic() + LIMIT
         return self
 
@@ -53,7 +62,10 @@ class Processes:
             process.wait()
         for rank in range(len(self.actions)):
             if error:
-                print(f"--- {self.actions[rank]}, rank {rank}, status {self.running[rank].returncode}:\n{self.text(rank)[-4000:]}")
+                print(
+                    f"--- {self.actions[rank]}, rank {rank}, status "
+                    f"{self.running[rank].returncode}:\n{self.text(rank)[-4000:]}"
+                )
             self.outputs[rank].close()
 
     def wait(self, rank):
@@ -77,7 +89,9 @@ def digests():
         expected = one.digests(0)
     with Processes("collectives", "collectives") as two:
         first, second = two.digests(0), two.digests(1)
-    together = {case: {leaf: first[case][leaf] | second[case][leaf] for leaf in leaves} for case, leaves in first.items()}
+    together = {
+        case: {leaf: first[case][leaf] | second[case][leaf] for leaf in leaves} for case, leaves in first.items()
+    }
     return expected, together
 
 

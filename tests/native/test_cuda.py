@@ -2,6 +2,7 @@
 
 `make cuda` runs this with a build that has the CUDA half.
 """
+
 import ctypes
 import functools
 import importlib.util
@@ -14,15 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from helpers import KEY, all_captured, normal
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import KEY, all_captured, normal
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
-pytestmark = pytest.mark.skipif(not (ops._native and ops._native.build_info()["cuda"]),
-                                reason="this build has no CUDA half (`make cuda` tests one that has)")
+pytestmark = pytest.mark.skipif(
+    not (ops._native and ops._native.build_info()["cuda"]),
+    reason="this build has no CUDA half (`make cuda` tests one that has)",
+)
 
 LEAVES = (normal((3, 100)), normal(20_000, dtype=jnp.bfloat16))
 LARGE = cgx.MaxMin(4, 10_000)  # buckets that several blocks share
@@ -65,10 +69,18 @@ def test_the_workspace_is_a_hidden_result():
     assert the_call(text)[3] == [f"5x1x{layout.chunk_bytes}xui8", f"{5 * 4 * 3 * (8 + 2 * 2)}xui8"]
 
 
-@pytest.mark.parametrize(("codec", "floats"), [
-    (cgx.MaxMin(4, 8192), 0), (cgx.MaxMin(4, 8193), 3 * (8 + 2 * 2)), (cgx.Sign(8193), 3 * (8 + 2 * 66)),
-    (cgx.AbsMax(4, 30_000), 8 + 4 * 2), (cgx.ByteGrad(), 8 + 3 * 2), (cgx.Raw(), 0), (cgx.Cast(), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("codec", "floats"),
+    [
+        (cgx.MaxMin(4, 8192), 0),
+        (cgx.MaxMin(4, 8193), 3 * (8 + 2 * 2)),
+        (cgx.Sign(8193), 3 * (8 + 2 * 66)),
+        (cgx.AbsMax(4, 30_000), 8 + 4 * 2),
+        (cgx.ByteGrad(), 8 + 3 * 2),
+        (cgx.Raw(), 0),
+        (cgx.Cast(), 0),
+    ],
+)
 def test_the_size_of_the_workspace(codec, floats):
     layout = Layout.of(codec, [normal(20_000)])
     size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=7)
@@ -82,10 +94,11 @@ def test_the_workspace_of_the_largest_elements():
     payload = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
     size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=1)
     for f, args, (payloads, encodes) in (
-        (encode(layout), ([normal(100_000)],), (0, True)), (functools.partial(ops.decode, layout), (payload,), (1, False)),
+        (encode(layout), ([normal(100_000)],), (0, True)),
+        (functools.partial(ops.decode, layout), (payload,), (1, False)),
         (functools.partial(ops.clear, layout), (payload, [normal(100_000)]), (1, False)),
         (functools.partial(ops.reduce, layout, encoded=True), (payload,), (4, True)),
-    ):  # fmt: skip
+    ):
         assert the_call(lower(f, *args))[3][-1] == f"{size(payloads=payloads, encodes=encodes)}xui8"
     assert 4 * 25_000 < size(payloads=4, encodes=True) < 3 * 4 * 25_000
     assert size(payloads=0, encodes=True) < 200_000 and size(payloads=1, encodes=False) < 10_000
@@ -111,7 +124,9 @@ def test_reduce_overwrites_the_residuals():
     layout = Layout.of(cgx.MaxMin(4, 10_000, "stochastic"), LEAVES)
     residuals = [x.astype(jnp.float32) for x in LEAVES]
     payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    text = lower(lambda p, r: ops.reduce(layout, p, encoded=True, key=KEY, residuals=r), payloads, residuals, donate_argnums=1)
+    text = lower(
+        lambda p, r: ops.reduce(layout, p, encoded=True, key=KEY, residuals=r), payloads, residuals, donate_argnums=1
+    )
     target, attributes, operands, results = the_call(text)
     assert target == "jaxcgx_reduce"
     assert operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xf32", "2xui32"]
@@ -124,14 +139,20 @@ def test_decode():
     layout = Layout.of(LARGE, LEAVES)
     payload = jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
     target, _, operands, results = the_call(lower(functools.partial(ops.decode, layout), payload))
-    assert (target, operands, results) == ("jaxcgx_decode", [f"1x{layout.chunk_bytes}xui8"], ["3x100xf32", "20000xbf16"])
+    assert (target, operands, results) == (
+        "jaxcgx_decode",
+        [f"1x{layout.chunk_bytes}xui8"],
+        ["3x100xf32", "20000xbf16"],
+    )
 
 
 @pytest.mark.parametrize("encoded", (False, True))
 def test_reduce(encoded):
     layout = Layout.of(LARGE, LEAVES)
     payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    target, _, operands, results = the_call(lower(lambda p, x: ops.reduce(layout, p, own=x, encoded=encoded), payloads, LEAVES))
+    target, _, operands, results = the_call(
+        lower(lambda p, x: ops.reduce(layout, p, own=x, encoded=encoded), payloads, LEAVES)
+    )
     assert target == "jaxcgx_reduce" and operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xbf16"]
     assert results == ([f"{layout.chunk_bytes}xui8", "144xui8"] if encoded else ["3x100xf32", "20000xf32"])
 
@@ -173,7 +194,11 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
     handlers = ops._native.handlers()
     assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1, 1]
     assert not any(traits(h) for h in handlers["cpu"].values())
-    assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {"jaxcgx_exchange", "jaxcgx_tcp_exchange", "jaxcgx_tcp_allreduce"}  # between processes
+    assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {
+        "jaxcgx_exchange",
+        "jaxcgx_tcp_exchange",
+        "jaxcgx_tcp_allreduce",
+    }  # between processes
 
 
 def test_a_codec_without_kernels_runs_in_jnp():
@@ -219,12 +244,19 @@ assert compiled.as_text().count('custom_call_target="jaxcgx_') == 2
 """
 
 
-@pytest.mark.skipif(not any(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)),
-                    reason="needs JAX's CUDA plugin")
+@pytest.mark.skipif(
+    not any(
+        importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(f"jax_plugins.xla_cuda{n}")
+        for n in (12, 13)
+    ),
+    reason="needs JAX's CUDA plugin",
+)
 def test_xla_compiles_the_calls_and_captures_them_into_a_graph(tmp_path):
     """XLA's compiler for GPUs needs none."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    result = subprocess.run([sys.executable, "-P", "-c", COMPILE, tmp_path], env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", COMPILE, tmp_path], env=env, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     thunks = "\n".join(p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
     assert thunks, f"jax {jax.__version__} writes no list of thunks, by which this test knows what is captured"

@@ -1,11 +1,12 @@
 """Handlers check everything again: a caller that lies gets INVALID_ARGUMENT, never a crash."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jaxcgx as cgx
-from helpers import normal
 from jaxcgx.native.layout import Layout
 
 LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
@@ -25,7 +26,9 @@ def call(op, operands, results, aliases=None, **changes):
     if op == "reduce":
         attributes = dict(ranks=np.int64(2), own=False, encoded=True, divisor=np.float32(1)) | attributes
     out = [jax.ShapeDtypeStruct(*r) for r in results]
-    return jax.block_until_ready(jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)(*operands, **attributes))
+    return jax.block_until_ready(
+        jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)(*operands, **attributes)
+    )
 
 
 def codec(of=LAYOUT.codec, **changes):
@@ -46,69 +49,218 @@ def test_a_right_call_passes():
     call("clear", [LISTS, *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], {1: 0, 2: 1}, **topk())
 
 
-@pytest.mark.parametrize(("op", "operands", "results", "changes", "words"), [
-    ("encode", LEAVES, [((2, LAYOUT.chunk_bytes - 1), "uint8")], {}, "payload has"),
-    ("encode", LEAVES, [(PAYLOAD, "int8")], {}, "payload has another dtype"),
-    ("encode", LEAVES[:1], [(PAYLOAD, "uint8")], {}, "operands: got 1, expected 2"),
-    ("encode", LEAVES[::-1], [(PAYLOAD, "uint8")], {}, "leaf 0 has another dtype"),
-    ("encode", (LEAVES[0][:99], LEAVES[1]), [(PAYLOAD, "uint8")], {}, "leaf 0 has 99 elements, expected 100"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(feedback=True), "operands: got 2, expected 4"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(2)), "leaf 0 has 100 elements, expected 200"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(-1)), "batch out of range"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(2**39), sizes=np.array([2**39, 7])), "leaf 0: its size overflows"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**40, 2**40])), "more than 2^40 elements"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(chunks=np.int64(0)), "chunks out of range: 0"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([-100, 7])), "leaf 0 has size -100"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**62, 7])), "leaf 0 has size"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(dtypes=np.array([9, 1])), "leaf 0 has an unknown dtype"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(ids=np.array([1])), "sizes, dtypes and ids differ in length"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(kind=99)), "no codec of kind 99"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bits=9)), "no codec of kind 1 with 9 bits"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bits=-1)), "no codec of kind 1 with -1 bits"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bucket_size=-1)), "bucket_size out of range"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bucket_size=0)), "bucket_size is 0"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(stochastic=1)), "operands: got 2, expected 3"),
-    ("encode", (*LEAVES, jnp.zeros(3, jnp.uint32)), [(PAYLOAD, "uint8")], dict(codec=codec(stochastic=1)), "keys has 3 elements, expected 2"),
-    ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(kind=6, bits=0, stochastic=1)), "no stochastic rounding"),
-    ("decode", [jnp.zeros(PAYLOAD[1], jnp.uint8)], [((100,), "float32"), ((7,), "bfloat16")], {}, "payload has"),
-    ("decode", [jnp.zeros(PAYLOAD, jnp.uint8)], [((100,), "float32")], {}, "results: got 1, expected 2"),
-    ("decode", [jnp.zeros(PAYLOAD, jnp.uint8)], [((101,), "float32"), ((7,), "bfloat16")], {}, "leaf 0 has 101 elements"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + 1], [(PAYLOAD[1:], "uint8")], {}, "chunk 2 of 2"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE - 2], [(PAYLOAD[1:], "uint8")], {}, "chunk -1 of 2"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(ranks=np.int64(0)), "ranks out of range"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(ranks=np.int64(3)), "payloads has"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(0)), "divisor is not a positive number"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8")], dict(divisor=np.float32(2**-127)), "2^-126 or more"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [((100,), "float32"), ((7,), "float32")], dict(encoded=False), "of one chunk, got 2"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + jnp.array([0, 5], jnp.int32), *LEAVES], [(PAYLOAD[1:], "uint8")], dict(own=True), "own rank 5 of 2"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "operands: got 2, expected 4"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8")], dict(feedback=True), "results: got 1, expected 3"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LEAVES], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "residual 1 has another dtype"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW[::-1]], dict(feedback=True), "new residual 0 has 7 elements"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True), "new residual 0 does not lie where"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], [(PAYLOAD[1:], "uint8"), *NEW], dict(feedback=True, own=True), "not with own leaves"),
-    ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST], NEW, dict(feedback=True, encoded=False, chunks=np.int64(1)), "feedback is for a sum that is encoded"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=1.5), "ratio out of range: 1.5"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=np.nan), "ratio out of range: nan"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=0.5), "payload has"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(lists=0), "lists out of range: 0"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=3), "select out of range: 3"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=1, stochastic=1), "share out of range: 0"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=2, stochastic=1, share=1, lower=0), "lower out of range: 0"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=2, stochastic=1, share=1, lower=1, refinements=101), "refinements out of range: 101"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=1, share=1, lower=1), "stochastic where nothing is random"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "values of kind 7"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=1, values_bits=4), "values: bucket_size is 0"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(bucket_size=3), "without buckets has a bucket_size"),
-    ("encode", LEAVES, [(LISTS.shape, "uint8")], {**topk(), "chunks": np.int64(1), "sizes": np.array([2**32, 7])}, "more than 2^31 - 1 elements: 4294967296"),
-    ("reduce", [LISTS, WHERE], [(LISTS.shape[1:], "uint8")], topk(), "payload has"),
-    ("clear", [LISTS, *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], topk(), "cleared array 0 does not lie where the array does"),
-    ("clear", [LISTS, *LEAVES], [((100,), "float32"), ((8,), "bfloat16")], topk(), "cleared array 1 has 8 elements, expected 7"),
-    ("clear", [LISTS, *LEAVES], [((100,), "float32")], topk(), "results: got 1, expected 2"),
-    ("clear", [LISTS[:, 1:], *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], topk(), "payload has"),
-    ("clear", [jnp.zeros(PAYLOAD, jnp.uint8), *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], {}, "this codec sends every element"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("op", "operands", "results", "changes", "words"),
+    [
+        ("encode", LEAVES, [((2, LAYOUT.chunk_bytes - 1), "uint8")], {}, "payload has"),
+        ("encode", LEAVES, [(PAYLOAD, "int8")], {}, "payload has another dtype"),
+        ("encode", LEAVES[:1], [(PAYLOAD, "uint8")], {}, "operands: got 1, expected 2"),
+        ("encode", LEAVES[::-1], [(PAYLOAD, "uint8")], {}, "leaf 0 has another dtype"),
+        ("encode", (LEAVES[0][:99], LEAVES[1]), [(PAYLOAD, "uint8")], {}, "leaf 0 has 99 elements, expected 100"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(feedback=True), "operands: got 2, expected 4"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(2)), "leaf 0 has 100 elements, expected 200"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(batch=np.int64(-1)), "batch out of range"),
+        (
+            "encode",
+            LEAVES,
+            [(PAYLOAD, "uint8")],
+            dict(batch=np.int64(2**39), sizes=np.array([2**39, 7])),
+            "leaf 0: its size overflows",
+        ),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**40, 2**40])), "more than 2^40 elements"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(chunks=np.int64(0)), "chunks out of range: 0"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([-100, 7])), "leaf 0 has size -100"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(sizes=np.array([2**62, 7])), "leaf 0 has size"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(dtypes=np.array([9, 1])), "leaf 0 has an unknown dtype"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(ids=np.array([1])), "sizes, dtypes and ids differ in length"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(kind=99)), "no codec of kind 99"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bits=9)), "no codec of kind 1 with 9 bits"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bits=-1)), "no codec of kind 1 with -1 bits"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bucket_size=-1)), "bucket_size out of range"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(bucket_size=0)), "bucket_size is 0"),
+        ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(stochastic=1)), "operands: got 2, expected 3"),
+        (
+            "encode",
+            (*LEAVES, jnp.zeros(3, jnp.uint32)),
+            [(PAYLOAD, "uint8")],
+            dict(codec=codec(stochastic=1)),
+            "keys has 3 elements, expected 2",
+        ),
+        (
+            "encode",
+            LEAVES,
+            [(PAYLOAD, "uint8")],
+            dict(codec=codec(kind=6, bits=0, stochastic=1)),
+            "no stochastic rounding",
+        ),
+        ("decode", [jnp.zeros(PAYLOAD[1], jnp.uint8)], [((100,), "float32"), ((7,), "bfloat16")], {}, "payload has"),
+        ("decode", [jnp.zeros(PAYLOAD, jnp.uint8)], [((100,), "float32")], {}, "results: got 1, expected 2"),
+        (
+            "decode",
+            [jnp.zeros(PAYLOAD, jnp.uint8)],
+            [((101,), "float32"), ((7,), "bfloat16")],
+            {},
+            "leaf 0 has 101 elements",
+        ),
+        ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + 1], [(PAYLOAD[1:], "uint8")], {}, "chunk 2 of 2"),
+        ("reduce", [jnp.zeros(PAYLOAD, jnp.uint8), WHERE - 2], [(PAYLOAD[1:], "uint8")], {}, "chunk -1 of 2"),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [(PAYLOAD[1:], "uint8")],
+            dict(ranks=np.int64(0)),
+            "ranks out of range",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [(PAYLOAD[1:], "uint8")],
+            dict(ranks=np.int64(3)),
+            "payloads has",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [(PAYLOAD[1:], "uint8")],
+            dict(divisor=np.float32(0)),
+            "divisor is not a positive number",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [(PAYLOAD[1:], "uint8")],
+            dict(divisor=np.float32(2**-127)),
+            "2^-126 or more",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [((100,), "float32"), ((7,), "float32")],
+            dict(encoded=False),
+            "of one chunk, got 2",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE + jnp.array([0, 5], jnp.int32), *LEAVES],
+            [(PAYLOAD[1:], "uint8")],
+            dict(own=True),
+            "own rank 5 of 2",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE],
+            [(PAYLOAD[1:], "uint8"), *NEW],
+            dict(feedback=True),
+            "operands: got 2, expected 4",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
+            [(PAYLOAD[1:], "uint8")],
+            dict(feedback=True),
+            "results: got 1, expected 3",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LEAVES],
+            [(PAYLOAD[1:], "uint8"), *NEW],
+            dict(feedback=True),
+            "residual 1 has another dtype",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
+            [(PAYLOAD[1:], "uint8"), *NEW[::-1]],
+            dict(feedback=True),
+            "new residual 0 has 7 elements",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
+            [(PAYLOAD[1:], "uint8"), *NEW],
+            dict(feedback=True),
+            "new residual 0 does not lie where",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
+            [(PAYLOAD[1:], "uint8"), *NEW],
+            dict(feedback=True, own=True),
+            "not with own leaves",
+        ),
+        (
+            "reduce",
+            [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
+            NEW,
+            dict(feedback=True, encoded=False, chunks=np.int64(1)),
+            "feedback is for a sum that is encoded",
+        ),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=1.5), "ratio out of range: 1.5"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=np.nan), "ratio out of range: nan"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(ratio=0.5), "payload has"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(lists=0), "lists out of range: 0"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=3), "select out of range: 3"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(select=1, stochastic=1), "share out of range: 0"),
+        (
+            "encode",
+            LEAVES,
+            [(LISTS.shape, "uint8")],
+            topk(select=2, stochastic=1, share=1, lower=0),
+            "lower out of range: 0",
+        ),
+        (
+            "encode",
+            LEAVES,
+            [(LISTS.shape, "uint8")],
+            topk(select=2, stochastic=1, share=1, lower=1, refinements=101),
+            "refinements out of range: 101",
+        ),
+        (
+            "encode",
+            LEAVES,
+            [(LISTS.shape, "uint8")],
+            topk(select=1, share=1, lower=1),
+            "stochastic where nothing is random",
+        ),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=7), "values of kind 7"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(values_kind=1, values_bits=4), "values: bucket_size is 0"),
+        ("encode", LEAVES, [(LISTS.shape, "uint8")], topk(bucket_size=3), "without buckets has a bucket_size"),
+        (
+            "encode",
+            LEAVES,
+            [(LISTS.shape, "uint8")],
+            {**topk(), "chunks": np.int64(1), "sizes": np.array([2**32, 7])},
+            "more than 2^31 - 1 elements: 4294967296",
+        ),
+        ("reduce", [LISTS, WHERE], [(LISTS.shape[1:], "uint8")], topk(), "payload has"),
+        (
+            "clear",
+            [LISTS, *LEAVES],
+            [((100,), "float32"), ((7,), "bfloat16")],
+            topk(),
+            "cleared array 0 does not lie where the array does",
+        ),
+        (
+            "clear",
+            [LISTS, *LEAVES],
+            [((100,), "float32"), ((8,), "bfloat16")],
+            topk(),
+            "cleared array 1 has 8 elements, expected 7",
+        ),
+        ("clear", [LISTS, *LEAVES], [((100,), "float32")], topk(), "results: got 1, expected 2"),
+        ("clear", [LISTS[:, 1:], *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], topk(), "payload has"),
+        (
+            "clear",
+            [jnp.zeros(PAYLOAD, jnp.uint8), *LEAVES],
+            [((100,), "float32"), ((7,), "bfloat16")],
+            {},
+            "this codec sends every element",
+        ),
+    ],
+)
 def test_a_wrong_call_is_refused(op, operands, results, changes, words):
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as caught:  # jax turns some into ValueError
         call(op, operands, results, **changes)
-    assert "INVALID_ARGUMENT" in str(caught.value) and f"jaxcgx_{op}: " in str(caught.value) and words in str(caught.value)
+    assert (
+        "INVALID_ARGUMENT" in str(caught.value) and f"jaxcgx_{op}: " in str(caught.value) and words in str(caught.value)
+    )

@@ -1,18 +1,21 @@
 """Where everything lies, by arithmetic."""
+
 import hypothesis
 import jax.numpy as jnp
 import pytest
+from helpers import CODECS
 from hypothesis import strategies as st
 
 import jaxcgx as cgx
-from helpers import CODECS
 from jaxcgx.native.layout import UNIT, Layout
 
 layouts = st.builds(
     lambda codec, sizes, chunks, dtype: Layout(codec, tuple((n,) for n in sizes), (dtype,) * len(sizes), chunks),
-    st.sampled_from(CODECS), st.lists(st.integers(0, 5000) | st.integers(0, 2**33), min_size=1, max_size=5),
-    st.integers(1, 9) | st.integers(1, 1000), st.sampled_from(("float32", "float16")),
-)  # fmt: skip
+    st.sampled_from(CODECS),
+    st.lists(st.integers(0, 5000) | st.integers(0, 2**33), min_size=1, max_size=5),
+    st.integers(1, 9) | st.integers(1, 1000),
+    st.sampled_from(("float32", "float16")),
+)
 
 
 @hypothesis.given(layouts)

@@ -1,13 +1,14 @@
 """What jit leaves sharded by itself, on Auto and Explicit meshes, and that the bits are those of one device."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same_bytes
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes
 
 X = jax.random.normal(jax.random.key(0), (16, 2048))
 GRID, STOCHASTIC = cgx.MaxMin(4), cgx.MaxMin(4, rounding="stochastic")
@@ -29,14 +30,21 @@ def check(function, x, gathers):
 
 
 @MESHES
-@pytest.mark.parametrize("spec, codec, stays", [
-    (P("a"), GRID, True), (P("a", "b"), GRID, True), (P(("a", "b")), cgx.Cast(), True), (P(None, "b"), cgx.Float8(), True),
-    (P("a"), cgx.MaxMin(4, 2048), True),
-    (P("a", "b"), cgx.MaxMin(4, 2048), False),  # a bucket would be cut,
-    (P("a"), cgx.MaxMin(4, 1000), False),
-    (P("a"), cgx.ByteGrad(), False),  # here the only one;
-    (P("a"), STOCHASTIC, False),  # and here the noise of an element is that of its place in the whole leaf
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, codec, stays",
+    [
+        (P("a"), GRID, True),
+        (P("a", "b"), GRID, True),
+        (P(("a", "b")), cgx.Cast(), True),
+        (P(None, "b"), cgx.Float8(), True),
+        (P("a"), cgx.MaxMin(4, 2048), True),
+        (P("a", "b"), cgx.MaxMin(4, 2048), False),  # a bucket would be cut,
+        (P("a"), cgx.MaxMin(4, 1000), False),
+        (P("a"), cgx.ByteGrad(), False),  # here the only one;
+        (P("a"), STOCHASTIC, False),  # and here the noise of an element is that of its place in the whole leaf
+    ],
+    ids=str,
+)
 def test_roundtrip(axis_type, spec, codec, stays):
     key = jax.random.key(1) if codec.stochastic else None
     x = sharded(axis_type, spec)

@@ -1,16 +1,30 @@
 """Kernel and reference agree byte for byte: encode, decode, reduce, feedback; for every kernel this processor runs."""
+
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import (
+    CODECS,
+    GRIDS,
+    KEY,
+    SPARSE,
+    assert_same_bytes,
+    assert_same_values,
+    each_codec,
+    native_key,
+    normal,
+    one_nan,
+    reference_decode,
+    reference_encode,
+    reference_reduce,
+)
 from hypothesis import strategies as st
+from strategies import LAYOUTS, layouts, spaces, values
 
 import jaxcgx as cgx
-from helpers import (CODECS, GRIDS, KEY, SPARSE, assert_same_bytes, assert_same_values, each_codec, native_key, normal, one_nan,
-                     reference_decode, reference_encode, reference_reduce)
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-from strategies import LAYOUTS, layouts, spaces, values
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
@@ -39,7 +53,9 @@ def test_encode_with_feedback(layout, seed, exponent, special, lost):
         assert_same_values(a, b)
 
 
-@pytest.mark.parametrize(("layout", "with_own"), list(zip(LAYOUTS[1::10], (False, True) * 2)), ids=lambda v: str(getattr(v, "codec", v)))
+@pytest.mark.parametrize(
+    ("layout", "with_own"), list(zip(LAYOUTS[1::10], (False, True) * 2)), ids=lambda v: str(getattr(v, "codec", v))
+)
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, rank=st.integers(0, 2))
 def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
@@ -55,17 +71,24 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
 
 
 # One layout for each kind of codec, and for each rounding of one.
-@pytest.mark.parametrize("layout", {(type(l.codec), isinstance(l.codec, cgx.MaxMin) and l.codec.stochastic): l for l in LAYOUTS}.values(),
-                         ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize(
+    "layout",
+    {(type(l.codec), isinstance(l.codec, cgx.MaxMin) and l.codec.stochastic): l for l in LAYOUTS}.values(),
+    ids=lambda l: f"{l.codec}-{l.chunks}",
+)
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20) | st.integers(-12, 3))
 def test_reduce_with_feedback(layout, seed, exponent, special, lost):
     key, divisor = native_key(layout.codec), 1.0 if layout.chunks == 2 else 3.0
-    payloads = jnp.stack([ops.encode(layout, values(layout, seed + r, exponent, special if r == 1 else "none"), key) for r in range(3)])
+    payloads = jnp.stack(
+        [ops.encode(layout, values(layout, seed + r, exponent, special if r == 1 else "none"), key) for r in range(3)]
+    )
     residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
     run = reference_reduce(layout, divisor, True, False, feedback=True)
     for chunk in range(layout.chunks):
-        got, new = ops.reduce(layout, payloads[:, chunk], chunk=chunk, divisor=divisor, encoded=True, key=key, residuals=residuals)
+        got, new = ops.reduce(
+            layout, payloads[:, chunk], chunk=chunk, divisor=divisor, encoded=True, key=key, residuals=residuals
+        )
         expected, *expected_new = run(payloads[:, chunk], jnp.array([chunk, 0], jnp.int32), residuals, key)
         assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
         for a, b in zip(new, expected_new, strict=True):
@@ -87,7 +110,8 @@ def test_reduce_to_leaves(codec, with_own):
             np.testing.assert_allclose(a, c, rtol=1e-6, atol=1e-6)
 
 
-# Two, for a selection compiles slowly: each estimate, values with buckets, noise and a raw tail, and without; sums of both kinds.
+# Two, for a selection compiles slowly: each estimate, values with buckets, noise and a raw tail, and without; sums of
+# both kinds.
 @pytest.mark.parametrize("codec", SPARSE[1:], ids=["sampled", "fitted"])
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces)
@@ -99,12 +123,16 @@ def test_sparse_codecs(codec, seed, exponent, special):
     payload, new = ops.encode(layout, ranks[1], key, residuals)
     expected, expected_new = reference_encode(layout, True)(ranks[1], residuals, key)
     assert_same_bytes(payload, expected)
-    for a, b in zip([*new, *ops.decode(layout, payload)], [*expected_new, *reference_decode(layout)(payload)], strict=True):
+    for a, b in zip(
+        [*new, *ops.decode(layout, payload)], [*expected_new, *reference_decode(layout)(payload)], strict=True
+    ):
         assert_same_values(a, b)
     payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, 1]
     of_sum = dict(chunk=1, divisor=3.0, encoded=True, key=native_key(layout.of_sum(2).codec))
     total, lost = ops.reduce(layout, payloads, residuals=residuals, **of_sum)
-    expected, *expected_lost = reference_reduce(layout, 3.0, True, False, feedback=True)(payloads, jnp.array([1, 0], jnp.int32), residuals, key)
+    expected, *expected_lost = reference_reduce(layout, 3.0, True, False, feedback=True)(
+        payloads, jnp.array([1, 0], jnp.int32), residuals, key
+    )
     assert_same_bytes(total, expected)
     for a, b in zip(lost, expected_lost, strict=True):
         assert_same_values(a, b)
@@ -150,7 +178,9 @@ def test_every_kernel_gives_the_same_bytes(kernels):
             layout = Layout.of(codec, leaves, chunks=3)
             payload, new = ops.encode(layout, leaves, native_key(codec), residuals)
             key = native_key(layout.of_sum(3).codec)
-            summed, lost = ops.reduce(layout, jnp.stack([payload[1]] * 3), chunk=1, divisor=3, encoded=True, key=key, residuals=residuals)
+            summed, lost = ops.reduce(
+                layout, jnp.stack([payload[1]] * 3), chunk=1, divisor=3, encoded=True, key=key, residuals=residuals
+            )
             out += [payload, *new, summed, *lost, *ops.decode(layout, payload)]
         return [np.asarray(x) for x in out]
 
@@ -187,7 +217,9 @@ def test_large_sums_are_the_same_written_around_the_caches(divisor):
     assert_same_bytes(total, expected)
 
 
-@pytest.mark.parametrize("codec", [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000)], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000)], ids=repr
+)
 def test_buckets_larger_than_a_task(codec):
     leaves = [normal(250_000)]
     layout = Layout.of(codec, leaves, chunks=2)

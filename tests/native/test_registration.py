@@ -1,13 +1,14 @@
 """Without its native module, with one of another version, and with JAXCGX_REFERENCE=1."""
+
 import os
 import subprocess
 import sys
 
-import pytest
-
 
 def run(code, **env):
-    return subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env={**os.environ, **env}, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_reference_mode_gives_the_same_bytes_without_a_kernel():
@@ -21,14 +22,17 @@ assert "jaxcgx_encode" not in f.lower(x).compile().as_text()
 print(hashlib.sha256(np.asarray(f(x)).tobytes()).hexdigest())
 """
     reference = run(code, JAXCGX_REFERENCE="1")
-    native = run(code.replace('sys.modules["jaxcgx.native._native"] = None', "").replace("not in", "in"), JAXCGX_REFERENCE="0")
+    native = run(
+        code.replace('sys.modules["jaxcgx.native._native"] = None', "").replace("not in", "in"), JAXCGX_REFERENCE="0"
+    )
     assert reference.returncode == 0, reference.stderr
     assert native.returncode == 0, native.stderr
     assert reference.stdout == native.stdout
 
 
 def test_transformations_in_reference_mode():
-    result = run("""
+    result = run(
+        """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
 import jaxcgx as cgx
@@ -57,7 +61,9 @@ residual = jnp.zeros(100)
 payload, (new,) = step(x[0], residual)
 assert residual.is_deleted()
 np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x[0], atol=1e-6)
-""", JAXCGX_REFERENCE="1")
+""",
+        JAXCGX_REFERENCE="1",
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -65,11 +71,20 @@ def test_a_missing_module_is_one_error_with_the_remedy():
     result = run("import sys; sys.modules['jaxcgx.native._native'] = None; import jaxcgx", JAXCGX_REFERENCE="0")
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: jaxcgx: its native module can't be loaded") and "pip install" in last and "JAXCGX_REFERENCE=1" in last
+    assert (
+        last.startswith("ImportError: jaxcgx: its native module can't be loaded")
+        and "pip install" in last
+        and "JAXCGX_REFERENCE=1" in last
+    )
 
 
 def test_a_module_of_another_version_is_refused():
     code = "import importlib.metadata as m; m.version = lambda name: '9.9'; import jaxcgx"
     result = run(code, JAXCGX_REFERENCE="0")
     last = result.stderr.strip().splitlines()[-1]
-    assert result.returncode != 0 and "of version" in last and "the package of version 9.9" in last and "pip install" in last
+    assert (
+        result.returncode != 0
+        and "of version" in last
+        and "the package of version 9.9" in last
+        and "pip install" in last
+    )

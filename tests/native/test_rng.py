@@ -1,4 +1,5 @@
 """Philox against its authors' vectors, and where its bits go."""
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -8,7 +9,11 @@ from jaxcgx.native.rng import noise, philox
 KNOWN = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
 ]
 
 
@@ -32,7 +37,9 @@ def test_elements_past_2_to_the_32():
     key = jnp.array([3, 4], jnp.uint32)
     start = 2**37 + 5 * 128
     first = start // 128 * 16
-    words = philox([jnp.uint32(first & 0xFFFFFFFF), jnp.uint32(first >> 32), jnp.uint32(0), jnp.uint32(0)], (key[0], key[1]))
+    words = philox(
+        [jnp.uint32(first & 0xFFFFFFFF), jnp.uint32(first >> 32), jnp.uint32(0), jnp.uint32(0)], (key[0], key[1])
+    )
     assert int(noise(key, 0, start, 1)[0]) == int(words[0]) & 0xFFFF
 
 

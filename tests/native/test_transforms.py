@@ -1,18 +1,26 @@
 """The operations under every transformation that a training step may use."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import CODECS, KEY, Truncate, assert_same_bytes, custom_calls, each_codec, native_key, normal
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import CODECS, KEY, Truncate, assert_same_bytes, custom_calls, each_codec, native_key, normal
 from jaxcgx._compat import varying_axes
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
-SOME = [cgx.MaxMin(4, 64), cgx.MaxMin(8, 33, "stochastic"), cgx.ByteGrad(), cgx.Cast("bfloat16", "stochastic"), cgx.Raw()]
+SOME = [
+    cgx.MaxMin(4, 64),
+    cgx.MaxMin(8, 33, "stochastic"),
+    cgx.ByteGrad(),
+    cgx.Cast("bfloat16", "stochastic"),
+    cgx.Raw(),
+]
 
 
 def random_key(codec, seed=0):
@@ -70,8 +78,18 @@ def test_vmap_of_feedback_and_reduce():
 
     def step(a, b, r, key, chunk):
         payload, new = ops.encode(layout, [a, b], key, [r, lost[1]])
-        mine = ops.reduce(layout, jnp.stack([payload[1], payload[1]]), chunk=1, own=[a, b], rank=1, divisor=2, encoded=True, key=key)
-        both = ops.reduce(layout, jnp.stack([payload[chunk]] * 2), chunk=chunk, divisor=3, encoded=True, key=key, residuals=[r, lost[1]])
+        mine = ops.reduce(
+            layout, jnp.stack([payload[1], payload[1]]), chunk=1, own=[a, b], rank=1, divisor=2, encoded=True, key=key
+        )
+        both = ops.reduce(
+            layout,
+            jnp.stack([payload[chunk]] * 2),
+            chunk=chunk,
+            divisor=3,
+            encoded=True,
+            key=key,
+            residuals=[r, lost[1]],
+        )
         return payload, new, mine, both
 
     chunks = jnp.array([1, 0, 0, 1])
@@ -90,8 +108,12 @@ def test_roundtrip_is_straight_through(codec):
     value, tangent = jax.jvp(lambda x: cgx.roundtrip(x, codec, key), (x,), (w,))
     assert_same_bytes(value, cgx.roundtrip(x, codec, key))
     np.testing.assert_array_equal(tangent, w)
-    np.testing.assert_array_equal(jax.vmap(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum()))(normal((3, 8))), np.ones((3, 8)))
-    np.testing.assert_array_equal(jax.hessian(lambda x: (cgx.roundtrip(x, codec, key) ** 2).sum())(x[:3]), 2 * np.eye(3))
+    np.testing.assert_array_equal(
+        jax.vmap(jax.grad(lambda x: cgx.roundtrip(x, codec, key).sum()))(normal((3, 8))), np.ones((3, 8))
+    )
+    np.testing.assert_array_equal(
+        jax.hessian(lambda x: (cgx.roundtrip(x, codec, key) ** 2).sum())(x[:3]), 2 * np.eye(3)
+    )
 
 
 def test_bytes_have_no_tangent():
@@ -101,7 +123,10 @@ def test_bytes_have_no_tangent():
     layout = Layout.of(codec, [x])
     payload, tangent = jax.jvp(lambda x: ops.encode(layout, [x]), (x,), (x,))
     assert payload.dtype == jnp.uint8 and tangent.dtype == jax.dtypes.float0
-    for lossy in (lambda r: ops.encode(layout, [x], residuals=[r]), lambda r: ops.reduce(layout, payload, encoded=True, residuals=[r])):
+    for lossy in (
+        lambda r: ops.encode(layout, [x], residuals=[r]),
+        lambda r: ops.reduce(layout, payload, encoded=True, residuals=[r]),
+    ):
         assert (jax.grad(lambda r: lossy(r)[1][0].sum())(jnp.zeros(100)) == 0).all()
 
 
@@ -178,7 +203,9 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
     payloads = jnp.stack([ops.encode(layout, leaves, key)] * 2)
 
     def step(residuals, chunk):
-        payload, new = ops.reduce(layout, payloads[:, chunk], chunk=chunk, divisor=2, encoded=True, key=key, residuals=residuals)
+        payload, new = ops.reduce(
+            layout, payloads[:, chunk], chunk=chunk, divisor=2, encoded=True, key=key, residuals=residuals
+        )
         return new, payload
 
     residuals = [normal(x.shape, 3, scale=0.1) for x in leaves]
@@ -198,8 +225,16 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
     jax.tree.map(np.testing.assert_array_equal, new, together)
     assert_same_bytes(stacked, jnp.stack([payload for _, _, payload in alone]))
     square = Layout.of(codec, leaves[:1] * 2)
-    _, twice = ops.reduce(square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=residuals[:1] * 2)
-    _, apart = ops.reduce(square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=[jnp.array(residuals[0]) for _ in "ab"])
+    _, twice = ops.reduce(
+        square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=residuals[:1] * 2
+    )
+    _, apart = ops.reduce(
+        square,
+        ops.encode(square, leaves[:1] * 2, key),
+        encoded=True,
+        key=key,
+        residuals=[jnp.array(residuals[0]) for _ in "ab"],
+    )
     jax.tree.map(assert_same_bytes, twice, apart)
 
 
@@ -213,11 +248,19 @@ def test_nothing_is_lost_twice(codec, divisor):
     owed = [[normal(s, 50 * rank + i, scale=0.1) for i, s in enumerate(shapes)] for rank in range(3)]
     payloads, left = zip(*(ops.encode(layout, x, key, e) for x, e in zip(given, owed)))
     payloads = jnp.stack(payloads)
-    sums, left = zip(*(ops.reduce(layout, payloads[:, rank], chunk=rank, divisor=divisor, encoded=True, key=key, residuals=left[rank])
-                       for rank in range(3)))
+    sums, left = zip(
+        *(
+            ops.reduce(
+                layout, payloads[:, rank], chunk=rank, divisor=divisor, encoded=True, key=key, residuals=left[rank]
+            )
+            for rank in range(3)
+        )
+    )
     for i, decoded in enumerate(ops.decode(layout, jnp.stack(sums))):
         total = lambda trees: sum(np.asarray(tree[i], np.float64) for tree in trees)
-        np.testing.assert_allclose(total(left) + divisor * np.asarray(decoded, np.float64), total(given) + total(owed), atol=2e-6)
+        np.testing.assert_allclose(
+            total(left) + divisor * np.asarray(decoded, np.float64), total(given) + total(owed), atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("codec", **each_codec(CODECS[::6]))
@@ -315,8 +358,12 @@ def test_an_exchange_in_shard_map(codec, check_vma):
         return ops.reduce(layout, payloads, own=[x[0]], rank=rank, divisor=4)[0][None]
 
     run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
-    sent = [x[i] if codec.raw else cgx.roundtrip(x[i], codec, jax.random.fold_in(jax.random.key(0), i) if codec.stochastic else None)
-            for i in range(4)]
+    sent = [
+        x[i]
+        if codec.raw
+        else cgx.roundtrip(x[i], codec, jax.random.fold_in(jax.random.key(0), i) if codec.stochastic else None)
+        for i in range(4)
+    ]
     for i, mean in enumerate(run(x)):
         expected = sum(np.asarray(x[j] if j == i else sent[j], np.float64) for j in range(4)) / 4
         np.testing.assert_allclose(mean, expected, rtol=2e-6, atol=2e-6)
@@ -378,7 +425,11 @@ def test_empty_messages():
     assert cgx.roundtrip(jnp.zeros((2, 0)), cgx.Sign()).shape == (2, 0)
     nothing = Layout(cgx.MaxMin(4), (), (), chunks=3)
     payload = ops.encode(nothing, [])
-    assert payload.shape == (3, 0) and ops.encode(nothing, [], residuals=[])[1] == [] and ops.decode(nothing, payload) == []
+    assert (
+        payload.shape == (3, 0)
+        and ops.encode(nothing, [], residuals=[])[1] == []
+        and ops.decode(nothing, payload) == []
+    )
     assert ops.reduce(nothing, payload, encoded=True).shape == (0,)
     assert ops.reduce(nothing, payload, encoded=True, residuals=[])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5

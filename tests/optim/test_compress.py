@@ -1,4 +1,5 @@
 """compress_gradients by itself: what it sends, what it keeps, what it refuses."""
+
 import functools
 import re
 
@@ -7,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
-
-import jaxcgx as cgx
 from golden import numpy_codec
 from helpers import assert_same_bytes, normal, sent
+from jax import lax
+from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
+
+import jaxcgx as cgx
 
 RANKS = 4
 GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
@@ -26,7 +27,9 @@ def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
     specs = cgx.state_specs(state, "data")
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma)
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
+    )
     def step(grads, state):
         return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
 
@@ -44,8 +47,14 @@ def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=(P(), P("data")))
     def step(grads, residuals):
-        mean, lost = cgx.compressed_pmean(*jax.tree.map(lambda x: x[0], (grads,)), "data", plan, key=key,
-                                          residuals=jax.tree.map(lambda x: x[0], residuals), **options)
+        mean, lost = cgx.compressed_pmean(
+            *jax.tree.map(lambda x: x[0], (grads,)),
+            "data",
+            plan,
+            key=key,
+            residuals=jax.tree.map(lambda x: x[0], residuals),
+            **options,
+        )
         return mean, jax.tree.map(lambda x: x[None], lost)
 
     return step(grads, residuals)
@@ -76,9 +85,11 @@ def test_noise_is_another_one_every_step():
         np.testing.assert_array_equal(state.key, jax.random.key_data(key))
 
 
-@pytest.mark.parametrize("options", [dict(schedule="two_shot", own="encoded"), dict(schedule="one_shot"), dict(fusion_mb=1e-6)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(schedule="two_shot", own="encoded"), dict(schedule="one_shot"), dict(fusion_mb=1e-6)], ids=str
+)
 def test_options_of_the_collective(options):
-    (mean, state), = run(compress(CODEC, **options))
+    ((mean, state),) = run(compress(CODEC, **options))
     assert_trees_same((mean, state.residuals), pmean(CODEC, **options))
 
 
@@ -104,8 +115,8 @@ def test_a_reset_is_not_skipped():
     """Its step may be one whose mean is not finite."""
     bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
     transformation = compress(CODEC, reset_every=2, skip_nonfinite=True)
-    (_, before), = run(transformation)
-    (_, after), = run(transformation, 1, bad, before)
+    ((_, before),) = run(transformation)
+    ((_, after),) = run(transformation, 1, bad, before)
     assert before.residuals["w"].any() and not any(r.any() for r in after.residuals.values())
 
 
@@ -132,9 +143,14 @@ def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nesterov):
     plan = cgx.Plan(cgx.MaxMin(8), min_size=10**6)
-    ours = cgx.compressed(optax.sgd(0.1), "data", plan, axis_size=RANKS, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
-    theirs = optax.chain(cgx.compress_gradients("data", plan, axis_size=RANKS), optax.add_decayed_weights(0.01),
-                         optax.sgd(0.1, momentum=0.9, nesterov=nesterov))
+    ours = cgx.compressed(
+        optax.sgd(0.1), "data", plan, axis_size=RANKS, momentum=0.9, nesterov=nesterov, weight_decay=0.01
+    )
+    theirs = optax.chain(
+        cgx.compress_gradients("data", plan, axis_size=RANKS),
+        optax.add_decayed_weights(0.01),
+        optax.sgd(0.1, momentum=0.9, nesterov=nesterov),
+    )
     (params, state, _), (expected, _, _) = train(ours), train(theirs)
     for name, p in params.items():
         np.testing.assert_allclose(p, expected[name], rtol=1e-5, atol=1e-6)
@@ -143,7 +159,10 @@ def test_momentum_and_weight_decay_of_what_travels_raw_are_the_optimizers(nester
 
 def test_momentum_of_what_is_compressed_and_of_what_is_not():
     """Nesterov's: all but the error of 8 bits is that of the mean. Weight decay is not compressed."""
-    plan, options = cgx.Plan(cgx.MaxMin(8, 64), min_size=100), dict(axis_size=RANKS, momentum=0.9, nesterov=True, weight_decay=0.1)
+    plan, options = (
+        cgx.Plan(cgx.MaxMin(8, 64), min_size=100),
+        dict(axis_size=RANKS, momentum=0.9, nesterov=True, weight_decay=0.1),
+    )
     params, state, _ = train(cgx.compressed(optax.sgd(0.1), "data", plan, **options), 20)
     expected, _, _ = train(cgx.compressed(optax.sgd(0.1), "data", cgx.Raw(), **options), 20)
     for name, p in params.items():
@@ -155,8 +174,8 @@ def test_momentum_of_what_is_compressed_and_of_what_is_not():
 def test_an_overflow_does_not_stay_in_the_momentum():
     """Where the mean is not finite, u stays as it was, whoever looks for overflows behind."""
     bad = {**GRADS, "b": GRADS["b"].at[2, 7].set(jnp.inf)}
-    (_, before), = run(compress(CODEC, momentum=0.5))
-    (mean, after), = run(compress(CODEC, momentum=0.5), 1, bad, before)
+    ((_, before),) = run(compress(CODEC, momentum=0.5))
+    ((mean, after),) = run(compress(CODEC, momentum=0.5), 1, bad, before)
     expected = jax.tree.map(lambda u, g, x: jnp.where(jnp.isfinite(x), 0.5 * u + g, u), before.momentum, bad, mean)
     assert not np.isfinite(mean["b"]).any() and np.isfinite(mean["w"]).all()
     assert_trees_same(after.momentum, expected)
@@ -165,13 +184,13 @@ def test_an_overflow_does_not_stay_in_the_momentum():
 def test_momentum_has_the_dtype_of_its_parameters():
     """Also where their gradients have another."""
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
-    (mean, state), = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
+    ((mean, state),) = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
     assert_trees_same(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
     assert_trees_same(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
 
 
 def test_plans_leave_leaves_raw():
-    (mean, state), = run(compress(cgx.Plan(CODEC, min_size=100)))
+    ((mean, state),) = run(compress(cgx.Plan(CODEC, min_size=100)))
     assert state.residuals["b"] is None and state.residuals["w"].shape == (RANKS, 30, 40)
     np.testing.assert_allclose(mean["b"], GRADS["b"].mean(0), rtol=1e-6, atol=1e-7)
 
@@ -189,7 +208,11 @@ def test_a_schedule_of_plans():
         assert state.count == step + 1
     optimizer = optax.chain(transformation, optax.sgd(0.1))
     state = optimizer.init(PARAMS)
-    step, params, state = on_mesh(local_step(optimizer), state), place(PARAMS, P()), place(state, cgx.state_specs(state, "data"))
+    step, params, state = (
+        on_mesh(local_step(optimizer), state),
+        place(PARAMS, P()),
+        place(state, cgx.state_specs(state, "data")),
+    )
     for _ in range(6):
         params, state, _ = step(params, state, X)
     assert step._cache_size() == 1
@@ -198,11 +221,16 @@ def test_a_schedule_of_plans():
 def test_what_never_is_compressed_has_no_residual():
     plans = {0: cgx.Plan(CODEC, min_size=100), 3: cgx.Plan(cgx.MaxMin(4), [("w", cgx.Raw())], min_size=0)}
     state = compress(plans).init({**PARAMS, "n": jnp.zeros(3)})
-    assert {k: v if v is None else v.shape for k, v in state.residuals.items()} == {"w": (4, 30, 40), "b": None, "n": None}
+    assert {k: v if v is None else v.shape for k, v in state.residuals.items()} == {
+        "w": (4, 30, 40),
+        "b": None,
+        "n": None,
+    }
 
 
 def test_a_quadratic_with_error_feedback():
-    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them: u = g + e, e <- u - Q(u), x <- x - lr mean Q(u).
+    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them: u = g + e, e <- u - Q(u), x
+    <- x - lr mean Q(u).
     All numbers but those of Q are multiplied by powers of two, so that every rounding is that of an addition."""
     n, steps, rate = 40, 1000, 2.0**-4
     centers = np.asarray(normal((RANKS, n), 5))
@@ -212,7 +240,9 @@ def test_a_quadratic_with_error_feedback():
     state = transformation.init(jnp.zeros(n))
     specs = cgx.state_specs(state, "data")
 
-    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), P("data"), specs), out_specs=(P(), specs))
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), P("data"), specs), out_specs=(P(), specs)
+    )
     def train(center, a, state):
         def step(carry, _):
             x, state = carry
@@ -290,13 +320,17 @@ def hlo(step, *args):
     return re.sub(r"(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", "", text).strip()
 
 
-@pytest.mark.parametrize("plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"])
+@pytest.mark.parametrize(
+    "plan", [cgx.Raw(), cgx.Plan(cgx.Raw()), cgx.Plan(CODEC, min_size=10**6)], ids=["Raw", "plan", "small"]
+)
 def test_raw_costs_nothing(plan):
     """The compiled program is that of optax and lax.pmean."""
     optimizer = optax.sgd(0.1, momentum=0.9)
     wrapped = cgx.compressed(optimizer, "data", plan, axis_size=RANKS)
     plain = optax.chain(optax.stateless(lambda grads, params: lax.pmean(grads, "data")), optimizer)
-    programs = [hlo(on_mesh(local_step(each), each.init(PARAMS)), PARAMS, each.init(PARAMS), X) for each in (wrapped, plain)]
+    programs = [
+        hlo(on_mesh(local_step(each), each.init(PARAMS)), PARAMS, each.init(PARAMS), X) for each in (wrapped, plain)
+    ]
     assert programs[0] == programs[1]
 
 
@@ -354,7 +388,9 @@ def test_in_vmap():
 
 
 def test_hierarchies():
-    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS])
+    mesh = jax.make_mesh(
+        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:RANKS]
+    )
     axes = ("node", "local")
     transformation = cgx.compress_gradients(axes, {"node": CODEC, "local": cgx.Raw()}, axis_size=RANKS)
     state = transformation.init(PARAMS)
@@ -388,14 +424,14 @@ def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
     """An overflow on one rank is seen by all; with skip_nonfinite nothing that is kept changes."""
     bad = {**GRADS, "w": GRADS["w"].at[2, 3, 7].set(jnp.inf)}
     options = dict(momentum=0.5, skip_nonfinite=True)
-    (_, before), = run(compress(CODEC, **options))
-    (mean, after), = run(compress(CODEC, **options), 1, bad, before)
+    ((_, before),) = run(compress(CODEC, **options))
+    ((mean, after),) = run(compress(CODEC, **options), 1, bad, before)
     assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
     assert_trees_same(after._replace(count=None), before._replace(count=None))
-    (_, again), = run(compress(CODEC, **options), 1, GRADS, after)
+    ((_, again),) = run(compress(CODEC, **options), 1, GRADS, after)
     assert_trees_same(again._replace(count=None), run(compress(CODEC, momentum=0.5), 2)[1][1]._replace(count=None))
     assert again.count == 3  # skipped steps count
-    (_, eaten), = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
+    ((_, eaten),) = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
     assert np.isfinite(eaten.residuals["w"]).all()
 
 
@@ -414,7 +450,9 @@ def test_telemetry(feedback):
     assert 0 < found.saturation["w"] < 1
     assert (found.vnmse["b"], found.saturation["b"]) == (0, 0)
     assert {k: (int(found.bytes[k]), int(found.uncompressed[k])) for k in PARAMS} == {
-        "w": (CODEC.wire_bytes((30, 40), jnp.float32), 4800), "b": (160, 160)}
+        "w": (CODEC.wire_bytes((30, 40), jnp.float32), 4800),
+        "b": (160, 160),
+    }
     assert_trees_same(mean, run(compress(plan, feedback=feedback), 2)[1][0])
     if not feedback:
         assert state.residuals == {"w": None, "b": None}
@@ -423,7 +461,7 @@ def test_telemetry(feedback):
 @pytest.mark.parametrize("own", ["raw", "encoded"])
 def test_telemetry_of_both_roundings(own):
     """With own="raw" what is lost is the whole error of the mean; with "encoded" the second rounding is not in it."""
-    (mean, state), = run(compress(CODEC, telemetry=True, schedule="two_shot", own=own))
+    ((mean, state),) = run(compress(CODEC, telemetry=True, schedule="two_shot", own=own))
     lost = state.residuals["w"]
     np.testing.assert_allclose(state.telemetry.vnmse["w"], (lost**2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-5)
     assert np.allclose(GRADS["w"].mean(0) - mean["w"], lost.mean(0), atol=1e-5) == (own == "raw")
@@ -431,99 +469,248 @@ def test_telemetry_of_both_roundings(own):
 
 def test_telemetry_of_zeros_and_of_infinities():
     grads = {"w": jnp.zeros((RANKS, 30, 40)), "b": GRADS["b"].at[1, 0].set(jnp.inf)}
-    (_, state), = run(compress(CODEC, telemetry=True), 1, grads)
+    ((_, state),) = run(compress(CODEC, telemetry=True), 1, grads)
     assert (state.telemetry.vnmse["w"], state.telemetry.saturation["w"]) == (0, 0)
     assert not np.isfinite(state.telemetry.vnmse["b"]) and state.telemetry.saturation["b"] > 0
 
 
 def test_an_empty_tree():
-    (mean, state), = run(compress(CODEC, telemetry=True), 1, {})
+    ((mean, state),) = run(compress(CODEC, telemetry=True), 1, {})
     assert mean == {} and state.residuals == {}
 
 
 def test_a_schedule_in_which_nothing_is_compressed_counts_nothing():
-    (mean, state), = run(compress({0: cgx.Raw(), 1: cgx.Plan(CODEC, min_size=10**6)}))
+    ((mean, state),) = run(compress({0: cgx.Raw(), 1: cgx.Plan(CODEC, min_size=10**6)}))
     assert state.count is state.key is None
     np.testing.assert_allclose(mean["w"], GRADS["w"].mean(0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("arguments", "error", "words"), [
-    (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
-    (dict(plan={"data": 4}), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
-    (dict(plan={5: CODEC}), ValueError, "compress_gradients: argument 'plan': expected a schedule {first step: plan} that begins with step 0, got steps [5]"),
-    (dict(plan={0: CODEC, -1: CODEC}), ValueError, "that begins with step 0, got steps [0, -1]"),
-    (dict(plan={0: CODEC, "data": CODEC}), ValueError, "that begins with step 0, got steps [0, 'data']"),
-    (dict(plan={0: CODEC, 9: "raw"}), TypeError, "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 'raw'"),
-    (dict(feedback=1), TypeError, "compress_gradients: argument 'feedback': expected True or False, got 1"),
-    (dict(telemetry="yes"), TypeError, "compress_gradients: argument 'telemetry': expected True or False, got 'yes'"),
-    (dict(skip_nonfinite=None), TypeError, "compress_gradients: argument 'skip_nonfinite': expected True or False, got None"),
-    (dict(beta=0), ValueError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got 0"),
-    (dict(beta="1"), TypeError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got '1'"),
-    (dict(momentum=1.0), ValueError, "compress_gradients: argument 'momentum': expected a number from 0 to below 1, got 1.0"),
-    (dict(reset_every=0), ValueError, "compress_gradients: argument 'reset_every': expected a positive integer, got 0"),
-    (dict(reset_every=2.5), TypeError, "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5"),
-    (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
-    (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
-    (dict(feedback=False, beta=0.5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
-    (dict(nesterov=True), ValueError, "compress_gradients: argument 'momentum': expected a number with 'nesterov', 'momentum_masking' or 'weight_decay', got None"),
-    (dict(weight_decay=0.1), ValueError, "got None; optax.add_decayed_weights is weight decay without momentum"),
-    (dict(momentum=0.9, weight_decay=-1), ValueError, "compress_gradients: argument 'weight_decay': expected a number of at least 0, got -1"),
-    (dict(momentum=0.9, nesterov=1), TypeError, "compress_gradients: argument 'nesterov': expected True or False, got 1"),
-    (dict(momentum=0.9, momentum_masking=True), ValueError, "compress_gradients: argument 'momentum_masking': expected False without jaxcgx.TopK"),
-    (dict(plan=cgx.TopK(), momentum=0.9, momentum_masking=True, feedback=False), ValueError, "argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
-    (dict(schedule="ring"), ValueError, "compress_gradients: argument 'schedule': expected the schedule \"two_shot\" or \"one_shot\" over 'data' with feedback "
-     "or telemetry, got \"ring\", which encodes sums of several ranks on the way; pass schedule=\"two_shot\", or feedback=False without telemetry"),
-    (dict(schedule={"data": "ring"}, feedback=False, telemetry=True), ValueError, "argument 'schedule': expected the schedule \"two_shot\""),
-    (dict(plan={0: cgx.Raw(), 5: cgx.Plan(CODEC, schedule="ring")}), ValueError, "argument 'plan': expected the schedule \"two_shot\""),
-    (dict(axis_name=("cross", "inner"), plan=cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})), ValueError,
-     "argument 'plan': expected the schedule \"two_shot\" or \"one_shot\" over 'cross'"),
-    (dict(feedback=False, reset_every=5), ValueError, "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (
+            dict(plan=4),
+            TypeError,
+            "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4",
+        ),
+        (
+            dict(plan={"data": 4}),
+            TypeError,
+            "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 4",
+        ),
+        (
+            dict(plan={5: CODEC}),
+            ValueError,
+            "compress_gradients: argument 'plan': expected a schedule {first step: plan} that begins with step 0, got "
+            "steps [5]",
+        ),
+        (dict(plan={0: CODEC, -1: CODEC}), ValueError, "that begins with step 0, got steps [0, -1]"),
+        (dict(plan={0: CODEC, "data": CODEC}), ValueError, "that begins with step 0, got steps [0, 'data']"),
+        (
+            dict(plan={0: CODEC, 9: "raw"}),
+            TypeError,
+            "compress_gradients: argument 'plan': expected a codec such as jaxcgx.MaxMin(bits=4), got 'raw'",
+        ),
+        (dict(feedback=1), TypeError, "compress_gradients: argument 'feedback': expected True or False, got 1"),
+        (
+            dict(telemetry="yes"),
+            TypeError,
+            "compress_gradients: argument 'telemetry': expected True or False, got 'yes'",
+        ),
+        (
+            dict(skip_nonfinite=None),
+            TypeError,
+            "compress_gradients: argument 'skip_nonfinite': expected True or False, got None",
+        ),
+        (dict(beta=0), ValueError, "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got 0"),
+        (
+            dict(beta="1"),
+            TypeError,
+            "compress_gradients: argument 'beta': expected a number above 0 and up to 1, got '1'",
+        ),
+        (
+            dict(momentum=1.0),
+            ValueError,
+            "compress_gradients: argument 'momentum': expected a number from 0 to below 1, got 1.0",
+        ),
+        (
+            dict(reset_every=0),
+            ValueError,
+            "compress_gradients: argument 'reset_every': expected a positive integer, got 0",
+        ),
+        (
+            dict(reset_every=2.5),
+            TypeError,
+            "compress_gradients: argument 'reset_every': expected a positive integer, got 2.5",
+        ),
+        (dict(axis_size=0), ValueError, "compress_gradients: argument 'axis_size': expected a positive integer, got 0"),
+        (dict(seed="a"), TypeError, "compress_gradients: argument 'seed': expected an integer, got 'a'"),
+        (
+            dict(feedback=False, beta=0.5),
+            ValueError,
+            "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', "
+            "got False",
+        ),
+        (
+            dict(nesterov=True),
+            ValueError,
+            "compress_gradients: argument 'momentum': expected a number with 'nesterov', 'momentum_masking' or "
+            "'weight_decay', got None",
+        ),
+        (dict(weight_decay=0.1), ValueError, "got None; optax.add_decayed_weights is weight decay without momentum"),
+        (
+            dict(momentum=0.9, weight_decay=-1),
+            ValueError,
+            "compress_gradients: argument 'weight_decay': expected a number of at least 0, got -1",
+        ),
+        (
+            dict(momentum=0.9, nesterov=1),
+            TypeError,
+            "compress_gradients: argument 'nesterov': expected True or False, got 1",
+        ),
+        (
+            dict(momentum=0.9, momentum_masking=True),
+            ValueError,
+            "compress_gradients: argument 'momentum_masking': expected False without jaxcgx.TopK",
+        ),
+        (
+            dict(plan=cgx.TopK(), momentum=0.9, momentum_masking=True, feedback=False),
+            ValueError,
+            "argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', got False",
+        ),
+        (
+            dict(schedule="ring"),
+            ValueError,
+            "compress_gradients: argument 'schedule': expected the schedule \"two_shot\" or \"one_shot\" over 'data' "
+            "with feedback "
+            'or telemetry, got "ring", which encodes sums of several ranks on the way; pass schedule="two_shot", or feedback=False without telemetry',
+        ),
+        (
+            dict(schedule={"data": "ring"}, feedback=False, telemetry=True),
+            ValueError,
+            "argument 'schedule': expected the schedule \"two_shot\"",
+        ),
+        (
+            dict(plan={0: cgx.Raw(), 5: cgx.Plan(CODEC, schedule="ring")}),
+            ValueError,
+            "argument 'plan': expected the schedule \"two_shot\"",
+        ),
+        (
+            dict(
+                axis_name=("cross", "inner"),
+                plan=cgx.Plan.from_env(("cross", "inner"), {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"}),
+            ),
+            ValueError,
+            "argument 'plan': expected the schedule \"two_shot\" or \"one_shot\" over 'cross'",
+        ),
+        (
+            dict(feedback=False, reset_every=5),
+            ValueError,
+            "compress_gradients: argument 'feedback': expected True with 'beta', 'reset_every' or 'momentum_masking', "
+            "got False",
+        ),
+    ],
+)
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error) as caught:
         cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("arguments", [
-    dict(schedule="ring", feedback=False), dict(plan=cgx.Raw(), schedule="ring"), dict(plan=cgx.Plan(CODEC, schedule="ring"), schedule="two_shot"),
-    dict(axis_name=("node", "local"), schedule={"node": "two_shot", "local": "ring"}),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        dict(schedule="ring", feedback=False),
+        dict(plan=cgx.Raw(), schedule="ring"),
+        dict(plan=cgx.Plan(CODEC, schedule="ring"), schedule="two_shot"),
+        dict(axis_name=("node", "local"), schedule={"node": "two_shot", "local": "ring"}),
+    ],
+    ids=str,
+)
 def test_rings_that_lose_nothing_of_a_ranks_own(arguments):
     cgx.compress_gradients(**{"axis_name": "data", "plan": CODEC, **arguments})
 
 
 def test_init_must_see_the_ranks():
-    with pytest.raises(ValueError, match="compress_gradients: argument 'axis_size': expected the number of ranks of 'data', which init can't see, got None; "
-                                         r"pass it, or call init under jax.set_mesh\(mesh\) or inside jax.shard_map"):
+    with pytest.raises(
+        ValueError,
+        match="compress_gradients: argument 'axis_size': expected the number of ranks of 'data', which init can't see, "
+        "got None; "
+        r"pass it, or call init under jax.set_mesh\(mesh\) or inside jax.shard_map",
+    ):
         cgx.compress_gradients("data", CODEC).init(PARAMS)
     with pytest.raises(NameError, match="compress_gradients: argument 'axis_name': no axis 'data' is bound here"):
         compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS))
 
 
 def test_rules_without_a_leaf():
-    with pytest.raises(ValueError, match="compress_gradients: argument 'plan': expected a leaf for every rule of the plan, got none for Rule.*'kernel'"):
+    with pytest.raises(
+        ValueError,
+        match="compress_gradients: argument 'plan': expected a leaf for every rule of the plan, got none for "
+        "Rule.*'kernel'",
+    ):
         compress(cgx.Plan(CODEC, [("kernel", cgx.MaxMin(8))])).init(PARAMS)
 
 
-@pytest.mark.parametrize(("state", "error", "words"), [
-    (lambda: compress(cgx.Plan(CODEC, min_size=100)).init(PARAMS), ValueError,
-     "compress_gradients: argument 'state'.residuals['b']: expected float32[1, 40], got None: it was made with another plan or other options; go on with "
-     "those, or take a new one from init"),
-    (lambda: compress(CODEC, feedback=False).init(PARAMS), ValueError, "argument 'state'.residuals['b']: expected float32[1, 40], got None"),
-    (lambda: compress(cgx.Raw()).init(PARAMS), ValueError, "argument 'state'.count: expected int32[], got None: it was made with another plan"),
-    (lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}), ValueError,
-     "argument 'state'.residuals['w']: expected float32[1, 30, 40], got float32[1, 30, 41]: it was made with"),
-    (lambda: compress(CODEC).init({"w": PARAMS["w"]}), ValueError, "compress_gradients: argument 'state': expected the structure"),
-    (lambda: compress(CODEC, momentum=0.9).init(PARAMS), ValueError, "compress_gradients: argument 'state': expected the structure"),
-    (lambda: optax.adam(1e-3).init(PARAMS), TypeError, "compress_gradients: argument 'state': expected what its init returns, a CompressState, got tuple"),
-    (lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS), ValueError,
-     "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; shard the state over 'data', as "
-     "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state"),
-    (lambda: jax.tree.map(lambda x: x if x.dtype != jnp.float32 else x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)), ValueError,
-     "argument 'state'.residuals['b']: expected float32[1, 40], got bfloat16[1, 40]: what is kept has the dtype that init gives it, whatever "
-     "parameters are cast to; cast it back"),
-], ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        (
+            lambda: compress(cgx.Plan(CODEC, min_size=100)).init(PARAMS),
+            ValueError,
+            "compress_gradients: argument 'state'.residuals['b']: expected float32[1, 40], got None: it was made with "
+            "another plan or other options; go on with "
+            "those, or take a new one from init",
+        ),
+        (
+            lambda: compress(CODEC, feedback=False).init(PARAMS),
+            ValueError,
+            "argument 'state'.residuals['b']: expected float32[1, 40], got None",
+        ),
+        (
+            lambda: compress(cgx.Raw()).init(PARAMS),
+            ValueError,
+            "argument 'state'.count: expected int32[], got None: it was made with another plan",
+        ),
+        (
+            lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}),
+            ValueError,
+            "argument 'state'.residuals['w']: expected float32[1, 30, 40], got float32[1, 30, 41]: it was made with",
+        ),
+        (
+            lambda: compress(CODEC).init({"w": PARAMS["w"]}),
+            ValueError,
+            "compress_gradients: argument 'state': expected the structure",
+        ),
+        (
+            lambda: compress(CODEC, momentum=0.9).init(PARAMS),
+            ValueError,
+            "compress_gradients: argument 'state': expected the structure",
+        ),
+        (
+            lambda: optax.adam(1e-3).init(PARAMS),
+            TypeError,
+            "compress_gradients: argument 'state': expected what its init returns, a CompressState, got tuple",
+        ),
+        (
+            lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS),
+            ValueError,
+            "argument 'state'.residuals['b']: expected float32[1, 40], got float32[2, 40]: that is of several ranks; "
+            "shard the state over 'data', as "
+            "jaxcgx.state_specs(state, 'data') says; one of another number of ranks is for jaxcgx.reshard_state",
+        ),
+        (
+            lambda: jax.tree.map(
+                lambda x: x if x.dtype != jnp.float32 else x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)
+            ),
+            ValueError,
+            "argument 'state'.residuals['b']: expected float32[1, 40], got bfloat16[1, 40]: what is kept has the dtype "
+            "that init gives it, whatever "
+            "parameters are cast to; cast it back",
+        ),
+    ],
+    ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"],
+)
 def test_a_state_from_another_plan(state, error, words):
     with pytest.raises(error) as caught:
         run(compress(CODEC), 1, state=state())
@@ -532,10 +719,10 @@ def test_a_state_from_another_plan(state, error, words):
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
     """Residuals are gradients, whatever the codec. Noise and schedules go on where they are."""
-    (_, state), = run(compress({0: cgx.Raw(), 1: CODEC}, seed=5))
-    (_, state), = run(compress(CODEC), 1, state=state)
+    ((_, state),) = run(compress({0: cgx.Raw(), 1: CODEC}, seed=5))
+    ((_, state),) = run(compress(CODEC), 1, state=state)
     key = jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), 2)
-    (mean, after), = run(compress(STOCHASTIC), 1, state=state)
+    ((mean, after),) = run(compress(STOCHASTIC), 1, state=state)
     assert_trees_same((mean, after.residuals), pmean(STOCHASTIC, residuals=state.residuals, key=key))
     assert after.count == 3
 
@@ -547,7 +734,8 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
 
 
 def test_feedback_matters():
-    """A large element in the bucket rounds the small ones to nothing in every step: without feedback they never move."""
+    """A large element in the bucket rounds the small ones to nothing in every step: without feedback they never
+    move."""
     ranks, rate, steps = 8, 0.02, 1000
     curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
     centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)

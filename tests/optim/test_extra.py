@@ -1,25 +1,31 @@
 """optax is an extra."""
+
 import subprocess
 import sys
 
 import optax
 import pytest
+from training import CODEC, PARAMS
 
 import jaxcgx as cgx
-from training import CODEC, PARAMS
 
 STATE = cgx.compress_gradients("data", CODEC, axis_size=4).init(PARAMS)
 
 
 def test_importing_jaxcgx_imports_no_optax():
-    subprocess.run([sys.executable, "-c", "import sys; sys.modules['optax'] = None; import jaxcgx"], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['optax'] = None; import jaxcgx"], check=True, timeout=120
+    )
 
 
-@pytest.mark.parametrize(("name", "call"), [
-    ("compress_gradients", lambda: cgx.compress_gradients("data", CODEC)),
-    ("compressed", lambda: cgx.compressed(optax.sgd(1.0), "data", CODEC)),
-    ("state_specs", lambda: cgx.state_specs(STATE, "data")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("compress_gradients", lambda: cgx.compress_gradients("data", CODEC)),
+        ("compressed", lambda: cgx.compressed(optax.sgd(1.0), "data", CODEC)),
+        ("state_specs", lambda: cgx.state_specs(STATE, "data")),
+    ],
+)
 def test_without_optax(name, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ImportError, match=rf"{name}: expected optax to be installed; pip install 'jaxcgx\[optax\]'"):

@@ -1,16 +1,18 @@
-"""PowerSGD under compress_gradients: its factors in the state, from step to step, in schedules, specs and steps that are skipped."""
+"""PowerSGD under compress_gradients: its factors in the state, from step to step, in schedules, specs and steps that
+are skipped."""
+
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import assert_same_bytes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from training import PARAMS, X, compress_state, mesh_of, train
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes, normal
-from training import PARAMS, X, compress_state, mesh_of, train
 
 RANKS = 2
 GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
@@ -21,8 +23,14 @@ def run(transformation, steps, state=None):
     """[(mean, state)] of steps with these gradients, each rank's own in front."""
     state = transformation.init(jax.tree.map(lambda g: g[0], GRADS)) if state is None else state
     specs, found = cgx.state_specs(state, "data"), []
-    step = jax.jit(jax.shard_map(lambda g, s: transformation.update(jax.tree.map(lambda x: x[0], g), s), mesh=mesh_of(RANKS),
-                                 in_specs=(P("data"), specs), out_specs=(P(), specs)))
+    step = jax.jit(
+        jax.shard_map(
+            lambda g, s: transformation.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh_of(RANKS),
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+        )
+    )
     for grads in steps:
         mean, state = jax.block_until_ready(step(grads, state))
         found.append((mean, state))
@@ -36,23 +44,32 @@ def test_steps_are_calls_of_the_collective():
 
     def twice(x):
         x = jax.tree.map(lambda leaf: leaf[0], x)
-        first = cgx.compressed_pmean(x, "data", codec, residuals=jax.tree.map(jnp.zeros_like, x), factors=cgx.init_factors(x, codec))
+        first = cgx.compressed_pmean(
+            x, "data", codec, residuals=jax.tree.map(jnp.zeros_like, x), factors=cgx.init_factors(x, codec)
+        )
         second = cgx.compressed_pmean(x, "data", codec, residuals=first[1], factors=first[2])
         rows = lambda tree: jax.tree.map(lambda leaf: leaf[None], tree)
         return [(mean, rows(lost), factors) for mean, lost, factors in (first, second)]
 
-    expected = jax.jit(jax.shard_map(twice, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=[(P(), P("data"), P())] * 2))(GRADS)
+    expected = jax.jit(
+        jax.shard_map(twice, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=[(P(), P("data"), P())] * 2)
+    )(GRADS)
     for (mean, state), (their_mean, lost, factors) in zip(found, expected):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), (mean, state.factors), (their_mean, factors))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, atol=1e-5), (mean, state.factors), (their_mean, factors)
+        )
         np.testing.assert_allclose(state.residuals["w"], lost["w"], atol=1e-5)
         assert state.residuals["b"] is state.factors["b"] is None
     first = found[0][1]
-    np.testing.assert_allclose(first.telemetry.vnmse["w"], (expected[0][1]["w"] ** 2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-4)
+    np.testing.assert_allclose(
+        first.telemetry.vnmse["w"], (expected[0][1]["w"] ** 2).sum() / (GRADS["w"] ** 2).sum(), rtol=1e-4
+    )
     assert first.telemetry.bytes == {"w": 4 * 2 * 70, "b": 160}
 
 
 def test_the_state():
-    """Factors are the same everywhere: replicated, kept for any number of ranks, there without feedback, and only where needed."""
+    """Factors are the same everywhere: replicated, kept for any number of ranks, there without feedback, and only where
+    needed."""
     state = compress(cgx.PowerSGD(2)).init(PARAMS)
     assert state.factors["w"].shape == (2, 40) and state.factors["b"] is None
     specs = cgx.state_specs(state, "data")
@@ -67,7 +84,12 @@ def test_the_state():
 
 def test_schedules():
     """Ranks may change; a setting keeps what it has no use for."""
-    found = [state for _, state in run(compress({0: cgx.Raw(), 1: cgx.PowerSGD(1), 2: cgx.PowerSGD(3), 3: cgx.MaxMin(4)}), [GRADS] * 4)]
+    found = [
+        state
+        for _, state in run(
+            compress({0: cgx.Raw(), 1: cgx.PowerSGD(1), 2: cgx.PowerSGD(3), 3: cgx.MaxMin(4)}), [GRADS] * 4
+        )
+    ]
     factors = [np.asarray(state.factors["w"]) for state in found]
     assert factors[0].shape == (3, 40) and not factors[0].any()
     assert factors[1][0].any() and not factors[1][1:].any()
@@ -89,8 +111,12 @@ def test_training():
     plain, _, expected = train(optax.chain(compress(cgx.Raw(), axis_size=4), optax.sgd(rate)), steps)
     owed = np.asarray(compress_state(state).residuals["w"], np.float64).mean(0)
     assert np.abs(owed).max() > 1e-4 and expected[-1] < 1.01 * losses[-1] < 0.75 * losses[0]
-    linear = lambda params, x: (params["w"] * normal((30, 40), 9)).sum() * x.mean()  # gradients that parameters don't change
-    params, state, _ = train(optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), 5, loss_fn=linear, x=X)
+    linear = lambda params, x: (
+        (params["w"] * normal((30, 40), 9)).sum() * x.mean()
+    )  # gradients that parameters don't change
+    params, state, _ = train(
+        optax.chain(compress(cgx.PowerSGD(1), axis_size=4), optax.sgd(rate)), 5, loss_fn=linear, x=X
+    )
     exact = PARAMS["w"] - 5 * rate * normal((30, 40), 9) * np.asarray(X).reshape(4, -1).mean()
     owed = np.asarray(compress_state(state).residuals["w"], np.float64).mean(0)
     np.testing.assert_allclose(params["w"] - rate * owed, exact, atol=1e-5)
@@ -103,8 +129,12 @@ def test_in_a_scan():
     specs = cgx.state_specs(state, "data")
 
     def steps(grads, state):
-        return lax.scan(lambda state, _: transformation.update(jax.tree.map(lambda x: x[0], grads), state)[::-1], state, length=3)[0]
+        return lax.scan(
+            lambda state, _: transformation.update(jax.tree.map(lambda x: x[0], grads), state)[::-1], state, length=3
+        )[0]
 
-    state = jax.jit(jax.shard_map(steps, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=specs))(GRADS, state)
+    state = jax.jit(jax.shard_map(steps, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=specs))(
+        GRADS, state
+    )
     by_hand = run(transformation, [GRADS] * 3)[-1][1]
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)

@@ -1,13 +1,14 @@
 """Models of other libraries: pytrees of their own."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-import jaxcgx as cgx
 from helpers import normal
 from training import CODEC, X, mesh_of, train
+
+import jaxcgx as cgx
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,9 @@ def test_equinox():
         return ((jax.vmap(eqx.combine(params, static))(x) - x.mean(-1, keepdims=True)) ** 2).mean()
 
     plan = cgx.Plan(CODEC, [(r"layers/\d/weight", cgx.MaxMin(4, 64))], min_size=100)
-    plain, state, _ = train(optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss)
+    plain, state, _ = train(
+        optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss
+    )
     residuals = state[0].residuals
     assert residuals.layers[0].weight.shape == (4, 40, 30) and residuals.layers[0].bias is None
     assert loss(plain, X) < 0.5 * loss(params, X)
@@ -53,7 +56,9 @@ def test_flax_nnx():
         return ((nnx.merge(graph, params)(x) - x.mean(-1, keepdims=True)) ** 2).mean()
 
     plan = cgx.Plan(CODEC, [("first/kernel", cgx.MaxMin(4, 64))], min_size=100)
-    found, state, losses = train(optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss)
+    found, state, losses = train(
+        optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss
+    )
     assert losses[-1] < 0.5 * losses[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(state[0].residuals)]
     assert shapes == [(4, 30, 40)]
@@ -67,6 +72,9 @@ def test_flax_nnx():
 def test_lists_and_tuples():
     params = [(normal((30, 40), scale=0.2), jnp.zeros(40)), {"out": normal((40, 1), 1, scale=0.2)}]
     loss = lambda p, x: ((jnp.tanh(x @ p[0][0] + p[0][1]) @ p[1]["out"] - x.mean(-1, keepdims=True)) ** 2).mean()
-    got, expected = (train(cgx.compressed(optax.sgd(0.2), "data", plan, axis_size=4), 30, params, loss_fn=loss)[2] for plan in (CODEC, cgx.Raw()))
+    got, expected = (
+        train(cgx.compressed(optax.sgd(0.2), "data", plan, axis_size=4), 30, params, loss_fn=loss)[2]
+        for plan in (CODEC, cgx.Raw())
+    )
     assert expected[-1] < 0.8 * expected[0]
     np.testing.assert_allclose(got[-1], expected[-1], rtol=0.05)

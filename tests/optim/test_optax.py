@@ -1,14 +1,15 @@
 """compress_gradients among optax's transformations."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bytes
 from jax import lax
+from training import PARAMS, X, local_step, loss_fn, on_mesh, train
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes
-from training import PARAMS, X, local_step, loss_fn, on_mesh, train
 
 CODEC = cgx.MaxMin(4, 64)
 RAW = cgx.compress_gradients("data", cgx.Raw(), axis_size=4)
@@ -28,14 +29,18 @@ def close(got, expected, tolerance=0.05):
     np.testing.assert_allclose(got[2][-1], expected[2][-1], rtol=tolerance)
 
 
-@pytest.mark.parametrize("behind", [
-    lambda: optax.adamw(3e-3),
-    lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(optax.cosine_decay_schedule(2.0, 40))),
-    lambda: optax.MultiSteps(optax.sgd(0.5), 2),
-    lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 30)),
-    lambda: optax.apply_if_finite(optax.adam(3e-3), 5),
-    lambda: optax.multi_transform({"w": optax.adam(3e-3), "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
-], ids=["adamw", "clip", "MultiSteps", "inject", "finite", "multi"])  # fmt: skip
+@pytest.mark.parametrize(
+    "behind",
+    [
+        lambda: optax.adamw(3e-3),
+        lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(optax.cosine_decay_schedule(2.0, 40))),
+        lambda: optax.MultiSteps(optax.sgd(0.5), 2),
+        lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 30)),
+        lambda: optax.apply_if_finite(optax.adam(3e-3), 5),
+        lambda: optax.multi_transform({"w": optax.adam(3e-3), "b": optax.set_to_zero()}, {"w": "w", "b": "b"}),
+    ],
+    ids=["adamw", "clip", "MultiSteps", "inject", "finite", "multi"],
+)
 def test_in_front_of(behind):
     close(*(train(optax.chain(first, behind()), 30) for first in (COMPRESS, RAW)))
 
@@ -61,7 +66,9 @@ def test_masked():
     mask = {"w": True, "b": False}
     optimizer = optax.chain(optax.masked(COMPRESS, mask), optax.masked(RAW, {"w": False, "b": True}), optax.sgd(0.5))
     got = train(optimizer, 30)
-    same = train(optax.chain(cgx.compress_gradients("data", cgx.Plan(CODEC, min_size=100), axis_size=4), optax.sgd(0.5)), 30)
+    same = train(
+        optax.chain(cgx.compress_gradients("data", cgx.Plan(CODEC, min_size=100), axis_size=4), optax.sgd(0.5)), 30
+    )
     for name in PARAMS:
         np.testing.assert_allclose(got[0][name], same[0][name], rtol=1e-5, atol=1e-6)
     assert got[1][0].inner_state.residuals == {"w": got[1][0].inner_state.residuals["w"], "b": optax.MaskedNode()}
@@ -84,7 +91,10 @@ def test_inject_hyperparams_into_the_knobs():
     for steps, same in ((3, True), (4, False)):
         got, expected = (train(optax.chain(first, optax.sgd(0.1)), steps) for first in (injected, fixed))
         assert same == all(np.allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6) for name in PARAMS)
-    assert {name: float(got[1][0].hyperparams[name]) for name in ("momentum", "beta")} == {"momentum": 0.25, "beta": 0.5}
+    assert {name: float(got[1][0].hyperparams[name]) for name in ("momentum", "beta")} == {
+        "momentum": 0.25,
+        "beta": 0.5,
+    }
 
 
 def test_inject_hyperparams_without_feedback():
@@ -92,7 +102,10 @@ def test_inject_hyperparams_without_feedback():
     make = optax.inject_hyperparams(cgx.compress_gradients, static_args=("axis_size", "fusion_mb"))
     options = dict(feedback=False, momentum=0.5, seed=3, fusion_mb=16, axis_size=4)
     stochastic = cgx.MaxMin(4, 64, rounding="stochastic")
-    got, expected = (train(optax.chain(first("data", stochastic, **options), optax.sgd(0.1)), 2) for first in (make, cgx.compress_gradients))
+    got, expected = (
+        train(optax.chain(first("data", stochastic, **options), optax.sgd(0.1)), 2)
+        for first in (make, cgx.compress_gradients)
+    )
     for name in PARAMS:
         np.testing.assert_allclose(got[0][name], expected[0][name], rtol=1e-5, atol=1e-6)
 
@@ -107,7 +120,9 @@ def test_inject_hyperparams_around_compressed():
 
 
 def test_a_skipped_step_costs_nothing():
-    """One rank overflows once: apply_if_finite skips the step everywhere, and with skip_nonfinite it is as if it had not been."""
+    """One rank overflows once: apply_if_finite skips the step everywhere, and with skip_nonfinite it is as if it had
+    not been."""
+
     def optimizer(skip):
         first = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=skip)
         return optax.chain(first, optax.apply_if_finite(optax.adam(3e-3), 5))
@@ -123,14 +138,20 @@ def test_a_skipped_step_costs_nothing():
     params, state = run(True, [X, bad, X])
     expected = run(True, [X, X])
     assert (state[1].total_notfinite, state[1].last_finite) == (1, True)
-    for a, b in zip(jax.tree.leaves((params, state[0].residuals)), jax.tree.leaves((expected[0], expected[1][0].residuals))):
+    for a, b in zip(
+        jax.tree.leaves((params, state[0].residuals)), jax.tree.leaves((expected[0], expected[1][0].residuals))
+    ):
         assert_same_bytes(np.asarray(a), np.asarray(b))
     eaten = run(False, [X, bad, X])[1][0]
-    assert any((np.asarray(a) != b).any() for a, b in zip(jax.tree.leaves(eaten.residuals), jax.tree.leaves(state[0].residuals)))
+    assert any(
+        (np.asarray(a) != b).any()
+        for a, b in zip(jax.tree.leaves(eaten.residuals), jax.tree.leaves(state[0].residuals))
+    )
 
 
 def test_dynamic_loss_scaling():
-    """float16 gradients of a scaled loss, unscaled before they are compressed: when one rank overflows, all halve the scale, nobody steps, and
+    """float16 gradients of a scaled loss, unscaled before they are compressed: when one rank overflows, all halve the
+    scale, nobody steps, and
     residuals stay."""
     transformation = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=True)
     optimizer = optax.sgd(0.5)

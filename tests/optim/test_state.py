@@ -1,15 +1,16 @@
 """State per rank: its specs, other numbers of ranks, checkpoints."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from training import CODEC, PARAMS, STOCHASTIC, X, compress_state, local_step, mesh_of, on_mesh, place
 
 import jaxcgx as cgx
-from helpers import assert_same_bytes
-from training import CODEC, PARAMS, STOCHASTIC, X, compress_state, local_step, mesh_of, on_mesh, place
 
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
 
@@ -32,23 +33,37 @@ def train(ranks, params, state, steps, **options):
 def test_specs_through_any_nesting():
     plan = cgx.Plan(CODEC, min_size=100)
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), cgx.compress_gradients("data", plan, axis_size=4, momentum=0.9),
-        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation())
+        optax.clip_by_global_norm(1.0),
+        cgx.compress_gradients("data", plan, axis_size=4, momentum=0.9),
+        optax.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), 3).gradient_transformation(),
+    )
     state = optimizer.init(PARAMS)
     specs = cgx.state_specs(jax.eval_shape(optimizer.init, PARAMS), "data")
     assert jax.tree.structure(specs) == jax.tree.structure(state)
-    assert specs[1] == cgx.optim.CompressState(P(), P(), {"w": P("data"), "b": None}, {"w": P("data"), "b": None}, None, {"w": None, "b": P()})
+    assert specs[1] == cgx.optim.CompressState(
+        P(), P(), {"w": P("data"), "b": None}, {"w": P("data"), "b": None}, None, {"w": None, "b": P()}
+    )
     assert set(jax.tree.leaves((specs[0], specs[2]))) == {P()}
     assert cgx.state_specs(state, ["node", "local"])[1].momentum["w"] == P(("node", "local"))
 
 
-@pytest.mark.parametrize(("wrap", "name"), [
-    (lambda inner: optax.MultiSteps(inner, 2), "MultiSteps"), (lambda inner: optax.apply_if_finite(inner, 5), "apply_if_finite"),
-], ids=["MultiSteps", "apply_if_finite"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda inner: optax.MultiSteps(inner, 2), "MultiSteps"),
+        (lambda inner: optax.apply_if_finite(inner, 5), "apply_if_finite"),
+    ],
+    ids=["MultiSteps", "apply_if_finite"],
+)
 def test_what_must_stand_behind(wrap, name):
     state = wrap(compressed(4)).init(PARAMS)
-    with pytest.raises(ValueError, match=f"state_specs: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the same "
-                       rf"on every rank, got it around; write optax.chain\(jaxcgx.compress_gradients\(...\), optax.{name}\(optimizer, ...\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=f"state_specs: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are "
+        "the same "
+        rf"on every rank, got it around; write optax.chain\(jaxcgx.compress_gradients\(...\), optax.{name}\(optimizer, "
+        r"...\)\)",
+    ):
         cgx.state_specs((state, ()), "data")
 
 
@@ -56,15 +71,22 @@ def test_what_must_not_stand_before():
     """Its state would differ from rank to rank, and no spec says so."""
     trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
     state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
-    with pytest.raises(ValueError, match="state_specs: argument 'opt_state': expected transformations with a state like the gradients behind compress_gradients, "
-                       r"where gradients are the same on every rank, got TraceState before it; put it behind \(in place of optax.trace before it, give "
-                       r"compress_gradients momentum=\)"):
+    with pytest.raises(
+        ValueError,
+        match="state_specs: argument 'opt_state': expected transformations with a state like the gradients behind "
+        "compress_gradients, "
+        r"where gradients are the same on every rank, got TraceState before it; put it behind \(in place of optax.trace "
+        "before it, give "
+        r"compress_gradients momentum=\)",
+    ):
         cgx.state_specs(state, "data")
     fine = optax.chain(clip, cgx.compress_gradients("data", CODEC, axis_size=4), trace).init(PARAMS)
     assert cgx.state_specs((PARAMS, fine), "data")[1][1].residuals["w"] == P("data")
 
 
-@pytest.mark.parametrize("plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"])
+@pytest.mark.parametrize(
+    "plan", [CODEC, cgx.Plan(CODEC, [("w", cgx.MaxMin(4))], min_size=0, skip_1d=False)], ids=["codec", "plan"]
+)
 def test_optax_maps_over_the_state(plan):
     """It takes what is per rank for parameters: specs are state_specs'."""
     optimizer = cgx.compressed(optax.adam(1e-2), "data", plan, axis_size=4)
@@ -87,8 +109,13 @@ def test_resharding_keeps_the_total(kind):
     eight = cgx.reshard_state(six, 8)
     for found, ranks in ((compress_state(six), 6), (compress_state(eight), 8)):
         for name, x in before.residuals.items():
-            assert found.residuals[name].shape == (ranks, *PARAMS[name].shape) and found.residuals[name].dtype == np.float32
-            np.testing.assert_allclose(np.sum(found.residuals[name], 0, np.float64), np.sum(np.asarray(x), 0, np.float64), atol=1e-6)
+            assert (
+                found.residuals[name].shape == (ranks, *PARAMS[name].shape)
+                and found.residuals[name].dtype == np.float32
+            )
+            np.testing.assert_allclose(
+                np.sum(found.residuals[name], 0, np.float64), np.sum(np.asarray(x), 0, np.float64), atol=1e-6
+            )
             np.testing.assert_allclose(np.mean(found.momentum[name], 0), np.mean(before.momentum[name], 0), atol=1e-6)
         assert (found.count, found.telemetry) == (3, None)
     assert jnp.abs(before.residuals["w"].sum(0)).max() > 1e-3
@@ -125,7 +152,8 @@ def test_bad_sizes(size):
 
 
 def test_orbax_saves_and_restores(tmp_path):
-    """Save, restore, go on: the bits of the run that nothing interrupts. Restored for another size, it's reshard_state's."""
+    """Save, restore, go on: the bits of the run that nothing interrupts. Restored for another size, it's
+    reshard_state's."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     params, state, _ = train(4, PARAMS, compressed(4, momentum=0.5).init(PARAMS), 3, momentum=0.5)
     expected = train(4, params, state, 3, momentum=0.5)
@@ -134,8 +162,11 @@ def test_orbax_saves_and_restores(tmp_path):
         checkpointer.wait_until_finished()
         shapes = jax.eval_shape(compressed(4, momentum=0.5).init, PARAMS)
         specs = (jax.tree.map(lambda _: P(), PARAMS), cgx.state_specs(shapes, "data"))
-        target = jax.tree.map(lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(4), spec)),
-                              (PARAMS, shapes), specs)
+        target = jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(4), spec)),
+            (PARAMS, shapes),
+            specs,
+        )
         restored = checkpointer.restore(tmp_path / "three", target)
     residual = compress_state(restored[1]).residuals["w"]
     assert residual.sharding.spec == P("data") and residual.addressable_shards[0].data.shape == (1, 30, 40)

@@ -1,19 +1,22 @@
 """make_train_step: the same as by hand, on meshes of every kind."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same_bytes, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import jaxcgx as cgx
-from helpers import assert_same_bytes, normal, sent
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
 from training import train as by_hand
 
+import jaxcgx as cgx
+
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
-NESTED = pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map")
+NESTED = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
 
 
 def run(train, steps=5, params=PARAMS, x=X, key=None):
@@ -59,6 +62,7 @@ def test_the_mean_of_loss_and_aux_is_not_compressed():
 @pytest.mark.parametrize("plan", [cgx.Raw(), CODEC], ids=str)
 def test_accumulation(plan):
     """The gradient of the whole batch, sent once."""
+
     def loss_and_aux(params, x):
         return loss_fn(params, x), {"mean": x.mean(), "two": 2}
 
@@ -87,6 +91,7 @@ def test_sixteen_bit_gradients_are_accumulated_in_float32():
 @pytest.mark.short
 def test_keys_for_the_loss():
     """One for every rank and micro-batch."""
+
     def loss(params, x, key):
         return params.sum(), jax.random.normal(key, (3,))
 
@@ -94,7 +99,9 @@ def test_keys_for_the_loss():
     key = jax.random.key(5)
     _, _, (metrics,) = run(train, 1, PARAMS["w"], X[:8], key)
     fold = jax.random.fold_in
-    expected = np.mean([jax.random.normal(fold(fold(key, rank), part), (3,)) for rank in range(4) for part in range(2)], 0)
+    expected = np.mean(
+        [jax.random.normal(fold(fold(key, rank), part), (3,)) for rank in range(4) for part in range(2)], 0
+    )
     np.testing.assert_allclose(metrics.aux, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -144,14 +151,19 @@ def tensor_parallel(model=4, **options):
     def loss(params, x):
         return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
 
-    mesh = jax.make_mesh((2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model])
+    mesh = jax.make_mesh(
+        (2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model]
+    )
     return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, param_specs=SPECS, **options)
 
 
 @NESTED
 def test_an_axis_for_the_partitioner():
     """Local shards are compressed; nothing is gathered that isn't without compression."""
-    train, plain = tensor_parallel(plan=cgx.MaxMin(4, 64), telemetry=True, momentum=0.5), tensor_parallel(plan=cgx.Raw())
+    train, plain = (
+        tensor_parallel(plan=cgx.MaxMin(4, 64), telemetry=True, momentum=0.5),
+        tensor_parallel(plan=cgx.Raw()),
+    )
     params, state, metrics = run(train, 20, SHARDED)
     expected = run(plain, 20, SHARDED)
     assert expected[2][-1].loss < 0.9 * expected[2][0].loss
@@ -172,8 +184,16 @@ def test_an_axis_for_the_partitioner():
 def test_shards_have_factors_of_their_own():
     params, state, metrics = run(tensor_parallel(plan=cgx.PowerSGD(2)), 20, SHARDED)
     assert metrics[-1].loss < 0.95 * metrics[0].loss
-    assert {name: x if x is None else x.shape for name, x in state[0].factors.items()} == {"up": (2, 4 * 16), "down": (2, 4 * 30), "bias": None}
-    assert state[0].factors["down"].sharding.is_equivalent_to(NamedSharding(params["up"].sharding.mesh, P(None, "model")), 2)
+    assert {name: x if x is None else x.shape for name, x in state[0].factors.items()} == {
+        "up": (2, 4 * 16),
+        "down": (2, 4 * 30),
+        "bias": None,
+    }
+    assert (
+        state[0]
+        .factors["down"]
+        .sharding.is_equivalent_to(NamedSharding(params["up"].sharding.mesh, P(None, "model")), 2)
+    )
     assert np.linalg.matrix_rank(state[0].factors["down"]) == 2
 
 
@@ -190,18 +210,26 @@ def test_all_shards_wait_for_a_nan():
 @NESTED
 def test_norms_are_those_of_all_shards():
     """Where DGC clips; and the momentum of what travels raw, and of weight decay, is sharded as parameters are."""
-    options = dict(compress=cgx.dgc, min_size=10**6, clip_norm=0.05, clip_global_norm=0.05, weight_decay=0.1, nesterov=True)
+    options = dict(
+        compress=cgx.dgc, min_size=10**6, clip_norm=0.05, clip_global_norm=0.05, weight_decay=0.1, nesterov=True
+    )
     (params, state, _), (expected, _, _) = (run(tensor_parallel(model, **options), 5, SHARDED) for model in (4, 1))
     for name, spec in SPECS.items():
         np.testing.assert_allclose(params[name], expected[name], rtol=1e-4, atol=1e-6)
-        assert state[0].trace[name].sharding.is_equivalent_to(NamedSharding(params[name].sharding.mesh, spec), SHARDED[name].ndim)
+        assert (
+            state[0]
+            .trace[name]
+            .sharding.is_equivalent_to(NamedSharding(params[name].sharding.mesh, spec), SHARDED[name].ndim)
+        )
 
 
 def test_optimizers_that_want_the_loss():
     """And parameters that are Python's numbers."""
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
     with jax.numpy_dtype_promotion("standard"):
-        params, state, (metrics,) = run(cgx.make_train_step(loss_fn, optimizer, mesh_of(4), plan=CODEC), 1, {**PARAMS, "b": 0.5})
+        params, state, (metrics,) = run(
+            cgx.make_train_step(loss_fn, optimizer, mesh_of(4), plan=CODEC), 1, {**PARAMS, "b": 0.5}
+        )
     assert state[1][1].best_value == metrics.loss and params["b"].shape == ()
 
 
@@ -211,40 +239,78 @@ def test_explain_sees_the_step():
     assert report.bytes < 4 * 1240
 
 
-@pytest.mark.parametrize(("arguments", "error", "words"), [
-    (dict(loss_fn=3), TypeError, "make_train_step: argument 'loss_fn': expected a function, got 3"),
-    (dict(optimizer=3), TypeError, "make_train_step: argument 'optimizer': expected an optax.GradientTransformation, got 3"),
-    (dict(mesh="data"), TypeError, "make_train_step: argument 'mesh': expected a jax.sharding.Mesh, got 'data'"),
-    (dict(data_axis="rows"), ValueError, "make_train_step: argument 'data_axis': expected an axis of the mesh, 'data', or a tuple of them, got 'rows'"),
-    (dict(data_axis=()), ValueError, "make_train_step: argument 'data_axis': expected an axis of the mesh"),
-    (dict(accumulate=0), ValueError, "make_train_step: argument 'accumulate': expected a positive integer, got 0"),
-    (dict(has_aux=1), TypeError, "make_train_step: argument 'has_aux': expected True or False, got 1"),
-    (dict(donate="no"), TypeError, "make_train_step: argument 'donate': expected True or False, got 'no'"),
-    (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as"),
-    (dict(axis_size=4), TypeError, "make_train_step: argument 'axis_size': expected none, as the mesh says how many ranks there are, got 4; leave it out"),
-    (dict(param_specs={"w": P(None, ("data",)), "b": P()}), ValueError, "make_train_step: argument 'param_specs': expected parameters that are whole on every "
-     "rank of 'data', got "),
-    (dict(mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)), ValueError, "make_train_step: argument 'param_specs': expected a tree of "
-     "PartitionSpecs like the parameters for a mesh with other axes than 'data', which says how they are sharded over them, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (dict(loss_fn=3), TypeError, "make_train_step: argument 'loss_fn': expected a function, got 3"),
+        (
+            dict(optimizer=3),
+            TypeError,
+            "make_train_step: argument 'optimizer': expected an optax.GradientTransformation, got 3",
+        ),
+        (dict(mesh="data"), TypeError, "make_train_step: argument 'mesh': expected a jax.sharding.Mesh, got 'data'"),
+        (
+            dict(data_axis="rows"),
+            ValueError,
+            "make_train_step: argument 'data_axis': expected an axis of the mesh, 'data', or a tuple of them, got "
+            "'rows'",
+        ),
+        (dict(data_axis=()), ValueError, "make_train_step: argument 'data_axis': expected an axis of the mesh"),
+        (dict(accumulate=0), ValueError, "make_train_step: argument 'accumulate': expected a positive integer, got 0"),
+        (dict(has_aux=1), TypeError, "make_train_step: argument 'has_aux': expected True or False, got 1"),
+        (dict(donate="no"), TypeError, "make_train_step: argument 'donate': expected True or False, got 'no'"),
+        (dict(plan=4), TypeError, "compress_gradients: argument 'plan': expected a codec such as"),
+        (
+            dict(axis_size=4),
+            TypeError,
+            "make_train_step: argument 'axis_size': expected none, as the mesh says how many ranks there are, got 4; "
+            "leave it out",
+        ),
+        (
+            dict(param_specs={"w": P(None, ("data",)), "b": P()}),
+            ValueError,
+            "make_train_step: argument 'param_specs': expected parameters that are whole on every rank of 'data', got ",
+        ),
+        (
+            dict(mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)),
+            ValueError,
+            "make_train_step: argument 'param_specs': expected a tree of "
+            "PartitionSpecs like the parameters for a mesh with other axes than 'data', which says how they are sharded "
+            "over them, got None",
+        ),
+    ],
+)
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error) as caught:
-        cgx.make_train_step(**{"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh": mesh_of(4), "plan": CODEC, **arguments})
+        cgx.make_train_step(
+            **{"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh": mesh_of(4), "plan": CODEC, **arguments}
+        )
     assert words in str(caught.value)
 
 
 def test_a_plan_is_wanted():
-    with pytest.raises(TypeError, match="make_train_step: argument 'plan': expected a codec, .* got nothing; pass plan="):
+    with pytest.raises(
+        TypeError, match="make_train_step: argument 'plan': expected a codec, .* got nothing; pass plan="
+    ):
         cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4))
 
 
 def test_batches_that_cannot_be_split():
     train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, accumulate=4)
-    with pytest.raises(ValueError, match=r"make_train_step: argument 'accumulate': expected batches that every rank can split into 4, got float32\[6, 30\] on a rank"):
+    with pytest.raises(
+        ValueError,
+        match=r"make_train_step: argument 'accumulate': expected batches that every rank can split into 4, got "
+        r"float32\[6, 30\] on a rank",
+    ):
         train.step(*train.init(PARAMS), X)
 
 
 def test_a_state_from_another_plan():
-    train, other = (cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=plan) for plan in (CODEC, cgx.Plan(CODEC, min_size=100)))
-    with pytest.raises(ValueError, match=r"compress_gradients: argument 'state'.residuals\['b'\]: expected float32\[1, 40\], got None"):
+    train, other = (
+        cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=plan)
+        for plan in (CODEC, cgx.Plan(CODEC, min_size=100))
+    )
+    with pytest.raises(
+        ValueError, match=r"compress_gradients: argument 'state'.residuals\['b'\]: expected float32\[1, 40\], got None"
+    ):
         train.step(*other.init(PARAMS), X)

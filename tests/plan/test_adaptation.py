@@ -1,4 +1,5 @@
 """Bits by what gradients lose: the choice keeps to its budget, is the best there is, and is the same everywhere."""
+
 import dataclasses
 import functools
 import itertools
@@ -14,10 +15,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from ranks import mesh
 
 import jaxcgx as cgx
 from jaxcgx.plan import allocation
-from ranks import mesh
 
 PLANS = pathlib.Path(__file__).parents[2] / "docs/plans.md"
 FOUR, BITS = cgx.MaxMin(4), tuple(cgx.MaxMin(bits) for bits in range(2, 9))
@@ -36,7 +37,9 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
     rng = random.Random(seed)
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
-    errors = [[float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)]
+    errors = [
+        [float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)
+    ]
     reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
     budget = Fraction(alpha) * exact(errors, [reference] * leaves)
     possible = [c for c in itertools.product(range(candidates), repeat=leaves) if exact(errors, c) <= budget]
@@ -52,7 +55,8 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
 
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 4.0])
 def test_lgreco_with_many_leaves(alpha):
-    """More bytes than there are steps: the budget holds all the same, and the bytes are near a lower bound (Lagrange's)."""
+    """More bytes than there are steps: the budget holds all the same, and the bytes are near a lower bound
+    (Lagrange's)."""
     rng = random.Random(7)
     sizes = [rng.randint(1000, 3_000_000) for _ in range(300)]
     wire = [[codec.wire_bytes((n,), "float32") for codec in BITS] for n in sizes]
@@ -61,7 +65,10 @@ def test_lgreco_with_many_leaves(alpha):
     budget = Fraction(alpha) * exact(errors, reference)
     found = allocation.lgreco(wire, errors, 2, alpha)
     assert exact(errors, found) <= budget
-    bound = max(sum(min(w + 2.0**k * e for w, e in zip(*rows)) for rows in zip(wire, errors)) - 2.0**k * float(budget) for k in np.arange(-10, 30, 0.25))
+    bound = max(
+        sum(min(w + 2.0**k * e for w, e in zip(*rows)) for rows in zip(wire, errors)) - 2.0**k * float(budget)
+        for k in np.arange(-10, 30, 0.25)
+    )
     step = sum(max(row) - min(row) for row in wire) / allocation.STEPS
     assert bound - 1 <= total(wire, found) <= bound + 2 * len(sizes) * step
     if alpha == 1:
@@ -94,7 +101,8 @@ def test_kmeans():
 
 
 def test_kmeans_of_points_that_are_equal():
-    """As many clusters as there are different points, up to three, and the numbers without a gap: the highest norm has the last."""
+    """As many clusters as there are different points, up to three, and the numbers without a gap: the highest norm has
+    the last."""
     assert allocation.kmeans([(4, 3), (2, 1), (2, 0), (4, 3)], 3) == [2, 1, 0, 2]
     for seed in range(200):
         rng = random.Random(seed)
@@ -103,8 +111,13 @@ def test_kmeans_of_points_that_are_equal():
 
 
 def gradients(scales):
-    return {f"layer/{i}": {"kernel": jnp.asarray(np.random.RandomState(i).standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.ones(128)}
-            for i, scale in enumerate(scales)}
+    return {
+        f"layer/{i}": {
+            "kernel": jnp.asarray(np.random.RandomState(i).standard_normal((64, 128)) * scale, jnp.float32),
+            "bias": jnp.ones(128),
+        }
+        for i, scale in enumerate(scales)
+    }
 
 
 GRADS = gradients([1, 0.1, 0.01, 0.001])
@@ -117,7 +130,9 @@ def codecs(plan, tree=GRADS):
 def errors(plan, statistics):
     names = [path for path in statistics.paths if path.endswith("kernel")]
     table = np.asarray(statistics.errors, np.float64)
-    return sum(table[statistics.paths.index(name), statistics.codecs.index(codec)] for name, codec in zip(names, codecs(plan)))
+    return sum(
+        table[statistics.paths.index(name), statistics.codecs.index(codec)] for name, codec in zip(names, codecs(plan))
+    )
 
 
 @pytest.mark.short
@@ -131,7 +146,8 @@ def test_lgreco_of_gradients():
     assert plan.adapt(statistics).explain(GRADS, 2).bytes < plan.explain(GRADS, 2).bytes
     # Guards are as they were.
     assert [row.why for row in plan.adapt(statistics).explain(GRADS, 2).rows if row.leaf.endswith("bias")] == [
-        "it has 128 elements, fewer than the plan's min_size=1024"] * 4
+        "it has 128 elements, fewer than the plan's min_size=1024"
+    ] * 4
     # Statistics of two steps weigh both.
     more = statistics + cgx.gradient_statistics(gradients([1e-4, 1e-4, 1e-4, 100]))
     assert codecs(plan.adapt(more))[3].bits > codecs(plan.adapt(more))[1].bits
@@ -146,9 +162,19 @@ def test_the_reference_sets_the_budget():
 
 def test_kmeans_of_gradients():
     plan = cgx.Plan.cgx(5, 1024, "stochastic").adapt(cgx.gradient_statistics(GRADS, codecs=[FOUR]), method="kmeans")
-    assert codecs(plan) == [cgx.MaxMin(4, 1024, "stochastic"), *[cgx.MaxMin(3, 256, "stochastic")] * 2, cgx.MaxMin(2, 128, "stochastic")]
+    assert codecs(plan) == [
+        cgx.MaxMin(4, 1024, "stochastic"),
+        *[cgx.MaxMin(3, 256, "stochastic")] * 2,
+        cgx.MaxMin(2, 128, "stochastic"),
+    ]
     one = {"w": GRADS["layer/0"]["kernel"]}
-    assert [row.codec for row in cgx.Plan(FOUR).adapt(cgx.gradient_statistics(one, codecs=[FOUR]), method="kmeans").explain(one, 2).rows] == [FOUR]
+    assert [
+        row.codec
+        for row in cgx.Plan(FOUR)
+        .adapt(cgx.gradient_statistics(one, codecs=[FOUR]), method="kmeans")
+        .explain(one, 2)
+        .rows
+    ] == [FOUR]
     nothing = {"v": jnp.zeros((64, 64)), "w": jnp.ones((64, 64))}
     found = cgx.Plan(FOUR).adapt(cgx.gradient_statistics(nothing, codecs=[FOUR]), method="kmeans").explain(nothing, 2)
     assert [row.codec for row in found.rows] == [cgx.MaxMin(3, 256), FOUR]
@@ -182,11 +208,20 @@ def test_an_adapted_plan_is_for_parts_of_the_tree_too():
 
 def test_the_guide_measures():
     """docs/plans.md's loop."""
-    (code,) = [block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block]
+    (code,) = [
+        block for block in re.findall("```python\n(.*?)```", PLANS.read_text(), re.DOTALL) if "def measure" in block
+    ]
     loss_fn = lambda params, batch: jnp.square(batch @ params["layer"]).sum()
-    found = dict(cgx=cgx, functools=functools, jax=jax, P=P, loss_fn=loss_fn, params={"layer": jnp.ones((64, 64))},
-                 mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
-                 batches=jnp.asarray(np.random.RandomState(0).standard_normal((3, 4, 64)), jnp.float32))
+    found = dict(
+        cgx=cgx,
+        functools=functools,
+        jax=jax,
+        P=P,
+        loss_fn=loss_fn,
+        params={"layer": jnp.ones((64, 64))},
+        mesh=jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
+        batches=jnp.asarray(np.random.RandomState(0).standard_normal((3, 4, 64)), jnp.float32),
+    )
     exec(code, found)
     assert found["statistics"].paths == ("layer",) and (found["statistics"].norms > 0).all()
     assert [rule.path for rule in found["plan"].rules] == ["^(layer)$"]
@@ -216,27 +251,110 @@ STATISTICS = cgx.gradient_statistics(GRADS)
 OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
 
 
-@pytest.mark.parametrize(("adapt", "error", "words"), [
-    (lambda: cgx.Plan(FOUR).adapt(GRADS), TypeError, "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="bayes"), ValueError, "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=0), ValueError, "argument 'alpha': expected a positive number, got 0"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=math.nan), ValueError, "argument 'alpha': expected a positive number, got nan"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha="1"), ValueError, "argument 'alpha': expected a positive number, got '1'"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=1e-6), ValueError, "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), "),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="kmeans", alpha=2.0), ValueError, "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0"),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS, reference="raw"), TypeError, "argument 'reference': expected a codec such as"),
-    (lambda: cgx.Plan(FOUR).adapt(OTHERS), ValueError, "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got MaxMin(bits=4); "
-     "pass gradient_statistics codecs that it is among"),
-    (lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"), ValueError, "argument 'reference': expected a MaxMin with method=\"kmeans\", got AbsMax(bits=8)"),
-    (lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS), ValueError, "expected a plan whose default codec compresses, got Raw()"),
-    (lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS), ValueError, "argument 'reference': expected a codec, as the plan's default "),
-    (lambda: cgx.Plan(FOUR).adapt(STATISTICS).adapt(STATISTICS), ValueError, "argument 'statistics': expected a leaf that gets the plan's default codec, got none: "),
-    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))), ValueError,
-     "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got ["),
-    (lambda: cgx.Plan(FOUR).adapt(dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"), ValueError,
-     "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got inf; leave out the steps whose gradients overflowed"),
-], ids=["statistics", "method", "zero", "nan", "text", "too small", "kmeans", "codec", "no reference", "no bits", "raw", "several", "again", "not finite",
-        "infinite"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("adapt", "error", "words"),
+    [
+        (
+            lambda: cgx.Plan(FOUR).adapt(GRADS),
+            TypeError,
+            "argument 'statistics': expected what jaxcgx.gradient_statistics returns, got {",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="bayes"),
+            ValueError,
+            "argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=0),
+            ValueError,
+            "argument 'alpha': expected a positive number, got 0",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=math.nan),
+            ValueError,
+            "argument 'alpha': expected a positive number, got nan",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha="1"),
+            ValueError,
+            "argument 'alpha': expected a positive number, got '1'",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=1e-6),
+            ValueError,
+            "argument 'alpha': expected a factor that some choice of MaxMin(bits=2), ",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="kmeans", alpha=2.0),
+            ValueError,
+            "argument 'alpha': expected 1.0 with method=\"kmeans\", which has no budget, got 2.0",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, reference="raw"),
+            TypeError,
+            "argument 'reference': expected a codec such as",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(OTHERS),
+            ValueError,
+            "argument 'reference': expected one of the statistics' codecs, MaxMin(bits=2), MaxMin(bits=8), got "
+            "MaxMin(bits=4); "
+            "pass gradient_statistics codecs that it is among",
+        ),
+        (
+            lambda: cgx.Plan(cgx.AbsMax()).adapt(OTHERS, method="kmeans"),
+            ValueError,
+            "argument 'reference': expected a MaxMin with method=\"kmeans\", got AbsMax(bits=8)",
+        ),
+        (
+            lambda: cgx.Plan(cgx.Raw()).adapt(STATISTICS),
+            ValueError,
+            "expected a plan whose default codec compresses, got Raw()",
+        ),
+        (
+            lambda: cgx.Plan({"a": FOUR, "b": cgx.MaxMin(8)}).adapt(STATISTICS),
+            ValueError,
+            "argument 'reference': expected a codec, as the plan's default ",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS).adapt(STATISTICS),
+            ValueError,
+            "argument 'statistics': expected a leaf that gets the plan's default codec, got none: ",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(
+                dataclasses.replace(STATISTICS, errors=STATISTICS.errors.at[1, 2].set(jnp.nan))
+            ),
+            ValueError,
+            "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got [",
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(
+                dataclasses.replace(STATISTICS, tops=STATISTICS.tops.at[1].set(jnp.inf)), method="kmeans"
+            ),
+            ValueError,
+            "argument 'statistics', leaf 'layer/0/kernel': expected finite numbers, got inf; leave out the steps whose "
+            "gradients overflowed",
+        ),
+    ],
+    ids=[
+        "statistics",
+        "method",
+        "zero",
+        "nan",
+        "text",
+        "too small",
+        "kmeans",
+        "codec",
+        "no reference",
+        "no bits",
+        "raw",
+        "several",
+        "again",
+        "not finite",
+        "infinite",
+    ],
+)
 def test_bad_input(adapt, error, words):
     with pytest.raises(error) as caught:
         adapt()

@@ -1,4 +1,6 @@
-"""Plan.explain: every leaf's codec, message and bytes, and why it stays raw; the bytes are those that a program sends."""
+"""Plan.explain: every leaf's codec, message and bytes, and why it stays raw; the bytes are those that a program
+sends."""
+
 import math
 
 import jax
@@ -12,8 +14,12 @@ from jaxcgx.native.layout import Layout
 
 FOUR, EIGHT, RAW = cgx.MaxMin(4), cgx.MaxMin(8, 64), cgx.Raw()
 TREE = {
-    "bias": jnp.zeros(2000), "count": jnp.zeros((40, 40), jnp.int32), "empty": jnp.zeros((0, 3)), "half": jnp.zeros((65, 33), jnp.bfloat16),
-    "layer": [jnp.zeros((300, 101)), jnp.zeros((64, 64))], "scale": jnp.zeros(()),
+    "bias": jnp.zeros(2000),
+    "count": jnp.zeros((40, 40), jnp.int32),
+    "empty": jnp.zeros((0, 3)),
+    "half": jnp.zeros((65, 33), jnp.bfloat16),
+    "layer": [jnp.zeros((300, 101)), jnp.zeros((64, 64))],
+    "scale": jnp.zeros(()),
 }
 KINDS = [FOUR, cgx.MaxMin(4, 64, skip_incomplete=True), cgx.ByteGrad(), cgx.Cast("bfloat16"), cgx.Sign(33)]
 
@@ -53,19 +59,28 @@ def test_messages_are_numbered_as_they_are_sent():
 
 def test_one_rank():
     found = cgx.Plan(FOUR).explain({"w": jnp.zeros((64, 64)), "b": jnp.zeros(3)}, 1)
-    assert [(r.leaf, r.why) for r in found.rows] == [("b", "it has 3 elements, fewer than the plan's min_size=1024"), ("w", "there is one rank")]
+    assert [(r.leaf, r.why) for r in found.rows] == [
+        ("b", "it has 3 elements, fewer than the plan's min_size=1024"),
+        ("w", "there is one rank"),
+    ]
     assert found.ratio == 1
 
 
 def mesh(*axes):
-    return jax.make_mesh(tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes),
-                         devices=jax.devices()[: math.prod(n for _, n in axes)])
+    return jax.make_mesh(
+        tuple(n for _, n in axes),
+        tuple(name for name, _ in axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[: math.prod(n for _, n in axes)],
+    )
 
 
 def sent(tree, axes, plan):
     """{axes: bytes} of a compiled compressed_psum."""
     names = tuple(name for name, _ in axes)
-    f = jax.shard_map(lambda x: cgx.compressed_psum(x, names, plan), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False)
+    f = jax.shard_map(
+        lambda x: cgx.compressed_psum(x, names, plan), mesh=mesh(*axes), in_specs=P(), out_specs=P(), check_vma=False
+    )
     return {axes: total for axes, (total, _) in cgx.explain(f, tree, show=False).totals.items() if total}
 
 
@@ -86,19 +101,30 @@ def test_hierarchies_by_shards(inner):
     found = plan.explain(tree, sizes)
     assert sent(tree, list(sizes.items()), plan) == {axes: total for axes, (total, _) in found.totals.items()}
     assert [(r.leaf, r.axes, r.codec, r.message, r.raw_bytes) for r in found.rows[:3]] == [
-        ("0", ("a",), FOUR, 1, 4 * 7575), ("0", ("b",), EIGHT, 1, 4 * 2 * 7575), ("0", ("c",), inner, 1, 4 * 30300)]
+        ("0", ("a",), FOUR, 1, 4 * 7575),
+        ("0", ("b",), EIGHT, 1, 4 * 2 * 7575),
+        ("0", ("c",), inner, 1, 4 * 30300),
+    ]
 
 
-@pytest.mark.parametrize(("sizes", "codecs"), [
-    ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}), ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}), ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
-    ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
-], ids=["compressed", "raw within", "raw between", "three"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "codecs"),
+    [
+        ({"a": 2, "b": 4}, {"a": FOUR, "b": EIGHT}),
+        ({"a": 3, "b": 2}, {"a": FOUR, "b": RAW}),
+        ({"a": 2, "b": 2}, {"a": RAW, "b": FOUR}),
+        ({"a": 2, "b": 2, "c": 2}, {"a": FOUR, "b": RAW, "c": EIGHT}),
+    ],
+    ids=["compressed", "raw within", "raw between", "three"],
+)
 def test_hierarchies_by_leaders(sizes, codecs):
     """What leaders receive they hand on, in its bytes."""
     tree, plan = TREE["layer"], cgx.Plan(codecs, leader=True, schedule="two_shot")
     found = plan.explain(tree, sizes)
     ranks = lambda axes: math.prod(sizes[name] for name in axes)
-    assert sent(tree, list(sizes.items()), plan) == {axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()}
+    assert sent(tree, list(sizes.items()), plan) == {
+        axes: 2 * (ranks(axes) - 1) * total // ranks(axes) for axes, (total, _) in found.totals.items()
+    }
 
 
 def test_leaders_are_of_hierarchies():
@@ -107,12 +133,17 @@ def test_leaders_are_of_hierarchies():
     rules, by_axis = [("v", EIGHT)], {"a": FOUR, "b": RAW}
     led, flat = (cgx.Plan(by_axis, rules, leader=leader).explain(tree, sizes) for leader in (True, False))
     assert led.rows[0] == flat.rows[0] and led.totals != flat.totals
-    one, of_one = (cgx.Plan(codec, leader=True).explain(tree, {"a": 4}) for codec in (cgx.Cast("float16"), {"a": cgx.Cast("float16")}))
+    one, of_one = (
+        cgx.Plan(codec, leader=True).explain(tree, {"a": 4})
+        for codec in (cgx.Cast("float16"), {"a": cgx.Cast("float16")})
+    )
     assert one == of_one == cgx.Plan(cgx.Cast("float16")).explain(tree, {"a": 4})
 
 
 def test_what_no_codec_can_take_needs_no_axes():
-    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain({name: TREE[name] for name in ("count", "empty")}, 4)
+    found = cgx.Plan(FOUR, [("count|empty", {"node": EIGHT})]).explain(
+        {name: TREE[name] for name in ("count", "empty")}, 4
+    )
     assert [row.codec for row in found.rows] == [RAW, RAW]
 
 
@@ -140,11 +171,15 @@ def test_one_codec_over_several_axes():
 
 @pytest.mark.short
 def test_table():
-    found = cgx.Plan({"node": FOUR, "local": RAW}).explain({"block": {"w": jnp.zeros((512, 512)), "s": jnp.zeros(())}}, {"node": 2, "local": 4})
+    found = cgx.Plan({"node": FOUR, "local": RAW}).explain(
+        {"block": {"w": jnp.zeros((512, 512)), "s": jnp.zeros(())}}, {"node": 2, "local": 4}
+    )
     assert str(found).splitlines() == [
         "leaf     shape    dtype    axes         codec           message      bytes  uncompressed  ratio  raw because",
-        "-------  -------  -------  -----------  --------------  -------  ---------  ------------  -----  -----------------------------------------------------",
-        "block/s  scalar   float32  node, local  Raw()                            4             4   1.00  it has 1 element, fewer than the plan's min_size=1024",
+        "-------  -------  -------  -----------  --------------  -------  ---------  ------------  -----  "
+        "-----------------------------------------------------",
+        "block/s  scalar   float32  node, local  Raw()                            4             4   1.00  it has 1 "
+        "element, fewer than the plan's min_size=1024",
         "block/w  512x512  float32  node         MaxMin(bits=4)  1           33,792       262,144   7.76",
         "block/w  512x512  float32  local        Raw()           1        1,048,576     1,048,576   1.00",
         "",
@@ -160,26 +195,78 @@ def test_table():
 
 def test_an_empty_tree():
     found = cgx.Plan(FOUR).explain({}, 4)
-    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1) and str(found).split()[-5:] == ["in", "all", "0", "0", "1.00"]
+    assert (found.rows, found.bytes, found.ratio) == ((), 0, 1) and str(found).split()[-5:] == [
+        "in",
+        "all",
+        "0",
+        "0",
+        "1.00",
+    ]
 
 
 BY_AXIS = {"node": FOUR, "local": RAW}
 
 
-@pytest.mark.parametrize(("plan", "tree", "size", "error", "words"), [
-    (cgx.Plan(FOUR), TREE, 0, ValueError, "argument 'axis_size': expected a number of ranks or {axis name: ranks}, outermost first, got 0"),
-    (cgx.Plan(FOUR), TREE, "data", ValueError, "argument 'axis_size': expected a number of ranks"),
-    (cgx.Plan(FOUR), TREE, {}, ValueError, "argument 'axis_size': expected a number of ranks"),
-    (cgx.Plan(FOUR), TREE, {"a": 2, "b": -1}, ValueError, "argument 'axis_size': expected a number of ranks"),
-    (cgx.Plan(BY_AXIS), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost first, for the axes of "
-     "{'node': MaxMin(bits=4), 'local': Raw()}, got 8"),
-    (cgx.Plan(FOUR, [("half", BY_AXIS)]), TREE, {"node": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
-    (cgx.Plan(FOUR, schedule={"node": "ring", "local": "auto"}), TREE, 8, ValueError, "argument 'axis_size': expected {axis name: ranks}, outermost "
-     "first, for the axes of {'node': 'ring', 'local': 'auto'}, got 8"),
-    (cgx.Plan(FOUR, schedule={"node": "ring"}), {}, {"node": 2, "local": 2}, ValueError, "argument 'axis_size': expected {axis name: ranks}"),
-    (cgx.Plan(FOUR), {"w": [1.0]}, 2, TypeError, "argument 'tree', leaf 'w/0': expected an array or a jax.ShapeDtypeStruct, got 1.0"),
-    (cgx.Plan(FOUR, [("kernel", FOUR)]), {"w": jnp.zeros(3)}, 2, ValueError, "argument 'tree': expected a leaf for every rule of the plan, got none for"),
-], ids=["zero", "text", "no axis", "negative", "axes", "an axis", "schedules", "a schedule", "leaf", "rule"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "tree", "size", "error", "words"),
+    [
+        (
+            cgx.Plan(FOUR),
+            TREE,
+            0,
+            ValueError,
+            "argument 'axis_size': expected a number of ranks or {axis name: ranks}, outermost first, got 0",
+        ),
+        (cgx.Plan(FOUR), TREE, "data", ValueError, "argument 'axis_size': expected a number of ranks"),
+        (cgx.Plan(FOUR), TREE, {}, ValueError, "argument 'axis_size': expected a number of ranks"),
+        (cgx.Plan(FOUR), TREE, {"a": 2, "b": -1}, ValueError, "argument 'axis_size': expected a number of ranks"),
+        (
+            cgx.Plan(BY_AXIS),
+            TREE,
+            8,
+            ValueError,
+            "argument 'axis_size': expected {axis name: ranks}, outermost first, for the axes of "
+            "{'node': MaxMin(bits=4), 'local': Raw()}, got 8",
+        ),
+        (
+            cgx.Plan(FOUR, [("half", BY_AXIS)]),
+            TREE,
+            {"node": 2},
+            ValueError,
+            "argument 'axis_size': expected {axis name: ranks}",
+        ),
+        (
+            cgx.Plan(FOUR, schedule={"node": "ring", "local": "auto"}),
+            TREE,
+            8,
+            ValueError,
+            "argument 'axis_size': expected {axis name: ranks}, outermost "
+            "first, for the axes of {'node': 'ring', 'local': 'auto'}, got 8",
+        ),
+        (
+            cgx.Plan(FOUR, schedule={"node": "ring"}),
+            {},
+            {"node": 2, "local": 2},
+            ValueError,
+            "argument 'axis_size': expected {axis name: ranks}",
+        ),
+        (
+            cgx.Plan(FOUR),
+            {"w": [1.0]},
+            2,
+            TypeError,
+            "argument 'tree', leaf 'w/0': expected an array or a jax.ShapeDtypeStruct, got 1.0",
+        ),
+        (
+            cgx.Plan(FOUR, [("kernel", FOUR)]),
+            {"w": jnp.zeros(3)},
+            2,
+            ValueError,
+            "argument 'tree': expected a leaf for every rule of the plan, got none for",
+        ),
+    ],
+    ids=["zero", "text", "no axis", "negative", "axes", "an axis", "schedules", "a schedule", "leaf", "rule"],
+)
 def test_bad_input(plan, tree, size, error, words):
     with pytest.raises(error) as caught:
         plan.explain(tree, size)

@@ -1,15 +1,21 @@
 """What other systems do, as plans; and CGX's environment variables."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import jaxcgx as cgx
 from helpers import normal
-from jaxcgx.plan import environment
 from ranks import mesh, on_ranks
 
-TREE = {"bias": jnp.zeros(2000), "large": jnp.zeros((500, 401)), "small": jnp.zeros((31, 33)), "weights": jnp.zeros((500, 400))}
+import jaxcgx as cgx
+from jaxcgx.plan import environment
+
+TREE = {
+    "bias": jnp.zeros(2000),
+    "large": jnp.zeros((500, 401)),
+    "small": jnp.zeros((31, 33)),
+    "weights": jnp.zeros((500, 400)),
+}
 FOUR, HALF, RAW = cgx.MaxMin(4), cgx.Cast("float16"), cgx.Raw()
 
 
@@ -18,46 +24,152 @@ def codecs(plan):
     return [codec for codec, _ in plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found])]
 
 
-@pytest.mark.parametrize(("plan", "found"), [
-    (cgx.Plan.cgx(), [RAW, cgx.MaxMin(4, 1024), RAW, cgx.MaxMin(4, 1024)]),
-    (cgx.Plan.cgx(2, 128, "stochastic"), [RAW, cgx.MaxMin(2, 128, "stochastic"), RAW, cgx.MaxMin(2, 128, "stochastic")]),
-    (cgx.Plan.bytegrad(), [cgx.ByteGrad()] * 4),
-    (cgx.Plan.bytegrad("data"), [cgx.ByteGrad()] * 4),
-    (cgx.Plan.bytegrad(("node", "local")), [{"node": cgx.ByteGrad(), "local": RAW}] * 4),
-    (cgx.Plan.fp16(), [HALF] * 4),
-    (cgx.Plan.mixed_precision(), [HALF, FOUR, HALF, HALF]),
-    (cgx.Plan.mixed_precision(cgx.Float8(), size_bound=199_999), [HALF, cgx.Float8(), HALF, cgx.Float8()]),
-    (cgx.Plan.mixed_precision(size_bound=0), [FOUR] * 4),
-    (cgx.Plan.mixed_precision(axis_name=("dc", "rack", "local")), [
-        {"dc": HALF, "rack": HALF, "local": HALF}, {"dc": FOUR, "rack": RAW, "local": RAW}, *[{"dc": HALF, "rack": HALF, "local": HALF}] * 2]),
-    (cgx.Plan.mixed_precision(cgx.TopK(0.01)), [HALF, cgx.TopK(0.01), HALF, HALF]),
-    (cgx.Plan.bsc(), [RAW, cgx.TopK(0.01, select="sampled"), RAW, RAW]),
-    (cgx.Plan.bsc(0.1, 199_999, ("dc", "rack", "local"), "top", "exact"), [
-        RAW, {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW}, RAW, {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW}]),
-    (cgx.Plan.bsc(size_bound=0, select="exact"), [cgx.TopK(0.01)] * 4),
-], ids=["cgx", "cgx with arguments", "bytegrad", "bytegrad on an axis", "bytegrad hierarchical", "fp16", "mixed precision", "mixed precision with arguments",
-        "all large", "mixed precision hierarchical", "mixed precision, sparse", "bsc", "bsc hierarchical", "bsc for all"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        (cgx.Plan.cgx(), [RAW, cgx.MaxMin(4, 1024), RAW, cgx.MaxMin(4, 1024)]),
+        (
+            cgx.Plan.cgx(2, 128, "stochastic"),
+            [RAW, cgx.MaxMin(2, 128, "stochastic"), RAW, cgx.MaxMin(2, 128, "stochastic")],
+        ),
+        (cgx.Plan.bytegrad(), [cgx.ByteGrad()] * 4),
+        (cgx.Plan.bytegrad("data"), [cgx.ByteGrad()] * 4),
+        (cgx.Plan.bytegrad(("node", "local")), [{"node": cgx.ByteGrad(), "local": RAW}] * 4),
+        (cgx.Plan.fp16(), [HALF] * 4),
+        (cgx.Plan.mixed_precision(), [HALF, FOUR, HALF, HALF]),
+        (cgx.Plan.mixed_precision(cgx.Float8(), size_bound=199_999), [HALF, cgx.Float8(), HALF, cgx.Float8()]),
+        (cgx.Plan.mixed_precision(size_bound=0), [FOUR] * 4),
+        (
+            cgx.Plan.mixed_precision(axis_name=("dc", "rack", "local")),
+            [
+                {"dc": HALF, "rack": HALF, "local": HALF},
+                {"dc": FOUR, "rack": RAW, "local": RAW},
+                *[{"dc": HALF, "rack": HALF, "local": HALF}] * 2,
+            ],
+        ),
+        (cgx.Plan.mixed_precision(cgx.TopK(0.01)), [HALF, cgx.TopK(0.01), HALF, HALF]),
+        (cgx.Plan.bsc(), [RAW, cgx.TopK(0.01, select="sampled"), RAW, RAW]),
+        (
+            cgx.Plan.bsc(0.1, 199_999, ("dc", "rack", "local"), "top", "exact"),
+            [
+                RAW,
+                {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW},
+                RAW,
+                {"dc": cgx.TopK(0.1, pull="top"), "rack": RAW, "local": RAW},
+            ],
+        ),
+        (cgx.Plan.bsc(size_bound=0, select="exact"), [cgx.TopK(0.01)] * 4),
+    ],
+    ids=[
+        "cgx",
+        "cgx with arguments",
+        "bytegrad",
+        "bytegrad on an axis",
+        "bytegrad hierarchical",
+        "fp16",
+        "mixed precision",
+        "mixed precision with arguments",
+        "all large",
+        "mixed precision hierarchical",
+        "mixed precision, sparse",
+        "bsc",
+        "bsc hierarchical",
+        "bsc for all",
+    ],
+)
 def test_presets(plan, found):
     assert codecs(plan) == found
 
 
-@pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: cgx.Plan.cgx(9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
-    (lambda: cgx.Plan.bytegrad(()), ValueError, "Plan.bytegrad: argument 'axis_name': expected a name or a tuple of different names, got ()"),
-    (lambda: cgx.Plan.mixed_precision(axis_name=("a", "a")), ValueError, "Plan.mixed_precision: argument 'axis_name': expected a name or a tuple of different names, got ('a', 'a')"),
-    (lambda: cgx.Plan.mixed_precision(size_bound=-1), ValueError, "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0"),
-    (lambda: cgx.Plan.mixed_precision(size_bound=1e5), ValueError, "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0"),
-    (lambda: cgx.Plan.mixed_precision({"a": FOUR}), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
-    (lambda: cgx.Plan.mixed_precision({"a": FOUR, "b": RAW}, axis_name=("a", "b")), TypeError, "Plan.mixed_precision: argument 'codec': expected a codec such as"),
-    (lambda: cgx.Plan.bsc(2), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 2"),
-    (lambda: cgx.Plan.bsc(size_bound=-1), ValueError, "Plan.bsc: argument 'size_bound': expected an integer of at least 0 (and less than 2^40), got -1"),
-    (lambda: cgx.Plan.bsc(axis_name=()), ValueError, "Plan.bsc: argument 'axis_name': expected a name or a tuple of different names, got ()"),
-    (lambda: cgx.Plan.bsc(pull="push"), ValueError, "TopK: argument 'pull': expected one of 'all', 'top', got 'push'"),
-    (lambda: cgx.Plan.from_env([]), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got []"),
-    (lambda: cgx.Plan.from_env(3), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got 3"),
-    (lambda: cgx.Plan.from_env(("a", None)), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got ('a', None)"),
-    (lambda: cgx.Plan.from_env({"HOME": "/root"}), ValueError, "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got {"),
-], ids=["bits", "no axis", "axis twice", "size", "float", "codecs", "codecs by axis", "threshold", "size of bsc", "no axis for bsc", "pull", "environment", "number", "none", "variables"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: cgx.Plan.cgx(9), ValueError, "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+        (
+            lambda: cgx.Plan.bytegrad(()),
+            ValueError,
+            "Plan.bytegrad: argument 'axis_name': expected a name or a tuple of different names, got ()",
+        ),
+        (
+            lambda: cgx.Plan.mixed_precision(axis_name=("a", "a")),
+            ValueError,
+            "Plan.mixed_precision: argument 'axis_name': expected a name or a tuple of different names, got ('a', 'a')",
+        ),
+        (
+            lambda: cgx.Plan.mixed_precision(size_bound=-1),
+            ValueError,
+            "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0",
+        ),
+        (
+            lambda: cgx.Plan.mixed_precision(size_bound=1e5),
+            ValueError,
+            "Plan.mixed_precision: argument 'size_bound': expected an integer of at least 0",
+        ),
+        (
+            lambda: cgx.Plan.mixed_precision({"a": FOUR}),
+            TypeError,
+            "Plan.mixed_precision: argument 'codec': expected a codec such as",
+        ),
+        (
+            lambda: cgx.Plan.mixed_precision({"a": FOUR, "b": RAW}, axis_name=("a", "b")),
+            TypeError,
+            "Plan.mixed_precision: argument 'codec': expected a codec such as",
+        ),
+        (lambda: cgx.Plan.bsc(2), ValueError, "TopK: argument 'ratio': expected a number from 0 to 1, got 2"),
+        (
+            lambda: cgx.Plan.bsc(size_bound=-1),
+            ValueError,
+            "Plan.bsc: argument 'size_bound': expected an integer of at least 0 (and less than 2^40), got -1",
+        ),
+        (
+            lambda: cgx.Plan.bsc(axis_name=()),
+            ValueError,
+            "Plan.bsc: argument 'axis_name': expected a name or a tuple of different names, got ()",
+        ),
+        (
+            lambda: cgx.Plan.bsc(pull="push"),
+            ValueError,
+            "TopK: argument 'pull': expected one of 'all', 'top', got 'push'",
+        ),
+        (
+            lambda: cgx.Plan.from_env([]),
+            ValueError,
+            "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got []",
+        ),
+        (
+            lambda: cgx.Plan.from_env(3),
+            ValueError,
+            "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got 3",
+        ),
+        (
+            lambda: cgx.Plan.from_env(("a", None)),
+            ValueError,
+            "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got ('a', None)",
+        ),
+        (
+            lambda: cgx.Plan.from_env({"HOME": "/root"}),
+            ValueError,
+            "Plan.from_env: argument 'axis_name': expected a name or a tuple of different names, got {",
+        ),
+    ],
+    ids=[
+        "bits",
+        "no axis",
+        "axis twice",
+        "size",
+        "float",
+        "codecs",
+        "codecs by axis",
+        "threshold",
+        "size of bsc",
+        "no axis for bsc",
+        "pull",
+        "environment",
+        "number",
+        "none",
+        "variables",
+    ],
+)
 def test_bad_arguments(make, error, words):
     with pytest.raises(error) as caught:
         make()
@@ -71,49 +183,116 @@ def env(**variables):
     return BITS | {f"CGX_{name}": value for name, value in variables.items()}
 
 
-@pytest.mark.parametrize(("axis_name", "environ", "expected"), [
-    # One network.
-    (None, {}, dict(default=RAW, schedule="two_shot")),
-    (None, {"CGX_COMPRESSION_QUANTIZATION_BITS": "32"}, dict(default=RAW, schedule="two_shot")),
-    (None, env(), dict(default=FOUR, schedule="two_shot")),
-    ("data", env(), dict(default=FOUR, schedule="two_shot")),
-    (("data",), env(), dict(default=FOUR, schedule="two_shot")),
-    (None, env(COMPRESSION_QUANTIZATION_BITS="1", COMPRESSION_BUCKET_SIZE="33"), dict(default=cgx.MaxMin(1, 33), schedule="two_shot")),
-    (None, env(COMPRESSION_SKIP_INCOMPLETE_BUCKETS="1"), dict(default=cgx.MaxMin(4, skip_incomplete=True), schedule="two_shot")),
-    (None, env(COMPRESSION_MINIMAL_SIZE="3"), dict(default=FOUR, schedule="two_shot", min_size=17)),
-    (None, env(COMPRESSION_MINIMAL_SIZE="17"), dict(default=FOUR, schedule="two_shot", min_size=18)),
-    (None, env(COMPRESSION_MINIMAL_SIZE=str(2**40 - 1)), dict(default=FOUR, schedule="two_shot", min_size=2**40)),
-    (None, env(FUSION_BUFFER_SIZE_MB="8"), dict(default=FOUR, schedule="two_shot", fusion_mb=8)),
-    (None, env(INNER_REDUCTION_TYPE="Ring"), dict(default=FOUR, schedule="ring")),
-    (None, env(CROSS_REDUCTION_TYPE="SRA", INTRA_BROADCAST="1", INTRA_COMPRESS="0"), dict(default=FOUR, schedule="two_shot")),
-    (None, env(DEBUG_ALL_TO_ALL_REDUCTION="1", INNER_REDUCTION_TYPE="Ring"), dict(default=FOUR, schedule="one_shot")),
-    (None, env(DEBUG_DUMMY_COMPRESSION="1"), dict(default=RAW, schedule="two_shot")),
-    (None, env(INNER_COMMUNICATOR_TYPE="NCCL", CROSS_COMMUNICATOR_TYPE="NCCL"), dict(default=FOUR, schedule="two_shot")),
-    (None, {"HOME": "/root", "CGXX": "1"}, dict(default=RAW, schedule="two_shot")),
-    # Nodes, and ranks within a node.
-    (TUPLE, env(), dict(default={"node": FOUR, "local": FOUR}, schedule={"node": "ring", "local": "two_shot"}, leader=True)),
-    (TUPLE, env(INTRA_BROADCAST="0"), dict(default={"node": FOUR, "local": FOUR}, schedule={"node": "ring", "local": "two_shot"})),
-    (TUPLE, env(INTRA_COMPRESS="0"), dict(default={"node": FOUR, "local": RAW}, schedule={"node": "ring", "local": "two_shot"}, leader=True)),
-    (TUPLE, env(CROSS_REDUCTION_TYPE="SRA", INNER_REDUCTION_TYPE="Ring"), dict(
-        default={"node": FOUR, "local": FOUR}, schedule={"node": "two_shot", "local": "ring"}, leader=True)),
-    (TUPLE, env(DEBUG_ALL_TO_ALL_REDUCTION="1"), dict(
-        default={"node": FOUR, "local": FOUR}, schedule={"node": "one_shot", "local": "one_shot"}, leader=True)),
-    (TUPLE, {}, dict(default={"node": RAW, "local": RAW}, schedule={"node": "ring", "local": "two_shot"}, leader=True)),
-    (("a", "b", "c"), env(INTRA_COMPRESS="0"), dict(
-        default={"a": FOUR, "b": RAW, "c": RAW}, schedule={"a": "ring", "b": "two_shot", "c": "two_shot"}, leader=True)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("axis_name", "environ", "expected"),
+    [
+        # One network.
+        (None, {}, dict(default=RAW, schedule="two_shot")),
+        (None, {"CGX_COMPRESSION_QUANTIZATION_BITS": "32"}, dict(default=RAW, schedule="two_shot")),
+        (None, env(), dict(default=FOUR, schedule="two_shot")),
+        ("data", env(), dict(default=FOUR, schedule="two_shot")),
+        (("data",), env(), dict(default=FOUR, schedule="two_shot")),
+        (
+            None,
+            env(COMPRESSION_QUANTIZATION_BITS="1", COMPRESSION_BUCKET_SIZE="33"),
+            dict(default=cgx.MaxMin(1, 33), schedule="two_shot"),
+        ),
+        (
+            None,
+            env(COMPRESSION_SKIP_INCOMPLETE_BUCKETS="1"),
+            dict(default=cgx.MaxMin(4, skip_incomplete=True), schedule="two_shot"),
+        ),
+        (None, env(COMPRESSION_MINIMAL_SIZE="3"), dict(default=FOUR, schedule="two_shot", min_size=17)),
+        (None, env(COMPRESSION_MINIMAL_SIZE="17"), dict(default=FOUR, schedule="two_shot", min_size=18)),
+        (None, env(COMPRESSION_MINIMAL_SIZE=str(2**40 - 1)), dict(default=FOUR, schedule="two_shot", min_size=2**40)),
+        (None, env(FUSION_BUFFER_SIZE_MB="8"), dict(default=FOUR, schedule="two_shot", fusion_mb=8)),
+        (None, env(INNER_REDUCTION_TYPE="Ring"), dict(default=FOUR, schedule="ring")),
+        (
+            None,
+            env(CROSS_REDUCTION_TYPE="SRA", INTRA_BROADCAST="1", INTRA_COMPRESS="0"),
+            dict(default=FOUR, schedule="two_shot"),
+        ),
+        (
+            None,
+            env(DEBUG_ALL_TO_ALL_REDUCTION="1", INNER_REDUCTION_TYPE="Ring"),
+            dict(default=FOUR, schedule="one_shot"),
+        ),
+        (None, env(DEBUG_DUMMY_COMPRESSION="1"), dict(default=RAW, schedule="two_shot")),
+        (
+            None,
+            env(INNER_COMMUNICATOR_TYPE="NCCL", CROSS_COMMUNICATOR_TYPE="NCCL"),
+            dict(default=FOUR, schedule="two_shot"),
+        ),
+        (None, {"HOME": "/root", "CGXX": "1"}, dict(default=RAW, schedule="two_shot")),
+        # Nodes, and ranks within a node.
+        (
+            TUPLE,
+            env(),
+            dict(default={"node": FOUR, "local": FOUR}, schedule={"node": "ring", "local": "two_shot"}, leader=True),
+        ),
+        (
+            TUPLE,
+            env(INTRA_BROADCAST="0"),
+            dict(default={"node": FOUR, "local": FOUR}, schedule={"node": "ring", "local": "two_shot"}),
+        ),
+        (
+            TUPLE,
+            env(INTRA_COMPRESS="0"),
+            dict(default={"node": FOUR, "local": RAW}, schedule={"node": "ring", "local": "two_shot"}, leader=True),
+        ),
+        (
+            TUPLE,
+            env(CROSS_REDUCTION_TYPE="SRA", INNER_REDUCTION_TYPE="Ring"),
+            dict(default={"node": FOUR, "local": FOUR}, schedule={"node": "two_shot", "local": "ring"}, leader=True),
+        ),
+        (
+            TUPLE,
+            env(DEBUG_ALL_TO_ALL_REDUCTION="1"),
+            dict(
+                default={"node": FOUR, "local": FOUR}, schedule={"node": "one_shot", "local": "one_shot"}, leader=True
+            ),
+        ),
+        (
+            TUPLE,
+            {},
+            dict(default={"node": RAW, "local": RAW}, schedule={"node": "ring", "local": "two_shot"}, leader=True),
+        ),
+        (
+            ("a", "b", "c"),
+            env(INTRA_COMPRESS="0"),
+            dict(
+                default={"a": FOUR, "b": RAW, "c": RAW},
+                schedule={"a": "ring", "b": "two_shot", "c": "two_shot"},
+                leader=True,
+            ),
+        ),
+    ],
+    ids=str,
+)
 def test_cgx_variables(axis_name, environ, expected):
     assert cgx.Plan.from_env(axis_name, environ) == cgx.Plan(**dict(min_size=17, skip_1d=False) | expected)
 
 
-@pytest.mark.parametrize("environ", [
-    env(), env(INTRA_BROADCAST="0"), env(INTRA_COMPRESS="0", CROSS_REDUCTION_TYPE="SRA"), env(DEBUG_ALL_TO_ALL_REDUCTION="1"),
-    env(INNER_REDUCTION_TYPE="Ring", INTRA_BROADCAST="0"), {}], ids=str)
+@pytest.mark.parametrize(
+    "environ",
+    [
+        env(),
+        env(INTRA_BROADCAST="0"),
+        env(INTRA_COMPRESS="0", CROSS_REDUCTION_TYPE="SRA"),
+        env(DEBUG_ALL_TO_ALL_REDUCTION="1"),
+        env(INNER_REDUCTION_TYPE="Ring", INTRA_BROADCAST="0"),
+        {},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("axes", ["a", ("a", "b")])
 def test_collectives_take_what_variables_ask_for(axes, environ):
     plan = cgx.Plan.from_env(axes, environ)
     x = {"large": normal((2, 2, 40, 30)), "tiny": normal((2, 2, 16), 1)}
-    found, exact = (on_ranks(f, mesh(2, 2))(x) for f in (lambda x: cgx.compressed_psum(x, axes, plan), lambda x: jax.lax.psum(x, axes)))
+    found, exact = (
+        on_ranks(f, mesh(2, 2))(x)
+        for f in (lambda x: cgx.compressed_psum(x, axes, plan), lambda x: jax.lax.psum(x, axes))
+    )
     np.testing.assert_allclose(found["large"], exact["large"], atol=5 if environ else 1e-5)
     np.testing.assert_allclose(found["tiny"], exact["tiny"], rtol=1e-5)
     assert (found["large"] != exact["large"]).any() == bool(environ)
@@ -131,16 +310,28 @@ def test_what_only_transports_need():
     assert (found.inner_communicator, found.cross_communicator) == ("MPI", "NCCL")
 
 
-@pytest.mark.parametrize(("variable", "value", "expected"), [
-    ("CGX_COMPRESSION_QUANTIZATION_BITS", "16", "one of 1, 2, 3, 4, 5, 6, 7, 8, 32"), ("CGX_COMPRESSION_QUANTIZATION_BITS", "", "one of 1, "),
-    ("CGX_COMPRESSION_BUCKET_SIZE", "0", "an integer of at least 1"), ("CGX_COMPRESSION_BUCKET_SIZE", "1e3", "an integer of at least 1"),
-    ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "yes", "one of 0, 1"), ("CGX_COMPRESSION_MINIMAL_SIZE", "-1", "an integer of at least 0"),
-    ("CGX_COMPRESSION_MINIMAL_SIZE", str(2**40), "an integer of at least 0 (and less than 2^40)"), ("CGX_COMPRESSION_BUCKET_SIZE", "9" * 5000, "an integer of at least 1"),
-    ("CGX_FUSION_BUFFER_SIZE_MB", "0", "an integer of at least 1"), ("CGX_INNER_COMMUNICATOR_TYPE", "GLOO", "one of MPI, SHM, NCCL"),
-    ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM", "one of MPI, NCCL"), ("CGX_INNER_REDUCTION_TYPE", "Tree", "one of SRA, Ring"),
-    ("CGX_CROSS_REDUCTION_TYPE", "ring", "one of SRA, Ring"), ("CGX_INTRA_BROADCAST", "2", "one of 0, 1"), ("CGX_INTRA_COMPRESS", "on", "one of 0, 1"),
-    ("CGX_DEBUG_ALL_TO_ALL_REDUCTION", "true", "one of 0, 1"), ("CGX_DEBUG_DUMMY_COMPRESSION", "x", "one of 0, 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "16", "one of 1, 2, 3, 4, 5, 6, 7, 8, 32"),
+        ("CGX_COMPRESSION_QUANTIZATION_BITS", "", "one of 1, "),
+        ("CGX_COMPRESSION_BUCKET_SIZE", "0", "an integer of at least 1"),
+        ("CGX_COMPRESSION_BUCKET_SIZE", "1e3", "an integer of at least 1"),
+        ("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", "yes", "one of 0, 1"),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", "-1", "an integer of at least 0"),
+        ("CGX_COMPRESSION_MINIMAL_SIZE", str(2**40), "an integer of at least 0 (and less than 2^40)"),
+        ("CGX_COMPRESSION_BUCKET_SIZE", "9" * 5000, "an integer of at least 1"),
+        ("CGX_FUSION_BUFFER_SIZE_MB", "0", "an integer of at least 1"),
+        ("CGX_INNER_COMMUNICATOR_TYPE", "GLOO", "one of MPI, SHM, NCCL"),
+        ("CGX_CROSS_COMMUNICATOR_TYPE", "SHM", "one of MPI, NCCL"),
+        ("CGX_INNER_REDUCTION_TYPE", "Tree", "one of SRA, Ring"),
+        ("CGX_CROSS_REDUCTION_TYPE", "ring", "one of SRA, Ring"),
+        ("CGX_INTRA_BROADCAST", "2", "one of 0, 1"),
+        ("CGX_INTRA_COMPRESS", "on", "one of 0, 1"),
+        ("CGX_DEBUG_ALL_TO_ALL_REDUCTION", "true", "one of 0, 1"),
+        ("CGX_DEBUG_DUMMY_COMPRESSION", "x", "one of 0, 1"),
+    ],
+)
 def test_bad_variables(variable, value, expected):
     with pytest.raises(ValueError) as caught:
         cgx.Plan.from_env(environ={variable: value})
@@ -149,5 +340,9 @@ def test_bad_variables(variable, value, expected):
 
 
 def test_a_variable_that_cgx_does_not_have():
-    with pytest.raises(ValueError, match="Plan.from_env: variable CGX_COMPRESSION_BITS: expected one of CGX_COMPRESSION_QUANTIZATION_BITS, .*; unset it"):
+    with pytest.raises(
+        ValueError,
+        match="Plan.from_env: variable CGX_COMPRESSION_BITS: expected one of CGX_COMPRESSION_QUANTIZATION_BITS, .*; "
+        "unset it",
+    ):
         cgx.Plan.from_env(environ={"CGX_COMPRESSION_BITS": "4"})

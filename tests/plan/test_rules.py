@@ -1,4 +1,5 @@
 """Which leaf gets which codec: rules, guards, what is an error."""
+
 import copy
 import pickle
 
@@ -10,8 +11,14 @@ import jaxcgx as cgx
 
 FOUR, EIGHT, TWO = cgx.MaxMin(4), cgx.MaxMin(8), cgx.MaxMin(2, 128)
 TREE = {
-    "block": [{"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(2000)}, {"kernel": jnp.zeros((128, 64), jnp.bfloat16), "scale": jnp.zeros(7)}],
-    "count": jnp.zeros((40, 40), jnp.int32), "embed": jnp.zeros((1000, 64)), "none": jnp.zeros((0, 3)), "temperature": jnp.zeros(()),
+    "block": [
+        {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(2000)},
+        {"kernel": jnp.zeros((128, 64), jnp.bfloat16), "scale": jnp.zeros(7)},
+    ],
+    "count": jnp.zeros((40, 40), jnp.int32),
+    "embed": jnp.zeros((1000, 64)),
+    "none": jnp.zeros((0, 3)),
+    "temperature": jnp.zeros(()),
 }
 
 
@@ -19,7 +26,9 @@ def assign(plan, tree=TREE):
     """{path: (codec, why it is raw)}."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found]
-    return dict(zip(names, plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found]), strict=True))
+    return dict(
+        zip(names, plan.assign("test", "x", [path for path, _ in found], [leaf for _, leaf in found]), strict=True)
+    )
 
 
 def codecs(plan, tree=TREE):
@@ -38,23 +47,35 @@ def test_guards():
         "none": (cgx.Raw(), "it has no elements"),
         "temperature": (cgx.Raw(), "it has 1 element, fewer than the plan's min_size=1024"),
     }
-    assert assign(cgx.Plan(FOUR, min_size=0))["temperature"] == (cgx.Raw(), "it has no dimension, and the plan has skip_1d=True")
+    assert assign(cgx.Plan(FOUR, min_size=0))["temperature"] == (
+        cgx.Raw(),
+        "it has no dimension, and the plan has skip_1d=True",
+    )
     assert assign(cgx.Plan(FOUR, min_size=7, skip_1d=False))["block/1/scale"] == (FOUR, None)
-    assert {name for name, found in assign(cgx.Plan(FOUR, min_size=0, skip_1d=False)).items() if found != (FOUR, None)} == {"count", "none"}
+    assert {
+        name for name, found in assign(cgx.Plan(FOUR, min_size=0, skip_1d=False)).items() if found != (FOUR, None)
+    } == {"count", "none"}
 
 
-@pytest.mark.parametrize(("rule", "held"), [
-    ("kernel$", {"block/0/kernel", "block/1/kernel"}),
-    ("^block/1/", {"block/1/kernel", "block/1/scale"}),
-    (lambda path, leaf: leaf.dtype == jnp.bfloat16, {"block/1/kernel"}),
-    (cgx.Rule(EIGHT, min_size=2000, max_size=8192), {"block/0/bias", "block/0/kernel", "block/1/kernel"}),
-    (cgx.Rule(EIGHT, ndim=1), {"block/0/bias", "block/1/scale"}),
-    (cgx.Rule(EIGHT, path="block", where=lambda path, leaf: leaf.shape[0] == 64), {"block/0/kernel"}),
-    (cgx.Rule(EIGHT), set(codecs(cgx.Plan(FOUR))) - {"count", "none"}),
-], ids=["regex", "anchor", "predicate", "sizes", "ndim", "both", "all"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rule", "held"),
+    [
+        ("kernel$", {"block/0/kernel", "block/1/kernel"}),
+        ("^block/1/", {"block/1/kernel", "block/1/scale"}),
+        (lambda path, leaf: leaf.dtype == jnp.bfloat16, {"block/1/kernel"}),
+        (cgx.Rule(EIGHT, min_size=2000, max_size=8192), {"block/0/bias", "block/0/kernel", "block/1/kernel"}),
+        (cgx.Rule(EIGHT, ndim=1), {"block/0/bias", "block/1/scale"}),
+        (cgx.Rule(EIGHT, path="block", where=lambda path, leaf: leaf.shape[0] == 64), {"block/0/kernel"}),
+        (cgx.Rule(EIGHT), set(codecs(cgx.Plan(FOUR))) - {"count", "none"}),
+    ],
+    ids=["regex", "anchor", "predicate", "sizes", "ndim", "both", "all"],
+)
 def test_conditions(rule, held):
     plan = cgx.Plan(FOUR, [rule if isinstance(rule, cgx.Rule) else (rule, EIGHT)], min_size=0, skip_1d=False)
-    assert codecs(plan) == {name: cgx.Raw() if name in ("count", "none") else EIGHT if name in held else FOUR for name in codecs(cgx.Plan(FOUR))}
+    assert codecs(plan) == {
+        name: cgx.Raw() if name in ("count", "none") else EIGHT if name in held else FOUR
+        for name in codecs(cgx.Plan(FOUR))
+    }
 
 
 def test_a_root_leaf_has_an_empty_path():
@@ -65,15 +86,23 @@ def test_guards_are_stronger_than_rules():
     def even(path, leaf):
         return leaf.size == 2000
 
-    plan = cgx.Plan(FOUR, [("scale", EIGHT), (even, TWO), ("temperature", cgx.Raw()), cgx.Rule(EIGHT, ndim=0), ("count", EIGHT)])
+    plan = cgx.Plan(
+        FOUR, [("scale", EIGHT), (even, TWO), ("temperature", cgx.Raw()), cgx.Rule(EIGHT, ndim=0), ("count", EIGHT)]
+    )
     before, found = assign(cgx.Plan(FOUR)), assign(plan)
-    assert {name for name, (codec, _) in found.items() if codec == cgx.Raw()} == {name for name, (codec, _) in before.items() if codec == cgx.Raw()}
+    assert {name for name, (codec, _) in found.items() if codec == cgx.Raw()} == {
+        name for name, (codec, _) in before.items() if codec == cgx.Raw()
+    }
     # The reason names a rule that asked for something else.
     added = {name: why.removeprefix(before[name][1]) for name, (_, why) in found.items() if why}
     assert added == {
-        "block/0/bias": ", though Rule(codec=MaxMin(bits=2, bucket_size=128), where=<function test_guards_are_stronger_than_rules.<locals>.even>) names it",
+        "block/0/bias": ", though Rule(codec=MaxMin(bits=2, bucket_size=128), where=<function "
+        "test_guards_are_stronger_than_rules.<locals>.even>) names it",
         "block/1/scale": ", though Rule(codec=MaxMin(bits=8), path='scale') names it",
-        "count": ", though Rule(codec=MaxMin(bits=8), path='count') names it", "none": "", "temperature": ""}
+        "count": ", though Rule(codec=MaxMin(bits=8), path='count') names it",
+        "none": "",
+        "temperature": "",
+    }
 
 
 def test_no_rule_is_wrong_for_what_no_codec_can_take():
@@ -83,7 +112,13 @@ def test_no_rule_is_wrong_for_what_no_codec_can_take():
 
 @pytest.mark.short
 def test_optional_rules_may_hold_for_no_leaf():
-    plan = cgx.Plan(FOUR, [cgx.Rule(EIGHT, path="block/0/kernel", optional=True), cgx.Rule(TWO, where=lambda path, leaf: path == "embed", optional=True)])
+    plan = cgx.Plan(
+        FOUR,
+        [
+            cgx.Rule(EIGHT, path="block/0/kernel", optional=True),
+            cgx.Rule(TWO, where=lambda path, leaf: path == "embed", optional=True),
+        ],
+    )
     assert codecs(plan)["block/0/kernel"] == EIGHT and codecs(plan)["embed"] == TWO
     assert codecs(plan, {"embed": TREE["embed"]}) == {"embed": TWO}
     assert codecs(plan, {"w": TREE["embed"]}) == {"w": FOUR}
@@ -97,7 +132,11 @@ def test_rules_are_not_compared(monkeypatch):
 
 
 def test_the_highest_priority_counts():
-    rules = [cgx.Rule(EIGHT, path="kernel"), cgx.Rule(TWO, path="block/0", priority=1), cgx.Rule(FOUR, path="0/kernel", priority=-1)]
+    rules = [
+        cgx.Rule(EIGHT, path="kernel"),
+        cgx.Rule(TWO, path="block/0", priority=1),
+        cgx.Rule(FOUR, path="0/kernel", priority=-1),
+    ]
     found = codecs(cgx.Plan(cgx.Raw(), rules))
     assert (found["block/0/kernel"], found["block/1/kernel"], found["embed"]) == (TWO, EIGHT, cgx.Raw())
 
@@ -108,7 +147,11 @@ def test_rules_may_agree():
 
 def test_codecs_by_axis():
     wide = {"node": EIGHT, "local": cgx.Raw()}
-    plan = cgx.Plan({"node": FOUR, "local": cgx.Raw()}, [("embed", wide), ("0/kernel", TWO)], schedule={"node": "ring", "local": "auto"})
+    plan = cgx.Plan(
+        {"node": FOUR, "local": cgx.Raw()},
+        [("embed", wide), ("0/kernel", TWO)],
+        schedule={"node": "ring", "local": "auto"},
+    )
     found = codecs(plan)
     assert found["embed"] == wide and isinstance(found["embed"], dict)
     assert found["block/0/kernel"] == TWO and found["block/1/kernel"] == {"node": FOUR, "local": cgx.Raw()}
@@ -116,10 +159,20 @@ def test_codecs_by_axis():
     assert codecs(plan)["embed"]["node"] == EIGHT  # the plan has its own
 
 
-@pytest.mark.parametrize("change", [
-    lambda d: d.__setitem__("node", TWO), lambda d: d.__delitem__("node"), lambda d: d.__ior__({"node": TWO}), lambda d: d.update(node=TWO),
-    lambda d: d.pop("node"), lambda d: d.popitem(), lambda d: d.clear(), lambda d: d.setdefault("local", TWO),
-], ids=["set", "delete", "or", "update", "pop", "popitem", "clear", "setdefault"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.__setitem__("node", TWO),
+        lambda d: d.__delitem__("node"),
+        lambda d: d.__ior__({"node": TWO}),
+        lambda d: d.update(node=TWO),
+        lambda d: d.pop("node"),
+        lambda d: d.popitem(),
+        lambda d: d.clear(),
+        lambda d: d.setdefault("local", TWO),
+    ],
+    ids=["set", "delete", "or", "update", "pop", "popitem", "clear", "setdefault"],
+)
 def test_codecs_by_axis_stay(change):
     plan = cgx.Plan({"node": FOUR}, schedule={"node": "ring"})
     for found in (plan.default, plan.schedule):
@@ -163,49 +216,149 @@ class Unhashable:
         return "a predicate"
 
 
-@pytest.mark.parametrize(("make", "error", "words"), [
-    (lambda: cgx.Plan("maxmin"), TypeError, "Plan: argument 'default': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'"),
-    (lambda: cgx.Plan({}), ValueError, "Plan: argument 'default': expected a codec for each axis, got {}"),
-    (lambda: cgx.Plan({"a": 4}), TypeError, "Plan: argument 'default': expected a codec such as"),
-    (lambda: cgx.Plan(FOUR, "kernel"), TypeError, "Plan: argument 'rules': expected a list, got 'kernel'"),
-    (lambda: cgx.Plan(FOUR, ["kernel"]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), got 'kernel'"),
-    (lambda: cgx.Plan(FOUR, [(3, FOUR)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
-    (lambda: cgx.Plan(FOUR, [("a", FOUR, 1)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
-    (lambda: cgx.Plan(FOUR, [("a", 4)]), TypeError, "Rule: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 4"),
-    (lambda: cgx.Plan(FOUR, [("a(", FOUR)]), ValueError, "Rule: argument 'path': expected a regular expression, got 'a(': missing ), unterminated subpattern at position 1"),
-    (lambda: cgx.Rule(FOUR, path=b"a"), TypeError, "Rule: argument 'path': expected a regular expression as a string, got b'a'"),
-    (lambda: cgx.Rule(FOUR, where="a"), TypeError, "Rule: argument 'where': expected a function of a path and a leaf, got 'a'"),
-    (lambda: cgx.Rule(FOUR, where=Unhashable()), TypeError, "Rule: argument 'where': expected something hashable, got a predicate: plans are static under jit"),
-    (lambda: cgx.Rule(FOUR, min_size=-1), ValueError, "Rule: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1"),
-    (lambda: cgx.Rule(FOUR, max_size=1.5), TypeError, "Rule: argument 'max_size': expected an integer of at least 0"),
-    (lambda: cgx.Rule(FOUR, ndim=-1), ValueError, "Rule: argument 'ndim': expected an integer of at least 0"),
-    (lambda: cgx.Rule(FOUR, min_size=8, max_size=7), ValueError, "Rule: argument 'max_size': expected at least min_size=8, got 7"),
-    (lambda: cgx.Rule(FOUR, priority="high"), TypeError, "Rule: argument 'priority': expected an integer, got 'high'"),
-    (lambda: cgx.Rule(FOUR, optional="yes"), TypeError, "Rule: argument 'optional': expected True or False, got 'yes'"),
-    (lambda: cgx.Plan(FOUR, min_size=-1), ValueError, "Plan: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1"),
-    (lambda: cgx.Plan(FOUR, min_size=1.5), TypeError, "Plan: argument 'min_size': expected an integer of at least 0"),
-    (lambda: cgx.Plan(FOUR, skip_1d=1), TypeError, "Plan: argument 'skip_1d': expected True or False, got 1"),
-    (lambda: cgx.Plan(FOUR, fusion_mb=0), ValueError, "Plan: argument 'fusion_mb': expected a positive number, got 0"),
-    (lambda: cgx.Plan(FOUR, fusion_mb="64"), ValueError, "Plan: argument 'fusion_mb': expected a positive number, got '64'"),
-    (lambda: cgx.Plan(FOUR, schedule="tree"), ValueError, "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 'tree'"),
-    (lambda: cgx.Plan(FOUR, schedule={"node": 3}), ValueError, "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 3"),
-    (lambda: cgx.Plan(FOUR, schedule={}), ValueError, "Plan: argument 'schedule': expected a schedule for each axis, got {}"),
-    (lambda: cgx.Plan(FOUR, leader=None), TypeError, "Plan: argument 'leader': expected True or False, got None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (
+            lambda: cgx.Plan("maxmin"),
+            TypeError,
+            "Plan: argument 'default': expected a codec such as jaxcgx.MaxMin(bits=4), got 'maxmin'",
+        ),
+        (lambda: cgx.Plan({}), ValueError, "Plan: argument 'default': expected a codec for each axis, got {}"),
+        (lambda: cgx.Plan({"a": 4}), TypeError, "Plan: argument 'default': expected a codec such as"),
+        (lambda: cgx.Plan(FOUR, "kernel"), TypeError, "Plan: argument 'rules': expected a list, got 'kernel'"),
+        (
+            lambda: cgx.Plan(FOUR, ["kernel"]),
+            TypeError,
+            "Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), got "
+            "'kernel'",
+        ),
+        (lambda: cgx.Plan(FOUR, [(3, FOUR)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
+        (lambda: cgx.Plan(FOUR, [("a", FOUR, 1)]), TypeError, "Plan: argument 'rules': expected jaxcgx.Rule(...) or"),
+        (
+            lambda: cgx.Plan(FOUR, [("a", 4)]),
+            TypeError,
+            "Rule: argument 'codec': expected a codec such as jaxcgx.MaxMin(bits=4), got 4",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, [("a(", FOUR)]),
+            ValueError,
+            "Rule: argument 'path': expected a regular expression, got 'a(': missing ), unterminated subpattern at "
+            "position 1",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, path=b"a"),
+            TypeError,
+            "Rule: argument 'path': expected a regular expression as a string, got b'a'",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, where="a"),
+            TypeError,
+            "Rule: argument 'where': expected a function of a path and a leaf, got 'a'",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, where=Unhashable()),
+            TypeError,
+            "Rule: argument 'where': expected something hashable, got a predicate: plans are static under jit",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, min_size=-1),
+            ValueError,
+            "Rule: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, max_size=1.5),
+            TypeError,
+            "Rule: argument 'max_size': expected an integer of at least 0",
+        ),
+        (lambda: cgx.Rule(FOUR, ndim=-1), ValueError, "Rule: argument 'ndim': expected an integer of at least 0"),
+        (
+            lambda: cgx.Rule(FOUR, min_size=8, max_size=7),
+            ValueError,
+            "Rule: argument 'max_size': expected at least min_size=8, got 7",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, priority="high"),
+            TypeError,
+            "Rule: argument 'priority': expected an integer, got 'high'",
+        ),
+        (
+            lambda: cgx.Rule(FOUR, optional="yes"),
+            TypeError,
+            "Rule: argument 'optional': expected True or False, got 'yes'",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, min_size=-1),
+            ValueError,
+            "Plan: argument 'min_size': expected an integer of at least 0 (and at most 2^40), got -1",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, min_size=1.5),
+            TypeError,
+            "Plan: argument 'min_size': expected an integer of at least 0",
+        ),
+        (lambda: cgx.Plan(FOUR, skip_1d=1), TypeError, "Plan: argument 'skip_1d': expected True or False, got 1"),
+        (
+            lambda: cgx.Plan(FOUR, fusion_mb=0),
+            ValueError,
+            "Plan: argument 'fusion_mb': expected a positive number, got 0",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, fusion_mb="64"),
+            ValueError,
+            "Plan: argument 'fusion_mb': expected a positive number, got '64'",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, schedule="tree"),
+            ValueError,
+            "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 'tree'",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, schedule={"node": 3}),
+            ValueError,
+            "Plan: argument 'schedule': expected one of 'auto', 'two_shot', 'one_shot', 'ring', got 3",
+        ),
+        (
+            lambda: cgx.Plan(FOUR, schedule={}),
+            ValueError,
+            "Plan: argument 'schedule': expected a schedule for each axis, got {}",
+        ),
+        (lambda: cgx.Plan(FOUR, leader=None), TypeError, "Plan: argument 'leader': expected True or False, got None"),
+    ],
+)
 def test_bad_plans(make, error, words):
     with pytest.raises(error) as caught:
         make()
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("rules", "error", "words"), [
-    ([("kernal", EIGHT)], ValueError, "test: argument 'x': expected a leaf for every rule of the plan, got none for Rule(codec=MaxMin(bits=8), path='kernal') "
-     "among 'block/0/bias', 'block/0/kernel', 'block/1/kernel', 'block/1/scale', 'count' and 3 more; correct the rule, take it out, or make it optional=True"),
-    ([("kernel", EIGHT), cgx.Rule({"a": TWO}, min_size=2000)], ValueError, "test: argument 'x', leaf 'block/0/kernel': expected one codec, got two: "
-     "Rule(codec=MaxMin(bits=8), path='kernel') and Rule(codec={'a': MaxMin(bits=2, bucket_size=128)}, min_size=2000) of the plan have the same priority; "
-     "give one of them a higher one"),
-    ([(lambda path, leaf: path, EIGHT)], TypeError, "of the plan: expected True or False for leaf 'block/0/bias', got 'block/0/bias'"),
-], ids=["no leaf", "two rules", "predicate"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "error", "words"),
+    [
+        (
+            [("kernal", EIGHT)],
+            ValueError,
+            "test: argument 'x': expected a leaf for every rule of the plan, got none for Rule(codec=MaxMin(bits=8), "
+            "path='kernal') "
+            "among 'block/0/bias', 'block/0/kernel', 'block/1/kernel', 'block/1/scale', 'count' and 3 more; correct the "
+            "rule, take it out, or make it optional=True",
+        ),
+        (
+            [("kernel", EIGHT), cgx.Rule({"a": TWO}, min_size=2000)],
+            ValueError,
+            "test: argument 'x', leaf 'block/0/kernel': expected one codec, got two: "
+            "Rule(codec=MaxMin(bits=8), path='kernel') and Rule(codec={'a': MaxMin(bits=2, bucket_size=128)}, "
+            "min_size=2000) of the plan have the same priority; "
+            "give one of them a higher one",
+        ),
+        (
+            [(lambda path, leaf: path, EIGHT)],
+            TypeError,
+            "of the plan: expected True or False for leaf 'block/0/bias', got 'block/0/bias'",
+        ),
+    ],
+    ids=["no leaf", "two rules", "predicate"],
+)
 def test_errors_of_assigning(rules, error, words):
     with pytest.raises(error) as caught:
         assign(cgx.Plan(FOUR, rules))
@@ -213,7 +366,10 @@ def test_errors_of_assigning(rules, error, words):
 
 
 def test_a_rule_by_size_need_not_hold():
-    assert set(codecs(cgx.Plan(FOUR, [cgx.Rule(EIGHT, min_size=10**6), cgx.Rule(EIGHT, ndim=7)])).values()) == {FOUR, cgx.Raw()}
+    assert set(codecs(cgx.Plan(FOUR, [cgx.Rule(EIGHT, min_size=10**6), cgx.Rule(EIGHT, ndim=7)])).values()) == {
+        FOUR,
+        cgx.Raw(),
+    }
 
 
 def test_of_few_leaves_all_are_named():

@@ -1,4 +1,5 @@
 """What `python -m jaxcgx doctor` says, of installations that are whole and of those that are not."""
+
 import dataclasses
 import importlib.metadata
 import os
@@ -43,15 +44,24 @@ def pretend(monkeypatch):
 def run(code="", *arguments, **env):
     """python -m jaxcgx in a process of its own; `code` runs before everything else."""
     env = {k: v for k, v in os.environ.items() if k != "JAXCGX_REFERENCE"} | env
-    start = f"import sys\n{code}\nimport runpy\nsys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'jaxcgx', *{arguments!r}]\n" \
-            f"import jaxcgx\nsys.argv = ['jaxcgx', *{arguments!r}]\nrunpy.run_module('jaxcgx', run_name='__main__')"
+    start = (
+        f"import sys\n{code}\nimport runpy\nsys.argv, sys.orig_argv = ['-m'], ['python', '-m', 'jaxcgx', "
+        f"*{arguments!r}]\n"
+        f"import jaxcgx\nsys.argv = ['jaxcgx', *{arguments!r}]\nrunpy.run_module('jaxcgx', run_name='__main__')"
+    )
     return subprocess.run([sys.executable, "-P", "-c", start], env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_this_installation():
-    result = subprocess.run([sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "jaxcgx", "doctor"], capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    for word in (jax.__version__, "avx" if registration.find().build_info()["kernels"] != "portable" else "portable", "no problems"):
+    for word in (
+        jax.__version__,
+        "avx" if registration.find().build_info()["kernels"] != "portable" else "portable",
+        "no problems",
+    ):
         assert word in result.stdout
 
 
@@ -61,7 +71,11 @@ def test_without_a_gpu(pretend):
     assert report.problems == [] and report.gpus == [] and report.native["kernels"] == "avx2"
     assert report.versions["jaxcgx"] == importlib.metadata.version("jaxcgx")
     assert 'MPI               not installed: pip install "jaxcgx[mpi]"' in str(report)
-    assert "CUDA half         none" in str(report) and "JAX sees none" in str(report) and str(report).endswith("no problems")
+    assert (
+        "CUDA half         none" in str(report)
+        and "JAX sees none" in str(report)
+        and str(report).endswith("no problems")
+    )
 
 
 def test_a_gpu_that_jax_does_not_see(pretend):
@@ -78,11 +92,14 @@ def test_a_gpu_that_the_build_has_code_for(pretend):
     assert "NVIDIA H200, compute capability 9.0, kernels: yes" in str(report)
 
 
-@pytest.mark.parametrize(("cuda", "gpu", "words"), [
-    (None, H200, "JAX computes on NVIDIA H200, and this build has no CUDA half"),
-    (CUDA, T4, "JAX computes on Tesla T4, and this build has no code for its compute capability 7.5"),
-    (CUDA, UNKNOWN, "JAX computes on another GPU, and this build has no code for its compute capability unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "words"),
+    [
+        (None, H200, "JAX computes on NVIDIA H200, and this build has no CUDA half"),
+        (CUDA, T4, "JAX computes on Tesla T4, and this build has no code for its compute capability 7.5"),
+        (CUDA, UNKNOWN, "JAX computes on another GPU, and this build has no code for its compute capability unknown"),
+    ],
+)
 def test_a_gpu_that_the_build_has_no_code_for(pretend, capsys, cuda, gpu, words):
     pretend(cuda, [H200, gpu])
     problem = doctor.examine().problems[-1]
@@ -98,7 +115,10 @@ def test_without_the_native_module():
     result = run(code, "doctor")
     assert result.returncode == 1, result.stderr
     assert "native module     none" in result.stdout
-    assert "problem: jaxcgx: its native module can't be loaded" in result.stdout and "remedy:  reinstall it with" in result.stdout
+    assert (
+        "problem: jaxcgx: its native module can't be loaded" in result.stdout
+        and "remedy:  reinstall it with" in result.stdout
+    )
     assert "Traceback" not in result.stderr
     result = run(code, "doctor", JAXCGX_REFERENCE="1")
     assert result.returncode == 0 and "JAXCGX_REFERENCE  1" in result.stdout
@@ -114,18 +134,25 @@ def test_with_a_jax_that_is_not_supported(pretend, monkeypatch):
     pretend()
     monkeypatch.setattr(jax, "__version__", "0.8.3")
     (problem,) = doctor.examine().problems
-    assert problem.what == "jax 0.8.3 is not one that jaxcgx supports" and problem.remedy.startswith('pip install "jax<')
+    assert problem.what == "jax 0.8.3 is not one that jaxcgx supports" and problem.remedy.startswith(
+        'pip install "jax<'
+    )
 
 
-@pytest.mark.parametrize(("capability", "covered"), [
-    ("7.5", False), ("8.0", True), ("8.6", True), ("9.0", True), ("10.0", True), ("12.1", True), ("7.0", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("capability", "covered"),
+    [("7.5", False), ("8.0", True), ("8.6", True), ("9.0", True), ("10.0", True), ("12.1", True), ("7.0", False)],
+)
 def test_what_code_runs_where(capability, covered):
     assert doctor.covers(["sm_80", "sm_90", "compute_90"], capability) == covered
 
 
 def test_machine_code_runs_on_its_own_major_number():
-    assert not doctor.covers(["sm_80"], "9.0") and not doctor.covers(["sm_86"], "8.0") and doctor.covers(["sm_100"], "10.3")
+    assert (
+        not doctor.covers(["sm_80"], "9.0")
+        and not doctor.covers(["sm_86"], "8.0")
+        and doctor.covers(["sm_100"], "10.3")
+    )
     assert doctor.covers(["sm_90a"], "9.0") and not doctor.covers(["sm_100a", "compute_100a"], "10.3")
 
 

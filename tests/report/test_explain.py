@@ -1,4 +1,5 @@
 """explain lists what a compiled program sends: exact bytes, codecs, axes, and why a leaf stayed raw."""
+
 import functools
 import re
 
@@ -6,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from helpers import normal
 from jaxcgx.collectives import scopes
 from jaxcgx.native.layout import Layout
 
@@ -22,7 +23,9 @@ SIZE = 4 * 2100 + 2 * 40  # bytes of it
 
 
 def mesh(*axes):
-    return jax.make_mesh(tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes))
+    return jax.make_mesh(
+        tuple(n for _, n in axes), tuple(name for name, _ in axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
 
 
 def on(f, mesh, spec=P(), **options):
@@ -51,13 +54,21 @@ def test_bytes_of_schedules(function, schedule):
     found = quiet(on(lambda x: function(x, "data", CODEC, schedule=schedule), FLAT), TREE)
     part, whole = chunk(CODEC, TREE, 8), chunk(CODEC, TREE, 1)
     row = ("uint8", part, SPELLED, schedule)
-    assert what(found) == {
-        "two_shot": [("all-to-all", ("data",), "uint8", 7 * part, SPELLED, schedule), ("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule)],
-        "one_shot": [("all-gather", ("data",), "uint8", 7 * whole, SPELLED, schedule)],
-        "ring": [("collective-permute", ("data",), *row)] * 7 + [("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule)],
-    }[schedule]
+    assert (
+        what(found)
+        == {
+            "two_shot": [
+                ("all-to-all", ("data",), "uint8", 7 * part, SPELLED, schedule),
+                ("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule),
+            ],
+            "one_shot": [("all-gather", ("data",), "uint8", 7 * whole, SPELLED, schedule)],
+            "ring": [("collective-permute", ("data",), *row)] * 7
+            + [("all-gather", ("data",), "uint8", 7 * part, SPELLED, schedule)],
+        }[schedule]
+    )
     assert {(c.function, c.leaves, c.ranks, c.times, c.branch) for c in found.collectives} == {
-        (function.__name__, ("['a']", "['b']"), 8, 1, False)}
+        (function.__name__, ("['a']", "['b']"), 8, 1, False)
+    }
     assert found.raw == ()
     assert found.bytes == (7 * whole if schedule == "one_shot" else 14 * part)
     assert found.raw_bytes == pytest.approx(2 * 7 / 8 * SIZE, abs=8)  # what lax.psum sends
@@ -73,31 +84,60 @@ def test_auto_is_what_was_chosen():
 @pytest.mark.parametrize("inner", [cgx.Raw(), FINE], ids=repr)
 def test_hierarchy_names_the_codec_of_each_axis(inner):
     x, spelled = jnp.zeros(4096), {cgx.Raw(): "Raw()", FINE: SPELLED_FINE}[inner]
-    found = quiet(on(lambda x: cgx.compressed_psum(x, ("node", "local"), {"node": CODEC, "local": inner}, schedule="two_shot"), NODES), x)
+    found = quiet(
+        on(
+            lambda x: cgx.compressed_psum(x, ("node", "local"), {"node": CODEC, "local": inner}, schedule="two_shot"),
+            NODES,
+        ),
+        x,
+    )
     shard = x[: 4096 // 4]
     inner_bytes, part = 3 * inner.wire_bytes(shard.shape, x.dtype), chunk(CODEC, [shard], 2)
     got = what(found)
     assert [(axes, size, codec) for _, axes, _, size, codec, _ in got] == [
-        (("local",), inner_bytes, spelled), (("node",), part, SPELLED), (("node",), part, SPELLED), (("local",), inner_bytes, spelled)]
+        (("local",), inner_bytes, spelled),
+        (("node",), part, SPELLED),
+        (("node",), part, SPELLED),
+        (("local",), inner_bytes, spelled),
+    ]
     assert [g[0] for g in got[1:3]] == ["all-to-all", "all-gather"] and got[3][0] == "all-gather"
     # As float32: 3 of 4 shards of 4096 bytes each way inside, and a psum of one over two nodes.
     assert found.totals == {("local",): (2 * inner_bytes, 2 * 3 * 4096), ("node",): (2 * part, 4096)}
-    assert str(found).splitlines()[-1].split() == ["in", "all", f"{found.bytes:,}", f"{found.raw_bytes:,}", f"{found.ratio:.2f}"]
+    assert str(found).splitlines()[-1].split() == [
+        "in",
+        "all",
+        f"{found.bytes:,}",
+        f"{found.raw_bytes:,}",
+        f"{found.ratio:.2f}",
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
 def test_leaders(schedule):
     x = jnp.zeros(4096)
     codecs = {"node": CODEC, "local": cgx.Raw()}
-    found = quiet(on(lambda x: cgx.compressed_psum(x, ("node", "local"), codecs, schedule=schedule, leader=True), NODES), x)
+    found = quiet(
+        on(lambda x: cgx.compressed_psum(x, ("node", "local"), codecs, schedule=schedule, leader=True), NODES), x
+    )
     first, *between, last = found.collectives
-    assert (first.operation, first.axes, first.dtype, first.bytes, first.codec) == ("all-reduce", ("local",), "float32", 6 * 4096, "Raw()")
+    assert (first.operation, first.axes, first.dtype, first.bytes, first.codec) == (
+        "all-reduce",
+        ("local",),
+        "float32",
+        6 * 4096,
+        "Raw()",
+    )
     row = chunk(CODEC, [x], 1 if schedule == "one_shot" else 2)
     assert {(c.operation, c.codec, c.schedule) for c in between} == {("collective-permute", SPELLED, schedule)}
     # A rank also "sends" to itself: XLA has that as a collective, but no byte goes anywhere.
     assert sorted((c.axes, c.bytes) for c in set(between)) == [((), 0), (("node",), row)]
     assert sum(c.bytes for c in between) == row * (1 if schedule == "one_shot" else 2)
-    assert (last.operation, last.axes, last.dtype, last.bytes) == ("all-reduce", ("local",), "uint8", 2 * 3 * 2 * row // 4)
+    assert (last.operation, last.axes, last.dtype, last.bytes) == (
+        "all-reduce",
+        ("local",),
+        "uint8",
+        2 * 3 * 2 * row // 4,
+    )
     assert last.raw_bytes == 6 * 4096
 
 
@@ -106,13 +146,19 @@ def test_other_collectives():
     row = CODEC.wire_bytes((8, 100), x.dtype)
     run = lambda f: what(quiet(on(f, FLAT), x))
     rest = ("data",), "uint8"
-    assert run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True)) == [("all-to-all", *rest, 7 * row, SPELLED, "one_shot")]
-    assert run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True, schedule="ring")) == [
-        ("collective-permute", *rest, row, SPELLED, "ring")] * 7
+    assert run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True)) == [
+        ("all-to-all", *rest, 7 * row, SPELLED, "one_shot")
+    ]
+    assert (
+        run(lambda x: cgx.compressed_psum_scatter(x, "data", CODEC, tiled=True, schedule="ring"))
+        == [("collective-permute", *rest, row, SPELLED, "ring")] * 7
+    )
     assert run(lambda x: cgx.compressed_all_gather(x, "data", CODEC, tiled=True)) == [
-        ("all-gather", *rest, 7 * CODEC.wire_bytes(x.shape, x.dtype), SPELLED, "one_shot")]
+        ("all-gather", *rest, 7 * CODEC.wire_bytes(x.shape, x.dtype), SPELLED, "one_shot")
+    ]
     assert run(lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, CODEC, tiled=True)) == [
-        ("all-to-all", *rest, 7 * row, SPELLED, "one_shot")]
+        ("all-to-all", *rest, 7 * row, SPELLED, "one_shot")
+    ]
 
 
 def test_the_backward_pass_with_its_own_codec():
@@ -122,7 +168,8 @@ def test_the_backward_pass_with_its_own_codec():
     found = quiet(on(jax.grad(loss), FLAT, P("data"), check_vma=True), jnp.zeros(8000))
     assert what(found) == [
         ("all-gather", ("data",), "uint8", 7 * FINE.wire_bytes((1000,), jnp.float32), SPELLED_FINE, "one_shot"),
-        ("all-to-all", ("data",), "uint8", 7 * CODEC.wire_bytes((1000,), jnp.float32), SPELLED, "one_shot")]
+        ("all-to-all", ("data",), "uint8", 7 * CODEC.wire_bytes((1000,), jnp.float32), SPELLED, "one_shot"),
+    ]
     assert {c.function for c in found.collectives} == {"compressed_all_gather"}
 
 
@@ -137,29 +184,47 @@ def test_sync_in_backward():
     params = {"b": jnp.zeros(16), "w": jnp.zeros((32, 16))}
     run = jax.shard_map(step, mesh=FLAT, in_specs=(P(), P("data")), out_specs=P(), check_vma=True)
     found = quiet(run, params, jnp.zeros((64, 32)))
-    assert [(c.operation, c.bytes) for c in found.collectives] == [(o, 7 * chunk(CODEC, params, 8)) for o in ("all-to-all", "all-gather")]
-    assert {(c.function, c.leaves, c.codec) for c in found.collectives} == {("sync_in_backward", ("['b']", "['w']"), SPELLED)}
+    assert [(c.operation, c.bytes) for c in found.collectives] == [
+        (o, 7 * chunk(CODEC, params, 8)) for o in ("all-to-all", "all-gather")
+    ]
+    assert {(c.function, c.leaves, c.codec) for c in found.collectives} == {
+        ("sync_in_backward", ("['b']", "['w']"), SPELLED)
+    }
 
 
 @pytest.mark.short
 def test_raw_leaves_say_why():
-    x = {"e": jnp.zeros((0, 3)), "k/1": {'"odd" (name)': jnp.zeros((3, 2), jnp.int32)}, "n": jnp.zeros(5, jnp.int8), "w": jnp.zeros(100)}
+    x = {
+        "e": jnp.zeros((0, 3)),
+        "k/1": {'"odd" (name)': jnp.zeros((3, 2), jnp.int32)},
+        "n": jnp.zeros(5, jnp.int8),
+        "w": jnp.zeros(100),
+    }
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), x)
     # In the order of the leaves, with their own sizes, whatever XLA made of them.
     assert [(leaf.function, leaf.path, leaf.dtype, leaf.bytes, leaf.reason) for leaf in found.raw] == [
         ("compressed_psum", "['e']", "float32", 0, "it has no elements"),
         ("compressed_psum", "['k/1']['\"odd\" (name)']", "int32", 24, "int32 is not float32, bfloat16 or float16"),
-        ("compressed_psum", "['n']", "int8", 5, "int8 is not float32, bfloat16 or float16")]
+        ("compressed_psum", "['n']", "int8", 5, "int8 is not float32, bfloat16 or float16"),
+    ]
     plain = [c for c in found.collectives if c.codec == "Raw()"]
     assert {path for c in plain for path in c.leaves} == {"['k/1']['\"odd\" (name)']", "['n']"}
-    assert all(c.operation == "all-reduce" and c.function == "compressed_psum" and c.bytes == c.raw_bytes > 0 for c in plain)
+    assert all(
+        c.operation == "all-reduce" and c.function == "compressed_psum" and c.bytes == c.raw_bytes > 0 for c in plain
+    )
     assert {c.leaves for c in found.collectives if c not in plain} == {("['w']",)}
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: cgx.compressed_psum(x, "data", cgx.Raw()), lambda x: cgx.compressed_pmean(x, "data", cgx.Raw()),
-    lambda x: cgx.compressed_psum_scatter(x, "data", cgx.Raw(), tiled=True), lambda x: cgx.compressed_all_gather(x, "data", cgx.Raw()),
-    lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, cgx.Raw(), tiled=True)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: cgx.compressed_psum(x, "data", cgx.Raw()),
+        lambda x: cgx.compressed_pmean(x, "data", cgx.Raw()),
+        lambda x: cgx.compressed_psum_scatter(x, "data", cgx.Raw(), tiled=True),
+        lambda x: cgx.compressed_all_gather(x, "data", cgx.Raw()),
+        lambda x: cgx.compressed_all_to_all(x, "data", 0, 0, cgx.Raw(), tiled=True),
+    ],
+)
 def test_the_raw_codec_is_a_reason(function):
     found = quiet(on(function, FLAT), (jnp.zeros(64),))
     assert [(leaf.path, leaf.bytes, leaf.reason) for leaf in found.raw] == [("[0]", 256, "its codec is Raw()")]
@@ -169,6 +234,7 @@ def test_the_raw_codec_is_a_reason(function):
 
 def test_raw_leaves_inside_everything():
     """pjit, scan, while, cond, remat, custom_vjp, each with a leaf of its own."""
+
     def leaf(n):
         return lambda x: cgx.compressed_psum({n: x}, "data", CODEC)[n]
 
@@ -188,9 +254,15 @@ def test_raw_leaves_inside_everything():
     found = quiet(on(f, FLAT), jnp.zeros(4, jnp.int32))
     assert [raw.path for raw in found.raw] == [f"['{n}']" for n in ("pjit", "scan", "while", "cond", "remat", "custom")]
     listed = {c.leaves[0][2:-2]: (c.times, c.branch) for c in found.collectives}
-    assert listed == dict(pjit=(1, False), scan=(3, False), cond=(1, True), remat=(1, False), custom=(1, False)) | {"while": (None, False)}
+    assert listed == dict(pjit=(1, False), scan=(3, False), cond=(1, True), remat=(1, False), custom=(1, False)) | {
+        "while": (None, False)
+    }
     text = str(found)
-    assert "1 in a loop" in text and "1 at most" in text and text.endswith("What is in a loop of unknown length counts once.\n\nEvery branch of a conditional counts.")
+    assert (
+        "1 in a loop" in text
+        and "1 at most" in text
+        and text.endswith("What is in a loop of unknown length counts once.\n\nEvery branch of a conditional counts.")
+    )
 
 
 def test_loops_multiply():
@@ -207,15 +279,27 @@ def test_loops_multiply():
 
 def test_plain_collectives_are_listed_too():
     def f(x):
-        return (lax.psum_scatter(x, "local", tiled=True), lax.all_gather(x, "node"), lax.all_to_all(x, ("node", "local"), 0, 0, tiled=True),
-                lax.psum(x, "node"), lax.ppermute(x, "local", [(0, 1), (1, 0)]), cgx.compressed_psum(x, "node", CODEC))
+        return (
+            lax.psum_scatter(x, "local", tiled=True),
+            lax.all_gather(x, "node"),
+            lax.all_to_all(x, ("node", "local"), 0, 0, tiled=True),
+            lax.psum(x, "node"),
+            lax.ppermute(x, "local", [(0, 1), (1, 0)]),
+            cgx.compressed_psum(x, "node", CODEC),
+        )
 
     found = quiet(on(f, NODES), normal(1600))
     size, wire = 6400, CODEC.wire_bytes((1600,), jnp.float32)
-    assert sorted((c.operation, c.axes, c.bytes, c.function, c.codec) for c in found.collectives) == sorted([
-        ("reduce-scatter", ("local",), size * 3 // 4, "", ""), ("all-gather", ("node",), size, "", ""),
-        ("all-to-all", ("node", "local"), size * 7 // 8, "", ""), ("all-reduce", ("node",), size, "", ""),
-        ("collective-permute", ("local",), size, "", ""), ("all-gather", ("node",), wire, "compressed_psum", SPELLED)])
+    assert sorted((c.operation, c.axes, c.bytes, c.function, c.codec) for c in found.collectives) == sorted(
+        [
+            ("reduce-scatter", ("local",), size * 3 // 4, "", ""),
+            ("all-gather", ("node",), size, "", ""),
+            ("all-to-all", ("node", "local"), size * 7 // 8, "", ""),
+            ("all-reduce", ("node",), size, "", ""),
+            ("collective-permute", ("local",), size, "", ""),
+            ("all-gather", ("node",), wire, "compressed_psum", SPELLED),
+        ]
+    )
     assert all(c.raw_bytes == c.bytes for c in found.collectives if not c.function)
     assert found.raw == ()
     assert str(found).count("not jaxcgx") == 5
@@ -240,16 +324,25 @@ def test_groups_that_are_no_axis():
 
 
 def test_what_the_partitioner_inserts_is_not_ours():
-    """A gradient sharded over an axis that the call knows nothing of is gathered first, in float32: no silent fallback."""
+    """A gradient sharded over an axis that the call knows nothing of is gathered first, in float32: no silent
+    fallback."""
     both = mesh(("data", 2), ("model", 4))
     x = jax.device_put(jnp.zeros((1024, 64)), NamedSharding(both, P(None, "model")))
-    f = jax.shard_map(lambda x: cgx.compressed_psum(x * 2, "data", CODEC, schedule="two_shot"), mesh=both, in_specs=P(), out_specs=P(),
-                      axis_names={"data"}, check_vma=False)
+    f = jax.shard_map(
+        lambda x: cgx.compressed_psum(x * 2, "data", CODEC, schedule="two_shot"),
+        mesh=both,
+        in_specs=P(),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
     found = quiet(jax.jit(f), x)
     size, part = x.size * 4, chunk(CODEC, [x], 2)
-    assert what(found) == [("all-gather", ("model",), "float32", size * 3 // 4, "", ""),
-                           ("all-to-all", ("data",), "uint8", part, SPELLED, "two_shot"),
-                           ("all-gather", ("data",), "uint8", part, SPELLED, "two_shot")]
+    assert what(found) == [
+        ("all-gather", ("model",), "float32", size * 3 // 4, "", ""),
+        ("all-to-all", ("data",), "uint8", part, SPELLED, "two_shot"),
+        ("all-gather", ("data",), "uint8", part, SPELLED, "two_shot"),
+    ]
     assert found.collectives[0].function == "" and found.collectives[0].raw_bytes == found.collectives[0].bytes
 
 
@@ -257,7 +350,10 @@ def test_fully_automatic_jit():
     x = jax.device_put(jnp.zeros((16, 32)), NamedSharding(NODES, P("node", "local")))
     w = jax.device_put(jnp.zeros((32, 16)), NamedSharding(NODES, P("local")))
     found = quiet(lambda x, w: (x @ w).sum(0), x, w)
-    assert [(c.operation, c.axes, c.bytes) for c in found.collectives] == [("all-reduce", ("local",), 768), ("all-reduce", ("node",), 64)]
+    assert [(c.operation, c.axes, c.bytes) for c in found.collectives] == [
+        ("all-reduce", ("local",), 768),
+        ("all-reduce", ("node",), 64),
+    ]
 
 
 def test_a_function_that_has_been_jitted_and_run():
@@ -294,8 +390,11 @@ def test_a_thousand_leaves():
     tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(500)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), FLAT), tree)
     assert [(c.operation, len(c.leaves), c.bytes) for c in found.collectives] == [
-        (o, 1000, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")]
-    assert found.collectives[0].leaves == tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0])
+        (o, 1000, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")
+    ]
+    assert found.collectives[0].leaves == tuple(
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    )
     assert all(len(c.name) < 200 for c in found.collectives)
     assert "['layer0']['b'] and 999 more" in str(found)
 
@@ -312,7 +411,9 @@ def test_names_that_mean_something_else_elsewhere():
     tree = {'a/b(c:d) "e" \n\\': jnp.zeros(70), "ü" * 100: jnp.zeros(3, jnp.int32), "x" * 300: jnp.zeros(3, jnp.int32)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), tree)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    assert sorted([path for c in found.collectives if c.dtype == "uint8" for path in c.leaves] + [leaf.path for leaf in found.raw]) == sorted(paths)
+    assert sorted(
+        [path for c in found.collectives if c.dtype == "uint8" for path in c.leaves] + [leaf.path for leaf in found.raw]
+    ) == sorted(paths)
     assert all(re.fullmatch(r"[\w<>()/:.+-]{0,300}", c.name) for c in found.collectives)
 
 
@@ -321,14 +422,20 @@ def test_a_program_that_was_traced_elsewhere(monkeypatch):
     f.trace(jnp.zeros(100))
     monkeypatch.setattr(scopes, "_meaning", {})
     (c,) = quiet(f, jnp.zeros(100)).collectives
-    assert (c.function, c.codec, c.leaves, c.bytes) == ("compressed_psum", "unknown", (), 7 * CODEC.wire_bytes((100,), jnp.float32))
+    assert (c.function, c.codec, c.leaves, c.bytes) == (
+        "compressed_psum",
+        "unknown",
+        (),
+        7 * CODEC.wire_bytes((100,), jnp.float32),
+    )
     assert "one_shot.MaxMin_bits_4" in c.name
 
 
 def test_check_replicas():
     found = quiet(on(lambda x: cgx.check_replicas(x, "data").agree, FLAT), TREE)
     assert [(c.function, c.codec, c.bytes, c.leaves) for c in found.collectives] == [
-        ("check_replicas", "Raw()", 7 * 16, ("['a']", "['b']"))]
+        ("check_replicas", "Raw()", 7 * 16, ("['a']", "['b']"))
+    ]
 
 
 def test_table(capsys):
@@ -337,8 +444,13 @@ def test_table(capsys):
     assert capsys.readouterr().out == f"{found}\n"
     lines = str(found).splitlines()
     assert len({line.index(word) for line in lines[2:6] for word in ("data",) if word in line}) == 1  # columns
-    assert [line.split()[:4] for line in lines[2:6]].count(["all-to-all", "data", "uint8", f"{7 * chunk(CODEC, [jnp.zeros(4096)], 8):,}"]) == 1
-    assert any(line.split()[:3] == ["['n']", "int32", "12"] and line.endswith("int32 is not float32, bfloat16 or float16") for line in lines)
+    assert [line.split()[:4] for line in lines[2:6]].count(
+        ["all-to-all", "data", "uint8", f"{7 * chunk(CODEC, [jnp.zeros(4096)], 8):,}"]
+    ) == 1
+    assert any(
+        line.split()[:3] == ["['n']", "int32", "12"] and line.endswith("int32 is not float32, bfloat16 or float16")
+        for line in lines
+    )
     assert lines[-1].split() == ["data", f"{found.bytes:,}", f"{found.raw_bytes:,}", f"{found.ratio:.2f}"]
     assert repr(found) == f"<Explanation of collectives: 4, raw leaves: 1, bytes: {found.bytes:,}>"
 
@@ -349,12 +461,15 @@ def test_nothing():
     assert str(found).split()[-5:] == ["in", "all", "0", "0", "1.00"]
 
 
-@pytest.mark.parametrize(("fn", "words"), [
-    (None, "explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got None"),
-    (jnp.zeros(2), "explain: argument 'fn': expected a function"),
-    (jax.jit(jnp.sin).lower(1.0), "explain: argument 'fn': expected a function"),
-    (jax.jit(jnp.sin).lower(1.0).compile(), "explain: argument 'fn': expected a function"),
-])
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (None, "explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got None"),
+        (jnp.zeros(2), "explain: argument 'fn': expected a function"),
+        (jax.jit(jnp.sin).lower(1.0), "explain: argument 'fn': expected a function"),
+        (jax.jit(jnp.sin).lower(1.0).compile(), "explain: argument 'fn': expected a function"),
+    ],
+)
 def test_bad_input(fn, words):
     with pytest.raises(TypeError) as e:
         cgx.explain(fn, jnp.zeros(3))

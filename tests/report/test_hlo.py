@@ -1,4 +1,5 @@
 """The forms in which XLA writes collectives."""
+
 import pytest
 
 from jaxcgx.report import hlo
@@ -77,24 +78,27 @@ def test_every_collective_of_a_program_is_found():
     assert hlo.ranks(PROGRAM) == 8
 
 
-@pytest.mark.parametrize(("text", "groups"), [
-    ("replica_groups={{0,1},{2,3}}, to_apply=%add", ((0, 1), (2, 3))),
-    ("replica_groups={{0},{1}}", ((0,), (1,))),
-    ("replica_groups={}, channel_id=1", ((0, 1, 2, 3),)),
-    ("channel_id=1", ((0, 1, 2, 3),)),
-    ("replica_groups=[2,2]<=[4], x={1}", ((0, 1), (2, 3))),
-    ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
-    ("replica_groups=[1,4]<=[4]", ((0, 1, 2, 3),)),
-    ("replica_groups=mesh['a'=2,'b'=2] {'b'}, use_global_device_ids=true", ((0, 1), (2, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x={'b'}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
-    ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_0'}", ((0, 2), (1, 3))),
-    ("replica_groups=@mesh<a=2,b=2> {a}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", ((3, 2), (1, 0))),
-    ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
-    ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
-    ("source_target_pairs={{0,1},{1,0}}, metadata={}", ((0, 1), (1, 0))),
-])
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}, to_apply=%add", ((0, 1), (2, 3))),
+        ("replica_groups={{0},{1}}", ((0,), (1,))),
+        ("replica_groups={}, channel_id=1", ((0, 1, 2, 3),)),
+        ("channel_id=1", ((0, 1, 2, 3),)),
+        ("replica_groups=[2,2]<=[4], x={1}", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups=[1,4]<=[4]", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}, use_global_device_ids=true", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x={'b'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_0'}", ((0, 2), (1, 3))),
+        ("replica_groups=@mesh<a=2,b=2> {a}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", ((3, 2), (1, 0))),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("source_target_pairs={{0,1},{1,0}}, metadata={}", ((0, 1), (1, 0))),
+    ],
+)
 def test_groups_in_all_their_forms(text, groups):
     assert hlo._groups(", " + text, 4) == groups

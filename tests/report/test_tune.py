@@ -1,4 +1,5 @@
 """python -m jaxcgx tune: from saved gradients to a saved plan."""
+
 import functools
 import io
 import pathlib
@@ -20,10 +21,14 @@ SCALES = {"block/0/kernel": 1.0, "block/1/kernel": 0.01, "embed": 0.1}
 def arrays(step=0):
     rng = np.random.RandomState(step)
     return {name: (rng.standard_normal((64, 128)) * scale).astype(np.float32) for name, scale in SCALES.items()} | {
-        "block/0/bias": rng.standard_normal(128).astype(np.float32), "steps": np.int32(step)}
+        "block/0/bias": rng.standard_normal(128).astype(np.float32),
+        "steps": np.int32(step),
+    }
 
 
-measure = jax.jit(functools.partial(cgx.gradient_statistics, codecs=tuple(cgx.MaxMin(bits, 1024) for bits in range(2, 9))))
+measure = jax.jit(
+    functools.partial(cgx.gradient_statistics, codecs=tuple(cgx.MaxMin(bits, 1024) for bits in range(2, 9)))
+)
 
 
 @pytest.fixture
@@ -56,16 +61,28 @@ def test_the_choice_is_that_of_adapt(saved, capsys, method):
         spelled = "Raw()" if row.why else f"MaxMin(bits={row.codec.bits}" + f", bucket_size={row.codec.bucket_size})"
         assert cells[2:5] == [spelled, f"{size:,}", f"{row.raw_bytes:,}"] and (row.why or cells[-1]) == cells[-1]
         if not row.why:
-            lost = sum(np.square(np.float64(cgx.roundtrip(step[row.leaf], row.codec)) - step[row.leaf]).sum() for step in steps)
-            assert float(cells[6]) == pytest.approx((lost / sum(np.square(np.float64(step[row.leaf])).sum() for step in steps)) ** 0.5, abs=1e-4)
-    before, adapted = (sum(int(cells[1].replace(",", "")) for cells in lines if cells[0] == name) for name in ("before", "adapted"))
+            lost = sum(
+                np.square(np.float64(cgx.roundtrip(step[row.leaf], row.codec)) - step[row.leaf]).sum() for step in steps
+            )
+            assert float(cells[6]) == pytest.approx(
+                (lost / sum(np.square(np.float64(step[row.leaf])).sum() for step in steps)) ** 0.5, abs=1e-4
+            )
+    before, adapted = (
+        sum(int(cells[1].replace(",", "")) for cells in lines if cells[0] == name) for name in ("before", "adapted")
+    )
     assert adapted < before
 
 
 def test_what_is_measured_once_is_not_measured_again(saved, tmp_path, monkeypatch):
     gradients, out = saved(arrays())
     measured = []
-    monkeypatch.setattr(tune, "gradient_statistics", lambda *args, codecs, **kwargs: measured.append(codecs) or cgx.gradient_statistics(*args, codecs=codecs, **kwargs))
+    monkeypatch.setattr(
+        tune,
+        "gradient_statistics",
+        lambda *args, codecs, **kwargs: (
+            measured.append(codecs) or cgx.gradient_statistics(*args, codecs=codecs, **kwargs)
+        ),
+    )
     __main__.main(["tune", gradients, "--out", out, "--bits", "3"])
     assert measured == [(cgx.MaxMin(3, 1024), cgx.MaxMin(4, 1024))]
     cgx.Plan(cgx.MaxMin(4), [("embed", cgx.Sign())]).save(tmp_path / "base.toml")
@@ -77,7 +94,9 @@ def test_a_plan_of_ones_own(saved, tmp_path):
     gradients, out = saved(arrays())
     base = cgx.Plan({"node": cgx.AbsMax(5, 64), "local": cgx.Raw()}, [("embed", cgx.Cast("float16"))], fusion_mb=8)
     base.save(tmp_path / "base.toml")
-    __main__.main(["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3", "7", "--alpha", "0.5"])
+    __main__.main(
+        ["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3", "7", "--alpha", "0.5"]
+    )
     candidates = [cgx.AbsMax(bits, 64) for bits in (3, 5, 7)]
     statistics = jax.jit(functools.partial(cgx.gradient_statistics, codecs=candidates))(arrays())
     assert cgx.Plan.load(out) == base.adapt(statistics, alpha=0.5)
@@ -97,28 +116,79 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
     (printed,) = [text for language, text in blocks if text.startswith("$ python -m jaxcgx tune")]
     monkeypatch.chdir(tmp_path)
     rng = np.random.RandomState(0)
-    grads = {"block": [{"kernel": jnp.asarray(rng.standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.zeros(128)} for scale in (1, 0.1)]}
+    grads = {
+        "block": [
+            {"kernel": jnp.asarray(rng.standard_normal((64, 128)) * scale, jnp.float32), "bias": jnp.zeros(128)}
+            for scale in (1, 0.1)
+        ]
+    }
     exec(save, dict(jax=jax, np=np, grads=grads))
     command, _, expected = printed.partition("\n")
     __main__.main(command.split()[4:])  # behind "$ python -m jaxcgx"
     assert capsys.readouterr().out == expected
 
 
-@pytest.mark.parametrize(("found", "options", "words"), [
-    ({}, [], "expected gradients, got none"),
-    ({"w@0": np.ones((64, 64), np.float32), "w@2": np.ones((64, 65), np.float32)}, [], "expected the same arrays in every step, but 'w' of step 2 is not as in step 0"),
-    ({"w": np.ones((64, 64))}, [], "array 'w': expected float32 or float16, or integers, got float64; save it as .astype(numpy.float32)"),
-    ({"w": np.asarray(jnp.ones((64, 64), jnp.bfloat16))}, [], "array 'w': expected float32 or float16, or integers, got |V2; save it as .astype(numpy.float32)"),
-    ({"w": np.array(["a", "b"])}, [], "array 'w': expected float32 or float16, or integers, got <U1"),
-    ({"w": np.array([None])}, [], "grads.npz: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one"),
-    ({"w": np.ones(3, np.float32), "w@0": np.ones(3, np.float32)}, [], "array 'w@0': expected one array of a path in a step, got another of 'w' in step 0"),
-    ({"w@1": np.ones(3, np.float32), "w@01": np.ones(3, np.float32)}, [], "array 'w@01': expected one array of a path in a step, got another of 'w' in step 1"),
-    (arrays(), ["--method", "bayes"], "Plan.adapt: argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'"),
-    (arrays(), ["--alpha", "-1"], "Plan.adapt: argument 'alpha': expected a positive number, got -1.0"),
-    (arrays(), ["--bits", "9"], "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
-    (arrays(), ["--plan", "nowhere.toml"], "No such file or directory: 'nowhere.toml'"),
-    ({"b": np.ones(3, np.float32)}, [], "expected a leaf that gets the plan's default codec, got none"),
-], ids=["empty", "steps", "float64", "bfloat16", "text", "objects", "twice", "twice in a step", "method", "alpha", "bits", "plan", "guards"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "options", "words"),
+    [
+        ({}, [], "expected gradients, got none"),
+        (
+            {"w@0": np.ones((64, 64), np.float32), "w@2": np.ones((64, 65), np.float32)},
+            [],
+            "expected the same arrays in every step, but 'w' of step 2 is not as in step 0",
+        ),
+        (
+            {"w": np.ones((64, 64))},
+            [],
+            "array 'w': expected float32 or float16, or integers, got float64; save it as .astype(numpy.float32)",
+        ),
+        (
+            {"w": np.asarray(jnp.ones((64, 64), jnp.bfloat16))},
+            [],
+            "array 'w': expected float32 or float16, or integers, got |V2; save it as .astype(numpy.float32)",
+        ),
+        ({"w": np.array(["a", "b"])}, [], "array 'w': expected float32 or float16, or integers, got <U1"),
+        (
+            {"w": np.array([None])},
+            [],
+            "grads.npz: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one",
+        ),
+        (
+            {"w": np.ones(3, np.float32), "w@0": np.ones(3, np.float32)},
+            [],
+            "array 'w@0': expected one array of a path in a step, got another of 'w' in step 0",
+        ),
+        (
+            {"w@1": np.ones(3, np.float32), "w@01": np.ones(3, np.float32)},
+            [],
+            "array 'w@01': expected one array of a path in a step, got another of 'w' in step 1",
+        ),
+        (
+            arrays(),
+            ["--method", "bayes"],
+            "Plan.adapt: argument 'method': expected one of 'lgreco', 'kmeans', got 'bayes'",
+        ),
+        (arrays(), ["--alpha", "-1"], "Plan.adapt: argument 'alpha': expected a positive number, got -1.0"),
+        (arrays(), ["--bits", "9"], "MaxMin: argument 'bits': expected an integer from 1 to 8, got 9"),
+        (arrays(), ["--plan", "nowhere.toml"], "No such file or directory: 'nowhere.toml'"),
+        ({"b": np.ones(3, np.float32)}, [], "expected a leaf that gets the plan's default codec, got none"),
+    ],
+    ids=[
+        "empty",
+        "steps",
+        "float64",
+        "bfloat16",
+        "text",
+        "objects",
+        "twice",
+        "twice in a step",
+        "method",
+        "alpha",
+        "bits",
+        "plan",
+        "guards",
+    ],
+)
 def test_bad_input(saved, found, options, words):
     gradients, out = saved(found)
     with pytest.raises(SystemExit) as caught:
@@ -126,13 +196,31 @@ def test_bad_input(saved, found, options, words):
     assert str(caught.value).startswith("python -m jaxcgx tune: ") and words in str(caught.value)
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    (cgx.Plan(cgx.ByteGrad()), "argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got ByteGrad"),
-    (cgx.Plan(cgx.Raw()), "argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got Raw()"),
-    (cgx.Plan({"node": cgx.MaxMin(4), "local": cgx.MaxMin(8)}), "argument '--plan': expected a plan whose default has one codec that compresses, and that one "
-     "bits, got {'node': MaxMin(bits=4), 'local': MaxMin(bits=8)}"),
-    (cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]), "expected a leaf for every rule of the plan, got none for Rule(codec=Raw(), path='head')"),
-], ids=["no bits", "raw", "several", "rule"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (
+            cgx.Plan(cgx.ByteGrad()),
+            "argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got "
+            "ByteGrad",
+        ),
+        (
+            cgx.Plan(cgx.Raw()),
+            "argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got "
+            "Raw()",
+        ),
+        (
+            cgx.Plan({"node": cgx.MaxMin(4), "local": cgx.MaxMin(8)}),
+            "argument '--plan': expected a plan whose default has one codec that compresses, and that one "
+            "bits, got {'node': MaxMin(bits=4), 'local': MaxMin(bits=8)}",
+        ),
+        (
+            cgx.Plan(cgx.MaxMin(4), [("head", cgx.Raw())]),
+            "expected a leaf for every rule of the plan, got none for Rule(codec=Raw(), path='head')",
+        ),
+    ],
+    ids=["no bits", "raw", "several", "rule"],
+)
 def test_plans_that_are_wrong(saved, tmp_path, monkeypatch, plan, words):
     gradients, out = saved(arrays())
     plan.save(tmp_path / "base.toml")
@@ -147,7 +235,13 @@ def test_files_that_are_no_gradients(saved, tmp_path, content):
     gradients, out = saved(arrays())
     whole, path = pathlib.Path(gradients).read_bytes(), tmp_path / "other.npz"
     np.save(lone := io.BytesIO(), np.ones(3))
-    path.write_bytes({"truncated": whole[: len(whole) // 2], "npy": lone.getvalue(), "empty": b"", "text": b"gradients"}[content])
+    path.write_bytes(
+        {"truncated": whole[: len(whole) // 2], "npy": lone.getvalue(), "empty": b"", "text": b"gradients"}[content]
+    )
     with pytest.raises(SystemExit) as caught:
         __main__.main(["tune", str(path), "--out", out])
-    assert str(caught.value) == f"python -m jaxcgx tune: {path}: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one"
+    assert (
+        str(caught.value)
+        == f"python -m jaxcgx tune: {path}: expected an .npz file of numbers, as numpy.savez writes it, got another or "
+        "a part of one"
+    )

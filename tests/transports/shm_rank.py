@@ -2,9 +2,11 @@
 
     python shm_rank.py ACTION RANK SIZE
 
-What a rank has for the others it prints, and reads what all have. The last line is what came of the action, as JSON; then it waits to
+What a rank has for the others it prints, and reads what all have. The last line is what came of the action, as JSON;
+then it waits to
 be killed.
 """
+
 import ctypes
 import functools
 import hashlib
@@ -58,21 +60,41 @@ def of_ranks(net, shape, dtype, seed=0):
 
 def same(got, expected):
     got, expected = np.asarray(got), np.asarray(expected)
-    assert got.shape == expected.shape and got.dtype == expected.dtype, (got.shape, got.dtype, expected.shape, expected.dtype)
+    assert got.shape == expected.shape and got.dtype == expected.dtype, (
+        got.shape,
+        got.dtype,
+        expected.shape,
+        expected.dtype,
+    )
     assert got.tobytes() == expected.tobytes()
 
 
 def check_rows(net):
-    for dtype, sizes in ((jnp.uint8, BYTES), (jnp.bfloat16, (5,)), (jnp.complex64, (3,)), (jnp.bool_, (9,)), (jnp.int4, (5,))):
+    for dtype, sizes in (
+        (jnp.uint8, BYTES),
+        (jnp.bfloat16, (5,)),
+        (jnp.complex64, (3,)),
+        (jnp.bool_, (9,)),
+        (jnp.int4, (5,)),
+    ):
         for n in sizes:
             every = of_ranks(net, (net.size, n), dtype)
-            moved = jax.jit(lambda x: (net.all_to_all(x), net.all_gather(x[0]), net.shift(x[0]), net.broadcast(x[0], net.size - 1)))(every[net.rank])
+            moved = jax.jit(
+                lambda x: (net.all_to_all(x), net.all_gather(x[0]), net.shift(x[0]), net.broadcast(x[0], net.size - 1))
+            )(every[net.rank])
             for got, expected in zip(moved, (every[:, net.rank], every[:, 0], every[net.rank - 1, 0], every[-1, 0])):
                 same(got, expected)
 
 
 def check_plain(net):
-    for shape, dtype in (((), jnp.float32), ((0,), jnp.float32), ((3, 5), jnp.float32), ((17,), jnp.bfloat16), ((17,), jnp.int8), ((17,), jnp.bool_)):
+    for shape, dtype in (
+        ((), jnp.float32),
+        ((0,), jnp.float32),
+        ((3, 5), jnp.float32),
+        ((17,), jnp.bfloat16),
+        ((17,), jnp.int8),
+        ((17,), jnp.bool_),
+    ):
         every = of_ranks(net, shape, dtype)
         wide = every.astype({jnp.bfloat16: np.float32, jnp.bool_: np.int32}.get(dtype, dtype))
         total = functools.reduce(np.add, wide).astype(np.int32 if dtype == jnp.bool_ else dtype)
@@ -93,8 +115,14 @@ def check_control_flow(net):
     home = jax.jit(lambda x: lax.scan(lambda x, _: (net.shift(x), None), x, length=net.size)[0])
     same(home(mine), mine)
     same(jax.jit(lambda x: lax.fori_loop(0, 100 * net.size + 1, lambda i, x: net.shift(x), x))(mine), before)
-    same(jax.jit(lambda x: lax.while_loop(lambda x: x[5] < 7, lambda x: jnp.append(net.shift(x[:5]), x[5] + 1), jnp.append(x, 0.0)))(mine)[:5],
-         every[(net.rank - 7) % net.size])
+    same(
+        jax.jit(
+            lambda x: lax.while_loop(
+                lambda x: x[5] < 7, lambda x: jnp.append(net.shift(x[:5]), x[5] + 1), jnp.append(x, 0.0)
+            )
+        )(mine)[:5],
+        every[(net.rank - 7) % net.size],
+    )
     branch = jax.jit(lambda go, x: lax.cond(go, net.shift, lambda x: x, x))
     same(branch(True, mine), before)
     same(branch(False, mine), mine)
@@ -117,10 +145,18 @@ def check_vmap(net):
 
 def check_derivatives(net):
     x = jnp.asarray(of_ranks(net, (net.size, 4), jnp.float32)[net.rank]).round()  # whole numbers: sums are exact
-    for f in (net.all_to_all, net.all_gather, net.shift, functools.partial(net.broadcast, root=net.size - 1), net.plain_psum):
+    for f in (
+        net.all_to_all,
+        net.all_gather,
+        net.shift,
+        functools.partial(net.broadcast, root=net.size - 1),
+        net.plain_psum,
+    ):
         y, pull = jax.vjp(f, x)
         ct = jnp.asarray(of_ranks(net, y.shape, jnp.float32, 1)[net.rank]).round()
-        same(net.plain_psum(jnp.vdot(y, ct)), net.plain_psum(jnp.vdot(x, pull(ct)[0])))  # of the ranks together: <A x, c> = <x, A' c>
+        same(
+            net.plain_psum(jnp.vdot(y, ct)), net.plain_psum(jnp.vdot(x, pull(ct)[0]))
+        )  # of the ranks together: <A x, c> = <x, A' c>
         same(jax.jvp(f, (x,), (2 * x,))[1], 2 * y)
 
     @jax.custom_vjp
@@ -148,9 +184,18 @@ def check_errors(net):
         else:
             raise AssertionError(words)
 
-    refused(ValueError, f"all_to_all: argument 'rows': expected a row for each of {net.size} ranks, got float32[{net.size + 1}, 3]",
-            net.all_to_all, jnp.ones((net.size + 1, 3)))
-    refused(TypeError, "shift: argument 'x': expected elements of whole bytes, got float4_e2m1fn[3]", net.shift, jnp.ones(3, jnp.float4_e2m1fn))
+    refused(
+        ValueError,
+        f"all_to_all: argument 'rows': expected a row for each of {net.size} ranks, got float32[{net.size + 1}, 3]",
+        net.all_to_all,
+        jnp.ones((net.size + 1, 3)),
+    )
+    refused(
+        TypeError,
+        "shift: argument 'x': expected elements of whole bytes, got float4_e2m1fn[3]",
+        net.shift,
+        jnp.ones(3, jnp.float4_e2m1fn),
+    )
 
 
 def check_no_traces():
@@ -166,7 +211,10 @@ def digests(net):
     """What the schedules give on these ranks."""
     leaves = [jnp.asarray(of_ranks(net, *leaf)[net.rank]) for leaf in LEAVES.values()]
     sums = {schedule: jax.jit(functools.partial(allreduce, schedule, net))(*leaves) for schedule in SCHEDULES}
-    return {schedule: [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in leaves] for schedule, leaves in sums.items()}
+    return {
+        schedule: [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in leaves]
+        for schedule, leaves in sums.items()
+    }
 
 
 def exchanges(net):

@@ -1,11 +1,15 @@
-"""A process of those that test_tcp.py starts. It joins the others, makes a mesh of all their devices, and does what it is told:
+"""A process of those that test_tcp.py starts. It joins the others, makes a mesh of all their devices, and does what it
+is told:
 
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
-everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what they can't
-do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the middle of sums of
+everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what
+they can't
+do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the
+middle of sums of
 the others, who print their error.
 """
+
 import ctypes
 import hashlib
 import json
@@ -24,7 +28,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcgx as cgx
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
-SHAPES = {"w": ((300, 37), "float32"), "scale": ((), "float32"), "half": ((3001,), "bfloat16"), "empty": ((0,), "float32"), "count": ((5,), "int32")}
+SHAPES = {
+    "w": ((300, 37), "float32"),
+    "scale": ((), "float32"),
+    "half": ((3001,), "bfloat16"),
+    "empty": ((0,), "float32"),
+    "count": ((5,), "int32"),
+}
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
 NOISY = cgx.MaxMin(3, 128, "stochastic")
@@ -48,7 +58,9 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
 
 
 def in_a_scan(axes, x):
-    return lax.scan(lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3)[0]
+    return lax.scan(
+        lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3
+    )[0]
 
 
 def under_vmap(axes, x):
@@ -57,8 +69,14 @@ def under_vmap(axes, x):
 
 def derivative(axes, x):
     def loss(x):
-        parts = cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8)), cgx.compressed_all_to_all(x["w"], axes, 0, 0, cgx.MaxMin(4))
-        return sum(jnp.sum(jnp.sin(y)) for y in parts) + jnp.sum(cgx.compressed_psum_scatter(x["w"], axes, cgx.MaxMin(8))) ** 2
+        parts = (
+            cgx.compressed_all_gather(x["w"], axes, cgx.AbsMax(8)),
+            cgx.compressed_all_to_all(x["w"], axes, 0, 0, cgx.MaxMin(4)),
+        )
+        return (
+            sum(jnp.sum(jnp.sin(y)) for y in parts)
+            + jnp.sum(cgx.compressed_psum_scatter(x["w"], axes, cgx.MaxMin(8))) ** 2
+        )
 
     return jax.grad(loss)(x)
 
@@ -76,19 +94,30 @@ CASES = {
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),
-    "sparse owners": (LARGE, "data", reduction(cgx.TopK(0.01, select="sampled", pull="top"), keyed=True, schedule="two_shot", fed=True)),
+    "sparse owners": (
+        LARGE,
+        "data",
+        reduction(cgx.TopK(0.01, select="sampled", pull="top"), keyed=True, schedule="two_shot", fed=True),
+    ),
     "sparse between nodes": (SHAPES, BOTH, reduction({"node": cgx.TopK(0.05), "local": cgx.Raw()}, fed=True)),
     "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
     "scan": (ROWS, "data", in_a_scan),
     "vmap": (ROWS, "data", under_vmap),
-    "denormals": (ROWS, "data", lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4)))),
+    "denormals": (
+        ROWS,
+        "data",
+        lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4))),
+    ),
     "grad": (ROWS, "data", derivative),
 }
 
 
-TRAINED = {"make_train_step": dict(plan=cgx.MaxMin(4)), "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0)}
+TRAINED = {
+    "make_train_step": dict(plan=cgx.MaxMin(4)),
+    "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0),
+}
 
 
 def the_mesh(*names):
@@ -100,7 +129,9 @@ def array(mesh, shape, dtype, seed):
     """Every rank's own, [ranks, ...]."""
     numbers = np.random.default_rng(seed).standard_normal((mesh.size, *shape)) * 100
     whole = np.asarray(jnp.asarray(numbers, jnp.dtype(dtype)))
-    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda at: whole[at])
+    return jax.make_array_from_callback(
+        whole.shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda at: whole[at]
+    )
 
 
 def on_ranks(mesh, function):
@@ -116,7 +147,9 @@ def digests(tree):
     found = {}
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
-            found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256()).update(np.asarray(shard.data).tobytes())
+            found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256()).update(
+                np.asarray(shard.data).tobytes()
+            )
     return {rank: digest.hexdigest() for rank, digest in found.items()}
 
 
@@ -127,8 +160,15 @@ def everything(tcp):
         mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
         marked = axes if not tcp else TCP if len(names) == 1 else (cgx.Tcp("node"), "local")
         cases = {name: case for name, case in CASES.items() if case[1] == axes}
-        inputs = {name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())} for name, case in cases.items()}
-        program = jax.jit(on_ranks(mesh, lambda inputs: {name: cases[name][2](marked, inputs[name]) for name in cases})).lower(inputs).compile()
+        inputs = {
+            name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}
+            for name, case in cases.items()
+        }
+        program = (
+            jax.jit(on_ranks(mesh, lambda inputs: {name: cases[name][2](marked, inputs[name]) for name in cases}))
+            .lower(inputs)
+            .compile()
+        )
         for target in "jaxcgx_tcp_exchange", "jaxcgx_tcp_allreduce":
             assert (target in program.as_text()) == tcp
         jax.block_until_ready(program(inputs))
@@ -142,7 +182,9 @@ def everything(tcp):
 def train(axis, **options):
     mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
-    init, step = cgx.make_train_step(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options)
+    init, step = cgx.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options
+    )
     params, state = init({"w": jnp.ones((8, 300))})
     for _ in range(2):
         params, state, _ = jax.block_until_ready(step(params, state, batch))

@@ -1,4 +1,5 @@
 """Processes that share memory: they get what ranks of a mesh get, and one that fails is an error of the others."""
+
 import functools
 import hashlib
 import json
@@ -13,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from helpers import load_script
+from ranks import mesh, on_ranks
+
 from jaxcgx import _compat
 from jaxcgx._compat import mlir
 from jaxcgx.native import shm
 from jaxcgx.transports.shm import Shm
 from jaxcgx.transports.xla import Axes
-from ranks import mesh, on_ranks
 
 RANK = pathlib.Path(__file__).with_name("shm_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
@@ -33,8 +34,16 @@ class Processes:
         self.action, self.size = action, size
 
     def __enter__(self):
-        self.running = [subprocess.Popen([sys.executable, RANK, self.action, str(rank), str(self.size)], stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE, text=True, bufsize=1) for rank in range(self.size)]
+        self.running = [
+            subprocess.Popen(
+                [sys.executable, RANK, self.action, str(rank), str(self.size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            for rank in range(self.size)
+        ]
         self.limit = threading.Timer(LIMIT, self.kill)
         self.limit.start()
         return self
@@ -70,11 +79,18 @@ def on_a_mesh(size, monkeypatch):
     every = [jnp.asarray(script.of_ranks(Shm(0, size, 0, frozenset()), *leaf)) for leaf in script.LEAVES.values()]
 
     def run(schedule):
-        return on_ranks(functools.partial(script.allreduce, schedule, Axes(("a",))), mesh(size), check_vma=False)(*every)
+        return on_ranks(functools.partial(script.allreduce, schedule, Axes(("a",))), mesh(size), check_vma=False)(
+            *every
+        )
 
     sums = {schedule: run(schedule) for schedule in script.SCHEDULES}
-    return [{schedule: [hashlib.sha256(np.asarray(x)[rank].tobytes()).hexdigest() for x in leaves] for schedule, leaves in sums.items()}
-            for rank in range(size)]
+    return [
+        {
+            schedule: [hashlib.sha256(np.asarray(x)[rank].tobytes()).hexdigest() for x in leaves]
+            for schedule, leaves in sums.items()
+        }
+        for rank in range(size)
+    ]
 
 
 def test_everything_on_three_ranks(monkeypatch):
@@ -101,14 +117,20 @@ def test_rows_of_different_lengths_are_an_error_of_every_rank():
     with Processes("differ", 2) as processes:
         errors = processes.results()
     for rank, error in enumerate(errors):
-        assert re.search(rf"INVALID_ARGUMENT: .* rank {rank} has all_to_all of 10000{rank} bytes, rank {1 - rank} \(process \d+\) has all_to_all of "
-                         rf"10000{1 - rank} bytes; every rank must run the same exchanges, in the same order", error)
+        assert re.search(
+            rf"INVALID_ARGUMENT: .* rank {rank} has all_to_all of 10000{rank} bytes, rank {1 - rank} \(process \d+\) "
+            "has all_to_all of "
+            rf"10000{1 - rank} bytes; every rank must run the same exchanges, in the same order",
+            error,
+        )
 
 
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
     with Processes("stay_away", 2) as processes:
         error = processes.result(0)
-    assert re.search(r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 \(process \d+\), which has not come within 2000 ms", error)
+    assert re.search(
+        r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 \(process \d+\), which has not come within 2000 ms", error
+    )
 
 
 def test_a_rank_that_closes_its_transport():
@@ -159,33 +181,51 @@ def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
 
 def test_without_the_native_module(monkeypatch):
     monkeypatch.setattr(shm, "_native", None)
-    with pytest.raises(RuntimeError, match="Shm.over: rank 0: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it"):
+    with pytest.raises(
+        RuntimeError,
+        match="Shm.over: rank 0: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it",
+    ):
         Shm.over(Alone())
 
 
 def test_one_device_only(alone):
-    x = jax.device_put(jnp.ones((8, 3)), jax.NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("d")))
+    x = jax.device_put(
+        jnp.ones((8, 3)),
+        jax.NamedSharding(jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("d")),
+    )
     with pytest.raises(ValueError, match="ordered effects are not supported for more than 1 device"):
         jax.jit(alone.all_gather)(x)
 
 
-@pytest.mark.parametrize(("operand", "changes", "words"), [
-    (jnp.zeros(3, jnp.uint8), {}, None),
-    (jnp.zeros(3, jnp.uint8), {"operation": 4}, "INVALID_ARGUMENT: jaxcgx_exchange: no operation 4"),
-    (jnp.zeros(3, jnp.uint8), {"operation": -1}, "no operation -1"),
-    (jnp.zeros(3, jnp.uint8), {"argument": 1}, "argument 1 of 1 ranks"),
-    (jnp.zeros(3, jnp.uint8), {"argument": -1}, "argument -1 of 1 ranks"),
-    (jnp.zeros(2, jnp.uint8), {}, "a result of 3 bytes does not belong to an operand of 2"),
-    (jnp.zeros(3, jnp.int8), {}, "a result of another dtype than the operand"),
-    (jnp.zeros(3, jnp.uint8), {"segment": 10**9}, "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed"),
-], ids=["right", "operation", "negative operation", "argument", "negative argument", "bytes", "dtype", "segment"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("operand", "changes", "words"),
+    [
+        (jnp.zeros(3, jnp.uint8), {}, None),
+        (jnp.zeros(3, jnp.uint8), {"operation": 4}, "INVALID_ARGUMENT: jaxcgx_exchange: no operation 4"),
+        (jnp.zeros(3, jnp.uint8), {"operation": -1}, "no operation -1"),
+        (jnp.zeros(3, jnp.uint8), {"argument": 1}, "argument 1 of 1 ranks"),
+        (jnp.zeros(3, jnp.uint8), {"argument": -1}, "argument -1 of 1 ranks"),
+        (jnp.zeros(2, jnp.uint8), {}, "a result of 3 bytes does not belong to an operand of 2"),
+        (jnp.zeros(3, jnp.int8), {}, "a result of another dtype than the operand"),
+        (
+            jnp.zeros(3, jnp.uint8),
+            {"segment": 10**9},
+            "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed",
+        ),
+    ],
+    ids=["right", "operation", "negative operation", "argument", "negative argument", "bytes", "dtype", "segment"],
+)
 def test_the_handler_trusts_nobody(alone, operand, changes, words):
     attributes = {"segment": alone.segment, "operation": 2, "argument": 0} | changes
     effect = _compat.OrderedEffect()
     call = _compat.Primitive("call")
     call.def_effectful_abstract_eval(lambda x: (x.update(shape=(3,), dtype=np.dtype("uint8")), {effect}))
-    mlir.register_lowering(call, lambda ctx, x: _compat.lower_ordered("jaxcgx_exchange", effect)(
-        ctx, x, **{name: np.int64(value) for name, value in attributes.items()}))
+    mlir.register_lowering(
+        call,
+        lambda ctx, x: _compat.lower_ordered("jaxcgx_exchange", effect)(
+            ctx, x, **{name: np.int64(value) for name, value in attributes.items()}
+        ),
+    )
     if words is None:
         jax.jit(call.bind)(operand)
         return

@@ -1,4 +1,6 @@
-"""Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank fails."""
+"""Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank
+fails."""
+
 import functools
 import json
 import os
@@ -12,13 +14,13 @@ import threading
 
 import jax
 import pytest
+from helpers import load_script
 from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from helpers import load_script
 from jaxcgx.native import tcp
 from jaxcgx.transports.tcp import axis_names
-from ranks import mesh, on_ranks
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
@@ -28,8 +30,16 @@ def results(action, processes):
     """What comes of an action on each rank; None for one that ended without a result."""
     port = random.randrange(20_000, 32_000)  # of those that no connection gets by itself
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    running = [subprocess.Popen([sys.executable, RANK, action, str(port), str(rank), str(processes)], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, text=True, env=environment) for rank in range(processes)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, RANK, action, str(port), str(rank), str(processes)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(processes)
+    ]
     limit = threading.Timer(LIMIT, lambda: [process.kill() for process in running])
     limit.start()
     try:
@@ -54,7 +64,9 @@ def everything():
 
 def test_the_bits_of_plain_axes(everything, monkeypatch):
     expected = load_script(RANK, monkeypatch).everything(tcp=False)
-    found = {case: {rank: digest for _, ours, *_ in everything for rank, digest in ours[case].items()} for case in expected}
+    found = {
+        case: {rank: digest for _, ours, *_ in everything for rank, digest in ours[case].items()} for case in expected
+    }
     assert found == expected
 
 
@@ -65,8 +77,14 @@ def test_low_rank(everything):
 
 def test_meshes_that_it_can_not_serve(everything):
     for (abstract, automatic), *_ in everything:
-        assert "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh itself" in abstract
-        assert "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler" in automatic
+        assert (
+            "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh "
+            "itself" in abstract
+        )
+        assert (
+            "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler"
+            in automatic
+        )
 
 
 def test_explain_says_what_it_does_not_count(everything):
@@ -75,7 +93,11 @@ def test_explain_says_what_it_does_not_count(everything):
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
     error, nothing = results("die", 2)
-    assert re.search(r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left", error)
+    assert re.search(
+        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has "
+        "ended or left",
+        error,
+    )
     assert nothing is None
 
 
@@ -85,7 +107,10 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
     assert nothing is None
 
 
-@pytest.mark.parametrize(("problem", "words"), [("DEADLINE_EXCEEDED: later", "process 0 has not come within 1800 s"), ("UNAVAILABLE: gone", "UNAVAILABLE: gone")])
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [("DEADLINE_EXCEEDED: later", "process 0 has not come within 1800 s"), ("UNAVAILABLE: gone", "UNAVAILABLE: gone")],
+)
 def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypatch):
     class Store:
         def key_value_set(self, key, value):
@@ -104,18 +129,28 @@ def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypat
 
 
 def test_a_process_alone():
-    with pytest.raises(RuntimeError, match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"):
+    with pytest.raises(
+        RuntimeError,
+        match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first",
+    ):
         tcp.connect()
 
 
 def test_devices_of_one_process():
-    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got "
-                                         "2 devices of 1 process; start a process for each device"):
+    with pytest.raises(
+        ValueError,
+        match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got "
+        "2 devices of 1 process; start a process for each device",
+    ):
         on_ranks(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
 
 
 def test_axes_of_vmap():
-    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got 'a' of vmap"):
+    with pytest.raises(
+        ValueError,
+        match="compressed_psum: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got 'a' of "
+        "vmap",
+    ):
         jax.vmap(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), axis_name="a")(jax.numpy.ones((2, 3)))
 
 
@@ -150,4 +185,8 @@ def test_everything_else_knows_the_axis_by_its_name():
     assert cgx.state_specs(state, axes) == cgx.state_specs(state, ("node", "local"))
     assert cgx.state_specs(state, axes).residuals["w"] == P(("node", "local"))
     of_dgc = [cgx.dgc(each, axis_size=4).init({"w": jax.numpy.ones((64, 64))}) for each in (axes, ("node", "local"))]
-    assert jax.tree.structure(of_dgc[0]) == jax.tree.structure(of_dgc[1]) and of_dgc[0].residuals["w"].shape == (4, 64, 64)
+    assert jax.tree.structure(of_dgc[0]) == jax.tree.structure(of_dgc[1]) and of_dgc[0].residuals["w"].shape == (
+        4,
+        64,
+        64,
+    )

@@ -30,7 +30,16 @@ CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
 // Which codec, and how it is set. The values of Kind cross the FFI boundary: Kind in jaxcgx/codecs/base.py. kRaw has no
 // header of its own: it has no arithmetic.
-enum class Kind : int32_t { kRaw = 0, kMaxMin = 1, kByteGrad = 2, kAbsMax = 3, kFloat8 = 4, kCast = 5, kSign = 6, kTopK = 7 };
+enum class Kind : int32_t {
+  kRaw = 0,
+  kMaxMin = 1,
+  kByteGrad = 2,
+  kAbsMax = 3,
+  kFloat8 = 4,
+  kCast = 5,
+  kSign = 6,
+  kTopK = 7
+};
 
 // How elements are chosen. These values cross the FFI boundary, too: jaxcgx/codecs/topk.py.
 enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
@@ -60,7 +69,7 @@ struct Codec {
   Sparse sparse = {};
 };
 
-constexpr int64_t kUnit = 512;         // where chunks of a codec without buckets may begin: a multiple of this
+constexpr int64_t kUnit = 512;              // where chunks of a codec without buckets may begin: a multiple of this
 constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
 
 CGX_HD uint32_t bits_of(float x) {

@@ -16,7 +16,8 @@ struct Cast {
   CGX_HD static typename V::I to_bits(typename V::F x, typename V::I noise) {
     using I = typename V::I;
     const I raw = bits(x);
-    const I magnitude = min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));  // of NaNs the first: nothing overflows below
+    const I magnitude =
+        min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));  // of NaNs the first: nothing overflows below
     constexpr int kDrop = kFormat == DType::kBF16 ? 16 : 13;
     I round_up = shr(magnitude, kDrop) & V::splat(1);
     round_up = kStochastic ? shr(noise, 16 - kDrop) : round_up + V::splat((1 << (kDrop - 1)) - 1);
@@ -25,11 +26,12 @@ struct Cast {
       code = min(code - V::splat(112 << 10), V::splat(0x7c00));
       // Under 2^-14 a float16 counts steps of 2^-24.
       const auto small = as_float(min(magnitude, V::splat(0x38800000)));
-      const I denormal = kStochastic ? shr(round_int(small * V::splat(0x1p40f)) + noise, 16)
-                                     : round_int(small * V::splat(0x1p24f));
+      const I denormal =
+          kStochastic ? shr(round_int(small * V::splat(0x1p40f)) + noise, 16) : round_int(small * V::splat(0x1p24f));
       code = select(less(magnitude, V::splat(0x38800000)), denormal, code);
     }
-    code = select(less(V::splat(0x7f800000), magnitude), V::splat(kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00), code | (shr(raw, 16) & V::splat(0x8000)));
+    code = select(less(V::splat(0x7f800000), magnitude), V::splat(kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00),
+                  code | (shr(raw, 16) & V::splat(0x8000)));
     return code;
   }
 

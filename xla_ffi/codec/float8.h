@@ -38,7 +38,8 @@ struct Float8 {
   // The number a code stands for, before the scale. Codes that are never written follow the same formula.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
-    // The code's exponent and mantissa in those of a float32 are a number 2^(127 - kBias) too small, denormals included.
+    // The code's exponent and mantissa in those of a float32 are a number 2^(127 - kBias) too small, denormals
+    // included.
     const auto small = as_float(shl(code & V::splat(0x7f), kDrop) | shl(code & V::splat(0x80), 24));
     return small * V::splat(float_of((254 - kBias) << 23));
   }

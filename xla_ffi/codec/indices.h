@@ -37,7 +37,9 @@ struct IndexList {
   CGX_HD int64_t byte_at(int i, int64_t j) const { return bitmap_bytes(bits) + i * k + j; }
   CGX_HD int64_t packed_at() const { return byte_at(low / 8, 0); }
   CGX_HD int packed_bits() const { return low % 8; }
-  CGX_HD int32_t packed_of(int64_t index) const { return static_cast<int32_t>(index >> (low - packed_bits()) & ((1 << packed_bits()) - 1)); }
+  CGX_HD int32_t packed_of(int64_t index) const {
+    return static_cast<int32_t>(index >> (low - packed_bits()) & ((1 << packed_bits()) - 1));
+  }
 };
 
 }  // namespace jaxcgx

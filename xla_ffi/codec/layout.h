@@ -6,8 +6,8 @@
 //
 // A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes begin, and
 // each piece of them, on 16 bytes. With skip_incomplete the raw tail of a leaf follows its codes, on 16 bytes too.
-// What lies between and behind is zero. A piece of TopK is one bucket, without metadata, and counts as its elements where
-// a message is cut.
+// What lies between and behind is zero. A piece of TopK is one bucket, without metadata, and counts as its elements
+// where a message is cut.
 #pragma once
 
 #include <vector>
@@ -21,13 +21,16 @@ namespace jaxcgx {
 CGX_HD int meta_floats(Kind k) {
   switch (k) {
     case Kind::kMaxMin:
-    case Kind::kByteGrad: return 2;
+    case Kind::kByteGrad:
+      return 2;
     case Kind::kAbsMax:
     case Kind::kFloat8:
-    case Kind::kSign: return 1;
+    case Kind::kSign:
+      return 1;
     case Kind::kRaw:
     case Kind::kCast:
-    case Kind::kTopK: break;
+    case Kind::kTopK:
+      break;
   }
   return 0;
 }
@@ -72,9 +75,9 @@ inline int64_t code_bytes(const Codec& c, DType leaf, const Piece& p) {
 struct Layout {
   Codec codec;
   std::vector<Leaf> leaves;
-  std::vector<Piece> pieces;       // by chunk, then by leaf
-  std::vector<int64_t> first;      // of chunk c: pieces first[c] .. first[c + 1]
-  std::vector<int64_t> meta_end;   // of chunk c: where its metadata ends
+  std::vector<Piece> pieces;      // by chunk, then by leaf
+  std::vector<int64_t> first;     // of chunk c: pieces first[c] .. first[c + 1]
+  std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
   int64_t chunk_bytes = 0;
 
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
@@ -83,8 +86,11 @@ struct Layout {
     const int64_t meta_bytes = 4 * meta_floats(codec.kind);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
     // One bucket for the whole of a piece: its metadata does not count when bytes are balanced.
-    const bool sparse = codec.kind == Kind::kTopK, whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
-    const auto weight = [&](DType dtype, int64_t n) { return sparse ? n : (whole ? 0 : meta_bytes) + code_bytes(codec, dtype, n); };
+    const bool sparse = codec.kind == Kind::kTopK,
+               whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
+    const auto weight = [&](DType dtype, int64_t n) {
+      return sparse ? n : (whole ? 0 : meta_bytes) + code_bytes(codec, dtype, n);
+    };
     struct Units {
       int64_t count, full, weight, bytes, before;
     };
@@ -96,7 +102,7 @@ struct Layout {
       u.weight = weight(leaf.dtype, unit);
       const int64_t rest = leaf.size % unit;
       u.count = u.full + (rest > 0);
-      const int64_t last = rest == 0 ? 0
+      const int64_t last = rest == 0               ? 0
                            : codec.skip_incomplete ? rest * size_of(leaf.dtype)
                                                    : weight(leaf.dtype, rest);
       u.before = total;
@@ -156,7 +162,9 @@ inline Layout of_sum(const Layout& l, int64_t ranks) {
 }
 
 // The values of a piece of n elements, as a message of their own.
-inline Layout values_layout(const Codec& c, int64_t n) { return Layout(values_of(c), {{capacity(c.sparse, n), DType::kF32}}, 1); }
+inline Layout values_layout(const Codec& c, int64_t n) {
+  return Layout(values_of(c), {{capacity(c.sparse, n), DType::kF32}}, 1);
+}
 
 // The bytes of a piece of n elements: its list of indices, and its values from values_at on.
 inline int64_t values_at(const Codec& c, int64_t n) { return align16(IndexList(n, capacity(c.sparse, n)).bytes); }

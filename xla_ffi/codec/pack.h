@@ -29,8 +29,10 @@ struct Words {
   // Each row once: fields are added, which a GPU does in the same instruction as the shift.
   CGX_HD void put(int row, typename V::I code) {
     if constexpr (kBits == 8) {
-      if (row < 4) a = a + shl(code, 8 * row);
-      else b = b + shl(code, 8 * (row - 4));
+      if (row < 4)
+        a = a + shl(code, 8 * row);
+      else
+        b = b + shl(code, 8 * (row - 4));
       return;
     }
     if constexpr (kBits & 4) a = a + shl(kBits == 4 ? code : code & V::splat(15), 4 * row);

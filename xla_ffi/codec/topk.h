@@ -1,9 +1,9 @@
-// TopK: the elements of the largest magnitude, and where they stand. A piece is the list of its indices (codec/indices.h),
-// then, on 16 bytes, a message of one leaf with the values, float32, in the codec that TopK has for them: their j-th
-// element draws the noise of element j of the piece.
+// TopK: the elements of the largest magnitude, and where they stand. A piece is the list of its indices
+// (codec/indices.h), then, on 16 bytes, a message of one leaf with the values, float32, in the codec that TopK has for
+// them: their j-th element draws the noise of element j of the piece.
 //
-// Magnitudes are compared as integers, their bits without the sign; of equal ones the lower index comes first. A value that
-// is not there (index n) is 0.
+// Magnitudes are compared as integers, their bits without the sign; of equal ones the lower index comes first. A value
+// that is not there (index n) is 0.
 //
 // Sampled selection takes, of the elements whose magnitude is at least a threshold, the largest. The threshold is the
 // first of a ladder that enough elements reach, or the last.
@@ -19,7 +19,8 @@ namespace jaxcgx {
 constexpr int64_t kMostIndices = (int64_t{1} << 31) - 1;  // elements of a piece
 constexpr int32_t kMostRefinements = 100;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kLargest = 0x7f7fffffu;  // bits of a magnitude; the largest finite one
-constexpr uint32_t kAnyNaN = 0x7f800001u;  // the magnitude of every NaN: which one a sum of two is depends on the processor
+constexpr uint32_t kAnyNaN =
+    0x7f800001u;  // the magnitude of every NaN: which one a sum of two is depends on the processor
 
 CGX_HD uint32_t magnitude_of(float x) {
   const uint32_t m = bits_of(x) & kMagnitude;
@@ -41,7 +42,10 @@ CGX_HD int64_t capacity(const Sparse& s, int64_t n) {
 }
 
 // The codec of the values.
-CGX_HD Codec values_of(const Codec& c) { return {c.sparse.kind, c.sparse.bits, c.sparse.bucket_size, c.sparse.stochastic, c.sparse.skip_incomplete, c.sparse.compatible}; }
+CGX_HD Codec values_of(const Codec& c) {
+  return {c.sparse.kind,      c.sparse.bits, c.sparse.bucket_size, c.sparse.stochastic, c.sparse.skip_incomplete,
+          c.sparse.compatible};
+}
 
 // The codec of a sum of so many ranks' messages: TopK in jaxcgx/codecs/topk.py.
 CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
@@ -70,16 +74,17 @@ struct Sample {
 
 // How many elements must reach a threshold.
 CGX_HD int64_t enough(const Sparse& s, int64_t k) { return ceil_of(s.lower * static_cast<double>(k)); }
-// The ladder: from the first threshold on, `refinements` times the next one. Small ones are multiplied by a power of two,
-// as everything that may be denormal.
+// The ladder: from the first threshold on, `refinements` times the next one. Small ones are multiplied by a power of
+// two, as everything that may be denormal.
 CGX_HD float next_threshold(const Sparse& s, float t) {
   const float up = t < 0x1p-60f ? 0x1p80f : 1.0f;
   return t * up * static_cast<float>(s.lower) / up;
 }
 
-// By exponential distributions: with `largest` the sample's largest magnitude, all at most kLargest, x a magnitude times
-// scale_of(largest), denormals then 0, and t = 0: `rounds` times t += sum(x - t) * factor / max(number, 1), over the x > t
-// (in the first round all; elsewhere they count 0), in the order of codec/sign.h. The threshold is t / scale_of(largest).
+// By exponential distributions: with `largest` the sample's largest magnitude, all at most kLargest, x a magnitude
+// times scale_of(largest), denormals then 0, and t = 0: `rounds` times t += sum(x - t) * factor / max(number, 1), over
+// the x > t (in the first round all; elsewhere they count 0), in the order of codec/sign.h. The threshold is t /
+// scale_of(largest).
 struct Exponential {
   int rounds = 1;
   float last;  // factor of the last round

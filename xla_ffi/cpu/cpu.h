@@ -32,7 +32,7 @@ struct Decode {
   int64_t batch;
   const uint8_t* payload;  // [batch, chunks, chunk_bytes]
   void* const* leaves;
-  int64_t only = -1;       // as of Encode
+  int64_t only = -1;  // as of Encode
 };
 void decode(const Decode& args, const Pool& pool);
 
@@ -40,16 +40,16 @@ void decode(const Decode& args, const Pool& pool);
 struct Reduce {
   const Layout& layout;
   int64_t batch, ranks;
-  const uint8_t* payloads;   // [batch, ranks, chunk_bytes]
-  const int32_t* where;      // [batch, 2]: which chunk the payloads are, and which rank's is replaced by `own`
-  const void* const* own;    // that rank's leaves, whole and raw; null: every payload counts
+  const uint8_t* payloads;  // [batch, ranks, chunk_bytes]
+  const int32_t* where;     // [batch, 2]: which chunk the payloads are, and which rank's is replaced by `own`
+  const void* const* own;   // that rank's leaves, whole and raw; null: every payload counts
   float divisor;
   // Either the sum itself (one chunk only),
   float* const* leaves;
   // or the sum as a new payload [batch, of_sum(layout, ranks).chunk_bytes].
   uint8_t* payload;
-  float* const* residuals;   // null without feedback: of whole leaves; the chunk's are added to the sum before it is
-                             // divided, and become what encoding lost
+  float* const* residuals;  // null without feedback: of whole leaves; the chunk's are added to the sum before it is
+                            // divided, and become what encoding lost
   const int64_t* leaf_ids;
   const uint32_t* keys;
 };

@@ -10,7 +10,8 @@ void decode(const Decode& a, const Pool& pool) {
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
   const Write write = write_of_leaves(l, a.batch);
-  for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
+  for (size_t i = 0; i < l.leaves.size(); ++i)
+    ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
 
   const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
   const Spans spans(l, a.batch, [&](int64_t) { return first; }, chunks);

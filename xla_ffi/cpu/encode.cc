@@ -46,7 +46,8 @@ void encode(const Encode& a, const Pool& pool) {
     if (!s.raw) return;
     const auto i = static_cast<size_t>(s.piece->leaf);
     const DType dtype = l.leaves[i].dtype;
-    std::memcpy(target.chunk(s) + plain_at(l, s, s.begin), at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
+    std::memcpy(target.chunk(s) + plain_at(l, s, s.begin),
+                at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
                 static_cast<size_t>(s.count * size_of(dtype)));
   });
 }

@@ -11,14 +11,20 @@ namespace jaxcgx::cpu {
 
 inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
   switch (c.kind) {
-    case Kind::kMaxMin: return MaxMin::grid(s, sum, n, c);
-    case Kind::kByteGrad: return ByteGrad::grid(s, sum, n, c);
-    case Kind::kAbsMax: return AbsMax::grid(s, sum, n, c);
-    case Kind::kFloat8: return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign: return Sign::grid(s, sum, n, c);
+    case Kind::kMaxMin:
+      return MaxMin::grid(s, sum, n, c);
+    case Kind::kByteGrad:
+      return ByteGrad::grid(s, sum, n, c);
+    case Kind::kAbsMax:
+      return AbsMax::grid(s, sum, n, c);
+    case Kind::kFloat8:
+      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
+    case Kind::kSign:
+      return Sign::grid(s, sum, n, c);
     case Kind::kRaw:
     case Kind::kCast:
-    case Kind::kTopK: break;
+    case Kind::kTopK:
+      break;
   }
   return Grid{};
 }
@@ -26,12 +32,12 @@ inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
 // What encoding needs beside the numbers.
 struct Target {
   const Layout& layout;
-  uint8_t* payload;         // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
+  uint8_t* payload;  // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
   int64_t row_bytes;
   bool one_chunk;
   const int64_t* leaf_ids;
   const uint32_t* keys;
-  int64_t noise_from = 0;   // element 0 of a leaf draws the noise of this one
+  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this one
 
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
@@ -66,8 +72,14 @@ template <class Fetch, class Keep>
 class Encoder {
  public:
   Encoder(const Target& target, const Fetch& fetch, const Keep& keep, bool keeps)
-      : t_(target), codec_(target.layout.codec), fetch_(fetch), keep_(keep), keeps_(keeps), k_(kernels()),
-        encode_(k_.encoder(codec_)), decode_(k_.decoder(codec_)) {}
+      : t_(target),
+        codec_(target.layout.codec),
+        fetch_(fetch),
+        keep_(keep),
+        keeps_(keeps),
+        k_(kernels()),
+        encode_(k_.encoder(codec_)),
+        decode_(k_.decoder(codec_)) {}
 
   void run(const Spans& spans, const Pool& pool) const {
     // Statistics of the parts of big buckets, then of the buckets.
@@ -167,10 +179,12 @@ class Encoder {
 
   void put_meta(const Span& s, int64_t index, const Grid& g) const {
     const float meta[2] = {g.finite ? g.unit : float_of(kNaNBits), g.finite ? g.base : float_of(kNaNBits)};
-    std::memcpy(t_.chunk(s) + meta_at(t_.layout, *s.piece, index), meta, sizeof(float) * static_cast<size_t>(meta_floats(codec_.kind)));
+    std::memcpy(t_.chunk(s) + meta_at(t_.layout, *s.piece, index), meta,
+                sizeof(float) * static_cast<size_t>(meta_floats(codec_.kind)));
   }
 
-  void put_codes(const Span& s, int64_t index, int64_t offset, int64_t at, int64_t n, const Grid& g, const float* x) const {
+  void put_codes(const Span& s, int64_t index, int64_t offset, int64_t at, int64_t n, const Grid& g,
+                 const float* x) const {
     uint8_t* codes = t_.chunk(s) + codes_at(t_.layout, *s.piece, index, offset);
     alignas(64) float other[kTile];
     if (g.finite) {
@@ -197,7 +211,8 @@ class Encoder {
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
     at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;
-    k_.noise(t_.key(s.row), static_cast<uint32_t>(t_.leaf_ids[s.piece->leaf]), first, div_up(at + n - first, kBlock), noise);
+    k_.noise(t_.key(s.row), static_cast<uint32_t>(t_.leaf_ids[s.piece->leaf]), first, div_up(at + n - first, kBlock),
+             noise);
     return noise + (at - first);
   }
 
@@ -210,8 +225,10 @@ class Encoder {
       alignas(64) uint16_t noise[kTile + 2 * kBlock];
       const float* x = fetch_(s, at, n, buffer);
       uint8_t* out = t_.chunk(s) + plain_at(t_.layout, s, at - s.piece->start);
-      if (s.raw) k_.store(dtype, x, n, out);
-      else cast(x, n, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, out);
+      if (s.raw)
+        k_.store(dtype, x, n, out);
+      else
+        cast(x, n, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, out);
       if (keeps_) {
         k_.load(dtype, out, n, decoded);
         keep_(s, at, n, x, decoded);

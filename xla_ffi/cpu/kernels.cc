@@ -13,7 +13,8 @@ struct Choice {
 };
 const Choice kChoices[] = {
 #if defined(JAXCGX_X86)
-    {&avx512::kKernels, [] {
+    {&avx512::kKernels,
+     [] {
        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
      }},

@@ -42,8 +42,8 @@ struct Kernels {
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
-  // How many magnitudes are at least `least` (bits); and these numbers with their indices, x[0] having the index `first`:
-  // both arrays have room for n + 16.
+  // How many magnitudes are at least `least` (bits); and these numbers with their indices, x[0] having the index
+  // `first`: both arrays have room for n + 16.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);
   int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
   // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old
@@ -59,10 +59,16 @@ struct Kernels {
 const Kernels& kernels();               // the best that this processor has, or what select_kernels chose
 bool select_kernels(const char* name);  // "avx512", "avx2", "portable"; false where the processor lacks it
 
-namespace portable { extern const Kernels kKernels; }
+namespace portable {
+extern const Kernels kKernels;
+}
 #if defined(JAXCGX_X86)
-namespace avx2 { extern const Kernels kKernels; }
-namespace avx512 { extern const Kernels kKernels; }
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
 #endif
 
 }  // namespace jaxcgx::cpu

@@ -36,9 +36,15 @@ void load_halves_as_float(const void* x, int64_t n, float* out) {
 
 void load_leaf(DType dtype, const void* x, int64_t n, float* out) {
   switch (dtype) {
-    case DType::kF32: memcpy(out, x, static_cast<size_t>(n) * 4); break;
-    case DType::kBF16: load_halves_as_float<DType::kBF16>(x, n, out); break;
-    case DType::kF16: load_halves_as_float<DType::kF16>(x, n, out); break;
+    case DType::kF32:
+      memcpy(out, x, static_cast<size_t>(n) * 4);
+      break;
+    case DType::kBF16:
+      load_halves_as_float<DType::kBF16>(x, n, out);
+      break;
+    case DType::kF16:
+      load_halves_as_float<DType::kF16>(x, n, out);
+      break;
   }
 }
 
@@ -57,9 +63,15 @@ void cast(const float* x, int64_t n, const uint16_t* noise, void* out) {
 
 void store_leaf(DType dtype, const float* x, int64_t n, void* out) {
   switch (dtype) {
-    case DType::kF32: memcpy(out, x, static_cast<size_t>(n) * 4); break;
-    case DType::kBF16: cast<DType::kBF16, false>(x, n, nullptr, out); break;
-    case DType::kF16: cast<DType::kF16, false>(x, n, nullptr, out); break;
+    case DType::kF32:
+      memcpy(out, x, static_cast<size_t>(n) * 4);
+      break;
+    case DType::kBF16:
+      cast<DType::kBF16, false>(x, n, nullptr, out);
+      break;
+    case DType::kF16:
+      cast<DType::kF16, false>(x, n, nullptr, out);
+      break;
   }
 }
 
@@ -127,7 +139,9 @@ int64_t count(const float* x, int64_t n, uint32_t least) {
   int64_t found = 0;
   each_vector(
       n, [&](int64_t i) { found += __builtin_popcount(lanes(at_least(load(x + i), least))); },
-      [&](int64_t i, int k) { found += __builtin_popcount(lanes(at_least(load(x + i, k), least)) & ((1u << k) - 1u)); });
+      [&](int64_t i, int k) {
+        found += __builtin_popcount(lanes(at_least(load(x + i, k), least)) & ((1u << k) - 1u));
+      });
   return found;
 }
 
@@ -170,7 +184,8 @@ float sum(const float* x, int64_t n, float so_far) {
     F total = splat_f(0.0f);
     for (int row = 0; row < kRows; ++row) {
       // A short block of 121 elements or more has all 16 lanes too, but not all rows.
-      const F v = n - at >= kBlock ? load(x + at + row * kLanes) : load(x + at + row * lanes, in_row(n - at, lanes, row));
+      const F v =
+          n - at >= kBlock ? load(x + at + row * kLanes) : load(x + at + row * lanes, in_row(n - at, lanes, row));
       total = total + as_float(bits(v) & magnitude);
     }
     float lane[kLanes];
@@ -185,18 +200,22 @@ float sum(const float* x, int64_t n, float so_far) {
 void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kBlock) {
     const uint64_t counter = static_cast<uint64_t>(first / kBlock + b) * kLanes;
-    PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(counter)) + iota()), philox_word(splat_i(static_cast<int32_t>(counter >> 32))),
+    PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(counter)) + iota()),
+                          philox_word(splat_i(static_cast<int32_t>(counter >> 32))),
                           philox_word(splat_i(static_cast<int32_t>(leaf))), philox_word(splat_i(0))};
     philox<PhiloxNumber>(word, key[0], key[1]);
-    const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]), lanes_in_order(word[3])};
+    const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]),
+                        lanes_in_order(word[3])};
     for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row));
   }
 }
 
 template <class C, int kBits, bool kStochastic>
 CGX_HD I quantize(F x, const Grid& g, I random) {
-  if constexpr (kStochastic) return C::template quantize<Vector, kBits>(x, g, random);
-  else return C::template quantize<Vector, kBits>(x, g);
+  if constexpr (kStochastic)
+    return C::template quantize<Vector, kBits>(x, g, random);
+  else
+    return C::template quantize<Vector, kBits>(x, g);
 }
 
 // The words of a block to and from memory. `count` is nothing for a whole block, else its number of lanes.
@@ -244,8 +263,9 @@ void pack(const int32_t* codes, int64_t n, int bits, uint8_t* out) {
   kTable[bits - 1](codes, n, out);
 }
 void unpack(const uint8_t* in, int64_t n, int bits, int32_t* codes) {
-  static constexpr decltype(&unpack_codes<1>) kTable[] = {unpack_codes<1>, unpack_codes<2>, unpack_codes<3>, unpack_codes<4>,
-                                                          unpack_codes<5>, unpack_codes<6>, unpack_codes<7>};
+  static constexpr decltype(&unpack_codes<1>) kTable[] = {unpack_codes<1>, unpack_codes<2>, unpack_codes<3>,
+                                                          unpack_codes<4>, unpack_codes<5>, unpack_codes<6>,
+                                                          unpack_codes<7>};
   kTable[bits - 1](in, n, codes);
 }
 
@@ -306,8 +326,10 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      if (write == Write::kAround) stream(out + row * kLanes, sum[row]);
-      else store(out + row * kLanes, sum[row]);
+      if (write == Write::kAround)
+        stream(out + row * kLanes, sum[row]);
+      else
+        store(out + row * kLanes, sum[row]);
     }
   }
   if (n == 0) return;
@@ -328,9 +350,9 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
 
 template <class C, bool kStochastic>
 EncodeFn encoder_of_width(int bits) {
-  static constexpr EncodeFn kTable[] = {
-      encode<C, 1, kStochastic>, encode<C, 2, kStochastic>, encode<C, 3, kStochastic>, encode<C, 4, kStochastic>,
-      encode<C, 5, kStochastic>, encode<C, 6, kStochastic>, encode<C, 7, kStochastic>, encode<C, 8, kStochastic>};
+  static constexpr EncodeFn kTable[] = {encode<C, 1, kStochastic>, encode<C, 2, kStochastic>, encode<C, 3, kStochastic>,
+                                        encode<C, 4, kStochastic>, encode<C, 5, kStochastic>, encode<C, 6, kStochastic>,
+                                        encode<C, 7, kStochastic>, encode<C, 8, kStochastic>};
   return kTable[bits - 1];
 }
 template <class C>
@@ -343,39 +365,67 @@ DecodeFn decoder_of_width(int bits) {
 // The dispatch table: a row a codec.
 EncodeFn encoder(const Codec& c) {
   switch (c.kind) {
-    case Kind::kMaxMin: return c.stochastic ? encoder_of_width<MaxMin, true>(c.bits) : encoder_of_width<MaxMin, false>(c.bits);
-    case Kind::kByteGrad: return encode<ByteGrad, 8, false>;
-    case Kind::kAbsMax: return encoder_of_width<AbsMax, false>(c.bits);
-    case Kind::kFloat8: return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
-    case Kind::kSign: return encode<Sign, 1, false>;
+    case Kind::kMaxMin:
+      return c.stochastic ? encoder_of_width<MaxMin, true>(c.bits) : encoder_of_width<MaxMin, false>(c.bits);
+    case Kind::kByteGrad:
+      return encode<ByteGrad, 8, false>;
+    case Kind::kAbsMax:
+      return encoder_of_width<AbsMax, false>(c.bits);
+    case Kind::kFloat8:
+      return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
+    case Kind::kSign:
+      return encode<Sign, 1, false>;
     case Kind::kRaw:
     case Kind::kCast:
-    case Kind::kTopK: break;
+    case Kind::kTopK:
+      break;
   }
   return nullptr;
 }
 DecodeFn decoder(const Codec& c) {
   switch (c.kind) {
-    case Kind::kMaxMin: return decoder_of_width<MaxMin>(c.bits);
-    case Kind::kByteGrad: return decode<ByteGrad, 8, true>;
-    case Kind::kAbsMax: return decoder_of_width<AbsMax>(c.bits);
-    case Kind::kFloat8: return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
-    case Kind::kSign: return decode<Sign, 1, true>;
+    case Kind::kMaxMin:
+      return decoder_of_width<MaxMin>(c.bits);
+    case Kind::kByteGrad:
+      return decode<ByteGrad, 8, true>;
+    case Kind::kAbsMax:
+      return decoder_of_width<AbsMax>(c.bits);
+    case Kind::kFloat8:
+      return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
+    case Kind::kSign:
+      return decode<Sign, 1, true>;
     case Kind::kRaw:
     case Kind::kCast:
-    case Kind::kTopK: break;
+    case Kind::kTopK:
+      break;
   }
   return nullptr;
 }
 CastFn caster(const Codec& c) {
-  if (static_cast<DType>(c.bits) == DType::kBF16) return c.stochastic ? cast<DType::kBF16, true> : cast<DType::kBF16, false>;
+  if (static_cast<DType>(c.bits) == DType::kBF16)
+    return c.stochastic ? cast<DType::kBF16, true> : cast<DType::kBF16, false>;
   return c.stochastic ? cast<DType::kF16, true> : cast<DType::kF16, false>;
 }
 
 }  // namespace
 
-const Kernels kKernels = {CGX_NAME(JAXCGX_ISA), load_leaf, store_leaf, add,   residual, scale,  divide,
-                          stats,                sum,       noise,      count,   find,     hold,
-                          pack,                 unpack,     encoder,    decoder, caster};
+const Kernels kKernels = {CGX_NAME(JAXCGX_ISA),
+                          load_leaf,
+                          store_leaf,
+                          add,
+                          residual,
+                          scale,
+                          divide,
+                          stats,
+                          sum,
+                          noise,
+                          count,
+                          find,
+                          hold,
+                          pack,
+                          unpack,
+                          encoder,
+                          decoder,
+                          caster};
 
 }  // namespace jaxcgx::cpu::JAXCGX_ISA

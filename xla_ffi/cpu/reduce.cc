@@ -89,7 +89,8 @@ void reduce(const Reduce& a, const Pool& pool) {
       k.scale(decoded, n, a.divisor, multiplied);
       k.residual(x + kTile, multiplied, residual, n, residual);
     };
-    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, a.residuals != nullptr).run(spans, pool);
+    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, a.residuals != nullptr)
+        .run(spans, pool);
     return;
   }
   const Write write = write_of_leaves(l, a.batch);

@@ -1,9 +1,9 @@
 // Which elements TopK sends.
 //
 // One pass finds the elements that reach a threshold, which a sample gives: most likely all that are sent and not many
-// more, their candidates. What is left to do, is done among these. Where the sample misleads (too few reach the threshold,
-// or more than there is room for) the same is done among all elements instead, in a fixed number of passes: slower, but
-// linear, whatever the numbers are.
+// more, their candidates. What is left to do, is done among these. Where the sample misleads (too few reach the
+// threshold, or more than there is room for) the same is done among all elements instead, in a fixed number of passes:
+// slower, but linear, whatever the numbers are.
 //
 // With feedback the pass writes new residuals, too, once it is certain that there will be enough candidates: until then
 // the old ones may still be needed. In place of a candidate the old one remains until it is known whether it is sent.
@@ -48,8 +48,8 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
-// What element of `count` of n is most likely not among the k largest of all, and not far behind: as many as there would be
-// on average, and six standard deviations more.
+// What element of `count` of n is most likely not among the k largest of all, and not far behind: as many as there
+// would be on average, and six standard deviations more.
 int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
   const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
   return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
@@ -58,7 +58,14 @@ int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
 class Selection {
  public:
   Selection(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool)
-      : numbers_(numbers), n_(numbers.n), wanted_(k), how_(how), random_(random), new_residual_(new_residual), pool_(pool), k_(kernels()),
+      : numbers_(numbers),
+        n_(numbers.n),
+        wanted_(k),
+        how_(how),
+        random_(random),
+        new_residual_(new_residual),
+        pool_(pool),
+        k_(kernels()),
         stretches_(static_cast<size_t>(div_up(n_, kStretch))) {}
 
   Elements run() {
@@ -105,13 +112,17 @@ class Selection {
     const Sample of(how_, n_, wanted_);
     const auto numbers = sample(of.first(random_), of.stride, of.count);
     std::vector<uint32_t> ladder;
-    float t = float_of(how_.select == Select::kQuantile ? std::min(kth_of(numbers.get(), of.count, of.rank(n_, wanted_)), kLargest) : exponential(numbers.get(), of.count));
+    float t = float_of(how_.select == Select::kQuantile
+                           ? std::min(kth_of(numbers.get(), of.count, of.rank(n_, wanted_)), kLargest)
+                           : exponential(numbers.get(), of.count));
     for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
     const int64_t least = enough(how_, wanted_);
     // The step that it will be, as far as the sample tells.
     size_t step = 0;
     const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.get(), of.count, ladder[i])); };
-    while (step + 1 < ladder.size() && in_sample(step) * static_cast<double>(n_) < static_cast<double>(least * of.count)) ++step;
+    while (step + 1 < ladder.size() &&
+           in_sample(step) * static_cast<double>(n_) < static_cast<double>(least * of.count))
+      ++step;
     find(std::max(ladder[step], 1u), ladder[step] == 0 ? wanted_ : step + 1 == ladder.size() ? 0 : least);
     for (size_t i = 0;; ++i) {
       if (i == step + 1) forget();
@@ -167,9 +178,12 @@ class Selection {
     });
     return numbers;
   }
-  // The k-th largest magnitude of n numbers, k of them or more: among those that reach what every 16th suggests, where k do.
+  // The k-th largest magnitude of n numbers, k of them or more: among those that reach what every 16th suggests, where
+  // k do.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
-    const auto among = [&](const float* x, int64_t count) { return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); }); };
+    const auto among = [&](const float* x, int64_t count) {
+      return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
+    };
     const int64_t few = n / 16, rank = certain_rank(k, n, few);
     if (n <= kStretch || rank >= few) return among(numbers, n);
     std::vector<float> some(static_cast<size_t>(few));
@@ -179,7 +193,8 @@ class Selection {
     for (int64_t at = 0; at < n; at += kStretch) {
       float values[kStretch + 16];
       int32_t index[kStretch + 16];
-      found.insert(found.end(), values, values + k_.find(numbers + at, std::min(kStretch, n - at), least, 0, index, values));
+      found.insert(found.end(), values,
+                   values + k_.find(numbers + at, std::min(kStretch, n - at), least, 0, index, values));
     }
     const auto count = static_cast<int64_t>(found.size());
     return count < k ? among(numbers, n) : among(found.data(), count);
@@ -189,7 +204,8 @@ class Selection {
   void each_stretch(Fn f) {
     const auto count = static_cast<int64_t>(stretches_.size());
     parallel_for(pool_, div_up(count, kTogether), [&](int64_t task) {
-      for (int64_t i = task * kTogether; i < std::min(count, (task + 1) * kTogether); ++i) f(stretches_[static_cast<size_t>(i)], i * kStretch);
+      for (int64_t i = task * kTogether; i < std::min(count, (task + 1) * kTogether); ++i)
+        f(stretches_[static_cast<size_t>(i)], i * kStretch);
     });
   }
   int64_t length(int64_t at) const { return std::min(kStretch, n_ - at); }
@@ -227,8 +243,10 @@ class Selection {
   template <class Fn>
   void look(const Stretch& s, int64_t at, Fn f) const {
     alignas(64) float buffer[kStretch];
-    if (s.has_candidates) f(values_.get() + s.at, s.found, index_.get() + s.at);
-    else f(fetch(at, buffer), length(at), static_cast<const int32_t*>(nullptr));
+    if (s.has_candidates)
+      f(values_.get() + s.at, s.found, index_.get() + s.at);
+    else
+      f(fetch(at, buffer), length(at), static_cast<const int32_t*>(nullptr));
   }
 
   int64_t count(uint32_t least) {
@@ -244,10 +262,12 @@ class Selection {
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
     // Few tasks: candidates are few, and each task has a histogram to add.
-    const auto count = static_cast<int64_t>(stretches_.size()), each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
+    const auto count = static_cast<int64_t>(stretches_.size()),
+               each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
     take(kth_largest(wanted_, div_up(count, each), pool_, [&](int64_t task, auto f) {
       for (int64_t i = task * each; i < std::min(count, (task + 1) * each); ++i) {
-        look(stretches_[static_cast<size_t>(i)], i * kStretch, [&](const float* x, int64_t n, const int32_t*) { f(x, n); });
+        look(stretches_[static_cast<size_t>(i)], i * kStretch,
+             [&](const float* x, int64_t n, const int32_t*) { f(x, n); });
       }
     }));
   }
@@ -299,8 +319,10 @@ class Selection {
       }
       int64_t next = s.sent_at;
       for (int64_t i = s.at; i < s.at + s.found; ++i) {
-        if (next < s.sent_at + s.taken && sent_.index[static_cast<size_t>(next)] == index_[static_cast<size_t>(i)]) ++next;
-        else if (const float x = values_[static_cast<size_t>(i)]; is_finite(x)) new_residual_[index_[static_cast<size_t>(i)]] = x;
+        if (next < s.sent_at + s.taken && sent_.index[static_cast<size_t>(next)] == index_[static_cast<size_t>(i)])
+          ++next;
+        else if (const float x = values_[static_cast<size_t>(i)]; is_finite(x))
+          new_residual_[index_[static_cast<size_t>(i)]] = x;
       }
     });
   }
@@ -342,22 +364,29 @@ const float* Numbers::fetch(int64_t first, int64_t stride, int64_t count, float*
     }
   } else {
     const void* from = at_element(x, dtype, first);
-    if (dtype != DType::kF32) k.load(dtype, from, count, buffer);
-    else if (residual == nullptr && divisor == 1.0f) return static_cast<const float*>(from);
+    if (dtype != DType::kF32)
+      k.load(dtype, from, count, buffer);
+    else if (residual == nullptr && divisor == 1.0f)
+      return static_cast<const float*>(from);
     const float* loaded = dtype == DType::kF32 ? static_cast<const float*>(from) : buffer;
-    if (residual != nullptr) k.add(loaded, residual + first, count, buffer);
-    else if (loaded != buffer) std::memcpy(buffer, loaded, static_cast<size_t>(count) * sizeof(float));
+    if (residual != nullptr)
+      k.add(loaded, residual + first, count, buffer);
+    else if (loaded != buffer)
+      std::memcpy(buffer, loaded, static_cast<size_t>(count) * sizeof(float));
   }
   if (divisor != 1.0f) k.divide(buffer, count, divisor, buffer, Write::kOver);
   return buffer;
 }
 
-Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool) {
+Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual,
+                const Pool& pool) {
   return Selection(numbers, k, how, random, new_residual, pool).run();
 }
 
 void update_unsent(const float* x, const float* old, int64_t first, int64_t n, const Elements& sent, float* updated) {
-  const auto from = [&](int64_t index) { return std::lower_bound(sent.index.begin(), sent.index.end(), index) - sent.index.begin(); };
+  const auto from = [&](int64_t index) {
+    return std::lower_bound(sent.index.begin(), sent.index.end(), index) - sent.index.begin();
+  };
   const int64_t begin = from(first), count = from(first + n) - begin;
   const int32_t* index = sent.index.data() + begin;
   float kept[kStretch];

@@ -15,9 +15,15 @@ namespace jaxcgx::cpu::JAXCGX_ISA {
 
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 
-struct F { __m512 v; };
-struct I { __m512i v; };
-struct M { __mmask16 v; };
+struct F {
+  __m512 v;
+};
+struct I {
+  __m512i v;
+};
+struct M {
+  __mmask16 v;
+};
 
 CGX_HD F splat_f(float x) { return {_mm512_set1_ps(x)}; }
 CGX_HD I splat_i(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -34,7 +40,9 @@ CGX_HD void store_words(void* p, I x, int n) { _mm512_mask_storeu_epi32(p, first
 CGX_HD void store_halves(void* p, I x, int n) { _mm256_mask_storeu_epi16(p, first(n), _mm512_cvtepi32_epi16(x.v)); }
 CGX_HD void store_bytes(void* p, I x, int n) { _mm_mask_storeu_epi8(p, first(n), _mm512_cvtepi32_epi8(x.v)); }
 CGX_HD I load_words(const void* p) { return {_mm512_loadu_si512(p)}; }
-CGX_HD I load_halves(const void* p) { return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))}; }
+CGX_HD I load_halves(const void* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
 CGX_HD I load_bytes(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))}; }
 CGX_HD void store_words(void* p, I x) { _mm512_storeu_si512(p, x.v); }
 CGX_HD void store_halves(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x.v)); }
@@ -73,10 +81,16 @@ CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
 // Philox multiplies 32 by 32 bits, and the units do that for every other lane: its words stay as two vectors of
 // 64-bit lanes, whose upper halves mean nothing.
-struct PhiloxWord { __m512i even, odd; };
+struct PhiloxWord {
+  __m512i even, odd;
+};
 CGX_HD PhiloxWord philox_word(I x) { return {x.v, _mm512_srli_epi64(x.v, 32)}; }
-CGX_HD I lanes_in_order(PhiloxWord w) { return {_mm512_mask_blend_epi32(0xaaaa, w.even, _mm512_slli_epi64(w.odd, 32))}; }
-CGX_HD PhiloxWord operator^(PhiloxWord a, PhiloxWord b) { return {_mm512_xor_si512(a.even, b.even), _mm512_xor_si512(a.odd, b.odd)}; }
+CGX_HD I lanes_in_order(PhiloxWord w) {
+  return {_mm512_mask_blend_epi32(0xaaaa, w.even, _mm512_slli_epi64(w.odd, 32))};
+}
+CGX_HD PhiloxWord operator^(PhiloxWord a, PhiloxWord b) {
+  return {_mm512_xor_si512(a.even, b.even), _mm512_xor_si512(a.odd, b.odd)};
+}
 CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low) {
   const __m512i m = _mm512_set1_epi64(b);
   low->even = _mm512_mul_epu32(a.even, m);
@@ -85,8 +99,8 @@ CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low
   high->odd = _mm512_srli_epi64(low->odd, 32);
 }
 CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
-// Stores the lanes of the mask one behind the other and says how many they are; writes up to 16. (Into a register first:
-// compressing into memory is slow on some processors.)
+// Stores the lanes of the mask one behind the other and says how many they are; writes up to 16. (Into a register
+// first: compressing into memory is slow on some processors.)
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   _mm512_storeu_si512(to_i, _mm512_maskz_compress_epi32(m.v, i.v));
   _mm512_storeu_ps(to_x, _mm512_maskz_compress_ps(m.v, x.v));
@@ -95,15 +109,27 @@ CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
 
 #elif defined(__AVX2__)
 
-struct F { __m256 a, b; };
-struct I { __m256i a, b; };
-struct M { __m256i a, b; };
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+struct M {
+  __m256i a, b;
+};
 
 CGX_HD F splat_f(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 CGX_HD I splat_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 CGX_HD F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-CGX_HD void store(float* p, F x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
-CGX_HD void stream(float* p, F x) { _mm256_stream_ps(p, x.a); _mm256_stream_ps(p + 8, x.b); }
+CGX_HD void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+CGX_HD void stream(float* p, F x) {
+  _mm256_stream_ps(p, x.a);
+  _mm256_stream_ps(p + 8, x.b);
+}
 CGX_HD I load_words(const void* p) {
   const __m256i* q = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
@@ -128,7 +154,8 @@ CGX_HD __m256i halves(I x) {  // codes of 16 bits or fewer
 CGX_HD void store_halves(void* p, I x) { _mm256_storeu_si256(static_cast<__m256i*>(p), halves(x)); }
 CGX_HD void store_bytes(void* p, I x) {
   const __m256i h = _mm256_and_si256(halves(x), _mm256_set1_epi16(0xff));
-  _mm_storeu_si128(static_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
+  _mm_storeu_si128(static_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1)));
 }
 
 CGX_HD F operator+(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
@@ -156,28 +183,32 @@ CGX_HD I shr(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(
 CGX_HD I min(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
 CGX_HD M less(I x, I y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
 CGX_HD M unordered(F x, F y) {
-  return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q)), _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))};
+  return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q)),
+          _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q))};
 }
 CGX_HD M operator|(M x, M y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 CGX_HD M operator&(M x, M y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 CGX_HD bool any(M m) { return !_mm256_testz_si256(_mm256_or_si256(m.a, m.b), _mm256_set1_epi32(-1)); }
 CGX_HD M none() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 CGX_HD uint32_t lanes(M m) {
-  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a)) | _mm256_movemask_ps(_mm256_castsi256_ps(m.b)) << 8);
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a)) |
+                               _mm256_movemask_ps(_mm256_castsi256_ps(m.b)) << 8);
 }
 CGX_HD F select(M m, F x, F y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
 }
 CGX_HD I select(M m, I x, I y) { return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)}; }
-struct PhiloxWord { __m256i part[4]; };  // of a's lanes the even and the odd ones, then b's: see AVX-512
+struct PhiloxWord {
+  __m256i part[4];
+};  // of a's lanes the even and the odd ones, then b's: see AVX-512
 CGX_HD PhiloxWord philox_word(I x) { return {{x.a, _mm256_srli_epi64(x.a, 32), x.b, _mm256_srli_epi64(x.b, 32)}}; }
 CGX_HD I lanes_in_order(PhiloxWord w) {
   return {_mm256_blend_epi32(w.part[0], _mm256_slli_epi64(w.part[1], 32), 0xaa),
           _mm256_blend_epi32(w.part[2], _mm256_slli_epi64(w.part[3], 32), 0xaa)};
 }
 CGX_HD PhiloxWord operator^(PhiloxWord x, PhiloxWord y) {
-  return {{_mm256_xor_si256(x.part[0], y.part[0]), _mm256_xor_si256(x.part[1], y.part[1]), _mm256_xor_si256(x.part[2], y.part[2]),
-           _mm256_xor_si256(x.part[3], y.part[3])}};
+  return {{_mm256_xor_si256(x.part[0], y.part[0]), _mm256_xor_si256(x.part[1], y.part[1]),
+           _mm256_xor_si256(x.part[2], y.part[2]), _mm256_xor_si256(x.part[3], y.part[3])}};
 }
 CGX_HD void mul_wide(PhiloxWord x, uint32_t b, PhiloxWord* high, PhiloxWord* low) {
   for (int i = 0; i < 4; ++i) {
@@ -193,23 +224,35 @@ CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr
 using F4 = float __attribute__((vector_size(16)));
 using I4 = int32_t __attribute__((vector_size(16)));
 using U4 = uint32_t __attribute__((vector_size(16)));
-struct F { F4 v[4]; };
-struct I { I4 v[4]; };
+struct F {
+  F4 v[4];
+};
+struct I {
+  I4 v[4];
+};
 using M = I;
 
-#define CGX_EACH(R, expression)          \
-  R r;                                   \
-  for (int i = 0; i < 4; ++i) {          \
-    r.v[i] = expression;                 \
-  }                                      \
+#define CGX_EACH(R, expression) \
+  R r;                          \
+  for (int i = 0; i < 4; ++i) { \
+    r.v[i] = expression;        \
+  }                             \
   return r
 
 CGX_HD F splat_f(float x) { CGX_EACH(F, (F4{x, x, x, x})); }
 CGX_HD I splat_i(int32_t x) { CGX_EACH(I, (I4{x, x, x, x})); }
-CGX_HD F load(const float* p) { F r; memcpy(&r, p, 64); return r; }
+CGX_HD F load(const float* p) {
+  F r;
+  memcpy(&r, p, 64);
+  return r;
+}
 CGX_HD void store(float* p, F x) { memcpy(p, &x, 64); }
 CGX_HD void stream(float* p, F x) { store(p, x); }
-CGX_HD I load_words(const void* p) { I r; memcpy(&r, p, 64); return r; }
+CGX_HD I load_words(const void* p) {
+  I r;
+  memcpy(&r, p, 64);
+  return r;
+}
 CGX_HD void store_words(void* p, I x) { memcpy(p, &x, 64); }
 template <class Small>
 CGX_HD I widen(const void* p) {
@@ -296,14 +339,46 @@ CGX_HD void copy_in(uint8_t (&buffer)[16 * kSize], const void* p, int n) {
   memset(buffer, 0, sizeof buffer);
   memcpy(buffer, p, static_cast<size_t>(n) * kSize);
 }
-CGX_HD F load(const float* p, int n) { alignas(64) uint8_t b[64]; copy_in<4>(b, p, n); return load(reinterpret_cast<const float*>(b)); }
-CGX_HD I load_words(const void* p, int n) { uint8_t b[64]; copy_in<4>(b, p, n); return load_words(b); }
-CGX_HD I load_halves(const void* p, int n) { uint8_t b[32]; copy_in<2>(b, p, n); return load_halves(b); }
-CGX_HD I load_bytes(const void* p, int n) { uint8_t b[16]; copy_in<1>(b, p, n); return load_bytes(b); }
-CGX_HD void store(float* p, F x, int n) { float b[16]; store(b, x); memcpy(p, b, static_cast<size_t>(n) * 4); }
-CGX_HD void store_words(void* p, I x, int n) { uint8_t b[64]; store_words(b, x); memcpy(p, b, static_cast<size_t>(n) * 4); }
-CGX_HD void store_halves(void* p, I x, int n) { uint8_t b[32]; store_halves(b, x); memcpy(p, b, static_cast<size_t>(n) * 2); }
-CGX_HD void store_bytes(void* p, I x, int n) { uint8_t b[16]; store_bytes(b, x); memcpy(p, b, static_cast<size_t>(n)); }
+CGX_HD F load(const float* p, int n) {
+  alignas(64) uint8_t b[64];
+  copy_in<4>(b, p, n);
+  return load(reinterpret_cast<const float*>(b));
+}
+CGX_HD I load_words(const void* p, int n) {
+  uint8_t b[64];
+  copy_in<4>(b, p, n);
+  return load_words(b);
+}
+CGX_HD I load_halves(const void* p, int n) {
+  uint8_t b[32];
+  copy_in<2>(b, p, n);
+  return load_halves(b);
+}
+CGX_HD I load_bytes(const void* p, int n) {
+  uint8_t b[16];
+  copy_in<1>(b, p, n);
+  return load_bytes(b);
+}
+CGX_HD void store(float* p, F x, int n) {
+  float b[16];
+  store(b, x);
+  memcpy(p, b, static_cast<size_t>(n) * 4);
+}
+CGX_HD void store_words(void* p, I x, int n) {
+  uint8_t b[64];
+  store_words(b, x);
+  memcpy(p, b, static_cast<size_t>(n) * 4);
+}
+CGX_HD void store_halves(void* p, I x, int n) {
+  uint8_t b[32];
+  store_halves(b, x);
+  memcpy(p, b, static_cast<size_t>(n) * 2);
+}
+CGX_HD void store_bytes(void* p, I x, int n) {
+  uint8_t b[16];
+  store_bytes(b, x);
+  memcpy(p, b, static_cast<size_t>(n));
+}
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   int32_t b[16];
   float c[16];

@@ -58,7 +58,8 @@ struct Spans {
 
   void each(const Pool& pool, const std::function<void(const Span&)>& f) const {
     parallel_for(pool, static_cast<int64_t>(tasks.size()) - 1, [&](int64_t t) {
-      for (int64_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i) f(spans[static_cast<size_t>(i)]);
+      for (int64_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i)
+        f(spans[static_cast<size_t>(i)]);
     });
   }
 
@@ -69,12 +70,14 @@ struct Spans {
       for (int64_t b = 0; b < p.coded; b += p.bucket) {
         const int64_t n = std::min(p.bucket, p.coded - b), first = static_cast<int64_t>(spans.size());
         const int64_t id = n > kSpan ? static_cast<int64_t>(big.size()) : -1;
-        for (int64_t at = 0; at < n; at += kSpan) spans.push_back({&p, row, b + at, std::min(kSpan, n - at), p.bucket, raw, id});
+        for (int64_t at = 0; at < n; at += kSpan)
+          spans.push_back({&p, row, b + at, std::min(kSpan, n - at), p.bucket, raw, id});
         if (id >= 0) big.push_back({first, static_cast<int64_t>(spans.size())});
       }
     } else {
       const int64_t step = p.bucket > 0 ? kSpan / p.bucket * p.bucket : kSpan;
-      for (int64_t at = 0; at < p.coded; at += step) spans.push_back({&p, row, at, std::min(step, p.coded - at), p.bucket, raw, -1});
+      for (int64_t at = 0; at < p.coded; at += step)
+        spans.push_back({&p, row, at, std::min(step, p.coded - at), p.bucket, raw, -1});
     }
     if (p.raw > 0) spans.push_back({&p, row, p.coded, p.raw, 0, true, -1});
   }
@@ -103,7 +106,9 @@ inline int64_t meta_at(const Layout& l, const Piece& p, int64_t bucket_index) {
 // Elements without buckets: `at` counts from the piece's first.
 inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
   const DType dtype = l.leaves[static_cast<size_t>(s.piece->leaf)].dtype;
-  if (s.raw) return at < s.piece->coded ? s.piece->codes + at * size_of(dtype) : s.piece->tail + (at - s.piece->coded) * size_of(dtype);
+  if (s.raw)
+    return at < s.piece->coded ? s.piece->codes + at * size_of(dtype)
+                               : s.piece->tail + (at - s.piece->coded) * size_of(dtype);
   return s.piece->codes + at * 2;
 }
 // The dtype in which such elements travel.

@@ -111,7 +111,8 @@ void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t 
   }
   tasks.push_back(pieces.size());
   parallel_for(pool, static_cast<int64_t>(tasks.size()) - 1, [&](int64_t t) {
-    for (size_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i) f(*pieces[i].piece, pieces[i].row);
+    for (size_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i)
+      f(*pieces[i].piece, pieces[i].row);
   });
 }
 
@@ -120,13 +121,16 @@ template <class Fn>
 void each_stretch(int64_t n, const Pool& pool, Fn f) {
   constexpr int64_t kEach = 4 * kStretch;
   parallel_for(pool, div_up(n, kEach), [&](int64_t task) {
-    for (int64_t at = task * kEach; at < std::min(n, (task + 1) * kEach); at += kStretch) f(at, std::min(kStretch, n - at));
+    for (int64_t at = task * kEach; at < std::min(n, (task + 1) * kEach); at += kStretch)
+      f(at, std::min(kStretch, n - at));
   });
 }
 // Calls f(index, place) for those of the elements that are among n from `first` on.
 template <class Fn>
 void each_within(const Elements& e, int64_t first, int64_t n, Fn f) {
-  const auto from = [&](int64_t index) { return static_cast<size_t>(std::lower_bound(e.index.begin(), e.index.end(), index) - e.index.begin()); };
+  const auto from = [&](int64_t index) {
+    return static_cast<size_t>(std::lower_bound(e.index.begin(), e.index.end(), index) - e.index.begin());
+  };
   for (size_t i = from(first), end = from(first + n); i < end; ++i) f(e.index[i], i);
 }
 
@@ -140,8 +144,8 @@ struct Piecewise {
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + 2 * row; }
 
-// What is sent of a piece, which becomes as long as a list is: that list and its values. `keep(first, n, decoded)` is told what
-// the n values from `first` on will decode to, where it is wanted.
+// What is sent of a piece, which becomes as long as a list is: that list and its values. `keep(first, n, decoded)` is
+// told what the n values from `first` on will decode to, where it is wanted.
 template <class Keep>
 void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
   const Codec& c = to.layout.codec;
@@ -156,7 +160,9 @@ void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, 
   std::memset(out + list.bytes, 0, static_cast<size_t>(at - list.bytes));
 
   const Layout layout = values_layout(c, p.coded);
-  const auto fetch = [&](const Span&, int64_t first, int64_t, float*) -> const float* { return sent.values.data() + first; };
+  const auto fetch = [&](const Span&, int64_t first, int64_t, float*) -> const float* {
+    return sent.values.data() + first;
+  };
   const auto told = [&](const Span&, int64_t first, int64_t n, const float*, const float* decoded) {
     keep(first, std::min(n, count - first), decoded);
   };
@@ -179,7 +185,8 @@ Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, flo
 }
 
 // Residuals of elements that have been sent: of n from `first` on, which were the numbers x.
-void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x, const float* decoded, float* residual) {
+void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x, const float* decoded,
+                 float* residual) {
   float old[kTile];
   const int32_t* index = sent.index.data() + first;
   for (int64_t i = 0; i < n; ++i) old[i] = residual[index[i]];
@@ -195,7 +202,9 @@ void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool
   const int64_t own = a.own != nullptr ? a.where[2 * row + 1] : -1, at_leaf = row * l.leaves[leaf].size + p.start;
   std::vector<Elements> lists(static_cast<size_t>(a.ranks));
   parallel_for(pool, a.ranks, [&](int64_t r) {
-    if (r != own) lists[static_cast<size_t>(r)] = read(l.codec, p.coded, a.payloads + (row * a.ranks + r) * l.chunk_bytes + p.codes, pool);
+    if (r != own)
+      lists[static_cast<size_t>(r)] =
+          read(l.codec, p.coded, a.payloads + (row * a.ranks + r) * l.chunk_bytes + p.codes, pool);
   });
   each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
     float* sum = out + at;
@@ -219,18 +228,22 @@ void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool
 
 void encode_topk(const Encode& a, const Pool& pool) {
   const Layout& l = a.layout;
-  each_piece(l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool, [&](const Piece& p, int64_t row) {
-    const auto i = static_cast<size_t>(p.leaf);
-    const int64_t first = row * l.leaves[i].size + p.start;
-    const bool feedback = a.residuals != nullptr;
-    const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first), feedback ? a.residuals[i] + first : nullptr, 1.0f};
-    float* residual = feedback ? a.new_residuals[i] + first : nullptr;
-    const Piecewise to{l, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes, a.leaf_ids, key_of(a.keys, row)};
-    Elements sent = choose(to, p, numbers, residual, pool);
-    put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
-      update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
-    });
-  });
+  each_piece(
+      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
+      [&](const Piece& p, int64_t row) {
+        const auto i = static_cast<size_t>(p.leaf);
+        const int64_t first = row * l.leaves[i].size + p.start;
+        const bool feedback = a.residuals != nullptr;
+        const Numbers numbers{p.coded, l.leaves[i].dtype, at_element(a.leaves[i], l.leaves[i].dtype, first),
+                              feedback ? a.residuals[i] + first : nullptr, 1.0f};
+        float* residual = feedback ? a.new_residuals[i] + first : nullptr;
+        const Piecewise to{l, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes, a.leaf_ids,
+                           key_of(a.keys, row)};
+        Elements sent = choose(to, p, numbers, residual, pool);
+        put(to, p, sent, pool, feedback, [&](int64_t at, int64_t n, const float* decoded) {
+          update_sent(sent, at, n, sent.values.data() + at, decoded, residual);
+        });
+      });
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < l.chunks(); ++c) clear_gaps(l, c, a.payload + (row * l.chunks() + c) * l.chunk_bytes);
   }
@@ -238,22 +251,28 @@ void encode_topk(const Encode& a, const Pool& pool) {
 
 void decode_topk(const Decode& a, const Pool& pool) {
   const Layout& l = a.layout;
-  for (size_t i = 0; i < l.leaves.size(); ++i) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
-  each_piece(l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool, [&](const Piece& p, int64_t row) {
-    const auto i = static_cast<size_t>(p.leaf);
-    const DType dtype = l.leaves[i].dtype;
-    Elements e = read(l.codec, p.coded, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes, pool);
-    std::vector<uint16_t> halves(dtype == DType::kF32 ? 0 : e.values.size());
-    if (dtype != DType::kF32) kernels().store(dtype, e.values.data(), static_cast<int64_t>(e.values.size()), halves.data());
-    void* leaf = at_element(a.leaves[i], dtype, row * l.leaves[i].size + p.start);
-    each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
-      std::memset(at_element(leaf, dtype, at), 0, static_cast<size_t>(n * size_of(dtype)));
-      each_within(e, at, n, [&](int32_t index, size_t j) {
-        if (dtype == DType::kF32) static_cast<float*>(leaf)[index] = e.values[j];
-        else static_cast<uint16_t*>(leaf)[index] = halves[j];
+  for (size_t i = 0; i < l.leaves.size(); ++i)
+    ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
+  each_piece(
+      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
+      [&](const Piece& p, int64_t row) {
+        const auto i = static_cast<size_t>(p.leaf);
+        const DType dtype = l.leaves[i].dtype;
+        Elements e = read(l.codec, p.coded, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes, pool);
+        std::vector<uint16_t> halves(dtype == DType::kF32 ? 0 : e.values.size());
+        if (dtype != DType::kF32)
+          kernels().store(dtype, e.values.data(), static_cast<int64_t>(e.values.size()), halves.data());
+        void* leaf = at_element(a.leaves[i], dtype, row * l.leaves[i].size + p.start);
+        each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
+          std::memset(at_element(leaf, dtype, at), 0, static_cast<size_t>(n * size_of(dtype)));
+          each_within(e, at, n, [&](int32_t index, size_t j) {
+            if (dtype == DType::kF32)
+              static_cast<float*>(leaf)[index] = e.values[j];
+            else
+              static_cast<uint16_t*>(leaf)[index] = halves[j];
+          });
+        });
       });
-    });
-  });
 }
 
 void reduce_topk(const Reduce& a, const Pool& pool) {
@@ -267,7 +286,9 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
     return each_piece(l, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
       float* out = a.leaves[p.leaf] + row * l.leaves[static_cast<size_t>(p.leaf)].size + p.start;
       sum_to(a, p, row, out, pool);
-      if (a.divisor != 1.0f) each_stretch(p.coded, pool, [&](int64_t at, int64_t n) { k.divide(out + at, n, a.divisor, out + at, Write::kOver); });
+      if (a.divisor != 1.0f)
+        each_stretch(p.coded, pool,
+                     [&](int64_t at, int64_t n) { k.divide(out + at, n, a.divisor, out + at, Write::kOver); });
     });
   }
   const Layout sum = of_sum(l, a.ranks);
@@ -281,7 +302,9 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
     float* residual = nullptr;
     if (a.residuals != nullptr) {
       residual = a.residuals[p.leaf] + row * l.leaves[static_cast<size_t>(p.leaf)].size + p.start;
-      each_stretch(p.coded, pool, [&](int64_t at, int64_t n) { update_unsent(total.get() + at, residual + at, at, n, sent, residual + at); });
+      each_stretch(p.coded, pool, [&](int64_t at, int64_t n) {
+        update_unsent(total.get() + at, residual + at, at, n, sent, residual + at);
+      });
     }
     put(to, p, sent, pool, residual != nullptr, [&](int64_t at, int64_t n, const float* decoded) {
       alignas(64) float x[kTile], multiplied[kTile];
@@ -295,16 +318,21 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
 
 void clear(const Clear& a, const Pool& pool) {
   const Layout& l = a.layout;
-  each_piece(l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool, [&](const Piece& p, int64_t row) {
-    const auto i = static_cast<size_t>(p.leaf);
-    const DType dtype = l.leaves[i].dtype;
-    void* array = at_element(a.arrays[i], dtype, row * l.leaves[i].size + p.start);
-    const IndexList list(p.coded, capacity(l.codec.sparse, p.coded));
-    for (const int32_t index : read_indices(list, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes).index) {
-      if (dtype == DType::kF32) static_cast<float*>(array)[index] = 0.0f;
-      else static_cast<uint16_t*>(array)[index] = 0;
-    }
-  });
+  each_piece(
+      l, a.batch, [](int64_t) { return 0; }, l.chunks(), pool,
+      [&](const Piece& p, int64_t row) {
+        const auto i = static_cast<size_t>(p.leaf);
+        const DType dtype = l.leaves[i].dtype;
+        void* array = at_element(a.arrays[i], dtype, row * l.leaves[i].size + p.start);
+        const IndexList list(p.coded, capacity(l.codec.sparse, p.coded));
+        for (const int32_t index :
+             read_indices(list, a.payload + (row * l.chunks() + p.chunk) * l.chunk_bytes + p.codes).index) {
+          if (dtype == DType::kF32)
+            static_cast<float*>(array)[index] = 0.0f;
+          else
+            static_cast<uint16_t*>(array)[index] = 0;
+        }
+      });
 }
 
 }  // namespace jaxcgx::cpu

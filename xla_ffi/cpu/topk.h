@@ -33,9 +33,11 @@ constexpr int64_t kStretch = 4096;  // elements that a thread selects from at a 
 
 // The elements of `numbers` that are sent, at most k.
 //
-// new_residual: null, or where numbers.residual is to be updated, which may be the same memory: there become all that are
-// not sent the numbers themselves where they are finite; all others, and those that are sent, remain what they were.
-Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual, const Pool& pool);
+// new_residual: null, or where numbers.residual is to be updated, which may be the same memory: there become all that
+// are not sent the numbers themselves where they are finite; all others, and those that are sent, remain what they
+// were.
+Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual,
+                const Pool& pool);
 
 // The same for the n numbers x from element `first` on: old to updated.
 void update_unsent(const float* x, const float* old, int64_t first, int64_t n, const Elements& sent, float* updated);

@@ -19,8 +19,10 @@ struct Cpu {
   static ffi::Error check_where(const int32_t* where, int64_t batch, int64_t chunks, int64_t ranks, bool own) {
     for (int64_t row = 0; row < batch; ++row) {
       const int32_t chunk = where[2 * row], rank = where[2 * row + 1];
-      if (chunk < 0 || chunk >= chunks) return invalid("reduce", "chunk " + std::to_string(chunk) + " of " + std::to_string(chunks));
-      if (own && (rank < 0 || rank >= ranks)) return invalid("reduce", "own rank " + std::to_string(rank) + " of " + std::to_string(ranks));
+      if (chunk < 0 || chunk >= chunks)
+        return invalid("reduce", "chunk " + std::to_string(chunk) + " of " + std::to_string(chunks));
+      if (own && (rank < 0 || rank >= ranks))
+        return invalid("reduce", "own rank " + std::to_string(rank) + " of " + std::to_string(ranks));
     }
     return ffi::Error::Success();
   }

@@ -37,12 +37,15 @@ struct Cuda {
 
   static ffi::Error error_of(const std::string& op, cuda::Status status) {
     switch (status.error) {
-      case cudaSuccess: return ffi::Error::Success();
+      case cudaSuccess:
+        return ffi::Error::Success();
       case cudaErrorNoKernelImageForDevice:
       case cudaErrorInvalidDeviceFunction:
-        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                          no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
       default:
-        return ffi::Error::Internal(failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
+        return ffi::Error::Internal(
+            failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));
     }
   }
 
@@ -59,9 +62,13 @@ struct Cuda {
 
 #define CGX_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_STREAM.CGX_ENCODE, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_STREAM.CGX_DECODE, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_STREAM.CGX_REDUCE, {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_STREAM.CGX_CLEAR, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_STREAM.CGX_ENCODE,
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_STREAM.CGX_DECODE,
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_STREAM.CGX_REDUCE,
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_STREAM.CGX_CLEAR,
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxcgx

@@ -5,13 +5,16 @@
 
 namespace jaxcgx {
 
-// `built`: the architectures that the build has code for, as in "sm_80, sm_90, compute_90"; `gpu`: "NVIDIA H200 (sm_90)".
+// `built`: the architectures that the build has code for, as in "sm_80, sm_90, compute_90"; `gpu`: "NVIDIA H200
+// (sm_90)".
 inline std::string no_code_message(const std::string& op, const std::string& built, const std::string& gpu) {
   return "jaxcgx_" + op + ": this build has code for " + built + "; this GPU is " + gpu +
-         ": build jaxcgx with a CUDA compiler that knows that GPU, or name its architecture in CMAKE_CUDA_ARCHITECTURES";
+         ": build jaxcgx with a CUDA compiler that knows that GPU, or name its architecture in "
+         "CMAKE_CUDA_ARCHITECTURES";
 }
 
-inline std::string failed_call_message(const std::string& op, const std::string& call, const std::string& name, const std::string& words) {
+inline std::string failed_call_message(const std::string& op, const std::string& call, const std::string& name,
+                                       const std::string& words) {
   return "jaxcgx_" + op + ": " + call + " failed with " + name + " (" + words + ")";
 }
 

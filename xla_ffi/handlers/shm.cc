@@ -30,16 +30,19 @@ std::shared_ptr<shm::Segment> find_segment(int64_t number) {
 
 ffi::ErrorCode code_of(shm::Error::Kind kind) {
   switch (kind) {
-    case shm::Error::Kind::kGone: return ffi::ErrorCode::kUnavailable;
-    case shm::Error::Kind::kLate: return ffi::ErrorCode::kDeadlineExceeded;
-    case shm::Error::Kind::kDifferent: return ffi::ErrorCode::kInvalidArgument;
+    case shm::Error::Kind::kGone:
+      return ffi::ErrorCode::kUnavailable;
+    case shm::Error::Kind::kLate:
+      return ffi::ErrorCode::kDeadlineExceeded;
+    case shm::Error::Kind::kDifferent:
+      return ffi::ErrorCode::kInvalidArgument;
   }
   return ffi::ErrorCode::kInternal;
 }
 
 // The tokens order a program's exchanges; they hold nothing.
-ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>, int64_t segment,
-                    int64_t operation, int64_t argument) {
+ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
+                    int64_t segment, int64_t operation, int64_t argument) {
   const std::string op = "exchange";
   const auto found = find_segment(segment);
   if (!found) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed");
@@ -55,7 +58,8 @@ ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
   if (x.element_type() != y->element_type()) return invalid(op, "a result of another dtype than the operand");
   if ((kind == shm::Operation::kAllToAll && bytes * ring.ranks() != in) ||
       out != (rows ? bytes * ring.ranks() : bytes)) {
-    return invalid(op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in));
+    return invalid(
+        op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in));
   }
   cpu::ask_for_large_pages(y->untyped_data(), out);
   const auto* from = static_cast<const uint8_t*>(x.untyped_data());
@@ -66,7 +70,8 @@ ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
 }  // namespace
 
 shm::Or<int64_t> shm_attach(const std::string& name, int64_t rank, int64_t ranks, double timeout) {
-  auto attached = shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
+  auto attached =
+      shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
   if (const auto* failure = std::get_if<shm::Failure>(&attached)) return *failure;
   std::lock_guard<std::mutex> lock(segments().mutex);
   segments().of[++segments().last] = std::get<0>(attached);

@@ -15,19 +15,21 @@ namespace ffi = xla::ffi;
 // The port at which this process waits for the others, once.
 tcp::Or<int> tcp_listen();
 // Returns when all processes are connected.
-std::optional<tcp::Failure> tcp_connect(int64_t process, std::vector<tcp::Address> addresses, const std::string& token, double timeout);
+std::optional<tcp::Failure> tcp_connect(int64_t process, std::vector<tcp::Address> addresses, const std::string& token,
+                                        double timeout);
 
 // Handlers have no state of their own. It is never destroyed: a program may still run when the process ends.
 std::shared_ptr<tcp::Net>& the_net();
 
 // What all exchanges have. `who`: this process's rank, and then the process of every rank.
-ffi::ErrorOr<tcp::Exchange> exchange_among(const std::string& op, const int32_t* who, int64_t ranks, int64_t timeout_ms);
+ffi::ErrorOr<tcp::Exchange> exchange_among(const std::string& op, const int32_t* who, int64_t ranks,
+                                           int64_t timeout_ms);
 
 ffi::Error error_of(const tcp::Error& error);
 ffi::Future failed(const ffi::Error& error);
 
-// Results that are complete when all parts of the work are. XLA goes on with the program in the thread that completes them, hence
-// in one that nobody else needs.
+// Results that are complete when all parts of the work are. XLA goes on with the program in the thread that completes
+// them, hence in one that nobody else needs.
 class Completion {
  public:
   explicit Completion(int64_t parts) : left_(parts) {}

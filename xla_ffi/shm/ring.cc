@@ -21,13 +21,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank that fills its slot for round r + 1 has seen everybody's for r - 1. Before they filled those, they were done with round
-// r - 3, whose slot it is: with four of them no rank need say what it has read.
+// A rank that fills its slot for round r + 1 has seen everybody's for r - 1. Before they filled those, they were done
+// with round r - 3, whose slot it is: with four of them no rank need say what it has read.
 constexpr int64_t kSlots = 4;
-// Large enough that a round's waiting is little beside its copying, small enough for the caches (benchmarks/notes/shm.md).
+// Large enough that a round's waiting is little beside its copying, small enough for the caches
+// (benchmarks/notes/shm.md).
 constexpr int64_t kSlotBytes = 256 << 10;
-constexpr int64_t kLine = 128;  // processors fetch cache lines in pairs
-constexpr int kSpins = 2000;    // some 20 us: what a sleep and a wake cost
+constexpr int64_t kLine = 128;                 // processors fetch cache lines in pairs
+constexpr int kSpins = 2000;                   // some 20 us: what a sleep and a wake cost
 constexpr std::chrono::milliseconds kNap{50};  // after which a waiting rank looks whether the other one still lives
 
 enum State : uint32_t { kAbsent, kHere, kLeft, kFailed };
@@ -62,7 +63,9 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 struct Ring::Terms {
   int64_t operation, argument, bytes;
 
-  bool operator==(const Terms& o) const { return operation == o.operation && argument == o.argument && bytes == o.bytes; }
+  bool operator==(const Terms& o) const {
+    return operation == o.operation && argument == o.argument && bytes == o.bytes;
+  }
 
   std::string words() const {
     const bool known = operation >= 0 && operation < kOperations;
@@ -93,7 +96,8 @@ Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds 
 Ring::~Ring() {
   uint32_t here = kHere;
   // The child of a fork has the mapping too, but is no rank.
-  if (control(rank_).process.load() == static_cast<uint32_t>(getpid())) control(rank_).state.compare_exchange_strong(here, kLeft);
+  if (control(rank_).process.load() == static_cast<uint32_t>(getpid()))
+    control(rank_).state.compare_exchange_strong(here, kLeft);
   for (int process : processes_) {
     if (process >= 0) close(process);
   }
@@ -132,13 +136,15 @@ Status Ring::join() {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     while (control(rank).state.load() == kAbsent) {
       if (Clock::now() >= deadline) {
-        return Error{Error::Kind::kLate, "rank " + std::to_string(rank) + " has not come within " + std::to_string(timeout_.count()) + " ms"};
+        return Error{Error::Kind::kLate, "rank " + std::to_string(rank) + " has not come within " +
+                                             std::to_string(timeout_.count()) + " ms"};
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     processes_[rank] = static_cast<int>(syscall(SYS_pidfd_open, control(rank).process.load(), 0));
     if (processes_[rank] < 0) {
-      const std::string what = errno == ESRCH ? " has ended" : std::string(" can't be watched: pidfd_open: ") + std::strerror(errno);
+      const std::string what =
+          errno == ESRCH ? " has ended" : std::string(" can't be watched: pidfd_open: ") + std::strerror(errno);
       return Error{Error::Kind::kGone, name(rank) + what};
     }
   }
@@ -159,13 +165,18 @@ namespace {
 
 bool comes_from(const Exchange& e, int64_t rank, int64_t to, int64_t ranks) {
   switch (e.operation) {
-    case Operation::kShift: return (rank + e.argument) % ranks == to;
-    case Operation::kBroadcast: return rank == e.argument;
-    default: return true;
+    case Operation::kShift:
+      return (rank + e.argument) % ranks == to;
+    case Operation::kBroadcast:
+      return rank == e.argument;
+    default:
+      return true;
   }
 }
 
-const uint8_t* source(const Exchange& e, int64_t rank) { return e.in + (e.operation == Operation::kAllToAll ? rank * e.bytes : 0); }
+const uint8_t* source(const Exchange& e, int64_t rank) {
+  return e.in + (e.operation == Operation::kAllToAll ? rank * e.bytes : 0);
+}
 
 uint8_t* target(const Exchange& e, int64_t rank) {
   return e.out + (e.operation == Operation::kAllToAll || e.operation == Operation::kAllGather ? rank * e.bytes : 0);
@@ -181,8 +192,8 @@ int64_t step_of(const Exchange& e, int64_t ranks) {
 Status Ring::exchange(const Exchange& e, const Terms& terms) {
   const int64_t step = step_of(e, ranks_);
   int64_t ahead = 0;
-  // One slot ahead of the reading: while the others take the last one, this rank fills the next. Without bytes there is a
-  // round all the same, in which the ranks agree.
+  // One slot ahead of the reading: while the others take the last one, this rank fills the next. Without bytes there is
+  // a round all the same, in which the ranks agree.
   for (int64_t offset = 0; offset == 0 || offset < e.bytes; offset += step) {
     for (; ahead <= offset + step && (ahead == 0 || ahead < e.bytes); ahead += step) write(e, terms, ahead);
     if (Status error = read(e, terms, offset)) return error;
@@ -214,7 +225,8 @@ Status Ring::read(const Exchange& e, const Terms& terms, int64_t offset) {
     if (Status error = wait(rank, terms)) return error;
     const Slot& s = slot(rank, read_);
     if (const Terms found = s.terms; !(found == terms)) {
-      return Error{Error::Kind::kDifferent, "rank " + std::to_string(rank_) + " has " + terms.words() + ", " + name(rank) + " has " + found.words() +
+      return Error{Error::Kind::kDifferent, "rank " + std::to_string(rank_) + " has " + terms.words() + ", " +
+                                                name(rank) + " has " + found.words() +
                                                 "; every rank must run the same exchanges, in the same order"};
     }
     if (!comes_from(e, rank, rank_, ranks_)) continue;
@@ -233,17 +245,22 @@ Status Ring::wait(int64_t rank, const Terms& terms) {
   }
   const auto deadline = Clock::now() + timeout_;
   const auto error_of = [&](Error::Kind kind, const std::string& what) {
-    return Error{kind, terms.words() + ": rank " + std::to_string(rank_) + " waits for " + name(rank) + ", which " + what};
+    return Error{kind,
+                 terms.words() + ": rank " + std::to_string(rank_) + " waits for " + name(rank) + ", which " + what};
   };
   Status error;
   control(rank).sleepers.fetch_add(1);
   for (uint32_t value; !error && !reached(value = w.load(), target);) {
     const uint32_t state = control(rank).state.load();
     Status gone;
-    if (died(rank)) gone = error_of(Error::Kind::kGone, "has ended");
-    else if (state == kLeft) gone = error_of(Error::Kind::kGone, "has left");
-    else if (state == kFailed) gone = error_of(Error::Kind::kGone, "gave up" + why());
-    else if (Clock::now() >= deadline) gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
+    if (died(rank))
+      gone = error_of(Error::Kind::kGone, "has ended");
+    else if (state == kLeft)
+      gone = error_of(Error::Kind::kGone, "has left");
+    else if (state == kFailed)
+      gone = error_of(Error::Kind::kGone, "gave up" + why());
+    else if (Clock::now() >= deadline)
+      gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
     // Of what a rank did before it went it is not missed.
     if (gone && !reached(w.load(), target)) error = gone;
     if (!gone) sleep_on(w, value);

@@ -1,12 +1,13 @@
 // Exchanges among processes that share memory, each a rank.
 //
-// Every rank has a ring of slots, which it alone writes and the others read. An exchange is a number of rounds, the same on
-// every rank; in a round a rank fills its next slot and takes its part of everybody else's. So a byte is written once and
-// read once by each that wants it, through a few slots that stay in the caches. Exchanges need nothing in between: the next one's
-// rounds follow.
+// Every rank has a ring of slots, which it alone writes and the others read. An exchange is a number of rounds, the
+// same on every rank; in a round a rank fills its next slot and takes its part of everybody else's. So a byte is
+// written once and read once by each that wants it, through a few slots that stay in the caches. Exchanges need nothing
+// in between: the next one's rounds follow.
 //
-// What lies in the shared memory is never trusted: it is compared with what this rank expects, and decides neither a size nor
-// an address. No wait is without an end: a rank that died, left or gave up, and one that doesn't come, is an error that names it.
+// What lies in the shared memory is never trusted: it is compared with what this rank expects, and decides neither a
+// size nor an address. No wait is without an end: a rank that died, left or gave up, and one that doesn't come, is an
+// error that names it.
 #pragma once
 
 #include <atomic>

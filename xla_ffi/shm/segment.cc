@@ -42,13 +42,14 @@ Failure because(const std::string& call) { return {call + ": " + std::strerror(e
 }  // namespace
 
 Or<std::string> create(int64_t ranks) {
-  if (ranks < 1 || ranks > kMostRanks) return Failure{"expected 1 to " + std::to_string(kMostRanks) + " ranks, got " + std::to_string(ranks)};
+  if (ranks < 1 || ranks > kMostRanks)
+    return Failure{"expected 1 to " + std::to_string(kMostRanks) + " ranks, got " + std::to_string(ranks)};
   Descriptor memory(memfd_create("jaxcgx", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.number < 0) return because("memfd_create");
   // Now: a page that is missing later would be the end of the process that touches it.
   if (const int error = posix_fallocate(memory.number, 0, bytes_of(ranks))) {
-    return Failure{"no memory for the " + std::to_string(bytes_of(ranks)) + " bytes that " + std::to_string(ranks) + " ranks share: " +
-                   std::strerror(error) + "; free some, or raise the limit of the container"};
+    return Failure{"no memory for the " + std::to_string(bytes_of(ranks)) + " bytes that " + std::to_string(ranks) +
+                   " ranks share: " + std::strerror(error) + "; free some, or raise the limit of the container"};
   }
   Header header{Header::kMagic, 0, ranks};
   if (getrandom(&header.random, sizeof header.random, 0) != sizeof header.random) return because("getrandom");
@@ -56,33 +57,39 @@ Or<std::string> create(int64_t ranks) {
   if (fchmod(memory.number, 0600) != 0) return because("fchmod");
   if (fcntl(memory.number, F_ADD_SEALS, kSeals) != 0) return because("fcntl");
   char name[64];
-  std::snprintf(name, sizeof name, "%d:%d:%llx", getpid(), memory.number, static_cast<unsigned long long>(header.random));
+  std::snprintf(name, sizeof name, "%d:%d:%llx", getpid(), memory.number,
+                static_cast<unsigned long long>(header.random));
   memory.number = -1;  // attach closes it
   return std::string(name);
 }
 
-Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout) {
+Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t rank, int64_t ranks,
+                                             std::chrono::milliseconds timeout) {
   if (ranks < 1 || ranks > kMostRanks || rank < 0 || rank >= ranks) {
-    return Failure{"expected a rank of 1 to " + std::to_string(kMostRanks) + ", got rank " + std::to_string(rank) + " of " + std::to_string(ranks)};
+    return Failure{"expected a rank of 1 to " + std::to_string(kMostRanks) + ", got rank " + std::to_string(rank) +
+                   " of " + std::to_string(ranks)};
   }
   int process, number;
   unsigned long long random;
-  if (std::sscanf(name.c_str(), "%d:%d:%llx", &process, &number, &random) != 3) return Failure{"expected a name that create gave, got '" + name + "'"};
+  if (std::sscanf(name.c_str(), "%d:%d:%llx", &process, &number, &random) != 3)
+    return Failure{"expected a name that create gave, got '" + name + "'"};
   const std::string path = "/proc/" + std::to_string(process) + "/fd/" + std::to_string(number);
   Descriptor file(open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (file.number < 0) {
-    return Failure{because(path).what + "; the ranks must be living processes of one host and one user, in one container or in containers "
-                                        "that share their processes"};
+    return Failure{because(path).what +
+                   "; the ranks must be living processes of one host and one user, in one container or in containers "
+                   "that share their processes"};
   }
   Header header{};
-  struct stat status {};
+  struct stat status{};
   const int seals = fcntl(file.number, F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals || pread(file.number, &header, sizeof header, 0) != sizeof header ||
       header.magic != Header::kMagic || header.random != random) {
     return Failure{"'" + name + "' is not, or no longer, the memory of ranks of this version of jaxcgx"};
   }
   if (header.ranks != ranks || fstat(file.number, &status) != 0 || status.st_size != bytes_of(ranks)) {
-    return Failure{"'" + name + "' is for " + std::to_string(header.ranks) + " ranks, got rank " + std::to_string(rank) + " of " + std::to_string(ranks)};
+    return Failure{"'" + name + "' is for " + std::to_string(header.ranks) + " ranks, got rank " +
+                   std::to_string(rank) + " of " + std::to_string(ranks)};
   }
   const Descriptor created(process == getpid() ? number : -1);  // kept until the others have it open
   void* memory = mmap(nullptr, bytes_of(ranks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.number, 0);

@@ -16,14 +16,15 @@ struct Failure {
 template <class T>
 using Or = std::variant<T, Failure>;
 
-// Shared memory for a number of ranks, and what a process needs to find it: "PROCESS:DESCRIPTOR:RANDOM". The creator keeps
-// it open until it attaches.
+// Shared memory for a number of ranks, and what a process needs to find it: "PROCESS:DESCRIPTOR:RANDOM". The creator
+// keeps it open until it attaches.
 Or<std::string> create(int64_t ranks);
 
 class Segment {
  public:
   // Returns when all ranks have come.
-  static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
+  static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank, int64_t ranks,
+                                             std::chrono::milliseconds timeout);
   ~Segment();
 
   Ring& ring() { return *ring_; }

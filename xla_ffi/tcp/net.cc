@@ -23,13 +23,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kHello = 0x6a61786367781001;    // "jaxcgx", and the version of what follows
+constexpr uint64_t kHello = 0x6a61786367781001;  // "jaxcgx", and the version of what follows
 constexpr uint64_t kMessage = 0x6a61786367781002;
 constexpr uint64_t kGaveUp = 0x6a61786367781003;
-constexpr int64_t kStep = 256 << 10;               // bytes that one connection moves before it is another one's turn
-constexpr std::chrono::milliseconds kNap{100};     // after which a deadline is looked at
-constexpr size_t kMostStrangers = 256;             // connections that have not said yet who they are
-constexpr int kSilence = 30;                       // seconds after which a host that answers nothing has vanished
+constexpr int64_t kStep = 256 << 10;            // bytes that one connection moves before it is another one's turn
+constexpr std::chrono::milliseconds kNap{100};  // after which a deadline is looked at
+constexpr size_t kMostStrangers = 256;          // connections that have not said yet who they are
+constexpr int kSilence = 30;                    // seconds after which a host that answers nothing has vanished
 
 const char* const kEnded = "has ended or left";
 
@@ -41,7 +41,9 @@ struct Hello {
 
 std::string reason() { return std::strerror(errno); }
 
-std::string ended_or(int error) { return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error); }
+std::string ended_or(int error) {
+  return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
+}
 
 int64_t left(Clock::time_point deadline) {
   return std::max<int64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count(), 0);
@@ -122,9 +124,9 @@ struct Net::Peer {
   int64_t begun = 0;             // exchanges with this process
   std::map<int64_t, Open> open;  // by number: those of which something is to come
   std::deque<Out> outs;
-  Header header{};               // of what is coming
-  int64_t header_bytes = 0;      // of it that are there
-  std::shared_ptr<Running> of;   // whose it is, once that is known
+  Header header{};              // of what is coming
+  int64_t header_bytes = 0;     // of it that are there
+  std::shared_ptr<Running> of;  // whose it is, once that is known
   size_t receive = 0;
   int64_t received = 0;
 };
@@ -152,7 +154,8 @@ Or<std::shared_ptr<Net>> Net::listen() {
   if (socket.number() < 0 || setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no) != 0 ||
       bind(socket.number(), reinterpret_cast<sockaddr*>(&any6), sizeof any6) != 0) {
     socket = Socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (socket.number() < 0 || bind(socket.number(), reinterpret_cast<sockaddr*>(&any4), sizeof any4) != 0) return failed("bind");
+    if (socket.number() < 0 || bind(socket.number(), reinterpret_cast<sockaddr*>(&any4), sizeof any4) != 0)
+      return failed("bind");
   }
   if (::listen(socket.number(), kMostProcesses) != 0) return failed("listen");
   sockaddr_in6 bound{};
@@ -165,12 +168,16 @@ Or<std::shared_ptr<Net>> Net::listen() {
   return std::shared_ptr<Net>(new Net(std::move(socket), std::move(events), std::move(alarm), port));
 }
 
-std::optional<Failure> Net::connect(int64_t process, std::vector<Address> addresses, const std::string& token, std::chrono::milliseconds timeout) {
+std::optional<Failure> Net::connect(int64_t process, std::vector<Address> addresses, const std::string& token,
+                                    std::chrono::milliseconds timeout) {
   const auto n = static_cast<int64_t>(addresses.size());
   if (n < 1 || n > kMostProcesses || process < 0 || process >= n) {
-    return Failure{"expected a process of 1 to " + std::to_string(kMostProcesses) + ", got process " + std::to_string(process) + " of " + std::to_string(n)};
+    return Failure{"expected a process of 1 to " + std::to_string(kMostProcesses) + ", got process " +
+                   std::to_string(process) + " of " + std::to_string(n)};
   }
-  if (token.size() != kTokenBytes) return Failure{"expected a token of " + std::to_string(kTokenBytes) + " bytes, got " + std::to_string(token.size())};
+  if (token.size() != kTokenBytes)
+    return Failure{"expected a token of " + std::to_string(kTokenBytes) + " bytes, got " +
+                   std::to_string(token.size())};
   if (process_ >= 0) return Failure{"this process has connected already"};
   const auto deadline = Clock::now() + timeout;
   process_ = process;
@@ -178,7 +185,8 @@ std::optional<Failure> Net::connect(int64_t process, std::vector<Address> addres
     peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
     if (i != process) peers_.back()->process = i, peers_.back()->address = addresses[i];
   }
-  // A process reaches out to those before it, which wait for nobody but those before them, and then waits for those behind it.
+  // A process reaches out to those before it, which wait for nobody but those before them, and then waits for those
+  // behind it.
   for (int64_t i = 0; i < process; ++i) {
     if (auto failure = reach(*peers_[i], token, deadline)) return failure;
   }
@@ -191,20 +199,24 @@ std::optional<Failure> Net::connect(int64_t process, std::vector<Address> addres
     epoll_event event{};
     event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
     event.data.ptr = peer.get();
-    if (fcntl(socket, F_SETFL, O_NONBLOCK) != 0 || epoll_ctl(events_.number(), EPOLL_CTL_ADD, socket, &event) != 0) return Failure{"epoll_ctl: " + reason()};
+    if (fcntl(socket, F_SETFL, O_NONBLOCK) != 0 || epoll_ctl(events_.number(), EPOLL_CTL_ADD, socket, &event) != 0)
+      return Failure{"epoll_ctl: " + reason()};
   }
   epoll_event event{};
   event.events = EPOLLIN;
-  if (epoll_ctl(events_.number(), EPOLL_CTL_ADD, alarm_.number(), &event) != 0) return Failure{"epoll_ctl: " + reason()};
+  if (epoll_ctl(events_.number(), EPOLL_CTL_ADD, alarm_.number(), &event) != 0)
+    return Failure{"epoll_ctl: " + reason()};
   thread_ = std::thread([this] { run(); });
   return std::nullopt;
 }
 
 std::optional<Failure> Net::reach(Peer& peer, const std::string& token, Clock::time_point deadline) {
-  const std::string port = std::to_string(peer.address.port), name = "process " + std::to_string(peer.process) + " at " + peer.address.host + ", port " + port;
+  const std::string port = std::to_string(peer.address.port),
+                    name = "process " + std::to_string(peer.process) + " at " + peer.address.host + ", port " + port;
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
-  if (const int error = getaddrinfo(peer.address.host.c_str(), port.c_str(), &hints, &found)) return Failure{name + ": " + gai_strerror(error)};
+  if (const int error = getaddrinfo(peer.address.host.c_str(), port.c_str(), &hints, &found))
+    return Failure{name + ": " + gai_strerror(error)};
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(found, freeaddrinfo);
   std::string why = "no address";
   for (const addrinfo* a = found; a != nullptr && peer.socket.number() < 0; a = a->ai_next) {
@@ -216,8 +228,10 @@ std::optional<Failure> Net::reach(Peer& peer, const std::string& token, Clock::t
     } else {
       socklen_t length = sizeof errno;
       getsockopt(socket.number(), SOL_SOCKET, SO_ERROR, &errno, &length);
-      if (errno == 0) peer.socket = std::move(socket);
-      else why = reason();
+      if (errno == 0)
+        peer.socket = std::move(socket);
+      else
+        why = reason();
     }
   }
   if (peer.socket.number() < 0) return Failure{name + " can't be reached: " + why};
@@ -232,7 +246,8 @@ std::optional<Failure> Net::reach(Peer& peer, const std::string& token, Clock::t
     if (n < 0 && !would_block() && errno != EINTR) return Failure{name + ": " + reason()};
     got += static_cast<size_t>(std::max<ssize_t>(n, 0));
   }
-  if (answer.magic != kHello || answer.process != peer.process || std::memcmp(answer.token, token.data(), kTokenBytes) != 0) {
+  if (answer.magic != kHello || answer.process != peer.process ||
+      std::memcmp(answer.token, token.data(), kTokenBytes) != 0) {
     return Failure{name + " is not that process: another one listens there"};
   }
   return std::nullopt;
@@ -257,7 +272,9 @@ std::optional<Failure> Net::admit(const std::string& token, Clock::time_point de
     const int64_t other = s.hello.process;
     bool same = true;
     for (int64_t i = 0; i < kTokenBytes; ++i) same &= s.hello.token[i] == token[i];
-    if (s.hello.magic != kHello || !same || other <= process_ || other >= processes() || peers_[other]->socket.number() >= 0) return;
+    if (s.hello.magic != kHello || !same || other <= process_ || other >= processes() ||
+        peers_[other]->socket.number() >= 0)
+      return;
     s.hello.process = process_;
     if (write_hello(s.socket.number(), s.hello)) peers_[other]->socket = std::move(s.socket);
   };
@@ -265,15 +282,21 @@ std::optional<Failure> Net::admit(const std::string& token, Clock::time_point de
     std::vector<pollfd> polled{{listener_.number(), POLLIN, 0}};
     for (const Stranger& s : strangers) polled.push_back({s.socket.number(), POLLIN, 0});
     if (left(deadline) == 0) return Failure{"process " + missing() + " has not come in time"};
-    if (poll(polled.data(), polled.size(), static_cast<int>(std::min<int64_t>(left(deadline), 1 << 30))) < 0 && errno != EINTR) return Failure{"poll: " + reason()};
+    if (poll(polled.data(), polled.size(), static_cast<int>(std::min<int64_t>(left(deadline), 1 << 30))) < 0 &&
+        errno != EINTR)
+      return Failure{"poll: " + reason()};
     std::deque<Stranger> undecided;
     for (size_t i = 0; i < strangers.size(); ++i) {
       Stranger& s = strangers[i];
-      const ssize_t n = polled[i + 1].revents == 0 ? -1 : recv(s.socket.number(), reinterpret_cast<char*>(&s.hello) + s.got, sizeof s.hello - s.got, 0);
+      const ssize_t n = polled[i + 1].revents == 0 ? -1
+                                                   : recv(s.socket.number(), reinterpret_cast<char*>(&s.hello) + s.got,
+                                                          sizeof s.hello - s.got, 0);
       if (polled[i + 1].revents != 0 && (n == 0 || (n < 0 && !would_block()))) continue;
       s.got += static_cast<size_t>(std::max<ssize_t>(n, 0));
-      if (s.got < sizeof s.hello) undecided.push_back(std::move(s));
-      else welcome(s);
+      if (s.got < sizeof s.hello)
+        undecided.push_back(std::move(s));
+      else
+        welcome(s);
     }
     strangers = std::move(undecided);
     if (polled[0].revents != 0) {
@@ -310,7 +333,8 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   return running;
 }
 
-void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes) {
+void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data,
+               int64_t bytes) {
   post([=] {
     if (running->over) return;
     const auto r = static_cast<size_t>(rank);
@@ -379,7 +403,8 @@ bool Net::push(Peer& peer) {
   if (!peer.writable || peer.outs.empty() || !peer.gone.empty()) return false;
   Peer::Out& out = peer.outs.front();
   const int64_t header = sizeof(Header), all = header + out.header.bytes, at = std::max(out.sent - header, int64_t{0});
-  iovec parts[2] = {{reinterpret_cast<char*>(&out.header) + std::min(out.sent, header), static_cast<size_t>(header - std::min(out.sent, header))},
+  iovec parts[2] = {{reinterpret_cast<char*>(&out.header) + std::min(out.sent, header),
+                     static_cast<size_t>(header - std::min(out.sent, header))},
                     {const_cast<uint8_t*>(out.data) + at, static_cast<size_t>(std::min(out.header.bytes - at, kStep))}};
   msghdr message{};
   message.msg_iov = parts;
@@ -387,8 +412,10 @@ bool Net::push(Peer& peer) {
   const ssize_t n = sendmsg(peer.socket.number(), &message, MSG_NOSIGNAL);
   if (n < 0) {
     if (errno == EINTR) return true;
-    if (would_block()) peer.writable = false;
-    else lose(peer, ended_or(errno));
+    if (would_block())
+      peer.writable = false;
+    else
+      lose(peer, ended_or(errno));
     return false;
   }
   out.sent += n;
@@ -417,8 +444,10 @@ bool Net::pull(Peer& peer) {
     const ssize_t n = recv(peer.socket.number(), to, static_cast<size_t>(most), 0);
     if (n < 0) {
       if (errno == EINTR) return true;
-      if (would_block()) peer.readable = false;
-      else lose(peer, ended_or(errno));
+      if (would_block())
+        peer.readable = false;
+      else
+        lose(peer, ended_or(errno));
       return false;
     }
     if (n == 0) {
@@ -444,7 +473,8 @@ bool Net::expect(Peer& peer) {
   const Header& h = peer.header;
   if (h.magic == kGaveUp) {
     const bool known = h.slot >= 0 && h.slot < processes() && h.slot != peer.process;
-    lose(peer, "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
+    lose(peer,
+         "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
   if (h.magic == kMessage && h.number >= peer.begun) return false;
@@ -490,7 +520,9 @@ void Net::look_at_the_clock() {
     int64_t late = -1;
     for (size_t rank = 0; rank < e.processes.size(); ++rank) {
       const int64_t process = e.processes[rank];
-      if (process != process_ && late < 0 && (running->coming[rank] > 0 || !peers_[static_cast<size_t>(process)]->outs.empty())) late = process;
+      if (process != process_ && late < 0 &&
+          (running->coming[rank] > 0 || !peers_[static_cast<size_t>(process)]->outs.empty()))
+        late = process;
     }
     if (late < 0) continue;  // this process itself is
     fail({Error::Kind::kLate, late, "has not come within " + std::to_string(e.timeout.count()) + " ms"});

@@ -1,14 +1,16 @@
 // Exchanges among processes, each of which has a TCP connection to every other.
 //
-// One thread, which nobody else waits for, moves what is to be sent and what is to come, on all connections at once: a link is
-// used in both directions. Memory is the caller's, to send from and to receive into; nothing is copied in between.
+// One thread, which nobody else waits for, moves what is to be sent and what is to come, on all connections at once: a
+// link is used in both directions. Memory is the caller's, to send from and to receive into; nothing is copied in
+// between.
 //
-// Two processes begin the exchanges that they share in the same order. So what comes on a connection belongs to an exchange that has
-// begun here, too, or to one that will, and then it waits in the socket, and behind it what follows: nothing is kept that nobody has
-// asked for, and what an exchange still lacks never stands behind what belongs to a later one.
+// Two processes begin the exchanges that they share in the same order. So what comes on a connection belongs to an
+// exchange that has begun here, too, or to one that will, and then it waits in the socket, and behind it what follows:
+// nothing is kept that nobody has asked for, and what an exchange still lacks never stands behind what belongs to a
+// later one.
 //
-// What comes is never trusted: it is compared with what is expected, and decides neither a size nor an address. No wait is
-// without an end: a process that ended, left or gave up, and one that doesn't come, is an error that names it.
+// What comes is never trusted: it is compared with what is expected, and decides neither a size nor an address. No wait
+// is without an end: a process that ended, left or gave up, and one that doesn't come, is an error that names it.
 #pragma once
 
 #include <chrono>
@@ -74,8 +76,8 @@ struct Exchange {
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
 
-  // By the thread that moves the bytes, which must not be kept waiting: that receives[i] is complete; and, once and last, that
-  // everything is, or what went wrong. After it no memory is touched.
+  // By the thread that moves the bytes, which must not be kept waiting: that receives[i] is complete; and, once and
+  // last, that everything is, or what went wrong. After it no memory is touched.
   std::function<void(size_t i)> received;
   std::function<void(const Status&)> done;
 };
@@ -90,7 +92,8 @@ class Net {
   int port() const { return port_; }
 
   // Returns when every process has connected. Those that don't know the token are turned away.
-  std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token, std::chrono::milliseconds timeout);
+  std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token,
+                                 std::chrono::milliseconds timeout);
   ~Net();
 
   int64_t process() const { return process_; }

@@ -1,4 +1,5 @@
-// Threads that run tasks, begun when they are needed: at most `most`, each after the other's beginning in the order of the calls.
+// Threads that run tasks, begun when they are needed: at most `most`, each after the other's beginning in the order of
+// the calls.
 #pragma once
 
 #include <condition_variable>
@@ -16,8 +17,10 @@ class Threads {
   void run(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
     tasks_.push_back(std::move(task));
-    if (static_cast<int64_t>(tasks_.size()) > idle_ && begun_ < most_) ++begun_, std::thread([this] { work(); }).detach();
-    else wake_.notify_one();
+    if (static_cast<int64_t>(tasks_.size()) > idle_ && begun_ < most_)
+      ++begun_, std::thread([this] { work(); }).detach();
+    else
+      wake_.notify_one();
   }
 
  private:

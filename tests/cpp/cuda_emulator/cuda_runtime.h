@@ -1,10 +1,10 @@
-// Runs CUDA kernels on the CPU: stands in for the toolkit's header, so that .cu files compile as C++. As much of CUDA as
-// cuda/ uses.
+// Runs CUDA kernels on the CPU: stands in for the toolkit's header, so that .cu files compile as C++. As much of CUDA
+// as cuda/ uses.
 //
 // Every thread of a block is a fiber. It runs until it has to wait for others, at a shuffle or a barrier; of those that
 // can go on, one is drawn by lot, so that what depends on an order that CUDA does not promise comes out differently now
-// and then. A shuffle waits for all threads that its mask names, a barrier for all of the block; should one of them never
-// come, the program ends with a message. Sanitizers see every access.
+// and then. A shuffle waits for all threads that its mask names, a barrier for all of the block; should one of them
+// never come, the program ends with a message. Sanitizers see every access.
 #pragma once
 
 #include <ucontext.h>
@@ -41,10 +41,18 @@ struct cudaLaunchConfig_t {
 };
 
 // Aligned as on a GPU, so that UndefinedBehaviorSanitizer finds accesses that are not.
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
 
 namespace cuda_emulator {
 
@@ -105,7 +113,8 @@ struct Block {
       swapcontext(&scheduler, &current->context);
       left -= current->done;
     }
-    if (left > 0) fail(at_barrier.empty() ? "a thread that a shuffle waits for never came" : "a thread never came to a barrier");
+    if (left > 0)
+      fail(at_barrier.empty() ? "a thread that a shuffle waits for never came" : "a thread never came to a barrier");
   }
 };
 
@@ -123,8 +132,10 @@ T exchange(unsigned mask, T value, unsigned from) {
   Warp& w = b.warps[t.index.x / 32];
   const unsigned lane = t.index.x % 32, turn = t.shuffles++ % 2;
   if (!(mask >> lane & 1)) b.fail("a shuffle's mask leaves its own thread out");
-  if (w.arrived == 0) w.mask = mask;
-  else if (w.mask != mask) b.fail("threads meet at shuffles with different masks");
+  if (w.arrived == 0)
+    w.mask = mask;
+  else if (w.mask != mask)
+    b.fail("threads meet at shuffles with different masks");
   std::memcpy(&w.value[turn][lane], &value, sizeof(T));
   w.arrived |= 1u << lane;
   if (w.arrived == mask) {
@@ -176,18 +187,20 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
   cuda_emulator::exchange(mask, static_cast<uint64_t>(yes), t.index.x % 32);
   unsigned ballot = 0;
   for (unsigned lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1) ballot |= static_cast<unsigned>(cuda_emulator::state.warps[t.index.x / 32].value[turn][lane]) << lane;
+    if (mask >> lane & 1)
+      ballot |= static_cast<unsigned>(cuda_emulator::state.warps[t.index.x / 32].value[turn][lane]) << lane;
   }
   return ballot;
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
   auto& b = cuda_emulator::state;
   b.grid = config->gridDim, b.block = config->blockDim;
   b.threads = b.block.x;
-  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 || b.grid.x > 0x7fffffff || b.grid.y == 0 ||
-      b.grid.y > 65535 || b.grid.z != 1) {
+  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
+      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
     return cudaErrorInvalidConfiguration;
   }
   b.kernel = [&] { kernel(arguments...); };
@@ -209,9 +222,13 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 template <class T>
-T __ldcs(const T* p) { return *p; }
+T __ldcs(const T* p) {
+  return *p;
+}
 template <class T>
-void __stcs(T* p, T x) { *p = x; }
+void __stcs(T* p, T x) {
+  *p = x;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
