@@ -27,8 +27,8 @@ from kernels import repeat
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.collectives import costs
-from jaxcgx.collectives.call import check_axes
+from jaxcgx.exchange import costs
+from jaxcgx.transports.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"

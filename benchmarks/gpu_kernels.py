@@ -29,7 +29,7 @@ import numpy as np
 from kernels import BUCKET, RANKS, mark, median, rounded
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
+from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 
 ITERATIONS = 50
@@ -345,7 +345,7 @@ def main():
         device = jax.devices("gpu")[0]
     except RuntimeError as error:
         sys.exit(f"gpu_kernels.py: no GPU: {error}")
-    if not (ops._native and ops._native.build_info()["cuda"]):
+    if not (registration.MODULE and registration.MODULE.build_info()["cuda"]):
         sys.exit("gpu_kernels.py: this build of jaxcgx has no CUDA half: see `python -m jaxcgx doctor`")
     size = args.size << 20
     data = dict(

@@ -418,7 +418,7 @@ def parse():
         parser.error("JAXCGX_REFERENCE is set: there are no kernels to measure")
     if args.kernels:
         try:
-            ops._native.select_kernels(args.kernels)
+            registration.MODULE.select_kernels(args.kernels)
         except ValueError as error:
             parser.error(f"--kernels: {error}")
     # The paths of --out are of no interest to whoever reads the results.

@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 
-from jaxcgx.native import ops
+from jaxcgx.native import registration
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -54,7 +54,7 @@ class Report:
             cpu=_cpu_model(),
             threads=threads,
             versions=versions,
-            native=ops._native.build_info(),
+            native=registration.MODULE.build_info(),
             **settings,
         )
         if repeats:

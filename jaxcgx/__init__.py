@@ -33,7 +33,7 @@ from jaxcgx.collectives import (
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
 from jaxcgx.plan import Plan, Rule
 from jaxcgx.report.explain import explain
-from jaxcgx.transports.tcp import Tcp
+from jaxcgx.transports.axes import Tcp
 
 __all__ = [
     "AbsMax",

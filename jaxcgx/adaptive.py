@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx.checks import check_varying
 from jaxcgx.codecs.base import check_codec, check_key, roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
-from jaxcgx.collectives.call import check_axes, check_varying
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.statistics import TOP, GradientStatistics
+from jaxcgx.transports.resolve import check_axes
 
 
 def gradient_statistics(grads, axis_name=None, codecs=tuple(MaxMin(bits) for bits in range(2, 9)), *, key=None):

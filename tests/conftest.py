@@ -46,9 +46,9 @@ def pytest_report_header():
     import jaxlib
 
     import jaxcgx
-    from jaxcgx.native import ops
+    from jaxcgx.native import registration
 
-    native = ops._native.build_info() if ops._native else "JAXCGX_REFERENCE=1"
+    native = registration.MODULE.build_info() if registration.MODULE else "JAXCGX_REFERENCE=1"
     return (
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, jaxcgx from {os.path.dirname(jaxcgx.__file__)}: {native}"
     )

@@ -9,7 +9,7 @@ import pytest
 from helpers import normal
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
+from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 
 STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
@@ -48,18 +48,17 @@ class Wrong(cgx.Codec):
         (
             lambda: cgx.MaxMin(bucket_size=-1),
             ValueError,
-            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got -1",
+            "MaxMin: argument 'bucket_size': expected an integer from 1 to 2^40, got -1",
         ),
         (
             lambda: cgx.MaxMin(bucket_size=2**70),
             ValueError,
-            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got "
-            "1180591620717411303424",
+            "MaxMin: argument 'bucket_size': expected an integer from 1 to 2^40, got 1180591620717411303424",
         ),
         (
             lambda: cgx.MaxMin(bucket_size=0),
             ValueError,
-            "MaxMin: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 0",
+            "MaxMin: argument 'bucket_size': expected an integer from 1 to 2^40, got 0",
         ),
         (
             lambda: cgx.MaxMin(rounding="up"),
@@ -90,7 +89,7 @@ class Wrong(cgx.Codec):
         (
             lambda: cgx.Sign(bucket_size=1.0),
             TypeError,
-            "Sign: argument 'bucket_size': expected an integer of at least 1 (and at most 2^40), got 1.0",
+            "Sign: argument 'bucket_size': expected an integer from 1 to 2^40, got 1.0",
         ),
         (lambda: cgx.Cast(3), ValueError, "Cast: argument 'dtype': expected one of 'bfloat16', 'float16', got 3"),
     ],
@@ -277,7 +276,7 @@ def test_operations(call, words):
     ],
 )
 def test_a_platform_without_kernels_says_so(platform, words):
-    if platform == "cuda" and ops._native and ops._native.build_info()["cuda"]:
+    if platform == "cuda" and registration.MODULE and registration.MODULE.build_info()["cuda"]:
         pytest.skip("this build has a CUDA half")
     traced = jax.jit(lambda x: cgx.encode(x, cgx.MaxMin())).trace(jnp.zeros(3))
     with pytest.raises(NotImplementedError, match=words):

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Kind, check_integer, native_codec
+from jaxcgx.checks import MOST, check_field, check_integer
+from jaxcgx.codecs.base import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
@@ -20,8 +21,8 @@ class AbsMax(GridCodec):
     bucket_size: int = 256
 
     def __post_init__(self):
-        check_integer(self, "bits", 2, 8)
-        check_integer(self, "bucket_size", 1)
+        check_field(self, "bits", check_integer, 2, 8)
+        check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
     def native(self):

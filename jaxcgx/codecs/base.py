@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcgx.checks import check_array
 from jaxcgx.native import ops
 from jaxcgx.native.layout import DTYPES, Layout
 from jaxcgx.native.rng import key_words
-
-MOST = 2**40  # elements of a bucket
 
 
 class Codec:
@@ -45,7 +44,7 @@ class Codec:
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
     most = 2**40  # elements of a leaf in a chunk
     sparse = False  # it sends some elements only, `indices` says which
-    linear = False  # it makes no bytes: sums add up factors of it (PowerSGD)
+    low_rank = False  # it makes no bytes: sums add up factors of it (PowerSGD)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -145,38 +144,6 @@ def native_codec(
     return {name: dtype(given.get(name, 0)) for name, dtype in _NATIVE.items()}
 
 
-def check_integer(codec: Codec, field: str, low: int, high: int = MOST):
-    """The field as an int between low and high, or an error that says so."""
-    value = getattr(codec, field)
-    name = type(codec).__name__
-    expected = f"an integer from {low} to {high}" if high < MOST else f"an integer of at least {low} (and at most 2^40)"
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}") from None
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name}: argument '{field}': expected {expected}, got {value!r}")
-    if not low <= number <= high:
-        raise ValueError(f"{name}: argument '{field}': expected {expected}, got {number}")
-    object.__setattr__(codec, field, number)
-
-
-def check_choice(codec: Codec, field: str, choices):
-    value = getattr(codec, field)
-    if value not in choices:
-        raise ValueError(
-            f"{type(codec).__name__}: argument '{field}': expected one of {', '.join(map(repr, choices))}, got "
-            f"{value!r}"
-        )
-
-
-def check_flag(codec: Codec, field: str):
-    value = getattr(codec, field)
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{type(codec).__name__}: argument '{field}': expected True or False, got {value!r}")
-    object.__setattr__(codec, field, bool(value))
-
-
 def check_codec(name: str, codec, argument="codec") -> Codec:
     if not isinstance(codec, Codec):
         raise TypeError(f"{name}: argument '{argument}': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
@@ -192,7 +159,7 @@ def check_codec(name: str, codec, argument="codec") -> Codec:
 
 def check_encodes(name: str, codec: Codec, argument="codec"):
     """That a codec makes bytes."""
-    if codec.linear:
+    if codec.low_rank:
         raise ValueError(
             f"{name}: argument '{argument}': expected a codec that makes bytes of an array, such as "
             "jaxcgx.MaxMin(bits=4), got "
@@ -232,14 +199,11 @@ def check_key(name: str, codec: Codec, key):
     return key_words(name, key)
 
 
-def check_array(name: str, x):
-    """x as a floating-point JAX array."""
+def check_leaf(name: str, x):
+    """x as an array that codecs take."""
     if not hasattr(x, "dtype"):
-        try:
-            x = jnp.asarray(x)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name}: argument 'x': expected an array, got {x!r}") from None
-    check_dtype(name, "x", x.dtype)
+        x = check_array(name, "x", x)
+    check_dtype(name, "x", x.dtype)  # before JAX makes a float32 of NumPy's float64
     return jnp.asarray(x)
 
 
@@ -254,7 +218,7 @@ def encode(x, codec: Codec, key=None):
     x: an array of any shape, float32, bfloat16 or float16. key: a random key, for codecs that round stochastically.
     """
     check_encodes("encode", check_codec("encode", codec))
-    x = check_array("encode", x)
+    x = check_leaf("encode", x)
     return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
 
 
@@ -277,7 +241,7 @@ def roundtrip(x, codec: Codec, key=None):
     """decode(encode(x)): what the other end will see; of a codec for sums, the sum over one rank. Its gradient is the
     identity (straight-through)."""
     check_codec("roundtrip", codec)
-    x = check_array("roundtrip", x)
+    x = check_leaf("roundtrip", x)
     return _roundtrip(codec, x, check_key("roundtrip", codec, key))
 
 
@@ -285,7 +249,7 @@ def roundtrip(x, codec: Codec, key=None):
 # wanted is the derivative of what it stands for, x -> x, so the tangent passes as it is. The key has no tangent.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _roundtrip(codec, x, key):
-    return codec.approximate(x) if codec.linear else ops.roundtrip(codec, x, key)
+    return codec.approximate(x) if codec.low_rank else ops.roundtrip(codec, x, key)
 
 
 @_roundtrip.defjvp

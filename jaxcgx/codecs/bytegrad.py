@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Kind, check_flag, native_codec
+from jaxcgx.checks import check_field, check_flag
+from jaxcgx.codecs.base import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
 from jaxcgx.native import ieee
 
@@ -24,7 +25,7 @@ class ByteGrad(GridCodec):
     code_bits = 8
 
     def __post_init__(self):
-        check_flag(self, "compatible")
+        check_field(self, "compatible", check_flag)
 
     @property
     def native(self):

@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, Kind, check_choice, native_codec
+from jaxcgx.checks import check_choice, check_field
+from jaxcgx.codecs.base import Codec, Kind, native_codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.reference import to_bits16, widen
@@ -23,8 +24,8 @@ class Cast(Codec):
     def __post_init__(self):
         if self.dtype in (jnp.bfloat16, jnp.float16):
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        check_choice(self, "dtype", ("bfloat16", "float16"))
-        check_choice(self, "rounding", ("nearest", "stochastic"))
+        check_field(self, "dtype", check_choice, ("bfloat16", "float16"))
+        check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
 
     @property
     def stochastic(self):

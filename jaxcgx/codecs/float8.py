@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Kind, check_choice, check_integer, native_codec
+from jaxcgx.checks import MOST, check_choice, check_field, check_integer
+from jaxcgx.codecs.base import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
@@ -24,8 +25,8 @@ class Float8(GridCodec):
     code_bits = 8
 
     def __post_init__(self):
-        check_choice(self, "format", tuple(_EXPONENT_BITS))
-        check_integer(self, "bucket_size", 1)
+        check_field(self, "format", check_choice, tuple(_EXPONENT_BITS))
+        check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
     def native(self):

@@ -5,7 +5,8 @@ import statistics
 
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Kind, check_choice, check_flag, check_integer, native_codec
+from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer
+from jaxcgx.codecs.base import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
 
@@ -26,10 +27,10 @@ class MaxMin(GridCodec):
     meta = 2
 
     def __post_init__(self):
-        check_integer(self, "bits", 1, 8)
-        check_integer(self, "bucket_size", 1)
-        check_choice(self, "rounding", ("nearest", "stochastic"))
-        check_flag(self, "skip_incomplete")
+        check_field(self, "bits", check_integer, 1, 8)
+        check_field(self, "bucket_size", check_integer, 1, MOST)
+        check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
+        check_field(self, "skip_incomplete", check_flag)
 
     @property
     def stochastic(self):

@@ -14,7 +14,8 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Codec, check_dtype, check_integer, check_shape
+from jaxcgx.checks import MOST, check_field, check_integer
+from jaxcgx.codecs.base import Codec, check_dtype, check_shape
 
 _TINY = 2.0**-126  # the smallest normal number: what is below counts as 0, which XLA makes of it on CPUs anyway
 _NOTHING = 2.0**-20  # what is left of a column of norm 1 is rounding
@@ -33,10 +34,10 @@ class PowerSGD(Codec):
 
     rank: int = 4
 
-    linear = True
+    low_rank = True
 
     def __post_init__(self):
-        check_integer(self, "rank", 1)
+        check_field(self, "rank", check_integer, 1, MOST)
 
     def why_raw(self, shape, dtype):
         if len(shape) < 2:

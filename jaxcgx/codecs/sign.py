@@ -5,7 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Kind, check_integer, native_codec
+from jaxcgx.checks import MOST, check_field, check_integer
+from jaxcgx.codecs.base import Kind, native_codec
 from jaxcgx.codecs.grid import GridCodec, scale_of, scaled, symmetric_grid, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
@@ -22,7 +23,7 @@ class Sign(GridCodec):
     code_bits = 1
 
     def __post_init__(self):
-        check_integer(self, "bucket_size", 1)
+        check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
     def native(self):

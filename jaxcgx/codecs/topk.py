@@ -7,7 +7,8 @@ import numbers
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.codecs.base import Codec, Kind, check_choice, check_codec, check_encodes, check_integer, native_codec
+from jaxcgx.checks import check_choice, check_field, check_integer
+from jaxcgx.codecs.base import Codec, Kind, check_codec, check_encodes, native_codec
 from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
@@ -49,9 +50,9 @@ class Sampled:
 
     def __post_init__(self):
         _check_share(self, "share", 2.0**-15, 1)
-        check_choice(self, "estimate", _ESTIMATES)
+        check_field(self, "estimate", check_choice, _ESTIMATES)
         _check_share(self, "lower", 2.0**-15, 1)
-        check_integer(self, "refinements", 0, 100)
+        check_field(self, "refinements", check_integer, 0, 100)
 
 
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
@@ -92,10 +93,10 @@ class TopK(Codec):
         if self.values.sparse:
             raise ValueError(f"TopK: argument 'values': expected a codec that keeps every element, got {self.values}")
         if not isinstance(self.select, Sampled):
-            check_choice(self, "select", _SELECTIONS)
+            check_field(self, "select", check_choice, _SELECTIONS)
             object.__setattr__(self, "select", _SELECTIONS[self.select] or "exact")
-        check_choice(self, "pull", ("all", "top"))
-        check_integer(self, "lists", 1, 2**20)
+        check_field(self, "pull", check_choice, ("all", "top"))
+        check_field(self, "lists", check_integer, 1, 2**20)
 
     @property
     def stochastic(self):

@@ -5,9 +5,12 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import primitive, psum_scatter, schedules
-from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension
+from jaxcgx.checks import check_choice
+from jaxcgx.collectives import psum_scatter
+from jaxcgx.collectives.call import Call, check_dimension
+from jaxcgx.exchange import primitive, schedules
 from jaxcgx.transports import rows
+from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_all_gather(

@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 
-from jaxcgx.collectives import primitive, schedules
-from jaxcgx.collectives.call import Call, check_axes, check_choice, check_dimension, check_divisible
+from jaxcgx.checks import check_choice
+from jaxcgx.collectives.call import Call, check_dimension, check_divisible
+from jaxcgx.exchange import primitive, schedules
 from jaxcgx.transports import rows
+from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_all_to_all(

@@ -1,45 +1,18 @@
 """A call of a collective: its arguments checked, its leaves put into messages."""
 
 import dataclasses
-import numbers
 import operator
-import sys
 import warnings
-from collections.abc import Hashable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxcgx import _compat, plan
+from jaxcgx.checks import at, callers_level, check_array, check_choice, check_flag, check_positive, check_varying, wrong
 from jaxcgx.codecs.base import check_codec, check_encodes, spell
-from jaxcgx.collectives import schedules, scopes
+from jaxcgx.exchange import schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words
 from jaxcgx.plan.leaves import factor_shape
-from jaxcgx.transports import tcp
-from jaxcgx.transports.xla import Axes
-
-
-def check_axes(op, axis_name):
-    """The transport over the axes, every one of them bound."""
-    names = tcp.axis_names(axis_name)
-    single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
-    if not names or not single or len(set(names)) < len(names):
-        raise ValueError(
-            f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}"
-        )
-    for name in names:
-        try:
-            lax.axis_size(name)
-        except NameError:
-            raise NameError(
-                f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
-                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})"
-            ) from None
-    marked = tcp.marked(axis_name)
-    return tcp.check(op, marked, names) if marked else Axes(names)
 
 
 def check_each(op, argument, given, net, what):
@@ -66,23 +39,18 @@ def check_stages(op, argument, codec, net):
     return tuple(zip(net.parts.values(), codecs))
 
 
-def check_linear(op, argument, stages, sums):
+def check_low_rank(op, argument, stages, sums):
     """That codecs for sums are those of sums (`sums`), over all axes together or over the outermost one."""
     for there in dict.fromkeys(stages):
         for j, (_, codec) in enumerate(there):
             if not sums:
                 check_encodes(op, codec, argument)
-            if j and codec.linear:
+            if j and codec.low_rank:
                 raise ValueError(
                     f"{op}: argument '{argument}': expected {spell(codec)} for the outermost axis alone or for all "
                     "together, got "
                     "it for an inner one; over inner axes jaxcgx.Raw() sums exactly"
                 )
-
-
-def check_choice(op, argument, value, choices):
-    if value not in choices:
-        raise ValueError(f"{op}: argument '{argument}': expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_key(op, codecs, possible, key, names):
@@ -112,14 +80,6 @@ def check_key(op, codecs, possible, key, names):
             f"{', '.join(map(repr, axes))}; the noise of every rank is another one all the same"
         )
     return words
-
-
-def callers_level():
-    """The stacklevel of a warning that points to the first line outside of this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def check_own(op, own, schedule):
@@ -154,24 +114,6 @@ def check_tracked(op, names):
     return bool(tracked)
 
 
-def check_varying(op, names, paths, leaves, argument="x"):
-    """That every leaf varies over the axes, where JAX tracks that (shard_map's check_vma)."""
-    found = _compat.tracked_axes(names)
-    tracked = [name for name in names if name in found]
-    for path, leaf in zip(paths, leaves):
-        same = [name for name in tracked if name not in _compat.varying_axes(leaf)]
-        if same:
-            raise ValueError(
-                f"{op}: argument '{argument}'{_at(path)}: expected an array that varies over "
-                f"{', '.join(map(repr, names))}, got one that "
-                f"is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)}). If it is a gradient, "
-                "JAX has reduced it "
-                "already, uncompressed, because the parameters don't vary over that axis. Take it with "
-                "jaxcgx.local_value_and_grad, or differentiate with respect to "
-                "jax.lax.pcast(params, axis_name, to='varying')."
-            )
-
-
 def check_residuals(op, call, residuals):
     """A residual for each leaf, or None."""
     return _check_state(
@@ -188,7 +130,7 @@ def check_momentum(op, call, momentum):
         codec = call.codecs[i][0]
         if given is not None and i not in call.raw and not codec.sparse:
             raise ValueError(
-                f"{op}: argument 'momentum'{_at(call.paths[i])}: expected None for a leaf whose every element is sent, "
+                f"{op}: argument 'momentum'{at(call.paths[i])}: expected None for a leaf whose every element is sent, "
                 "with "
                 f"{spell(codec)}, got an array; take jaxcgx.TopK"
             )
@@ -201,7 +143,7 @@ def check_factors(op, call, factors):
     for path, given in zip(call.paths, found):
         if given is not None and (axes := [name for name in call.net.names if name in _compat.varying_axes(given)]):
             raise ValueError(
-                f"{op}: argument 'factors'{_at(path)}: expected the same array on every rank, got one that varies over "
+                f"{op}: argument 'factors'{at(path)}: expected the same array on every rank, got one that varies over "
                 f"{', '.join(map(repr, axes))}; pass on what the call before returned, through P() in shard_map's specs"
             )
     return found
@@ -225,42 +167,25 @@ def _check_state(op, argument, call, state, shapes, dtypes=None):
         got = f"{given.dtype}{list(given.shape)}" if hasattr(given, "dtype") else repr(given)
         if got != expected:
             raise ValueError(
-                f"{op}: argument '{argument}'{_at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got "
+                f"{op}: argument '{argument}'{at(path)}: expected {expected} for {leaf.dtype}{list(leaf.shape)}, got "
                 f"{got}"
             )
     return found
 
 
-def check_positive(op, argument, value):
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not value > 0:
-        raise ValueError(f"{op}: argument '{argument}': expected a positive number, got {value!r}")
-    return value
-
-
-def check_flag(op, argument, value):
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{op}: argument '{argument}': expected True or False, got {value!r}")
-
-
-def check_array(op, argument, path, leaf):
-    try:
-        leaf = jnp.asarray(leaf)
-    except (TypeError, ValueError):
-        raise TypeError(f"{op}: argument '{argument}'{_at(path)}: expected an array, got {leaf!r}") from None
+def check_leaf(op, argument, path, leaf):
+    """The leaf as an array that a device has whole."""
+    leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
-        raise ValueError(
-            f"{op}: argument '{argument}'{_at(path)}: expected an array that a device has as it is, got "
-            f"{jax.typeof(leaf)}, sharded over "
-            f"{', '.join(map(repr, cut))}. To compress the local shards, wrap the call in a jax.shard_map over these "
-            "axes, "
-            "as docs/meshes.md shows"
+        raise wrong(
+            op,
+            argument,
+            "an array that a device has as it is",
+            f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}",
+            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows",
+            path=path,
         )
     return leaf
-
-
-def _at(path):
-    name = jax.tree_util.keystr(path)
-    return f", leaf {name}" if name else ""
 
 
 def check_dimension(op, argument, dimension, leaf, path, extra=0):
@@ -272,7 +197,7 @@ def check_dimension(op, argument, dimension, leaf, path, extra=0):
         raise TypeError(f"{op}: argument '{argument}': expected an integer, got {dimension!r}") from None
     if not -ndim <= d < ndim:
         raise ValueError(
-            f"{op}: argument '{argument}'{_at(path)}: expected a dimension of {leaf.dtype}{list(leaf.shape)}"
+            f"{op}: argument '{argument}'{at(path)}: expected a dimension of {leaf.dtype}{list(leaf.shape)}"
             f"{' with one more' if extra else ''}, got {dimension}"
         )
     return d % ndim
@@ -284,7 +209,7 @@ def check_divisible(op, argument, dimension, leaf, path, size, tiled):
     if n % size if tiled else n != size:
         expected = f"a multiple of {size}" if tiled else f"{size}"
         raise ValueError(
-            f"{op}: argument '{argument}'{_at(path)}: expected dimension {dimension} to have {expected} elements, "
+            f"{op}: argument '{argument}'{at(path)}: expected dimension {dimension} to have {expected} elements, "
             f"one{' share' if tiled else ''} for each rank, got {leaf.dtype}{list(leaf.shape)}"
             + ("" if tiled else "; pass tiled=True to split a longer one")
         )
@@ -326,7 +251,7 @@ class Call:
         check_flag(op, "strict", strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
-        self.leaves = [check_array(op, argument, path, leaf) for path, leaf in zip(self.paths, leaves)]
+        self.leaves = [check_leaf(op, argument, path, leaf) for path, leaf in zip(self.paths, leaves)]
         self.tracked = check_tracked(op, net.names)
         if local:  # the leaves are what is exchanged: each rank's own
             check_varying(op, net.names, self.paths, self.leaves)
@@ -336,8 +261,8 @@ class Call:
         if backward_codec is not None:
             backward, _, used_back, possible_back = self._assign("backward_codec", backward_codec)
             used, possible = used + used_back, possible + possible_back
-        check_linear(op, "codec", stages, sums)
-        check_linear(op, "backward_codec", backward, sums)
+        check_low_rank(op, "codec", stages, sums)
+        check_low_rank(op, "backward_codec", backward, sums)
         self.codecs = [[codec for _, codec in there] for there in stages]
         self.key = check_key(op, used, possible, key, net.names)
         self.hierarchy = any(len(there) > 1 for there in stages)
@@ -352,7 +277,7 @@ class Call:
             if reason and strict and (refused or leaf.dtype not in DTYPES):
                 error = ValueError if refused else TypeError
                 raise error(
-                    f"{op}: argument '{argument}'{_at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
+                    f"{op}: argument '{argument}'{at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
                 )
             if reason:
                 self.raw[i] = guarded[i] or reason

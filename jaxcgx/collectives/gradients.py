@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.collectives import psum
-from jaxcgx.collectives.call import check_axes
+from jaxcgx.transports.resolve import check_axes
 
 
 def _vary(x, names):

@@ -5,21 +5,19 @@ import warnings
 
 import jax.numpy as jnp
 
-from jaxcgx.collectives import costs, feedback, hierarchy, low_rank, primitive, schedules
+from jaxcgx.checks import callers_level, check_choice, check_flag
 from jaxcgx.collectives.call import (
     Call,
-    callers_level,
-    check_axes,
-    check_choice,
     check_each,
     check_factors,
-    check_flag,
     check_hops,
     check_momentum,
     check_own,
     check_residuals,
 )
+from jaxcgx.exchange import costs, feedback, hierarchy, low_rank, primitive, schedules
 from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_psum(
@@ -164,7 +162,7 @@ def reduce(op, x, net, codec, key, residuals, momentum, factors, schedule, own, 
         fresh = dict(residuals=lambda x: jnp.zeros(x.shape, jnp.float32))
         if codec.sparse:
             fresh["momentum"] = jnp.zeros_like
-        if codec.linear:
+        if codec.low_rank:
             fresh["factors"] = lambda x: jnp.zeros(codec.factor_shape(x.shape), jnp.float32)
         state = {
             kind: [fresh[kind](x) if kept[kind][i] is None else kept[kind][i] for i, x in zip(ids, leaves)]
@@ -206,7 +204,7 @@ def prepare(
     chosen = {}
     for route, ids in call.groups.items():
         names = [parts.get(part, "auto" if j else asked[0]) for j, (part, _) in enumerate(route.stages)]
-        if fed and names[0] == "ring" and not route.stages[0][1].linear:
+        if fed and names[0] == "ring" and not route.stages[0][1].low_rank:
             raise ValueError(
                 f'{op}: argument \'schedule\'{said}: expected "two_shot" or "one_shot" with residuals, got "ring", which encodes '
                 'sums of several ranks on the way; pass schedule="two_shot"'
@@ -241,7 +239,7 @@ def _choose(route, leaves, names, leader):
     """A schedule for each stage. What "auto" takes for the outermost is what costs least, for all messages of a route
     alike."""
     (net, codec), first = route.stages[0], names[0]
-    if codec.linear:
+    if codec.low_rank:
         first = "psum"
     elif first == "auto":
         share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
@@ -272,7 +270,7 @@ def _run(
     divisor,
     tracked,
 ):
-    if stages[0][1].linear:
+    if stages[0][1].low_rank:
         results, lost, new = low_rank.allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor)
         return [*results, *(lost or []), *(new if factors is not None else [])]
     if len(stages) > 1:

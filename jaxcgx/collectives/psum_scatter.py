@@ -2,17 +2,12 @@
 
 import jax.numpy as jnp
 
-from jaxcgx.collectives import all_gather, primitive, schedules
-from jaxcgx.collectives.call import (
-    Call,
-    check_axes,
-    check_choice,
-    check_dimension,
-    check_divisible,
-    check_hops,
-    check_own,
-)
+from jaxcgx.checks import check_choice
+from jaxcgx.collectives import all_gather
+from jaxcgx.collectives.call import Call, check_dimension, check_divisible, check_hops, check_own
+from jaxcgx.exchange import primitive, schedules
 from jaxcgx.transports import rows
+from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_psum_scatter(

@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
-from jaxcgx.collectives import scopes
-from jaxcgx.collectives.call import check_axes
+from jaxcgx.exchange import scopes
+from jaxcgx.transports.resolve import check_axes
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])

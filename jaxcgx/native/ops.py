@@ -19,8 +19,6 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.native import partitioning, reference, registration
 from jaxcgx.native.layout import Layout
 
-_native = registration.load()
-
 
 def _bind(primitive, operands, **params):
     return primitive.bind(*_compat.match_varying(*operands), **params)
@@ -138,7 +136,7 @@ def _register(primitive, target, function, attributes, abstract, jvp, over=jax.v
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
     to_reference = _lower_to_reference(function, over)
-    if _native is None:
+    if registration.MODULE is None:
         mlir.register_lowering(primitive, to_reference)
         return
 
@@ -152,8 +150,8 @@ def _register(primitive, target, function, attributes, abstract, jvp, over=jax.v
             "set JAXCGX_REFERENCE=1 to run plain jnp there",
         ),
         "cpu": to_handler(lambda **message: 0),
-        "cuda": to_handler(_native.workspace_bytes)
-        if hasattr(_native, "workspace_bytes")
+        "cuda": to_handler(registration.MODULE.workspace_bytes)
+        if hasattr(registration.MODULE, "workspace_bytes")
         else _refuse(
             target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"
         ),

@@ -50,3 +50,6 @@ def load():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)
     return native
+
+
+MODULE = load()  # None with JAXCGX_REFERENCE=1

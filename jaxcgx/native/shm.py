@@ -13,16 +13,16 @@ import numpy as np
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.native.ops import _native
+from jaxcgx.native import registration
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
 
 def module():
     """The native module; there is no other way to share memory."""
-    if _native is None:
+    if registration.MODULE is None:
         raise RuntimeError("shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
-    return _native
+    return registration.MODULE
 
 
 exchange_p = _compat.Primitive("jaxcgx_exchange")

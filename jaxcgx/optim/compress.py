@@ -11,16 +11,17 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxcgx import _compat
-from jaxcgx.collectives.call import check_axes, check_flag
+from jaxcgx.checks import check_flag
 from jaxcgx.collectives.psum import compressed_pmean
-from jaxcgx.collectives.schedules import fold
+from jaxcgx.exchange.schedules import fold
 from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import state_specs
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.leaves import factor_shape
 from jaxcgx.plan.rules import check_codecs
-from jaxcgx.transports.tcp import axis_names
+from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.resolve import check_axes
 
 OP = "compress_gradients"
 
@@ -369,7 +370,7 @@ def _check_schedules(axis_name, schedule, plans):
     for plan in plans:
         argument, given = ("plan", plan.schedule) if schedule == "auto" else ("schedule", schedule)
         if (given.get(outermost) if isinstance(given, dict) else given) == "ring" and not all(
-            codec.raw or codec.linear for codec in plan.codecs
+            codec.raw or codec.low_rank for codec in plan.codecs
         ):
             raise ValueError(
                 f'{OP}: argument \'{argument}\': expected the schedule "two_shot" or "one_shot" over {outermost!r} with '

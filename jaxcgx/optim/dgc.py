@@ -11,11 +11,11 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
-from jaxcgx.collectives.call import check_axes
 from jaxcgx.optim.compress import check_number, compress_gradients
 from jaxcgx.plan import Plan
 from jaxcgx.plan.base import by_axis
-from jaxcgx.transports.tcp import axis_names
+from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.resolve import check_axes
 
 OP = "dgc"
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.optim.extra import import_optax
-from jaxcgx.transports.tcp import axis_names
+from jaxcgx.transports.axes import axis_names
 
 
 def _ours(node):

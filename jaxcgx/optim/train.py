@@ -13,12 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.collectives.call import check_flag
+from jaxcgx.checks import check_flag
 from jaxcgx.collectives.gradients import local_value_and_grad
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import specs_per_rank, state_specs
-from jaxcgx.transports.tcp import axis_names
+from jaxcgx.transports.axes import axis_names
 
 OP = "make_train_step"
 

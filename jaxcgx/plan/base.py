@@ -10,7 +10,8 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import MOST, Codec, check_codec, check_flag, check_integer, spell
+from jaxcgx.checks import MOST, check_field, check_flag, check_integer
+from jaxcgx.codecs.base import Codec, check_codec, spell
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.maxmin import MaxMin
@@ -20,7 +21,7 @@ from jaxcgx.plan import adaptation, environment, file, forecast
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.rules import ByAxis, Rule, as_rule, check_codecs, compressing
 from jaxcgx.plan.statistics import GradientStatistics
-from jaxcgx.transports.tcp import axis_names
+from jaxcgx.transports.axes import axis_names
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
 _SHOWN = 5  # leaves that an error names
@@ -55,8 +56,8 @@ class Plan:
         if not isinstance(self.rules, (tuple, list)):
             raise TypeError(f"Plan: argument 'rules': expected a list, got {self.rules!r}")
         object.__setattr__(self, "rules", tuple(map(as_rule, self.rules)))
-        check_integer(self, "min_size", 0)
-        check_flag(self, "skip_1d")
+        check_field(self, "min_size", check_integer, 0)
+        check_field(self, "skip_1d", check_flag)
         if isinstance(self.fusion_mb, bool) or not isinstance(self.fusion_mb, numbers.Real) or not self.fusion_mb > 0:
             raise ValueError(f"Plan: argument 'fusion_mb': expected a positive number, got {self.fusion_mb!r}")
         plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # not NumPy's, which no file could hold
@@ -70,7 +71,7 @@ class Plan:
                 raise ValueError(
                     f"Plan: argument 'schedule': expected one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}"
                 )
-        check_flag(self, "leader")
+        check_field(self, "leader", check_flag)
 
     @classmethod
     def cgx(cls, bits=4, bucket_size=1024, rounding="nearest"):

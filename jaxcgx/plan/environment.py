@@ -4,7 +4,7 @@ import dataclasses
 import os
 import re
 
-from jaxcgx.codecs.base import MOST
+from jaxcgx.checks import MOST
 
 _FLAG = {"0": False, "1": True}
 _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}

@@ -12,7 +12,7 @@ from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.leaves import messages, spell_path, why_raw
-from jaxcgx.table import Totals, ratio, spell_sizes, table
+from jaxcgx.text import Totals, ratio, spell_sizes, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def forecast(plan, tree, axis_size):
         for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
             raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
             own = [times * n for n in _own_bytes(layout)]
-            filled = not (one.linear or (one.raw and _whole(codec, axes, plan.leader)))  # those are plain sums
+            filled = not (one.low_rank or (one.raw and _whole(codec, axes, plan.leader)))  # those are plain sums
             add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
     return Forecast(tuple(row for found in rows for row in found), totals)
 
@@ -160,19 +160,19 @@ def _exchanges(codec, sizes, leaves, leader):
         once = whole or k == 0
         layout = Layout(codec[name], shapes, dtypes, sizes[name] if once else 1)
         yield (name,), codec[name], layout, 1 if once else sizes[name]
-        if leader and k == 0 and not (codec[name].raw or codec[name].linear) and math.prod(sizes[a] for a in inner) > 1:
+        if leader and k == 0 and not (codec[name].raw or codec[name].low_rank) and math.prod(sizes[a] for a in inner) > 1:
             yield inner, codec[name], layout, 1
 
 
 def _whole(codec, names, leader):
     """Whether inner exchanges are of whole leaves."""
-    return len(names) > 1 and isinstance(codec, dict) and (leader or codec[names[0]].linear)
+    return len(names) > 1 and isinstance(codec, dict) and (leader or codec[names[0]].low_rank)
 
 
 def _own_bytes(layout):
     """The bytes of each leaf of a message, without what fills it up."""
     codec, found = layout.codec, [0] * len(layout.shapes)
-    if codec.linear:
+    if codec.low_rank:
         return list(map(codec.wire_bytes, layout.shapes, layout.dtypes))
     for piece in itertools.chain(*layout.pieces):
         meta = 4 * codec.meta if piece.bucket else 0

@@ -28,8 +28,8 @@ def why_raw(leaf, codecs):
 def factor_shape(leaf, codecs):
     """Of the factor that a leaf with these codecs, outermost first, hands from step to step (PowerSGD); None if there
     is none."""
-    linear = next((codec for codec in codecs if codec.linear), None)
-    return None if linear is None or why_raw(leaf, codecs) else linear.factor_shape(leaf.shape)
+    low_rank = next((codec for codec in codecs if codec.low_rank), None)
+    return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 
 def messages(leaves, limit):

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxcgx.codecs.base import Codec, check_codec, check_flag, check_integer, spell
+from jaxcgx.checks import check_field, check_flag, check_integer
+from jaxcgx.codecs.base import Codec, check_codec, spell
 
 
 class ByAxis(dict):
@@ -84,7 +85,7 @@ class Rule:
             ) from None
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
-                check_integer(self, field, 0)
+                check_field(self, field, check_integer, 0)
         if None not in (self.min_size, self.max_size) and self.min_size > self.max_size:
             raise ValueError(
                 f"Rule: argument 'max_size': expected at least min_size={self.min_size}, got {self.max_size}"
@@ -92,7 +93,7 @@ class Rule:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"Rule: argument 'priority': expected an integer, got {self.priority!r}")
         object.__setattr__(self, "priority", int(self.priority))
-        check_flag(self, "optional")
+        check_field(self, "optional", check_flag)
 
     def __str__(self):
         return re.sub(" at 0x[0-9a-f]+", "", spell(self))  # of a predicate: reasons are the same in every process

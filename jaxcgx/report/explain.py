@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from jaxcgx.codecs.base import spell
-from jaxcgx.collectives import scopes
+from jaxcgx.exchange import scopes
 from jaxcgx.report import hlo
-from jaxcgx.table import Totals, table
+from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
 
@@ -41,7 +41,7 @@ class Explanation(Totals):
     """What `explain` found. str() is a table."""
 
     collectives: tuple  # of Collective
-    raw: tuple  # of jaxcgx.collectives.scopes.Leaf: leaves that travel as they are, and why
+    raw: tuple  # of jaxcgx.exchange.scopes.Leaf: leaves that travel as they are, and why
     tcp: int = 0  # exchanges over Tcp, in no figure here: they are not XLA's
 
     @property

@@ -18,7 +18,7 @@ from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.plan.rules import compressing
-from jaxcgx.table import spell_sizes, table
+from jaxcgx.text import spell_sizes, table
 
 _KEY = jax.random.key(0)
 

@@ -8,8 +8,6 @@ Exchanges run in the order of the program, on every rank the same, without holdi
 """
 
 import dataclasses
-import numbers
-from collections.abc import Hashable
 
 import jax
 
@@ -18,50 +16,6 @@ from jaxcgx.native import tcp
 from jaxcgx.transports.xla import Axes, Leaders
 
 ORDER = _compat.OrderedOnEachDevice()
-
-
-@dataclasses.dataclass(frozen=True)
-class Tcp:
-    """An axis of a mesh between processes, for which jaxcgx's own connections move what is compressed: in place of its
-    name as
-    `axis_name`, or in a tuple of axes; everything else knows the axis by its name.
-
-    name: of the axis. timeout: seconds that an exchange may take, waiting for other processes included.
-
-    For CPUs, one device in each process, after jax.distributed.initialize. The processes connect when the first program
-    that
-    has such an exchange is lowered.
-    """
-
-    name: Hashable
-    timeout: float = 1800.0
-
-    def __post_init__(self):
-        if isinstance(self.name, (tuple, list, Tcp)):
-            raise ValueError(
-                f"Tcp: argument 'name': expected the name of one axis, got {self.name!r}; a tuple of axes has a Tcp for "
-                "each"
-            )
-        if (
-            isinstance(self.timeout, bool)
-            or not isinstance(self.timeout, numbers.Real)
-            or not 0.001 <= self.timeout < 1e9
-        ):
-            raise ValueError(f"Tcp: argument 'timeout': expected a positive number of seconds, got {self.timeout!r}")
-
-
-def _each(axis_name):
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-
-
-def axis_names(axis_name):
-    """The names of an axis or a tuple of axes, whoever moves their bytes."""
-    return tuple(axis.name if isinstance(axis, Tcp) else axis for axis in _each(axis_name))
-
-
-def marked(axis_name):
-    """Those that are Tcp."""
-    return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
 
 
 def check(op, axes, names):

@@ -6,7 +6,7 @@ from helpers import normal, sent
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from jaxcgx.collectives import costs
+from jaxcgx.exchange import costs
 
 
 def test_two_ranks_need_one_exchange():

@@ -58,7 +58,7 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
         (
             lambda x, same: jax.grad(lambda w: psum(jax.grad(lambda w: (w * x).sum())(w)).sum())(same),
             ValueError,
-            "If it is a gradient, JAX has reduced it already",
+            "if it is a gradient, JAX has reduced it already",
         ),
         (
             lambda x, same: psum(x, "rows"),
@@ -186,7 +186,7 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
         ),
         (
             lambda x, same: psum(x, fusion_mb="64"),
-            ValueError,
+            TypeError,
             "compressed_psum: argument 'fusion_mb': expected a positive number, got '64'",
         ),
         (lambda x, same: psum(x, fusion_mb=float("nan")), ValueError, "expected a positive number, got nan"),

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh, on_ranks
 
 import jaxcgx as cgx
-from jaxcgx.collectives import low_rank
+from jaxcgx.exchange import low_rank
 
 CODEC = cgx.PowerSGD(2)
 LEAVES = {

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import LAYOUTS, layouts, spaces, values
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
+from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 
 pytestmark = pytest.mark.gpu
@@ -101,15 +101,15 @@ def test_any_layout(layout, key, seed, exponent, special):
     payload = check_encode(layout, leaves, np.array(key, np.uint32) if layout.codec.stochastic else None)
     # Any bytes at all, metadata included. The wire leaves open how products that are not exact are rounded: as AVX2's
     # kernels do.
-    best = ops._native.build_info()["kernels"]
+    best = registration.MODULE.build_info()["kernels"]
     try:
-        ops._native.select_kernels("avx2")
+        registration.MODULE.select_kernels("avx2")
     except ValueError:  # this processor has no AVX2
         return
     try:
         check_decode(layout, np.random.RandomState(seed).randint(0, 256, payload.shape).astype(np.uint8))
     finally:
-        ops._native.select_kernels(best)
+        registration.MODULE.select_kernels(best)
 
 
 SIZES = 1, 7, 31, 32, 33, 64, 100, 128, 256, 512, 1000, 1024, 2048, 2049, 4096, 5000, 8192, 8193, 20_000, 100_000

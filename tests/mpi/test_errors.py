@@ -11,7 +11,7 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 from processes import COMM
 
-from jaxcgx.native import shm
+from jaxcgx.native import registration
 from jaxcgx.transports.mpi import Comm
 from jaxcgx.transports.shm import Shm
 
@@ -249,7 +249,7 @@ def test_a_rank_that_can_share_no_memory(monkeypatch):
             patch.setattr(jax, "default_backend", lambda: "gpu")
         assert isinstance(nodes().inner, Comm)
     if R == 1:
-        monkeypatch.setattr(shm, "_native", None)
+        monkeypatch.setattr(registration, "MODULE", None)
     assert isinstance(nodes().inner, Comm)
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", "SHM")
     words = everywhere(RuntimeError, nodes)

@@ -20,11 +20,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
+from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 
 pytestmark = pytest.mark.skipif(
-    not (ops._native and ops._native.build_info()["cuda"]),
+    not (registration.MODULE and registration.MODULE.build_info()["cuda"]),
     reason="this build has no CUDA half (`make cuda` tests one that has)",
 )
 
@@ -83,7 +83,7 @@ def test_the_workspace_is_a_hidden_result():
 )
 def test_the_size_of_the_workspace(codec, floats):
     layout = Layout.of(codec, [normal(20_000)])
-    size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=7)
+    size = functools.partial(registration.MODULE.workspace_bytes, **layout.attributes, batch=7)
     assert size(payloads=0, encodes=True) == size(payloads=3, encodes=True) == 4 * 7 * floats
     assert size(payloads=1, encodes=False) == 0
 
@@ -92,7 +92,7 @@ def test_the_workspace_of_the_largest_elements():
     """They need one everywhere; of a sum it is that of a chunk, the payloads and the sum."""
     layout = Layout.of(cgx.TopK(0.01), [normal(100_000)], chunks=4)
     payload = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    size = functools.partial(ops._native.workspace_bytes, **layout.attributes, batch=1)
+    size = functools.partial(registration.MODULE.workspace_bytes, **layout.attributes, batch=1)
     for f, args, (payloads, encodes) in (
         (encode(layout), ([normal(100_000)],), (0, True)),
         (functools.partial(ops.decode, layout), (payload,), (1, False)),
@@ -106,7 +106,7 @@ def test_the_workspace_of_the_largest_elements():
 
 def test_the_size_of_an_impossible_workspace_is_refused():
     with pytest.raises(ValueError, match="batch out of range: -1"):
-        ops._native.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1, payloads=0, encodes=True)
+        registration.MODULE.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1, payloads=0, encodes=True)
 
 
 def test_feedback_overwrites_the_residuals():
@@ -191,7 +191,7 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
         assert not handler(ctypes.addressof(frame))
         return metadata[4] & 0xFFFFFFFF
 
-    handlers = ops._native.handlers()
+    handlers = registration.MODULE.handlers()
     assert [traits(h) for h in handlers["CUDA"].values()] == [1, 1, 1, 1]
     assert not any(traits(h) for h in handlers["cpu"].values())
     assert handlers["CUDA"].keys() == handlers["cpu"].keys() - {
@@ -209,7 +209,7 @@ def test_a_codec_without_kernels_runs_in_jnp():
 
 
 def test_what_the_build_says():
-    cuda = ops._native.build_info()["cuda"]
+    cuda = registration.MODULE.build_info()["cuda"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", cuda["toolkit"])
     assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", a) for a in cuda["architectures"])
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from strategies import LAYOUTS, layouts, spaces, values
 
 import jaxcgx as cgx
-from jaxcgx.native import ops
+from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 
 
@@ -168,7 +168,7 @@ def test_short_form(codec):
 
 @pytest.mark.parametrize("kernels", ("portable", "avx2", "avx512"))
 def test_every_kernel_gives_the_same_bytes(kernels):
-    best = ops._native.build_info()["kernels"]
+    best = registration.MODULE.build_info()["kernels"]
     leaves = [normal((100, 53)), normal(77, dtype=jnp.bfloat16), normal(1001, dtype=jnp.float16)]
     residuals = [normal(x.shape, seed=3, scale=0.1) for x in leaves]
 
@@ -186,15 +186,15 @@ def test_every_kernel_gives_the_same_bytes(kernels):
 
     expected = everything()
     try:
-        ops._native.select_kernels(kernels)
+        registration.MODULE.select_kernels(kernels)
     except ValueError:
         pytest.skip(f"this processor does not run {kernels} kernels")
     try:
-        assert ops._native.build_info()["kernels"] == kernels
+        assert registration.MODULE.build_info()["kernels"] == kernels
         for a, b in zip(everything(), expected):
             assert_same_bytes(a, b)
     finally:
-        ops._native.select_kernels(best)
+        registration.MODULE.select_kernels(best)
 
 
 @pytest.mark.parametrize("codec", **each_codec(GRIDS[::4]))

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcgx as cgx
-from jaxcgx.collectives import scopes
+from jaxcgx.exchange import scopes
 from jaxcgx.native.layout import Layout
 
 CODEC, FINE = cgx.MaxMin(4, 64), cgx.MaxMin(8, 64)

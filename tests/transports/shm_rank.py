@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 
 import jaxcgx as cgx
-from jaxcgx.collectives import schedules
+from jaxcgx.exchange import schedules
 from jaxcgx.transports.shm import Shm
 
 BYTES = (0, 1, 17, 1_000_003)

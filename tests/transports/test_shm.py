@@ -19,7 +19,7 @@ from ranks import mesh, on_ranks
 
 from jaxcgx import _compat
 from jaxcgx._compat import mlir
-from jaxcgx.native import shm
+from jaxcgx.native import registration
 from jaxcgx.transports.shm import Shm
 from jaxcgx.transports.xla import Axes
 
@@ -180,7 +180,7 @@ def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
 
 
 def test_without_the_native_module(monkeypatch):
-    monkeypatch.setattr(shm, "_native", None)
+    monkeypatch.setattr(registration, "MODULE", None)
     with pytest.raises(
         RuntimeError,
         match="Shm.over: rank 0: shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it",

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.codecs.base import check_codec
 from jaxcgx.codecs.powersgd import begin, left, matrix, multiply, orthonormal, right
-from jaxcgx.collectives import hierarchy, scopes
+from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import factor_shape
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.collectives import feedback, schedules
+from jaxcgx.exchange import feedback, schedules
 
 
 def allreduce(net, stages, leaves, residuals, momentum, ids, key, schedule, own, leader, divisor):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcgx.collectives.scopes import Exchange, scope
+from jaxcgx.exchange.scopes import Exchange, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 

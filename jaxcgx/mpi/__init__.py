@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcgx.checks import check_choice, check_flag
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
-from jaxcgx.collectives.call import check_array, check_choice, check_flag
+from jaxcgx.collectives.call import check_leaf
 from jaxcgx.plan import Plan, environment
 
 _MISSING = (
@@ -248,7 +249,7 @@ def broadcast(x, root=0, comm=None, *, check=False):
         raise ValueError(f"{name}: argument 'root': expected a rank from 0 to {net.size - 1}, got {root}")
 
     def one(path, leaf):
-        leaf = check_array(name, "x", path, leaf)
+        leaf = check_leaf(name, "x", path, leaf)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(
                 net.broadcast(jax.random.key_data(leaf), root), impl=jax.random.key_impl(leaf)

@@ -1,0 +1,30 @@
+"""From the axes that a caller names to the transport over them."""
+
+from collections.abc import Hashable
+from typing import Any
+
+from jax import lax
+
+from jaxcgx.transports import tcp
+from jaxcgx.transports.axes import axis_names, marked
+from jaxcgx.transports.xla import Axes
+
+
+def check_axes(op: str, axis_name: Any) -> Axes:
+    """The transport over the axes, every one of them bound."""
+    names = axis_names(axis_name)
+    single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
+    if not names or not single or len(set(names)) < len(names):
+        raise ValueError(
+            f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}"
+        )
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise NameError(
+                f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
+                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})"
+            ) from None
+    marks = marked(axis_name)
+    return tcp.check(op, marks, names) if marks else Axes(names)
