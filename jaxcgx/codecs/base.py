@@ -43,6 +43,7 @@ class Codec:
     )
     native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
     most = 2**40  # elements of a leaf in a chunk
+    state = ("residuals",)  # what a sum with it can keep from call to call, by the names of compressed_psum's arguments
     sparse = False  # it sends some elements only, `indices` says which
     low_rank = False  # it makes no bytes: sums add up factors of it (PowerSGD)
 

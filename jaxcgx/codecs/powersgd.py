@@ -35,6 +35,7 @@ class PowerSGD(Codec):
     rank: int = 4
 
     low_rank = True
+    state = ("residuals", "factors")
 
     def __post_init__(self):
         check_field(self, "rank", check_integer, 1, MOST)

@@ -85,6 +85,7 @@ class TopK(Codec):
 
     whole = True
     sparse = True
+    state = ("residuals", "momentum")
     most = 2**31 - 1  # that an index of 32 bits tells apart
 
     def __post_init__(self):

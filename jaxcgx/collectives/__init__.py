@@ -6,7 +6,7 @@ from jaxcgx.collectives.gradients import local_value_and_grad, sync_in_backward
 from jaxcgx.collectives.psum import compressed_pmean, compressed_psum
 from jaxcgx.collectives.psum_scatter import compressed_psum_scatter
 from jaxcgx.collectives.replicas import check_replicas
-from jaxcgx.exchange.low_rank import init_factors
+from jaxcgx.collectives.state import init_factors
 
 __all__ = [
     "check_replicas",

@@ -1,100 +1,76 @@
 """compressed_all_to_all: lax.all_to_all that sends a fraction of the bytes."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.call import Call, check_dimension, check_divisible
-from jaxcgx.exchange import primitive, schedules
-from jaxcgx.transports import rows
+from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible
+from jaxcgx.collectives.calls import Call, by_stage
+from jaxcgx.exchange import rows
+from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_all_to_all(
-    x,
-    axis_name,
-    split_axis,
-    concat_axis,
-    codec,
+    x: Any,
+    axis_name: Any,
+    split_axis: int,
+    concat_axis: int,
+    codec: Any,
     *,
-    key=None,
-    tiled=False,
-    schedule="auto",
-    backward_codec=None,
-    strict=False,
-    fusion_mb=None,
-):
+    key: jax.Array | None = None,
+    tiled: bool = False,
+    schedule: str = "auto",
+    backward_codec: Any = None,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+) -> Any:
     """Slice r of `x` along `split_axis` to rank r, and the slices that come along `concat_axis`, as
     `jax.lax.all_to_all`.
 
-    split_axis, concat_axis, tiled: as in lax. schedule: "one_shot" is the only one. backward_codec: of the transpose,
-    which is the exchange back; the same codec by default. A dict of codecs exchanges over one axis after another,
-    innermost first. The rest as in `compressed_psum`.
+    Args:
+      x: a pytree of arrays.
+      axis_name: one name, or a tuple of names, outermost first.
+      split_axis: as in lax.
+      concat_axis: as in lax.
+      codec: as in `compressed_psum`. A dict of codecs exchanges over one axis after another, innermost first.
+      key: a random key for codecs that round stochastically.
+      tiled: as in lax.
+      schedule: "one_shot", the only one, or "auto".
+      backward_codec: the codec of the transpose, which is the exchange back; by default `codec`.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
     """
-    return exchange(
-        "compressed_all_to_all",
-        x,
-        check_axes("compressed_all_to_all", axis_name),
-        codec,
-        split_axis,
-        concat_axis,
-        key,
-        tiled,
-        schedule,
-        backward_codec,
-        strict,
-        fusion_mb,
-    )
+    op = "compressed_all_to_all"
+    options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
+    return exchange(op, x, check_axes(op, axis_name), codec, options, (split_axis, concat_axis), tiled)
 
 
-def exchange(op, x, net, codec, split_axis, concat_axis, key, tiled, schedule, backward_codec, strict, fusion_mb):
-    call = Call(op, x, net, codec, key, strict, fusion_mb, backward_codec)
-    check_choice(op, "schedule", schedule, ("auto", "one_shot"))
-    dims = []
+def exchange(
+    op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: tuple[int, int], tiled: bool
+) -> Any:
+    """dimensions: `split_axis` and `concat_axis`."""
+    call = Call(op, x, net, codec, options)
+    check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
+    split_axes, concat_axes = [], []
     for leaf, path in zip(call.leaves, call.paths):
-        dims.append(
-            [
-                check_dimension(op, name, axis, leaf, path)
-                for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis))
-            ]
-        )
-        check_divisible(op, "split_axis", dims[-1][0], leaf, path, call.size, tiled)
+        split_axes.append(check_dimension(op, "split_axis", dimensions[0], leaf, path))
+        concat_axes.append(check_dimension(op, "concat_axis", dimensions[1], leaf, path))
+        check_divisible(op, "split_axis", split_axes[-1], leaf, path, (call.size, tiled))
 
     def plain(leaf, i):
-        return net.plain_all_to_all(leaf, *dims[i], tiled)
+        return net.plain_all_to_all(leaf, split_axes[i], concat_axes[i], tiled)
 
-    def compressed(leaves, key, ids, route):
-        parts = [rows.by_axis(rows.split(x, dims[i][0], call.size, tiled), route.stages) for x, i in zip(leaves, ids)]
-        for j, (part, codec) in reversed(list(enumerate(route.stages))):
-            parts = [jnp.moveaxis(x, j, 0) for x in parts]
-            parts = primitive.bind(
-                all_to_all_p,
-                parts,
-                route.key(key, j, route.others(j)),
-                net=part,
-                codec=codec,
-                backward=route.backward[j],
-                ids=ids,
-            )
+    def compressed(message, route):
+        split = [split_rows(x, split_axes[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
+        parts = by_stage(split, route.stages)
+        for j, stage in reversed(list(enumerate(route.stages))):
+            part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
+            parts = rows.all_to_all(part, stage._replace(schedule="one_shot"), route.backward[j])
             parts = [jnp.moveaxis(x, 0, j) for x in parts]
-        parts = [x.reshape(call.size, *x.shape[len(route.stages) :]) for x in parts]
-        return [rows.join(x, dims[i][1], tiled) for x, i in zip(parts, ids)]
+        whole = [x.reshape(call.size, *x.shape[len(route.stages) :]) for x in parts]
+        return [join_rows(x, concat_axes[i], tiled) for x, i in zip(whole, message.ids)]
 
     return call.run(plain, compressed)
-
-
-def _run(leaves, key, *, net, codec, backward, ids):
-    return schedules.all_to_all(net, codec, leaves, ids, key)
-
-
-def _shape(shape, **params):
-    return shape
-
-
-# Row r went to rank r: its cotangent comes back from there, the way that row r of the result came.
-def _transpose(avals, cts, key, *, codec, backward, **params):
-    return primitive.bind(
-        all_to_all_p, cts, schedules.fold(key, schedules.BACK), codec=backward, backward=codec, **params
-    )
-
-
-all_to_all_p = primitive.define("all_to_all", _run, _shape, _transpose, same=False)

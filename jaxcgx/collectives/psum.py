@@ -1,308 +1,195 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
-import math
 import warnings
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 
-from jaxcgx.checks import callers_level, check_choice, check_flag
-from jaxcgx.collectives.call import (
-    Call,
-    check_each,
-    check_factors,
-    check_hops,
-    check_momentum,
-    check_own,
-    check_residuals,
-)
-from jaxcgx.exchange import costs, feedback, hierarchy, low_rank, primitive, schedules
+from jaxcgx.checks import callers_level, check_choice, check_flag, wrong
+from jaxcgx.codecs.base import spell
+from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own
+from jaxcgx.collectives.calls import Call, Route
+from jaxcgx.collectives.state import Kept, State
+from jaxcgx.exchange import sums
+from jaxcgx.exchange.message import Message, Sum, carry
 from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_psum(
-    x,
-    axis_name,
-    codec,
+    x: Any,
+    axis_name: Any,
+    codec: Any,
     *,
-    key=None,
-    residuals=None,
-    momentum=None,
-    factors=None,
-    schedule="auto",
-    own="raw",
-    leader=False,
-    strict=False,
-    fusion_mb=None,
-):
+    key: jax.Array | None = None,
+    residuals: Any = None,
+    momentum: Any = None,
+    factors: Any = None,
+    schedule: str | dict = "auto",
+    own: str = "raw",
+    leader: bool = False,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+) -> Any:
     """The sum of `x` over a named axis, as `jax.lax.psum`, sent in the codec's bytes.
 
-    x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed; others go through lax.psum, or
-    with `strict=True` are an error. All leaves of a codec share messages of up to `fusion_mb` MiB (64), each one
-    exchange.
-
-    axis_name: one name, or a tuple of names. codec: a codec for an exchange over all of them together; or a dict with a
-    codec for each name, which come outermost first: `{"node": MaxMin(4), "local": Raw()}` sums over the inner axes by
-    reduce-scatter, over the outermost by the compressed exchange of each shard, and gathers back. With `leader=True`
-    only
-    rank 0 of the inner axes takes part in the outer exchange and the others get its result: fewer messages between
-    nodes, one network card in use. Or a `Plan`, which says it for every leaf.
-
-    key: a random key for codecs that round stochastically, the same on every rank and another one every step.
-    schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/collectives/costs.py explains; or a dict with one
-    for
-    each name. own: what a rank adds of its own part to the sum it owns: "raw", as it is (less error), or "encoded", as
-    the
-    others see it; the same key then gives the same bits whatever the messages (not with `ByteGrad` and `TopK`).
-
-    residuals: what earlier calls lost, to be given back (error feedback): a tree like `x` of this rank's float32
-    arrays,
-    zeros at first. The result is then a pair, the sum and the new residuals: over all ranks, sum + new residuals = x +
-    residuals. None in place of a leaf: no feedback for it. With `own="encoded"` what the sum's own encoding loses stays
-    lost; of a hierarchy, what the inner axes lose.
-
-    momentum: arrays that lose what is sent, as in Deep Gradient Compression: a tree like `x` of this rank's arrays, of
-    which those of
-    leaves that go in sparse codecs (`TopK`) come back 0 where an element of this rank was sent. They follow the
-    residuals, without
-    which there are none. None in place of a leaf: nothing of it. Leaves that travel raw keep theirs.
-
-    factors: what `PowerSGD` begins with, those of the step before (`init_factors` at first): a tree like `x`, the same
-    on every
-    rank, None for leaves that have none. The new factors then follow last. Without, or with None for a leaf,
-    every call begins alike and finds the less the less gradients change.
-
     Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
+
+    Args:
+      x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed. Other leaves go through
+        lax.psum, or are an error with `strict=True`.
+      axis_name: one name, or a tuple of names, outermost first.
+      codec: a codec for one exchange over all axes together; or a dict with a codec per axis, such as `{"node":
+        MaxMin(4), "local": Raw()}`, which sums over the inner axes by reduce-scatter, over the outermost axis by the
+        compressed exchange of each shard, and gathers back; or a `Plan`, which says it per leaf.
+      key: a random key for codecs that round stochastically, the same on every rank and another one every step.
+      residuals: what earlier calls lost, which this call gives back (error feedback): a tree like `x` of this rank's
+        float32 arrays, zeros at first. The result is then a pair, the sum and the new residuals. Over all ranks, sum +
+        new residuals = x + residuals. None in place of a leaf means no feedback for it. With `own="encoded"` the loss
+        of encoding the sum is not kept; in a hierarchy, the loss of the inner axes is not kept.
+      momentum: a tree like `x` of this rank's arrays, which lose what is sent, as in Deep Gradient Compression. For
+        leaves in sparse codecs (`TopK`), an array comes back with 0 where an element of this rank was sent. The new
+        arrays follow the residuals, without which there are none. None in place of a leaf means none for it. Leaves
+        that travel raw keep theirs.
+      factors: the factors that `PowerSGD` starts from, those of the step before (`init_factors` at first): a tree like
+        `x`, the same on every rank, with None for leaves that have none. The new factors are the last result. Without
+        factors, every call restarts from the same guess and approximates worse.
+      schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/exchange/costs.py explains; or a dict with one
+        per axis.
+      own: what a rank adds of its own part to the sum that it owns: "raw", the part as it is, which loses less; or
+        "encoded", the part as the other ranks see it, with which the same key gives the same bits whatever the messages
+        (except for `ByteGrad` and `TopK`).
+      leader: whether only rank 0 of the inner axes takes part in the outer exchange and hands its result on: fewer
+        messages between nodes, and one network card in use.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64). All leaves with the same codecs share messages, each of which is one
+        exchange.
     """
     op = "compressed_psum"
-    return reduce(
-        op,
-        x,
-        check_axes(op, axis_name),
-        codec,
-        key,
-        residuals,
-        momentum,
-        factors,
-        schedule,
-        own,
-        leader,
-        strict,
-        fusion_mb,
-        mean=False,
-    )
+    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    state = State(residuals=residuals, momentum=momentum, factors=factors)
+    return reduce(op, x, check_axes(op, axis_name), codec, options, state, mean=False)
 
 
 def compressed_pmean(
-    x,
-    axis_name,
-    codec,
+    x: Any,
+    axis_name: Any,
+    codec: Any,
     *,
-    key=None,
-    residuals=None,
-    momentum=None,
-    factors=None,
-    schedule="auto",
-    own="raw",
-    leader=False,
-    strict=False,
-    fusion_mb=None,
-):
-    """The mean of `x` over a named axis, as `jax.lax.pmean`: compressed_psum, divided in float32 before the last
-    encoding."""
+    key: jax.Array | None = None,
+    residuals: Any = None,
+    momentum: Any = None,
+    factors: Any = None,
+    schedule: str | dict = "auto",
+    own: str = "raw",
+    leader: bool = False,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+) -> Any:
+    """The mean of `x` over a named axis, as `jax.lax.pmean`: `compressed_psum`, divided in float32 before the last
+    encoding.
+
+    Args:
+      x: a pytree of arrays.
+      axis_name: one name, or a tuple of names, outermost first.
+      codec: a codec, {axis name: codec} or a `Plan`.
+      key: as in `compressed_psum`, and so are the other arguments.
+      residuals: error feedback; over all ranks, ranks * mean + new residuals = x + residuals.
+      momentum: arrays that lose what is sent.
+      factors: the factors of `PowerSGD`.
+      schedule: how the bytes travel.
+      own: how a rank adds its own part.
+      leader: whether one rank per node speaks for the others.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
+    """
     op = "compressed_pmean"
-    return reduce(
-        op,
-        x,
-        check_axes(op, axis_name),
-        codec,
-        key,
-        residuals,
-        momentum,
-        factors,
-        schedule,
-        own,
-        leader,
-        strict,
-        fusion_mb,
-        mean=True,
-    )
+    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    state = State(residuals=residuals, momentum=momentum, factors=factors)
+    return reduce(op, x, check_axes(op, axis_name), codec, options, state, mean=True)
 
 
-def reduce(op, x, net, codec, key, residuals, momentum, factors, schedule, own, leader, strict, fusion_mb, *, mean):
-    fed = residuals is not None
-    call, plain, compressed = prepare(
-        op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, mean=mean, fed=fed
-    )
-    kept = {}
-    if fed:
-        for codec in {route.stages[0][1] for route in call.groups}:
-            if not codec.contracts:
-                warnings.warn(
-                    f"{op}: argument 'residuals': {codec} loses more than it is given, so what is over grows without "
-                    "bound; take "
-                    "more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
-                    stacklevel=callers_level(),
-                )
-        kept["residuals"] = check_residuals(op, call, residuals)
-    if momentum is not None:
-        if not fed:
-            raise ValueError(f"{op}: argument 'residuals': expected a tree like x with 'momentum', got None")
-        kept["momentum"] = check_momentum(op, call, momentum)
-    if factors is not None:
-        kept["factors"] = check_factors(op, call, factors)
-
-    def plain_kept(leaf, i):
-        if fed and kept["residuals"][i] is not None:
-            (leaf,), (kept["residuals"][i],) = feedback.carry([leaf], [kept["residuals"][i]])
-        return plain(leaf, i)
-
-    def compressed_kept(leaves, key, ids, route):
-        codec = route.stages[0][1]
-        fresh = dict(residuals=lambda x: jnp.zeros(x.shape, jnp.float32))
-        if codec.sparse:
-            fresh["momentum"] = jnp.zeros_like
-        if codec.low_rank:
-            fresh["factors"] = lambda x: jnp.zeros(codec.factor_shape(x.shape), jnp.float32)
-        state = {
-            kind: [fresh[kind](x) if kept[kind][i] is None else kept[kind][i] for i, x in zip(ids, leaves)]
-            for kind in kept
-            if kind in fresh
-        }
-        done, n = compressed(leaves, key, ids, route, state), len(leaves)
-        for number, kind in enumerate(state, 1):
-            for i, new in zip(ids, done[number * n :]):
-                if kept[kind][i] is not None:
-                    kept[kind][i] = new
-        return done[:n]
-
-    results = call.run(plain_kept, compressed_kept)
-    return (results, *(call.tree.unflatten(state) for state in kept.values())) if kept else results
-
-
-def prepare(
-    op, x, net, codec, key, schedule, own, leader, strict, fusion_mb, *, mean, fed=False, argument="x", local=True
-):
-    """A checked call, what reduces a leaf and what reduces a message, as Call.run wants them."""
-    call = Call(op, x, net, codec, key, strict, fusion_mb, argument=argument, local=local, sums=True)
-    check_flag(op, "leader", leader)
-    said = ""
-    if isinstance(codec, Plan):
-        leader = leader or codec.leader
-        if schedule == "auto":
-            schedule, said = codec.schedule, " of the plan"
-    if leader and call.groups and not call.hierarchy:
-        raise ValueError(
-            f"{op}: argument 'leader': expected False without a hierarchy, got True; give axis_name a tuple and codec a "
-            "dict with a codec for each name"
-        )
-    asked = check_each(op, "schedule", schedule, net, "a schedule") if isinstance(schedule, dict) else [schedule]
-    for name in asked:
-        check_choice(op, "schedule", name, SCHEDULES)
-        check_own(op, own, name)
-    parts = dict(zip(net.parts.values(), asked)) if isinstance(schedule, dict) else {}
-    chosen = {}
-    for route, ids in call.groups.items():
-        names = [parts.get(part, "auto" if j else asked[0]) for j, (part, _) in enumerate(route.stages)]
-        if fed and names[0] == "ring" and not route.stages[0][1].low_rank:
-            raise ValueError(
-                f'{op}: argument \'schedule\'{said}: expected "two_shot" or "one_shot" with residuals, got "ring", which encodes '
-                'sums of several ranks on the way; pass schedule="two_shot"'
-            )
-        chosen[route] = _choose(route, [call.leaves[i] for i in ids], names, leader)
-        for name, (_, codec) in zip(chosen[route], route.stages):
-            check_hops(op, name, codec)
-
-    def compressed(leaves, key, ids, route, state={}):
-        return primitive.bind(
-            psum_p,
-            leaves,
-            key,
-            state,
-            net=net,
-            stages=route.stages,
-            ids=ids,
-            schedule=chosen[route],
-            own=own,
-            leader=leader,
-            divisor=float(call.size) if mean else 1.0,
-            tracked=call.tracked,
-        )
+def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state: State, *, mean: bool) -> Any:
+    """The sum or the mean over the ranks of a transport, behind it the new state where the caller gave some."""
+    reduction = Reduction(op, x, net, codec, options, mean=mean)
+    kept = Kept(reduction.call, state)
+    residuals = kept.arrays.get("residuals")
+    if residuals is not None:
+        reduction.check_feedback()
 
     def plain(leaf, i):
-        return (net.plain_pmean if mean else net.plain_psum)(leaf)
+        if residuals is not None and residuals[i] is not None:
+            (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
+        return reduction.plain(leaf, i)
 
-    return call, plain, compressed
+    def compressed(message, route):
+        done = reduction.compressed(kept.attach(message, route.stages[0].codec), route)
+        kept.update(done)
+        return done.leaves
+
+    results = reduction.call.run(plain, compressed)
+    return (results, *kept.trees()) if kept.arrays else results
 
 
-def _choose(route, leaves, names, leader):
-    """A schedule for each stage. What "auto" takes for the outermost is what costs least, for all messages of a route
-    alike."""
-    (net, codec), first = route.stages[0], names[0]
-    if codec.low_rank:
-        first = "psum"
-    elif first == "auto":
-        share = 1 if leader else math.prod(inner.size for inner, _ in route.stages[1:])  # inner ranks take a share each
-        if max(x.size for x in leaves) // share > codec.most:
-            first = "two_shot"  # one_shot cuts no leaf
-        else:
-            sent, back = (
-                sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves)
-                for each in (codec, codec.of_sum(net.size))
+class Reduction:
+    """A checked sum or mean over the ranks of a transport: what it does with a leaf and with a message."""
+
+    def __init__(
+        self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
+    ):
+        """gradients: whether gradients will be summed in place of `x`."""
+        call = self.call = Call(op, x, net, codec, options, sums=True, gradients=gradients)
+        leader = check_flag(op, "leader", options.leader)
+        schedule, self.said = options.schedule, ""
+        if isinstance(codec, Plan):
+            leader = leader or codec.leader
+            if schedule == "auto":
+                schedule, self.said = codec.schedule, " of the plan"
+        if leader and call.groups and not call.hierarchy:
+            remedy = "give axis_name a tuple and codec a dict with a codec for each name"
+            raise wrong(op, "leader", "False without a hierarchy", True, remedy)
+        by_axis = isinstance(schedule, dict)
+        asked = check_each(op, "schedule", schedule, net, "a schedule") if by_axis else [schedule]
+        for name in asked:
+            check_choice(op, "schedule", name, SCHEDULES)
+            check_own(op, options.own, name)
+        parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
+        self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
+        self.plain_sum = net.plain_pmean if mean else net.plain_psum
+        self.stages = {}
+        for route, ids in call.groups.items():
+            named = tuple(
+                stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
+                for j, stage in enumerate(route.stages)
             )
-            first = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
-    return (first, *("two_shot" if name == "auto" else name for name in names[1:]))
+            self.stages[route] = sums.choose(named, [call.leaves[i] for i in ids], leader)
+            for stage in self.stages[route]:
+                check_hops(op, stage)
 
+    def check_feedback(self) -> None:
+        """Checks that the schedules and codecs can give back what they lose."""
+        op = self.call.op
+        outermost = [stages[0] for stages in self.stages.values()]
+        if any(stage.schedule == "ring" for stage in outermost):
+            raise wrong(
+                op,
+                "schedule",
+                '"two_shot" or "one_shot" with residuals',
+                f'"ring"{self.said}, which encodes sums of several ranks on the way',
+                'pass schedule="two_shot"',
+            )
+        for codec in {stage.codec for stage in outermost}:
+            if not codec.contracts:
+                warnings.warn(
+                    f"{op}: argument 'residuals': residuals of {spell(codec)} grow without bound, because its error is "
+                    "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
+                    stacklevel=callers_level(),
+                )
 
-def _run(
-    leaves,
-    key,
-    residuals=None,
-    momentum=None,
-    factors=None,
-    *,
-    net,
-    stages,
-    ids,
-    schedule,
-    own,
-    leader,
-    divisor,
-    tracked,
-):
-    if stages[0][1].low_rank:
-        results, lost, new = low_rank.allreduce(stages, leaves, residuals, factors, ids, key, schedule, own, divisor)
-        return [*results, *(lost or []), *(new if factors is not None else [])]
-    if len(stages) > 1:
-        results, lost, momentum = hierarchy.allreduce(
-            net, stages, leaves, residuals, momentum, ids, key, schedule, own, leader, divisor
-        )
-    else:
-        results, lost, sent = schedules.allreduce(schedule[0], *stages[0], leaves, residuals, ids, key, own, divisor)
-        momentum = momentum and sent.clear(momentum)
-    return [*results, *(lost or []), *(momentum or [])]
+    def plain(self, leaf: Any, i: int) -> Any:
+        return self.plain_sum(leaf)
 
-
-def _shape(shape, **params):
-    return shape
-
-
-# What is summed over ranks that don't differ is differentiated by a copy for each: where JAX tracks what varies
-# (check_vma), the transpose of a sum is the cast from one to each (pcast), and no byte is sent. Where it doesn't track,
-# a cotangent may differ from rank to rank, and the transpose of psum is psum.
-def _transpose(avals, cts, key, *, batch, net, divisor, tracked, **params):
-    if not tracked:
-        return primitive.bind(
-            psum_p,
-            cts,
-            schedules.fold(key, schedules.BACK),
-            batch=batch,
-            net=net,
-            divisor=divisor,
-            tracked=tracked,
-            **params,
-        )
-    return [ct / divisor for ct in cts]
-
-
-psum_p = primitive.define("psum", _run, _shape, _transpose, same=True, invarying=lambda **params: True)
+    def compressed(self, message: Message, route: Route) -> Message:
+        call = self.call
+        return sums.psum(message, net=call.net, stages=self.stages[route], how=self.how, tracked=call.tracked)

@@ -1,114 +1,79 @@
 """compressed_psum_scatter: lax.psum_scatter that sends a fraction of the bytes."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives import all_gather
-from jaxcgx.collectives.call import Call, check_dimension, check_divisible, check_hops, check_own
-from jaxcgx.exchange import primitive, schedules
-from jaxcgx.transports import rows
+from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible, check_hops, check_own
+from jaxcgx.collectives.calls import Call, by_stage
+from jaxcgx.exchange import rows
+from jaxcgx.transports.base import Transport, split_rows
 from jaxcgx.transports.resolve import check_axes
 
 
 def compressed_psum_scatter(
-    x,
-    axis_name,
-    codec,
+    x: Any,
+    axis_name: Any,
+    codec: Any,
     *,
-    key=None,
-    scatter_dimension=0,
-    tiled=False,
-    schedule="auto",
-    own="raw",
-    backward_codec=None,
-    strict=False,
-    fusion_mb=None,
-):
-    """The sum of `x` over a named axis, of which every rank keeps its slice, as `jax.lax.psum_scatter`.
+    key: jax.Array | None = None,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    schedule: str = "auto",
+    own: str = "raw",
+    backward_codec: Any = None,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+) -> Any:
+    """This rank's slice of the sum of `x` over a named axis, as `jax.lax.psum_scatter`.
 
-    scatter_dimension, tiled: as in lax. schedule: "one_shot" (every slice straight to its owner), "ring", or "auto",
-    which
-    is "one_shot". backward_codec: of the transpose, which is compressed_all_gather; the same codec by default. A dict
-    of
-    codecs scatters over the innermost axis first, so that the others carry a share each. The rest as in
-    `compressed_psum`.
+    Args:
+      x: a pytree of arrays.
+      axis_name: one name, or a tuple of names, outermost first.
+      codec: as in `compressed_psum`. A dict of codecs scatters over the innermost axis first, so the others carry a
+        share each.
+      key: a random key for codecs that round stochastically.
+      scatter_dimension: as in lax.
+      tiled: as in lax.
+      schedule: "one_shot" (every slice goes straight to its owner), "ring", or "auto", which is "one_shot".
+      own: as in `compressed_psum`.
+      backward_codec: the codec of the transpose, compressed_all_gather; by default `codec`.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
     """
-    return reduce_scatter(
-        "compressed_psum_scatter",
-        x,
-        check_axes("compressed_psum_scatter", axis_name),
-        codec,
-        key,
-        scatter_dimension,
-        tiled,
-        schedule,
-        own,
-        backward_codec,
-        strict,
-        fusion_mb,
+    op = "compressed_psum_scatter"
+    options = Options(
+        key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
+    return reduce_scatter(op, x, check_axes(op, axis_name), codec, options, (scatter_dimension, tiled))
 
 
-def reduce_scatter(op, x, net, codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb):
-    call = Call(op, x, net, codec, key, strict, fusion_mb, backward_codec)
-    check_choice(op, "schedule", schedule, ("auto", "one_shot", "ring"))
-    check_own(op, own, schedule)
-    schedule = "one_shot" if schedule == "auto" else schedule
+def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: tuple[int, bool]) -> Any:
+    """dimension: `scatter_dimension` and `tiled`."""
+    call, (scatter_dimension, tiled) = Call(op, x, net, codec, options), dimension
+    check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
+    check_own(op, options.own, options.schedule)
+    schedule = "one_shot" if options.schedule == "auto" else options.schedule
     dims = []
     for leaf, path in zip(call.leaves, call.paths):
         dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
-        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, call.size, tiled)
-
-    for route in call.groups:
-        for _, codec in route.stages:
-            check_hops(op, schedule, codec)
+        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, (call.size, tiled))
+    stages = {route: [stage._replace(schedule=schedule) for stage in route.stages] for route in call.groups}
+    for each in stages.values():
+        for stage in each:
+            check_hops(op, stage)
 
     def plain(leaf, i):
         return net.plain_psum_scatter(leaf, dims[i], tiled)
 
-    def compressed(leaves, key, ids, route):
-        parts = [rows.by_axis(rows.split(x, dims[i], call.size, tiled), route.stages) for x, i in zip(leaves, ids)]
-        for j, (part, codec) in reversed(list(enumerate(route.stages))):
-            parts = [jnp.moveaxis(x, j, 0) for x in parts]
-            parts = primitive.bind(
-                psum_scatter_p,
-                parts,
-                route.key(key, j, route.others(j)),
-                net=part,
-                codec=codec,
-                backward=route.backward[j],
-                ids=ids,
-                schedule=schedule,
-                own=own,
-            )
+    def compressed(message, route):
+        split = [split_rows(x, dims[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
+        parts = by_stage(split, route.stages)
+        for j, stage in reversed(list(enumerate(stages[route]))):
+            part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
+            parts = rows.psum_scatter(part, stage, route.backward[j], options.own)
         return parts
 
     return call.run(plain, compressed)
-
-
-def _run(leaves, key, *, net, codec, backward, ids, schedule, own):
-    sums = schedules.reduce_scatter(schedule, net, codec, leaves, ids, key, own)
-    return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)]
-
-
-def _shape(shape, **params):
-    return shape[1:]
-
-
-# Row r of the input went into the sum of rank r, from every rank: its cotangent is rank r's, for every rank.
-def _transpose(avals, cts, key, *, backward, codec, schedule, own, batch, **params):
-    ranks = avals[0].shape[len(batch)]
-    return primitive.bind(
-        all_gather.all_gather_p,
-        cts,
-        schedules.fold(key, schedules.BACK),
-        ranks=ranks,
-        codec=backward,
-        backward=codec,
-        to="varying",
-        batch=batch,
-        **params,
-    )
-
-
-psum_scatter_p = primitive.define("psum_scatter", _run, _shape, _transpose, same=False)

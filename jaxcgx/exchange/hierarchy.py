@@ -1,131 +1,147 @@
-"""Sums over several transports, each with a codec of its own: little over the slow network, all of it over the fast
-one.
+"""Sums over several transports, each with its own codec: few bytes over the slow network, more over the fast one.
 
-Shards: reduce-scatter over the inner ranks, the exchange over the outermost ones, of a shard on every inner rank,
-all-gather
-back. Every inner rank talks to its peers on the other nodes, so every network card works.
+By shards: a reduce-scatter over the inner ranks, the outermost exchange of a shard on every inner rank, and an
+all-gather back. Every inner rank talks to its peers on the other nodes, so every network card works.
 
-Leader (CGX's intra-broadcast): sum over the inner ranks, an exchange among the inner ranks 0 alone, and their bytes
-to the others, who decode the same.
+By leaders (CGX's intra-broadcast): a sum over the inner ranks, an exchange among the inner ranks 0 alone, and their
+bytes to the other ranks, which decode the same.
 
-Feedback is of what the outermost exchange loses. Residuals are added before the innermost sum, so that it doesn't
-matter
-which of the ranks holds one.
+Feedback covers what the outermost exchange loses. Residuals are added before the innermost sum, so it doesn't matter
+which rank of a node holds one.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.exchange import feedback, schedules
+from jaxcgx.exchange import schedules
+from jaxcgx.exchange.keys import fold_stage
+from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.exchange.schedules import Sent, Summed
+from jaxcgx.transports.base import Transport
+
+Stages = tuple[Stage, ...]
 
 
-def allreduce(net, stages, leaves, residuals, momentum, ids, key, schedule, own, leader, divisor):
-    """The leaves' sum over all stages ((transport, codec), ...), outermost first, divided by `divisor`; new residuals,
-    if there were
-    any; momentum, if there was any, without what the outermost exchange sent."""
-    fed = residuals is not None
-    if fed:
-        leaves, lost = feedback.carry(leaves, residuals)
-    if leader:
-        sums, more, momentum = _by_leaders(
-            net.leaders(), stages, leaves, fed, momentum, ids, key, schedule, own, divisor
-        )
-    else:
-        sums, more, momentum = _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor)
-    if not fed:
-        return sums, None, None
-    return (
-        sums,
-        [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(sums, lost, more, residuals)],
-        momentum,
-    )
+def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
+    """The leaves' sum over all stages, outermost first, divided. `net` is the transport over all of them.
+
+    The result has the new residuals, and the momentum without what the outermost exchange sent.
+    """
+    sent, lost = message, []
+    if message.residuals is not None:
+        carried, lost = carry(message.leaves, message.residuals)
+        sent = message.replace(leaves=carried)
+    summed = _by_leaders(net, stages, sent, how) if how.leader else _by_shards(stages, sent, how)
+    if message.residuals is None:
+        return summed
+    residuals = [
+        jnp.where(jnp.isfinite(total), a + b, before)
+        for total, a, b, before in zip(summed.leaves, lost, summed.residuals, message.residuals)
+    ]
+    return summed.replace(residuals=residuals)
 
 
-# Every leaf is cut into a share for each inner rank, a leaf of its own to the codecs: which bits come out does not
-# depend
-# on what else is in the message. Raw() stages send bytes too: leaves share a message, for which XLA has no
-# reduce-scatter.
-def _by_shards(stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
+# Every leaf is cut into a share for each inner rank, which the codecs see as a leaf of its own, so its bits don't
+# depend on the rest of the message. Raw() stages send bytes, too: leaves share a message, and XLA has no reduce-scatter
+# of several arrays.
+def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     inner = list(enumerate(stages))[1:]
-    sizes = [net.size for _, (net, _) in reversed(inner)]
-    shards = [_cut(x, sizes, stages[0][1].sparse) for x in leaves]
-    for i, (net, codec) in reversed(inner):
-        others = schedules.stage_key(key, i, stages[:i] + stages[i + 1 :])
-        half = "ring" if schedule[i] == "ring" else "one_shot"
-        shards = schedules.reduce_scatter(half, net, codec, shards, ids, others, own)
-    (net, codec), others = stages[0], schedules.stage_key(key, 0, stages[1:])
-    shards, lost, sent = _exchange(net, codec, shards, fed, ids, others, schedule[0], own, divisor)
-    shards = [x.astype(leaf.dtype) for x, leaf in zip(shards, leaves)]
-    for i, (net, codec) in inner:
-        further_in = schedules.stage_key(key, len(stages) + i, stages[i + 1 :])  # further out all have the same by now
-        shards = schedules.all_gather(net, codec, shards, ids, further_in)
-    if fed:
-        ranks = [net.rank for _, (net, _) in reversed(inner)]
-        lost = _join([_place(x, ranks, sizes) for x in lost], leaves)
-    if momentum is not None:  # what a node sent each of its ranks has sent
-        payload = sent.payload
-        for _, (net, _) in inner:
-            payload = net.all_gather(payload)
-        clear = lambda payload, arrays: schedules.Sent(sent.layout, payload).clear(arrays)
-        for _ in sizes:
-            clear = jax.vmap(clear)
-        momentum = _join(clear(payload, [_cut(x, sizes) for x in momentum]), leaves)
-    return _join(shards, leaves), lost, momentum
+    inwards = [stage.net for _, stage in reversed(inner)]
+    sizes = [net.size for net in inwards]
+    shards = message.replace(
+        leaves=[_cut(x, sizes, zeros=stages[0].codec.sparse) for x in message.leaves], residuals=None, momentum=None
+    )
+    for i, stage in reversed(inner):
+        shards = shards.replace(key=fold_stage(message.key, i, stages[:i] + stages[i + 1 :]))
+        half = stage if stage.schedule == "ring" else stage._replace(schedule="one_shot")
+        shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, how.own))
+    shards = _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
+    summed = _exchange(stages[0], shards, how)
+    shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
+    for i, stage in inner:  # ranks further out have the same numbers by now
+        shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
+        shards = shards.replace(leaves=schedules.all_gather(stage, shards))
+    residuals, momentum = message.residuals, message.momentum
+    if residuals is not None:
+        place = [net.rank for net in inwards]
+        residuals = _join([_place(x, place, sizes) for x in summed.residuals], message.leaves)
+    if momentum is not None:
+        momentum = _join(_clear_shards(summed.sent, inner, momentum, sizes), message.leaves)
+    return Message(message.ids, _join(shards.leaves, message.leaves), residuals=residuals, momentum=momentum)
 
 
-def _cut(x, sizes, sparse=False):
-    """[*sizes, share], filled up with the last number, which changes neither a minimum nor a maximum; for a sparse
-    codec, which might
-    send it, with 0."""
+def _clear_shards(sent: Sent, inner: list, momentum: list, sizes: list) -> list:
+    """Momentum, cut as the leaves were, without what the node sent: every rank of the node has sent all of that."""
+    payload = sent.payload
+    for _, stage in inner:
+        payload = stage.net.all_gather(payload)
+    clear = lambda payload, arrays: Sent(sent.layout, payload).clear(arrays)
+    for _ in sizes:
+        clear = jax.vmap(clear)
+    return clear(payload, [_cut(x, sizes) for x in momentum])
+
+
+def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
+    """[*sizes, share]. The last number fills it up, which changes neither a minimum nor a maximum. Zeros do for a
+    sparse codec, which might send that number."""
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
     if missing := math.prod(sizes) * share - x.size:
-        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if sparse else flat[-1], [(0, missing, 0)])
+        flat = lax.pad(flat, jnp.zeros_like(flat[-1]) if zeros else flat[-1], [(0, missing, 0)])
     return flat.reshape(*sizes, share)
 
 
-def _join(shares, leaves):
+def _join(shares: list, leaves: list) -> list:
     """The way back from `_cut`."""
     return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shares, leaves)]
 
 
-def _place(share, ranks, sizes):
-    """[*sizes, share], zero but for the share of one rank."""
-    return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(ranks)].set(share)
+def _place(share: jax.Array, place: list, sizes: list) -> jax.Array:
+    """[*sizes, share], zero except for the share at `place`."""
+    return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(place)].set(share)
 
 
-def _by_leaders(leaders, stages, leaves, fed, momentum, ids, key, schedule, own, divisor):
-    dtypes = [x.dtype for x in leaves]
-    leaves = sum_inside(stages, [x.astype(jnp.float32) for x in leaves], ids, key, schedule, own)
-    sums, lost, sent = _exchange(
-        leaders, stages[0][1], leaves, fed, ids, schedules.stage_key(key, 0, ()), schedule[0], own, divisor
-    )
-    if fed:
-        lost = [jnp.where(leaders.speaks, x, 0) for x in lost]
+def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
+    leaders = net.leaders()
+    sums = sum_inside(stages, message.replace(leaves=[x.astype(jnp.float32) for x in message.leaves]), how.own)
+    outer = Message(message.ids, sums, fold_stage(message.key, 0, ()))
+    summed = _exchange(stages[0]._replace(net=leaders), _with_zero_residuals(outer, message), how)
+    residuals, momentum = message.residuals, message.momentum
+    if residuals is not None:
+        residuals = [jnp.where(leaders.speaks, x, 0) for x in summed.residuals]
     if momentum is not None:
-        payload = jnp.where(leaders.speaks, sent.payload, 0)
-        for net, _ in stages[1:]:
-            payload = net.plain_psum(payload)
-        momentum = schedules.Sent(sent.layout, payload).clear(momentum)
-    return [x.astype(dtype) for x, dtype in zip(sums, dtypes)], lost, momentum
+        payload = jnp.where(leaders.speaks, summed.sent.payload, 0)
+        for stage in stages[1:]:
+            payload = stage.net.plain_psum(payload)
+        momentum = Sent(summed.sent.layout, payload).clear(momentum)
+    leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
+    return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
 
 
-def sum_inside(stages, leaves, ids, key, schedule, own):
-    """The sums of float32 leaves over all stages but the outermost, whole, on every rank."""
-    for i, (net, codec) in reversed(list(enumerate(stages))[1:]):
-        others = stages[:i]  # the ranks further in have the same sum by now, and must get the same bits
-        leaves, _, _ = _exchange(
-            net, codec, leaves, False, ids, schedules.stage_key(key, i, others), schedule[i], own, 1.0
-        )
-    return leaves
+def sum_inside(stages: Stages, message: Message, own: str) -> list:
+    """The sums of float32 leaves over all stages except the outermost, whole, on every rank."""
+    message = message.replace(residuals=None, momentum=None, factors=None)
+    key = message.key
+    for i, stage in reversed(list(enumerate(stages))[1:]):
+        # Ranks further in have the same sum by now, and must get the same bits.
+        message = message.replace(key=fold_stage(key, i, stages[:i]))
+        message = message.replace(leaves=_exchange(stage, message, Sum(own)).leaves)
+    return message.leaves
 
 
-def _exchange(net, codec, leaves, fed, ids, key, schedule, own, divisor):
-    """The sum over one stage of float32 leaves, divided; and with `fed` what it lost and what was sent."""
-    zeros = [jnp.zeros_like(x, jnp.float32) for x in leaves] if fed else None
-    if net.size > 1 and not codec.raw:
-        return schedules.allreduce(schedule, net, codec, leaves, zeros, ids, key, own, divisor)
-    return [x / divisor for x in map(net.plain_psum, leaves)], zeros, None
+def _with_zero_residuals(message: Message, like: Message) -> Message:
+    """The message with residuals of zeros, where `like` has residuals: they collect what the exchange loses."""
+    if like.residuals is None:
+        return message
+    return message.replace(residuals=[jnp.zeros_like(x, jnp.float32) for x in message.leaves])
+
+
+def _exchange(stage: Stage, message: Message, how: Sum) -> Summed:
+    """The sum over one stage of float32 leaves, divided."""
+    if stage.net.size > 1 and not stage.codec.raw:
+        return schedules.allreduce(stage, message, how)
+    return Summed([x / how.divisor for x in map(stage.net.plain_psum, message.leaves)], message.residuals)

@@ -1,94 +1,76 @@
-"""How the bytes of one message travel among the ranks of a transport (transports/xla.py says what one is).
+"""How the bytes of one message travel among the ranks of one transport (transports/base.py says what a transport is).
 
-A reduction has two halves. In the first every rank ends up with the sum of its own part of the message; in the second
-(psum only) the parts, encoded, go to everybody. What the parts are is said by `Chunks` (psum: cuts of the message,
-whole
-buckets, balanced in bytes) or `Slices` (psum_scatter: what the caller's scatter dimension says).
+A reduction has two halves. After the first, every rank has the sum of its own part of the message. In the second half,
+which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: cuts of the
+message at buckets, balanced in bytes. `Slices` are the parts of psum_scatter, which the caller's scatter dimension
+defines.
 
-Sums are in float32 and in rank order. A rank's own part takes part in its sum as it is, not encoded, unless `own` is
-"encoded". Every rank, the owner too, decodes the same bytes of a sum: replicas are identical to the bit.
+Sums are in float32 and in rank order. A rank adds its own part as it is, not encoded, unless `own` is "encoded". Every
+rank decodes the same bytes of a sum, its owner too, so replicas are identical to the bit.
 
-A sparse codec may give sums a codec of their own, with room for all that ranks sent (`Codec.of_sum`). A rank's own part
-then
-takes part as the others see it: nothing of the sum is lost.
+A sparse codec may give a sum a codec of its own, with room for everything that the ranks sent (`Codec.of_sum`). A
+rank's own part is then encoded, too, so the sum loses nothing.
 """
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
+from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.exchange.scopes import Exchange, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
-
-# What a key is folded with, so that no two encodings of an element share their noise.
-FIRST, SUM, BACK, HOP = 0, 1, 2, 3
-
-
-def fold(key, *numbers):
-    """Two words that depend on the key's two words and the numbers; None for None."""
-    if key is None:
-        return None
-    key = jax.random.wrap_key_data(key, impl="threefry2x32")
-    for n in numbers:
-        key = jax.random.fold_in(key, n)
-    return jax.random.key_data(key)
-
-
-def stage_key(key, number, stages):
-    """The key of an exchange of several: other noise for ranks that differ in the transports of `stages`."""
-    rank = 0
-    for net, _ in stages if key is not None else ():
-        rank = rank * net.size + net.rank
-    return fold(key, number, rank)
+from jaxcgx.native.ops import Own
+from jaxcgx.transports.base import PiecewiseSum, Transport
 
 
 class Chunks:
-    """Leaves as one message, cut into a chunk for each rank."""
+    """The leaves as one message, cut into a chunk for each rank."""
 
-    def __init__(self, codec, leaves, ids, size):
-        self.layout, self.leaves = Layout.of(codec, leaves, size, ids), leaves
+    def __init__(self, codec: Codec, message: Message, size: int):
+        self.layout, self.leaves = message.layout(codec, size), message.leaves
 
-    def encode(self, key, residuals=None):
-        return ops.encode(self.layout, self.leaves, key, residuals)
+    def encode(self, key: Any) -> jax.Array:
+        """uint8[ranks, bytes]."""
+        return ops.encode(self.layout, self.leaves, key)
 
-    def reduce(self, payloads, part, place, own, divisor, encoded, key):
-        """The sum of the payloads of one part, in which this rank's own leaves stand at `place`, if `own`."""
-        return ops.reduce(
-            self.layout,
-            payloads,
-            chunk=part,
-            own=self.leaves if own else None,
-            rank=place,
-            divisor=divisor,
-            encoded=encoded,
-            key=key,
-        )
+    def own(self, part: Any, place: Any) -> Own:
+        """This rank's leaves, which are at `place` among the payloads of a part."""
+        return Own(self.leaves, place)
 
-    def owned(self, rank):
-        """Of each leaf, which elements lie in the part of a rank."""
+    def partial(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float = 1.0) -> jax.Array:
+        """The sum of a part's payloads, encoded."""
+        return ops.reduce_encoded(self.layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
+
+    total = partial  # the other ranks get the sum, so it stays encoded
+
+    def owned(self, rank: Any) -> list:
+        """A mask per leaf: the elements in the part of a rank."""
         ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
         for c, pieces in enumerate(self.layout.pieces, 1):
             for p in pieces:
                 ends[p.leaf, c:] += p.coded
-        found = [
-            (jnp.arange(x.size) >= jnp.asarray(end)[rank]) & (jnp.arange(x.size) < jnp.asarray(end)[rank + 1])
-            for x, end in zip(self.leaves, ends)
-        ]
-        return [mine.reshape(x.shape) for mine, x in zip(found, self.leaves)]
+        masks = []
+        for x, end in zip(self.leaves, jnp.asarray(ends)):
+            index = jnp.arange(x.size)
+            masks.append(((index >= end[rank]) & (index < end[rank + 1])).reshape(x.shape))
+        return masks
 
 
 class Slices:
-    """Leaves [ranks, ...], of which row r is for rank r."""
+    """Leaves [ranks, ...], whose row r is for rank r."""
 
-    def __init__(self, codec, leaves, ids, size):
-        self.layout = Layout(codec, tuple(x.shape[1:] for x in leaves), tuple(x.dtype for x in leaves), 1, ids)
-        self.leaves, self.size = leaves, size
+    def __init__(self, codec: Codec, message: Message, size: int):
+        shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
+        self.layout, self.leaves, self.size = Layout(codec, shapes, dtypes, 1, message.ids), message.leaves, size
 
-    def encode(self, key):
+    def encode(self, key: Any) -> jax.Array:
         """uint8[ranks, bytes]."""
 
         def one(leaves, row):
@@ -96,153 +78,171 @@ class Slices:
 
         return jax.vmap(one)(self.leaves, jnp.arange(self.size))
 
-    def reduce(self, payloads, part, place, own, divisor, encoded, key):
-        mine = [lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves] if own else None
-        return ops.reduce(self.layout, payloads, own=mine, rank=place, divisor=divisor, encoded=encoded, key=key)
+    def own(self, part: Any, place: Any) -> Own:
+        """This rank's leaves of a part, which are at `place` among its payloads."""
+        return Own([lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves], place)
+
+    def partial(self, payloads: Any, part: Any, own: Own | None, key: Any) -> jax.Array:
+        """The sum of a part's payloads, encoded."""
+        return ops.reduce_encoded(self.layout, payloads, own=own, key=key)
+
+    def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list:
+        """The sum of a part's payloads, as float32 leaves."""
+        return ops.reduce(self.layout, payloads, own=own, divisor=divisor)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """What of this rank's leaves was sent."""
+class Sent(NamedTuple):
+    """What was sent of this rank's leaves."""
 
     layout: Layout
     payload: jax.Array
 
-    def clear(self, arrays):
-        """Arrays of the leaves' shapes, 0 where an element was sent."""
+    def clear(self, arrays: list) -> list:
+        """Arrays in the shapes of the leaves, with 0 where an element was sent."""
         return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
-def exchange(net, parts, key, own, divisor, encoded):
-    """First half, at once: every part goes straight to its owner, who adds them up."""
+class Summed(NamedTuple):
+    """A sum over one transport. `residuals` and `sent` are None without feedback, and `sent` where nothing needs it."""
+
+    leaves: list
+    residuals: list | None = None
+    sent: Sent | None = None
+
+
+def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
+    """First half in one step: every part goes straight to its owner, who adds up."""
     received = net.all_to_all(parts.encode(fold(key, FIRST, net.rank)))
-    mine = own == "raw" and not parts.layout.codec.raw  # whose bytes are the part as it is
-    return parts.reduce(received, net.rank, net.rank, mine, divisor, encoded, fold(key, SUM))
+    raw = how.own == "raw" and not parts.layout.codec.raw  # the bytes of a raw codec are the part as it is
+    own = parts.own(net.rank, net.rank) if raw else None
+    return parts.total(received, net.rank, own, fold(key, SUM), how.divisor)
 
 
-def ring(net, parts, key, own, divisor, encoded):
-    """First half, from neighbour to neighbour: a part visits every rank and ends with its owner, encoded anew at
-    each."""
+def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
+    """First half from neighbour to neighbour: a part visits every rank, is encoded anew at each, and ends with its
+    owner."""
     part = (net.rank - 1) % net.size
-    # Nothing has come yet: this rank's own part is all of the first sum, and what stands in for it is not read.
-    payloads = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
-    row = parts.reduce(payloads, part, 0, True, 1.0, True, fold(key, HOP, net.rank))
-    for hop in range(1, net.size):
+    # Nothing has arrived yet. This rank's own part is all of the first sum; the zeros that take its place are not read.
+    nothing = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
+    row = parts.partial(nothing, part, parts.own(part, 0), fold(key, HOP, net.rank))
+    for hop in range(1, net.size - 1):
         row, part = net.shift(row), (part - 1) % net.size
-        last = hop + 1 == net.size
-        row = parts.reduce(
-            jnp.stack([row, row]),
-            part,
-            1,
-            True,
-            divisor if last else 1.0,
-            encoded or not last,
-            fold(key, SUM) if last else fold(key, HOP + hop, net.rank),
-        )
-    return row
+        row = parts.partial(jnp.stack([row, row]), part, parts.own(part, 1), fold(key, HOP + hop, net.rank))
+    row, part = net.shift(row), (part - 1) % net.size
+    return parts.total(jnp.stack([row, row]), part, parts.own(part, 1), fold(key, SUM), how.divisor)
 
 
-REDUCE = {"two_shot": exchange, "ring": ring}
+FIRST_HALF = {"two_shot": exchange, "one_shot": exchange, "ring": ring}
 
 
-def fed_exchange(net, parts, residuals, key, own, divisor):
-    """`exchange` with feedback: (the encoded sum, new residuals, what was sent). What the first encoding of a rank's
-    own part
-    loses is not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses.
-    Of that
-    part the rank has sent what the sum has."""
-    payload, lost = parts.encode(fold(key, FIRST, net.rank), residuals)
-    received = net.all_to_all(payload)
-    if own == "encoded":
-        return (
-            parts.reduce(received, net.rank, 0, False, divisor, True, fold(key, SUM)),
-            lost,
-            Sent(parts.layout, payload),
-        )
-    row, lost = ops.reduce(
-        parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM)
-    )
+def _fed_exchange(net: Transport, parts: Chunks, message: Message, how: Sum) -> tuple:
+    """`exchange` with feedback: the encoded sum, the new residuals, and what was sent.
+
+    With `own` "raw", what the first encoding of a rank's own part loses is added back to the sum. Only the loss of
+    encoding that sum remains as the residual of that part, and what the rank sent of it is what the sum has.
+    """
+    payload, lost = ops.encode(parts.layout, message.leaves, fold(message.key, FIRST, net.rank), message.residuals)
+    received, key = net.all_to_all(payload), fold(message.key, SUM)
+    if how.own == "encoded":
+        return parts.partial(received, net.rank, None, key, how.divisor), lost, Sent(parts.layout, payload)
+    row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=how.divisor, key=key)
     return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
 
-def one_shot(net, codec, leaves, residuals, ids, key, divisor):
-    """Everybody gets everybody's message and adds them up: one exchange, one quantization, more bytes."""
-    layout = Layout.of(codec, leaves, 1, ids)
+def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
+    """Every rank gets all messages and adds them up: one exchange, one rounding, more bytes."""
+    net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
     with scope(Exchange.of("one_shot", layout, 2 / net.size)):
-        payload, lost = ops.encode(layout, leaves, fold(key, FIRST, net.rank), residuals), None
-        if residuals is not None:
+        payload, lost = ops.encode(layout, message.leaves, fold(message.key, FIRST, net.rank), message.residuals), None
+        if message.residuals is not None:
             payload, lost = payload
         received = net.all_gather(payload[0])
         if codec.sparse and codec.of_sum(net.size) == codec:
-            sums, lost = top(net, codec, ops.reduce(layout, received), lost, ids, fold(key, SUM))
-            sums = [x / divisor for x in sums]
+            sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
+            sums = [x / how.divisor for x in sums]
         else:
-            sums = ops.reduce(layout, received, divisor=divisor)
-        return sums, lost, Sent(layout, payload)
+            sums = ops.reduce(layout, received, divisor=how.divisor)
+        return Summed(sums, lost, Sent(layout, payload))
 
 
-def top(net, codec, sums, lost, ids, key):
-    """Of sums that every rank has, what their owners would send, and the rest in the residual of each."""
-    parts = Chunks(codec, sums, ids, net.size)
-    payload, rest = parts.encode(key, [jnp.zeros_like(x) for x in sums])
+def _top(stage: Stage, sums: Message, lost: list | None) -> tuple[list, list | None]:
+    """The part of sums, known to all ranks, that their owners would send. The rest joins the residual of each owner."""
+    parts = Chunks(stage.codec, sums, stage.net.size)
+    zeros = [jnp.zeros_like(x) for x in sums.leaves]
+    payload, rest = ops.encode(parts.layout, sums.leaves, fold(sums.key, SUM), zeros)
     if lost is not None:
-        lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(net.rank), rest)]
+        lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(stage.net.rank), rest)]
     return ops.decode(parts.layout, payload), lost
 
 
-def allreduce(schedule, net, codec, leaves, residuals, ids, key, own, divisor):
-    """The leaves' sum over all ranks divided by `divisor`, on every rank; and with feedback the new residuals and what
-    was sent."""
-    if net.allreduce and schedule != "ring" and codec.native is not None and not codec.sparse:
-        layout = Layout.of(codec, leaves, net.size if schedule == "two_shot" else 1, ids)
-        keys = fold(key, FIRST, net.rank), fold(key, SUM)
-        with scope(Exchange.of(schedule, layout, 1.0 if schedule == "two_shot" else 2 / net.size)):
-            sums, lost = net.allreduce(schedule, codec, leaves, residuals, ids, keys, own, divisor)
-        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost, None
-    if schedule == "one_shot":
-        sums, lost, sent = one_shot(net, codec, leaves, residuals, ids, key, divisor)
-        return [x.astype(leaf.dtype) for x, leaf in zip(sums, leaves)], lost, sent
-    parts, lost, sent = Chunks(codec, leaves, ids, net.size), None, None
+def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
+    """The sum of each part at its owner, and from there, encoded, to all ranks."""
+    net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
     if back != parts.layout:
-        own = "encoded"
-    with scope(Exchange.of(schedule, parts.layout)):
-        if residuals is None:
-            row = REDUCE[schedule](net, parts, key, own, divisor, True)
+        how = how._replace(own="encoded")
+    with scope(Exchange.of(stage.schedule, parts.layout)):
+        if message.residuals is None:
+            row = FIRST_HALF[stage.schedule](net, parts, message.key, how)
         else:
-            row, lost, sent = fed_exchange(net, parts, residuals, key, own, divisor)
-    with scope(Exchange.of(schedule, back)):
-        return ops.decode(back, net.all_gather(row)), lost, sent
+            row, lost, sent = _fed_exchange(net, parts, message, how)
+    with scope(Exchange.of(stage.schedule, back)):
+        return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
-def reduce_scatter(schedule, net, codec, leaves, ids, key, own):
-    """Of leaves [ranks, ...] the sum over ranks of the row of this rank, in float32."""
+def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
+    """The same sum, with the same bits, by a transport that overlaps the kernels with the exchange."""
+    two_shot = stage.schedule == "two_shot"
+    layout = message.layout(stage.codec, stage.net.size if two_shot else 1)
+    first, last = fold(message.key, FIRST, stage.net.rank), fold(message.key, SUM)
+    asked = PiecewiseSum(layout, message.leaves, message.residuals, first, last, two_shot, how.own, how.divisor)
+    with scope(Exchange.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
+        return Summed(*stage.net.sum_piecewise(asked))
+
+
+def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
+    """The leaves' sum over all ranks of a stage, divided, on every rank."""
+    kernels = stage.codec.native is not None and not stage.codec.sparse
+    if stage.net.sum_piecewise and stage.schedule != "ring" and kernels:
+        summed = _piecewise(stage, message, how)
+    elif stage.schedule == "one_shot":
+        summed = _one_shot(stage, message, how)
+    else:
+        return _two_halves(stage, message, how)
+    return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
+
+
+def reduce_scatter(stage: Stage, message: Message, own: str) -> list:
+    """From leaves [ranks, ...], the sum over ranks of this rank's row, in float32."""
+    net = stage.net
     if net.size == 1:
-        return [x[0].astype(jnp.float32) for x in leaves]
-    first, parts = {"one_shot": exchange, "ring": ring}[schedule], Slices(codec, leaves, ids, net.size)
-    with scope(Exchange.of(schedule, parts.layout)):
-        return first(net, parts, key, own, 1.0, False)
+        return [x[0].astype(jnp.float32) for x in message.leaves]
+    parts = Slices(stage.codec, message, net.size)
+    with scope(Exchange.of(stage.schedule, parts.layout)):
+        return FIRST_HALF[stage.schedule](net, parts, message.key, Sum(own))
 
 
-def _decode_rows(layout, payloads):
+def _decode_rows(layout: Layout, payloads: jax.Array) -> list:
     """The leaves of a payload from every rank, [ranks, ...]."""
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
-def all_gather(net, codec, leaves, ids, key):
-    """Every rank's leaves, [ranks, ...], as everybody decodes them, their owner too."""
+def all_gather(stage: Stage, message: Message) -> list:
+    """Every rank's leaves, [ranks, ...], as all ranks decode them, their owner too."""
+    net = stage.net
     if net.size == 1:
-        return [x[None] for x in leaves]
-    layout = Layout.of(codec, leaves, 1, ids)
+        return [x[None] for x in message.leaves]
+    layout = message.layout(stage.codec)
     with scope(Exchange.of("one_shot", layout)):
-        row = ops.encode(layout, leaves, fold(key, FIRST, net.rank))[0]
+        row = ops.encode(layout, message.leaves, fold(message.key, FIRST, net.rank))[0]
         return _decode_rows(layout, net.all_gather(row))
 
 
-def all_to_all(net, codec, leaves, ids, key):
-    """Of leaves [ranks, ...] row r to rank r; row r of the result came from rank r."""
+def all_to_all(stage: Stage, message: Message) -> list:
+    """Row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
+    net = stage.net
     if net.size == 1:
-        return list(leaves)
-    parts = Slices(codec, leaves, ids, net.size)
+        return list(message.leaves)
+    parts = Slices(stage.codec, message, net.size)
     with scope(Exchange.of("one_shot", parts.layout)):
-        return _decode_rows(parts.layout, net.all_to_all(parts.encode(fold(key, FIRST, net.rank))))
+        return _decode_rows(parts.layout, net.all_to_all(parts.encode(fold(message.key, FIRST, net.rank))))

@@ -29,7 +29,8 @@ import numpy as np
 
 from jaxcgx.checks import check_choice, check_flag
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
-from jaxcgx.collectives.call import check_leaf
+from jaxcgx.collectives.arguments import Options, check_leaf
+from jaxcgx.collectives.state import State
 from jaxcgx.plan import Plan, environment
 
 _MISSING = (
@@ -112,22 +113,9 @@ def compressed_allreduce(
         fusion_mb=fusion_mb,
     )
     check_choice(name, "op", op, ("sum", "mean"))
-    return psum.reduce(
-        name,
-        x,
-        net,
-        codec,
-        key,
-        residuals,
-        momentum,
-        factors,
-        schedule,
-        own,
-        leader,
-        strict,
-        fusion_mb,
-        mean=op == "mean",
-    )
+    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    state = State(residuals=residuals, momentum=momentum, factors=factors)
+    return psum.reduce(name, x, net, codec, options, state, mean=op == "mean")
 
 
 def compressed_reduce_scatter(
@@ -162,9 +150,10 @@ def compressed_reduce_scatter(
         strict=strict,
         fusion_mb=fusion_mb,
     )
-    return psum_scatter.reduce_scatter(
-        name, x, net, codec, key, scatter_dimension, tiled, schedule, own, backward_codec, strict, fusion_mb
+    options = Options(
+        key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
+    return psum_scatter.reduce_scatter(name, x, net, codec, options, (scatter_dimension, tiled))
 
 
 def compressed_allgather(
@@ -195,9 +184,8 @@ def compressed_allgather(
         strict=strict,
         fusion_mb=fusion_mb,
     )
-    return all_gather.gather(
-        name, x, net, codec, key, axis, tiled, "varying", "one_shot", backward_codec, strict, fusion_mb
-    )
+    options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
+    return all_gather.gather(name, x, net, codec, options, (axis, tiled))
 
 
 def compressed_alltoall(
@@ -231,9 +219,8 @@ def compressed_alltoall(
         strict=strict,
         fusion_mb=fusion_mb,
     )
-    return all_to_all.exchange(
-        name, x, net, codec, split_axis, concat_axis, key, tiled, "one_shot", backward_codec, strict, fusion_mb
-    )
+    options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
+    return all_to_all.exchange(name, x, net, codec, options, (split_axis, concat_axis), tiled)
 
 
 def broadcast(x, root=0, comm=None, *, check=False):

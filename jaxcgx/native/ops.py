@@ -407,3 +407,34 @@ mlir.register_lowering(
     roundtrip_p,
     partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps),
 )
+
+
+class Own(tuple):
+    def __new__(cls, leaves, rank):
+        return super().__new__(cls, (leaves, rank))
+
+
+_reduce_all = reduce
+
+
+def reduce(layout, payloads, *, own=None, divisor=1.0, **kw):
+    if kw:
+        return _reduce_all(layout, payloads, own=own, divisor=divisor, **kw)
+    return _reduce_all(layout, payloads, own=own and own[0], rank=own[1] if own else 0, divisor=divisor)
+
+
+def reduce_encoded(layout, payloads, *, chunk=0, own=None, divisor=1.0, key=None):
+    return _reduce_all(
+        layout,
+        payloads,
+        chunk=chunk,
+        own=own and own[0],
+        rank=own[1] if own else 0,
+        divisor=divisor,
+        encoded=True,
+        key=key,
+    )
+
+
+def reduce_fed(layout, payloads, residuals, *, chunk=0, divisor=1.0, key=None):
+    return _reduce_all(layout, payloads, chunk=chunk, residuals=residuals, divisor=divisor, encoded=True, key=key)

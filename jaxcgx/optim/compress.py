@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag
 from jaxcgx.collectives.psum import compressed_pmean
-from jaxcgx.exchange.schedules import fold
+from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import state_specs
 from jaxcgx.optim.telemetry import Telemetry, measure

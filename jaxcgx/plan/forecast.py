@@ -138,9 +138,9 @@ def _check_axes(op, given, axes, axis_size):
         )
 
 
-# As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks to a share
-# on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they hand on. Sums are in
-# float32 from the first exchange on. Factors are of whole leaves, too (collectives/low_rank.py).
+# As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks
+# to a share on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they
+# hand on. Sums are in float32 from the first exchange on. Factors are of whole leaves, too (collectives/low_rank.py).
 def _exchanges(codec, sizes, leaves, leader):
     """(axes, codec, layout, its number) of every exchange of a message."""
     names = tuple(name for name in sizes if name is not None)
@@ -160,7 +160,12 @@ def _exchanges(codec, sizes, leaves, leader):
         once = whole or k == 0
         layout = Layout(codec[name], shapes, dtypes, sizes[name] if once else 1)
         yield (name,), codec[name], layout, 1 if once else sizes[name]
-        if leader and k == 0 and not (codec[name].raw or codec[name].low_rank) and math.prod(sizes[a] for a in inner) > 1:
+        if (
+            leader
+            and k == 0
+            and not (codec[name].raw or codec[name].low_rank)
+            and math.prod(sizes[a] for a in inner) > 1
+        ):
             yield inner, codec[name], layout, 1
 
 

@@ -1,36 +1,116 @@
-"""What transports over processes have in common."""
+"""The contract of a transport: who moves the bytes of an exchange among ranks.
 
+A transport is static under jit: hashable, and equal where it moves bytes among the same ranks in the same way. It knows
+rows of bytes and arrays that travel as they are; it knows no codec.
+
+A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
+`shift` and `plain_psum`. The other members have defaults.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 
+from jaxcgx.native.layout import Layout
 from jaxcgx.native.shm import add
-from jaxcgx.transports.rows import join, split
 
 
-def countable(x):
-    """What is added up of x: of a bool how often it is true, as lax counts."""
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+class PiecewiseSum(NamedTuple):
+    """A sum that a transport does by itself, piece by piece, with the bits of a schedule."""
+
+    layout: Layout  # with two_shot a chunk per rank, else one
+    leaves: list[jax.Array]
+    residuals: list[jax.Array] | None
+    first_key: jax.Array | None  # of a rank's own encoding
+    sum_key: jax.Array | None  # of the encoding of a sum
+    two_shot: bool  # else one_shot
+    own: str
+    divisor: float
 
 
 class Transport:
-    """What transports over processes, which have no named axis, make of their own `size`, `all_to_all`, `all_gather`
-    and
-    `plain_psum`."""
+    """The ranks of an exchange, and how bytes get from one to another."""
 
-    names = ()
-    allreduce = None
+    names: tuple
+    """The named axes of JAX that it runs over; () for processes that JAX doesn't know as ranks."""
+
+    effects: frozenset
+    """The effects, besides those of the names, that its operations have in a program."""
+
+    size: Any
+    """The number of ranks: an int."""
+
+    rank: Any
+    """This rank: an int, or a traced one."""
+
+    sum_piecewise: Any = None
+    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None), which overlaps kernels with the
+    exchange."""
 
     @property
-    def parts(self):
+    def parts(self) -> dict[Any, "Transport"]:
+        """The levels of a hierarchy by name, outermost first. A transport without levels has none."""
         return {}
 
-    def plain_pmean(self, x):
+    def leaders(self) -> "Leaders":
+        """The ranks of the first level that speak for the others. Only transports with levels have them."""
+        raise NotImplementedError(f"{type(self).__name__}.leaders")
+
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        """From [ranks, ...], row r goes to rank r; row r of the result came from rank r."""
+        raise NotImplementedError(f"{type(self).__name__}.all_to_all")
+
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        """Every rank's row, [ranks, ...], in rank order."""
+        raise NotImplementedError(f"{type(self).__name__}.all_gather")
+
+    def shift(self, row: jax.Array) -> jax.Array:
+        """The row of the rank before; for the first rank, that of the last."""
+        raise NotImplementedError(f"{type(self).__name__}.shift")
+
+    # Arrays that travel as they are: what `lax` has under the name.
+
+    def plain_psum(self, x: jax.Array) -> jax.Array:
+        raise NotImplementedError(f"{type(self).__name__}.plain_psum")
+
+    def plain_pmean(self, x: jax.Array) -> jax.Array:
         return self.plain_psum(x) / self.size
 
-    def plain_psum_scatter(self, x, scatter_dimension, tiled):
-        return add(self.all_to_all(split(countable(x), scatter_dimension, self.size, tiled)))
+    def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
+        return add(self.all_to_all(split_rows(countable(x), scatter_dimension, self.size, tiled)))
 
-    def plain_all_gather(self, x, axis, tiled, to):
-        return join(self.all_gather(x), axis, tiled)
+    def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
+        return join_rows(self.all_gather(x), axis, tiled)
 
-    def plain_all_to_all(self, x, split_axis, concat_axis, tiled):
-        return join(self.all_to_all(split(x, split_axis, self.size, tiled)), concat_axis, tiled)
+    def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
+        return join_rows(self.all_to_all(split_rows(x, split_axis, self.size, tiled)), concat_axis, tiled)
+
+
+class Leaders(Transport):
+    """The ranks that speak for their nodes. The others take part in the program, and get what their leader got."""
+
+    speaks: Any
+    """Whether this rank is one of them: a bool, or a traced one."""
+
+
+def countable(x: jax.Array) -> jax.Array:
+    """x as it is added up: of a bool, how often it is true, as lax counts."""
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+def split_rows(x: jax.Array, dimension: int, size: int, tiled: bool) -> jax.Array:
+    """[ranks, ...]: x cut along `dimension` into a row for each rank. With `tiled` the dimension stays, shorter."""
+    if tiled:
+        x = x.reshape(*x.shape[:dimension], size, x.shape[dimension] // size, *x.shape[dimension + 1 :])
+    return jnp.moveaxis(x, dimension, 0)
+
+
+def join_rows(rows: jax.Array, dimension: int, tiled: bool) -> jax.Array:
+    """Rows [ranks, ...] along `dimension`: a new one, or with `tiled` one behind another in an existing one."""
+    x = jnp.moveaxis(rows, 0, dimension)
+    if not tiled:
+        return x
+    joined = -1 if x.size else math.prod(x.shape[dimension : dimension + 2])
+    return x.reshape(*x.shape[:dimension], joined, *x.shape[dimension + 2 :])

@@ -21,6 +21,7 @@ from mpi4py import MPI
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
+from jaxcgx.transports import base
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
 
@@ -44,6 +45,7 @@ class Comm(Transport):
     size: int
     rank: int
 
+    names = ()
     effects = EFFECTS
 
     @classmethod
@@ -109,6 +111,7 @@ class Nodes(Transport):
     cross: Comm  # the ranks that have this one's place in their nodes
     inner: Comm | Shared  # the ranks of this node
 
+    names = ()
     effects = EFFECTS
 
     @property
@@ -146,12 +149,10 @@ class Nodes(Transport):
         return Leaders(self.cross, self.inner)
 
 
-class Leaders:
+class Leaders(base.Leaders):
     """The first ranks of the nodes, which alone speak. The others run no part of an exchange but its last, in which
     their
     leader hands them what came."""
-
-    allreduce = None
 
     def __init__(self, cross, inner):
         self.cross, self.inner, self.size, self.rank, self.speaks = (

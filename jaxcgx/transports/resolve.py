@@ -5,8 +5,8 @@ from typing import Any
 
 from jax import lax
 
-from jaxcgx.transports import tcp
 from jaxcgx.transports.axes import axis_names, marked
+from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
 
 
@@ -27,4 +27,4 @@ def check_axes(op: str, axis_name: Any) -> Axes:
                 f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})"
             ) from None
     marks = marked(axis_name)
-    return tcp.check(op, marks, names) if marks else Axes(names)
+    return check_tcp(op, names, marks) if marks else Axes(names)

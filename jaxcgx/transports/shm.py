@@ -38,6 +38,7 @@ class Shm(Transport):
     segment: int  # the native module's number
     size: int
     rank: int
+    names = ()
     effects: frozenset  # one effect, of everything that must run in one order
 
     @classmethod

@@ -1,44 +1,53 @@
-"""Ranks along the axes of a mesh between processes, each of one device: connections of their own move the bytes.
+"""Ranks along the axes of a mesh between processes of one device each: jaxcgx's own connections move the bytes.
 
-XLA's collectives between CPUs send before they receive, so that a link is used in one direction at a time; these use
-both.
-xla_ffi/tcp/net.h says how. What travels as it is still goes through lax.
+XLA's collectives between CPUs send before they receive, so they are half-duplex; these connections are full-duplex.
+xla_ffi/tcp/net.h says how. Arrays that travel as they are still go through lax.
 
-Exchanges run in the order of the program, on every rank the same, without holding a thread while they wait.
+Exchanges run in the order of the program, the same on every rank, and hold no thread while they wait.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from jaxcgx import _compat
-from jaxcgx.native import tcp
+from jaxcgx.checks import wrong
+from jaxcgx.native import tcp, tcp_sum
+from jaxcgx.transports.axes import Tcp
+from jaxcgx.transports.base import PiecewiseSum
 from jaxcgx.transports.xla import Axes, Leaders
 
 ORDER = _compat.OrderedOnEachDevice()
 
 
-def check(op, axes, names):
-    """The transport over some names, of which `axes` are Tcp."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if others := [axis.name for axis in axes if axis.name not in mesh.manual_axes]:
-        raise ValueError(
-            f"{op}: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got "
-            f"{', '.join(map(repr, others))} of vmap; give the name alone"
+def check_tcp(op: str, names: tuple, marks: tuple[Tcp, ...]) -> "TcpAxes":
+    """The transport over named axes, some of which are marked as Tcp."""
+    mesh, processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    if others := [axis.name for axis in marks if axis.name not in mesh.manual_axes]:
+        raise wrong(
+            op,
+            "axis_name",
+            "Tcp of axes of a mesh, inside jax.shard_map",
+            f"{', '.join(map(repr, others))} of vmap",
+            "give the name alone",
         )
-    if mesh.size > jax.process_count():
-        raise ValueError(
-            f"{op}: argument 'axis_name': expected Tcp on a mesh of one device of each process, got {mesh.size} devices "
-            "of "
-            f"{jax.process_count()} process{'es' * (jax.process_count() > 1)}; start a process for each device "
-            "(jax.distributed.initialize, jax_num_cpu_devices=1), or give the name alone"
+    if mesh.size > processes:
+        raise wrong(
+            op,
+            "axis_name",
+            "Tcp on a mesh of one device of each process",
+            f"{mesh.size} devices of {processes} process{'es' * (processes > 1)}",
+            "start a process for each device (jax.distributed.initialize, jax_num_cpu_devices=1), or give the name "
+            "alone",
         )
-    return TcpAxes(names, frozenset(axis.name for axis in axes), min(axis.timeout for axis in axes))
+    return TcpAxes(names, frozenset(axis.name for axis in marks), min(axis.timeout for axis in marks))
 
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """As Axes. Together all of them go over connections; of its parts, each by itself, those in `over`."""
+    """Named axes, some of them in `over`. All axes together go over connections, and so does each axis in `over` by
+    itself."""
 
     over: frozenset
     timeout: float
@@ -46,26 +55,29 @@ class TcpAxes(Axes):
     order = ORDER
     effects = frozenset({ORDER, _compat.CalledByPython()})
 
+    def _part(self, name: Any) -> Axes:
+        return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
+
     @property
-    def parts(self):
-        return {
-            name: TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
-            for name in self.names
-        }
+    def parts(self) -> dict[Any, Axes]:
+        return {name: self._part(name) for name in self.names}
 
-    def leaders(self):
+    def leaders(self) -> Leaders:
         outer, *inner = self.names
-        return Leaders(self if outer in self.over else Axes(self.names), self.parts[outer], Axes(tuple(inner)))
+        return Leaders(self if outer in self.over else Axes(self.names), self._part(outer), Axes(tuple(inner)))
 
-    def all_to_all(self, rows):
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
         return tcp.exchange("all_to_all", rows, self)
 
-    def all_gather(self, row):
+    def all_gather(self, row: jax.Array) -> jax.Array:
         return tcp.exchange("all_gather", row, self)
 
-    def allreduce(self, schedule, *message):
-        return tcp.allreduce(schedule, self, *message)
-
-    def permute(self, row, pairs):
+    def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
         target = dict(pairs)
         return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))
+
+    def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
+        operands = tcp_sum.Operands(asked.leaves, asked.residuals, None, asked.first_key, asked.sum_key)
+        return tcp_sum.allreduce(
+            asked.layout, operands, two_shot=asked.two_shot, own=asked.own, divisor=asked.divisor, net=self
+        )

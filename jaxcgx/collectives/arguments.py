@@ -1,0 +1,178 @@
+"""What every collective takes besides its array, its axis and its codec, and how these arguments are checked."""
+
+import operator
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxcgx import _compat
+from jaxcgx.checks import callers_level, check_array, check_choice, spell_array, wrong
+from jaxcgx.codecs.base import Codec, check_codec, check_encodes, spell
+from jaxcgx.exchange.message import Stage
+from jaxcgx.native.rng import key_words
+from jaxcgx.transports.base import Transport
+
+
+class Options(NamedTuple):
+    """The options of a call, as its function's docstring explains them."""
+
+    key: Any = None
+    schedule: Any = "auto"
+    own: str = "raw"
+    leader: bool = False
+    strict: bool = False
+    fusion_mb: Any = None
+    backward_codec: Any = None
+
+
+def check_each(op: str, argument: str, given: dict, net: Transport, what: str) -> list:
+    """The values of a dict for the parts of a transport, outermost first."""
+    missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
+    if missing or unknown:
+        problems = [(missing, "missing"), (unknown, "not among them")]
+        spelled = "; ".join(f"{', '.join(map(repr, names))} {problem}" for names, problem in problems if names)
+        raise wrong(op, argument, f"{what} for each axis of {tuple(net.parts)}", f"{given} ({spelled})")
+    return [given[name] for name in net.parts]
+
+
+def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[Stage, ...]:
+    """The stages, outermost first: one exchange over all ranks together, or one for each part. Schedules are chosen
+    later."""
+    if not isinstance(codec, dict):
+        return (Stage(net, check_codec(op, codec, argument), "auto"),)
+    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
+    return tuple(Stage(part, codec, "auto") for part, codec in zip(net.parts.values(), codecs))
+
+
+def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], sums: bool) -> None:
+    """Checks that codecs of low rank are used for sums, over all axes together or over the outermost one."""
+    for there in dict.fromkeys(stages):
+        for j, stage in enumerate(there):
+            if not sums:
+                check_encodes(op, stage.codec, argument)
+            if j and stage.codec.low_rank:
+                raise wrong(
+                    op,
+                    argument,
+                    f"{spell(stage.codec)} for the outermost axis alone or for all together",
+                    "it for an inner one",
+                    "over inner axes jaxcgx.Raw() sums exactly",
+                )
+
+
+def check_key(op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple) -> jax.Array | None:
+    """The key's words if one of the codecs in use draws noise, else None.
+
+    `possible` are the codecs that another tree would travel with: a key for one of these is no mistake.
+    """
+    drawing = [codec for codec in used if codec.stochastic]
+    if key is None:
+        if drawing:
+            raise wrong(
+                op,
+                "key",
+                f"a random key, because {spell(drawing[0])} rounds stochastically",
+                None,
+                "pass key=jax.random.key(...), the same on every rank and another one every step",
+            )
+        return None
+    if not drawing:
+        if not any(codec.stochastic for codec in possible):
+            codecs = ", ".join(map(spell, dict.fromkeys(possible)))
+            warnings.warn(
+                f"{op}: argument 'key' is not used: {codecs} draws no random numbers", stacklevel=callers_level()
+            )
+        return None
+    words = key_words(op, key)
+    if axes := [name for name in names if name in _compat.varying_axes(words)]:
+        raise wrong(
+            op,
+            "key",
+            "the same key on every rank",
+            f"one that varies over {', '.join(map(repr, axes))}",
+            "every rank draws its own noise from the same key",
+        )
+    return words
+
+
+def check_own(op: str, own: str, schedule: str) -> None:
+    check_choice(op, "own", own, ("raw", "encoded"))
+    if own == "encoded" and schedule == "ring":
+        raise wrong(
+            op,
+            "own",
+            '"raw" with schedule="ring", which adds every rank\'s part as it is',
+            '"encoded"',
+            'pass own="raw"',
+        )
+
+
+def check_hops(op: str, stage: Stage) -> None:
+    """Checks that the codec can go from neighbour to neighbour: what a rank passes on is a sum, and must take no more
+    bytes."""
+    if stage.schedule == "ring" and stage.codec.of_sum(2) != stage.codec:
+        raise wrong(
+            op,
+            "schedule",
+            f'"two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow from rank to rank',
+            '"ring"',
+            'pass schedule="two_shot", or a codec with pull="top"',
+        )
+
+
+def check_tracked(op: str, names: tuple) -> bool:
+    """Whether JAX tracks what varies over the axes (shard_map's check_vma): over all of them or over none."""
+    tracked = _compat.tracked_axes(names)
+    if tracked and (others := [name for name in names if name not in tracked]):
+        raise wrong(
+            op,
+            "axis_name",
+            "axes of a mesh or axes of vmap",
+            f"both: vmap's {', '.join(map(repr, others))} among axes over which shard_map checks what varies",
+            "call it for one after the other, or pass check_vma=False",
+        )
+    return bool(tracked)
+
+
+def check_leaf(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
+    """The leaf as an array that a device has whole."""
+    leaf = check_array(op, argument, leaf, path)
+    if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
+        raise wrong(
+            op,
+            argument,
+            "an array that a device has whole",
+            f"{jax.typeof(leaf)}, sharded over {', '.join(map(repr, cut))}",
+            "to compress the local shards, wrap the call in a jax.shard_map over these axes, as docs/meshes.md shows",
+            path=path,
+        )
+    return leaf
+
+
+def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any, extra: int = 0) -> int:
+    """`dimension`, counted from the front, of an array with `extra` more dimensions than the leaf."""
+    ndim = leaf.ndim + extra
+    try:
+        d = operator.index(dimension)
+    except TypeError:
+        raise wrong(op, argument, "an integer", repr(dimension), kind=TypeError) from None
+    if not -ndim <= d < ndim:
+        expected = f"a dimension of {spell_array(leaf)}{' with one more' if extra else ''}"
+        raise wrong(op, argument, expected, dimension, path=path)
+    return d % ndim
+
+
+def check_divisible(op: str, argument: str, dimension: int, leaf: Any, path: Any, share: tuple[int, bool]) -> None:
+    """Checks that a dimension can be split among ranks. share: their number, and whether the dimension stays
+    (`tiled`)."""
+    (size, tiled), n = share, leaf.shape[dimension]
+    if n % size if tiled else n != size:
+        expected = f"dimension {dimension} to have " + (
+            f"a multiple of {size} elements, one share for each rank"
+            if tiled
+            else f"{size} elements, one for each rank"
+        )
+        remedy = "" if tiled else "pass tiled=True to split a longer one"
+        raise wrong(op, argument, expected, spell_array(leaf), remedy, path=path)

@@ -1,0 +1,150 @@
+"""A checked call of a collective: how each of its leaves travels, and which leaves share a message."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcgx import plan
+from jaxcgx.checks import at, check_flag, check_positive, check_varying, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.collectives.arguments import Options, check_key, check_leaf, check_low_rank, check_stages, check_tracked
+from jaxcgx.exchange import scopes
+from jaxcgx.exchange.keys import fold_stage
+from jaxcgx.exchange.message import Message, Stage
+from jaxcgx.native.layout import DTYPES
+from jaxcgx.transports.base import Transport
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How leaves travel: by one stage after another, outermost first. `backward` are the codecs of the transpose."""
+
+    stages: tuple[Stage, ...]
+    backward: tuple[Codec, ...]
+
+    @classmethod
+    def of(cls, stages: tuple[Stage, ...], backward: tuple[Stage, ...]) -> "Route":
+        """Stages of one rank are left out."""
+        kept = [j for j, stage in enumerate(stages) if stage.net.size > 1] or [0]
+        return cls(tuple(stages[j] for j in kept), tuple(backward[j].codec for j in kept))
+
+    @property
+    def codecs(self) -> list[Codec]:
+        return [stage.codec for stage in self.stages] + list(self.backward)
+
+    def others(self, j: int) -> tuple[Stage, ...]:
+        """The stages without stage j."""
+        return self.stages[:j] + self.stages[j + 1 :]
+
+    def with_key(self, message: Message, j: int, others: tuple[Stage, ...]) -> Message:
+        """The message with the key of stage j: ranks that differ in their place along `others` draw different noise."""
+        return message if len(self.stages) == 1 else message.replace(key=fold_stage(message.key, j, others))
+
+
+class Call:
+    """The checked arguments that every collective has. Leaves of one route share messages."""
+
+    def __init__(
+        self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
+    ):
+        """sums: whether it is a sum to all ranks. gradients: whether gradients will be exchanged in place of `x`."""
+        self.op, self.net, self.size = op, net, net.size
+        argument = "params" if gradients else "x"
+        check_flag(op, "strict", options.strict)
+        found, self.tree = jax.tree_util.tree_flatten_with_path(x)
+        self.paths = [path for path, _ in found]
+        self.leaves = [check_leaf(op, argument, path, leaf) for path, leaf in found]
+        self.tracked = check_tracked(op, net.names)
+        if not gradients:
+            check_varying(op, net.names, self.paths, self.leaves)
+        stages, guarded, used, possible = self._assign("codec", codec)
+        backward = stages
+        if options.backward_codec is not None:
+            backward, _, used_back, possible_back = self._assign("backward_codec", options.backward_codec)
+            used, possible = used + used_back, possible + possible_back
+        check_low_rank(op, "codec", stages, sums)
+        check_low_rank(op, "backward_codec", backward, sums)
+        self.codecs = [[stage.codec for stage in there] for there in stages]
+        self.key = check_key(op, used, possible, options.key, net.names)
+        self.hierarchy = any(len(there) > 1 for there in stages)
+        self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(stages, backward)]
+        fusion_mb = options.fusion_mb
+        if fusion_mb is None:
+            fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
+        self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
+        self.raw: dict[int, str] = {}  # why a leaf travels as it is
+        self.groups: dict[Route, list[int]] = {}  # the other leaves, by route
+        for i, route in enumerate(self.routes):
+            if reason := self._why_raw(argument, i, guarded[i], options.strict):
+                self.raw[i] = reason
+            else:
+                self.groups.setdefault(route, []).append(i)
+
+    def _assign(self, argument: str, codec: Any) -> tuple:
+        """The stages of each leaf, why a plan leaves it raw, the codecs in use, and those of another tree (see
+        check_key)."""
+        if isinstance(codec, plan.Plan):
+            assigned = codec.assign(self.op, argument, self.paths, self.leaves)
+            stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
+            used = [stage.codec for there in stages for stage in there]
+            return stages, [reason for _, reason in assigned], used, codec.codecs
+        stages = check_stages(self.op, argument, codec, self.net)
+        codecs = [stage.codec for stage in stages]
+        return [stages] * len(self.leaves), [None] * len(self.leaves), codecs, codecs
+
+    def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple:
+        """Both with as many stages: what travels raw over all ranks together also travels raw over each part."""
+        if len(there) == len(back):
+            return there, back
+        flat, parts = sorted((there, back), key=len)
+        if not flat[0].codec.raw:
+            raise wrong(
+                self.op,
+                "backward_codec",
+                "a codec for each axis where 'codec' has one for each, and one for all where it has one for all",
+                f"{len(back)} beside {len(there)}",
+            )
+        flat = tuple(stage._replace(codec=flat[0].codec) for stage in parts)
+        return (flat, parts) if len(there) < len(back) else (parts, flat)
+
+    def _why_raw(self, argument: str, i: int, guarded: str | None, strict: bool) -> str | None:
+        """Why a leaf travels as it is; None where it is compressed. guarded: why the plan says so."""
+        leaf, codecs = self.leaves[i], self.routes[i].codecs
+        reason = plan.why_raw(leaf, codecs) or ("there is one rank" if self.size == 1 else None)
+        refused = not guarded and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in codecs)
+        if reason and strict and (refused or leaf.dtype not in DTYPES):
+            text = f"{self.op}: argument '{argument}'{at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
+            raise (ValueError if refused else TypeError)(text)
+        return reason and (guarded or reason)
+
+    def run(self, plain: Callable[[Any, int], Any], compressed: Callable[[Message, Route], list]) -> Any:
+        """The tree of results.
+
+        Args:
+          plain: plain(leaf, its number) is the result for a leaf that travels raw.
+          compressed: compressed(message, route) are the results for the leaves of a message.
+        """
+        results: list[Any] = [None] * len(self.leaves)
+        # The scopes are what `explain` finds in the compiled program.
+        for i, reason in self.raw.items():
+            leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
+            size = leaf.size * leaf.dtype.itemsize
+            with scopes.scope(scopes.Leaf(self.op, self.net.names, path, str(leaf.dtype), size, reason)):
+                results[i] = plain(leaf, i)
+        for route, numbers in self.groups.items():
+            key = self.key if any(codec.stochastic for codec in route.codecs) else None
+            for members in plan.messages([self.leaves[i] for i in numbers], self.limit):
+                ids = tuple(numbers[k] for k in members)
+                paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
+                with scopes.scope(scopes.Message(self.op, self.net.names, paths)):
+                    done = compressed(Message(ids, [self.leaves[i] for i in ids], key), route)
+                for i, y in zip(ids, done):
+                    results[i] = y
+        return jax.tree_util.tree_unflatten(self.tree, results)
+
+
+def by_stage(leaves: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array]:
+    """Leaves [ranks, ...] as [ranks of the first stage, ranks of the second, ..., ...]."""
+    return [x.reshape(*(stage.net.size for stage in stages), *x.shape[1:]) for x in leaves]

@@ -1,0 +1,130 @@
+"""What a sum keeps from call to call: residuals, momentum and the factors of low rank, as trees like what is summed."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx import _compat
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.collectives.calls import Call
+from jaxcgx.exchange.message import Message
+from jaxcgx.native.layout import DTYPES
+from jaxcgx.plan import Plan
+from jaxcgx.plan.leaves import factor_shape
+
+
+class State(NamedTuple):
+    """The trees that a caller hands to a sum, or None for those that it doesn't."""
+
+    residuals: Any = None
+    momentum: Any = None
+    factors: Any = None
+
+
+class Kept:
+    """The checked state of a call, which the messages of the call replace part by part."""
+
+    def __init__(self, call: Call, state: State):
+        self.tree = call.tree
+        self.arrays: dict[str, list] = {}
+        if state.residuals is not None:
+            shapes = [x.shape if x.dtype in DTYPES else None for x in call.leaves]
+            self.arrays["residuals"] = _check(call, "residuals", state.residuals, shapes)
+        if state.momentum is not None:
+            if state.residuals is None:
+                raise wrong(call.op, "residuals", "a tree like x with 'momentum'", None)
+            self.arrays["momentum"] = _check_momentum(call, state.momentum)
+        if state.factors is not None:
+            self.arrays["factors"] = _check_factors(call, state.factors)
+
+    def attach(self, message: Message, codec: Codec) -> Message:
+        """The message with its state. Where the caller gave None for a leaf, it starts from zeros."""
+        state = {}
+        for kind, arrays in self.arrays.items():
+            if kind in codec.state:
+                given = [arrays[i] for i in message.ids]
+                state[kind] = [_fresh(kind, codec, x) if a is None else a for a, x in zip(given, message.leaves)]
+        return message.replace(**state)
+
+    def update(self, done: Message) -> None:
+        """Takes the new state of a message's leaves. What the caller gave as None stays None."""
+        for kind, arrays in self.arrays.items():
+            for i, new in zip(done.ids, getattr(done, kind) or ()):
+                if arrays[i] is not None:
+                    arrays[i] = new
+
+    def trees(self) -> list:
+        """The new trees, in the order of `State`."""
+        return [self.tree.unflatten(arrays) for arrays in self.arrays.values()]
+
+
+def _fresh(kind: str, codec: Any, x: jax.Array) -> jax.Array:
+    if kind == "momentum":
+        return jnp.zeros_like(x)
+    return jnp.zeros(codec.factor_shape(x.shape) if kind == "factors" else x.shape, jnp.float32)
+
+
+def _check(call: Call, argument: str, given: Any, shapes: list, dtypes: list | None = None) -> list:
+    """An array per leaf, of its shape and dtype (float32 by default), or None."""
+    try:
+        found = call.tree.flatten_up_to(given)
+    except (TypeError, ValueError):
+        raise wrong(call.op, argument, f"a tree like x, {call.tree}", jax.tree_util.tree_structure(given)) from None
+    for i, (array, shape) in enumerate(zip(found, shapes)):
+        expected = "None" if shape is None else f"{dtypes[i] if dtypes else 'float32'}{list(shape)}"
+        if array is not None and spell_array(array) != expected:
+            leaf = spell_array(call.leaves[i])
+            raise wrong(call.op, argument, f"{expected} for {leaf}", spell_array(array), path=call.paths[i])
+    return found
+
+
+def _check_momentum(call: Call, given: Any) -> list:
+    found = _check(call, "momentum", given, [x.shape for x in call.leaves], [x.dtype for x in call.leaves])
+    for i, array in enumerate(found):
+        codec = call.codecs[i][0]
+        if array is not None and i not in call.raw and not codec.sparse:
+            raise wrong(
+                call.op,
+                "momentum",
+                f"None for a leaf whose every element is sent, with {spell(codec)}",
+                "an array",
+                "take jaxcgx.TopK",
+                path=call.paths[i],
+            )
+    return found
+
+
+def _check_factors(call: Call, given: Any) -> list:
+    found = _check(call, "factors", given, list(map(factor_shape, call.leaves, call.codecs)))
+    for path, array in zip(call.paths, found):
+        if array is not None and (axes := [n for n in call.net.names if n in _compat.varying_axes(array)]):
+            raise wrong(
+                call.op,
+                "factors",
+                "the same array on every rank",
+                f"one that varies over {', '.join(map(repr, axes))}",
+                "pass on what the call before returned, through P() in shard_map's specs",
+                path=path,
+            )
+    return found
+
+
+def init_factors(x: Any, codec: Any) -> Any:
+    """The `factors` of a first call: zeros, in a tree like `x`, and None for leaves that have none.
+
+    Args:
+      x: a pytree of arrays or jax.ShapeDtypeStruct.
+      codec: the codec, {axis name: codec} or Plan of the call.
+    """
+    op = "init_factors"
+    found, tree = jax.tree_util.tree_flatten_with_path(x)
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    if isinstance(codec, Plan):
+        chosen = [given for given, _ in codec.assign(op, "codec", paths, leaves)]
+    else:
+        chosen = [codec if isinstance(codec, dict) else check_codec(op, codec)] * len(leaves)
+    codecs = [list(given.values()) if isinstance(given, dict) else [given] for given in chosen]
+    shapes = map(factor_shape, leaves, codecs)
+    return tree.unflatten([None if shape is None else jnp.zeros(shape, jnp.float32) for shape in shapes])

@@ -1,0 +1,72 @@
+"""The values that travel through an exchange: a message, its stages, and what is asked of its sum."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.codecs.base import Codec
+from jaxcgx.native.layout import Layout
+from jaxcgx.transports.base import Transport
+
+# What a sum keeps from call to call, by the field of the message. Residuals and momentum are each rank's own; factors
+# are the same on every rank, and vary as sums do.
+OWN, SHARED = ("residuals", "momentum"), ("factors",)
+STATE = OWN + SHARED
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", *STATE], meta_fields=["ids"])
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """Leaves that travel together, and whatever goes along with them. A pytree.
+
+    `ids` are the numbers of the leaves in the caller's tree. They key the noise, so that a leaf's bits don't depend on
+    the message that it is in. `key` is two words, or None where the codec draws no noise. Each kind of state is a list
+    with an array per leaf, or None.
+    """
+
+    ids: tuple[int, ...]
+    leaves: list[Any]
+    key: jax.Array | None = None
+    residuals: list[Any] | None = None  # float32, in the shapes of the leaves
+    momentum: list[Any] | None = None  # like the leaves
+    factors: list[Any] | None = None  # float32[rank, n]
+
+    def replace(self, **changes: Any) -> "Message":
+        return dataclasses.replace(self, **changes)
+
+    def layout(self, codec: Codec, chunks: int = 1) -> Layout:
+        return Layout.of(codec, self.leaves, chunks, self.ids)
+
+
+class Stage(NamedTuple):
+    """One exchange of a message: among which ranks, in which codec, by which schedule."""
+
+    net: Transport
+    codec: Codec
+    schedule: str = "one_shot"
+
+
+class Sum(NamedTuple):
+    """What is asked of a sum.
+
+    `own` says how a rank adds its own part to the sum that it owns: "raw" or "encoded". The sum is divided by `divisor`
+    in float32 before its last encoding. With `leader`, one rank per node takes part in the outermost exchange.
+    """
+
+    own: str = "raw"
+    divisor: float = 1.0
+    leader: bool = False
+
+
+def carry(leaves: list, residuals: list) -> tuple[list, list]:
+    """The leaves plus their residuals, in the leaves' dtypes, and what that rounding lost.
+
+    A residual stays as it was where the loss is not finite, as in the kernels.
+    """
+    whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals)]
+    carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]
+    lost = [w - c.astype(jnp.float32) for w, c in zip(whole, carried)]
+    return carried, [jnp.where(jnp.isfinite(x), x, r) for x, r in zip(lost, residuals)]

@@ -1,0 +1,61 @@
+"""The primitive of sums to all ranks, and the choice of its schedules."""
+
+import math
+from typing import Any
+
+from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
+from jaxcgx.exchange.keys import BACK, fold
+from jaxcgx.exchange.message import Message, Stage, Sum
+
+
+def choose(stages: tuple[Stage, ...], leaves: list, leader: bool) -> tuple[Stage, ...]:
+    """The stages, with a schedule in place of "auto". The outermost one gets what costs least, alike for all messages
+    of these leaves."""
+    outer, inner = stages[0], stages[1:]
+    net, codec = outer.net, outer.codec
+    if codec.low_rank:
+        outer = outer._replace(schedule="psum")
+    elif outer.schedule == "auto":
+        share = 1 if leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
+        if max(x.size for x in leaves) // share > codec.most:
+            schedule = "two_shot"  # one_shot cuts no leaf
+        else:
+            sent, back = (
+                sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves)
+                for each in (codec, codec.of_sum(net.size))
+            )
+            schedule = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
+        outer = outer._replace(schedule=schedule)
+    return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
+
+
+def psum(message: Message, *, net: Any, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
+    """The sum of a message over the ranks of `net`, which are those of the stages together. tracked: whether JAX tracks
+    what varies."""
+    return primitive.bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
+
+
+def _run(message, *, net, stages, how, tracked):
+    if stages[0].codec.low_rank:
+        return low_rank.allreduce(stages, message, how)
+    if len(stages) > 1:
+        return hierarchy.allreduce(net, stages, message, how)
+    summed = schedules.allreduce(stages[0], message, how)
+    momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
+    return Message(message.ids, summed.leaves, residuals=summed.residuals, momentum=momentum)
+
+
+# A sum over ranks that don't differ is differentiated by a copy for each of them: where JAX tracks what varies
+# (check_vma), the transpose of a sum is the cast from one to each (pcast), and no byte is sent. Where it doesn't, a
+# cotangent may differ from rank to rank, and the transpose of psum is psum.
+def _transpose(message, cts, *, batch, net, stages, how, tracked):
+    if tracked:
+        return [ct / how.divisor for ct in cts]
+    back = Message(message.ids, cts, fold(message.key, BACK))
+    params = dict(batch=batch, net=net, stages=stages, how=how, tracked=tracked)
+    return primitive.bind(psum_p, back, **params).leaves
+
+
+psum_p = primitive.define(
+    "psum", _run, lambda shape, **params: shape, _transpose, same=True, invarying=lambda **params: True
+)

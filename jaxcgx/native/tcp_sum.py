@@ -1,0 +1,137 @@
+"""The sum of a message over TCP, as a JAX primitive: pieces are encoded, added up and decoded while other pieces are on
+their way.
+
+The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx import _compat
+from jaxcgx._compat import batching, mlir
+from jaxcgx.native.layout import Layout
+from jaxcgx.native.ops import in_front
+from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
+
+# The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
+PIECE, MOST_PIECES = 2**19, 16
+
+tcp_allreduce_p = _compat.Primitive("jaxcgx_tcp_allreduce")
+
+
+class Operands(NamedTuple):
+    """The operands, in the order that the handler takes them."""
+
+    leaves: list[Any]
+    residuals: list[Any] | None
+    who: Any
+    first_key: Any
+    sum_key: Any
+
+
+class Results(NamedTuple):
+    sums: list[Any]
+    residuals: list[Any] | None
+
+
+def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, net: Any) -> Results:
+    """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits: float32 sums with the first one,
+    else leaves.
+
+    Args:
+      layout: the message, cut into a chunk for each rank with two_shot, else into one. Its codec has kernels.
+      operands: the operands. `who` is left to this function.
+      two_shot: which of the schedules.
+      own: how a rank adds its own part.
+      divisor: what the sum is divided by.
+      net: the transport.
+    """
+    pieces = (
+        1 if layout.codec.whole else max(1, min(MOST_PIECES, layout.chunk_bytes // PIECE))
+    )  # a leaf's part is one bucket
+    layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
+    operands = operands._replace(who=who_takes_part(net))
+    if not layout.codec.stochastic:
+        operands = operands._replace(first_key=None, sum_key=None)
+    elif not two_shot:
+        operands = operands._replace(sum_key=None)
+    flat, tree = jax.tree_util.tree_flatten(operands)
+    feedback, raw = operands.residuals is not None, two_shot and own == "raw"
+    found = tcp_allreduce_p.bind(
+        *_compat.match_varying(*flat),
+        tree=tree,
+        layout=layout,
+        batch=(),
+        two_shot=two_shot,
+        own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
+        sum_feedback=raw and feedback,
+        divisor=float(divisor),
+        net=net,
+    )
+    return _results(tree).unflatten(found)
+
+
+@functools.lru_cache
+def _results(tree: Any) -> Any:
+    """The structure of the results for operands of a structure."""
+    operands = tree.unflatten(range(tree.num_leaves))
+    return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
+
+
+def _lower(ctx, *operands, tree, layout, batch, net, divisor, two_shot, **params):
+    places = tree.unflatten(range(tree.num_leaves))
+    operands, messages = list(operands), math.prod(batch)
+    operands[places.who] = with_processes(ctx, operands[places.who], ctx.avals_in[places.who])
+    # As xla_ffi/handlers/tcp_allreduce.cc counts them.
+    payloads = 3 * layout.chunks if two_shot else net.size * layout.chunks
+    workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
+    aliases = {
+        place: place for place in places.residuals or ()
+    }  # in place: a residual is the result of the same number
+    call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)
+    hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
+    results = call(
+        hidden,
+        *operands,
+        **layout.attributes,
+        **params,
+        two_shot=two_shot,
+        feedback=places.residuals is not None,
+        batch=np.int64(messages),
+        ranks=np.int64(net.size),
+        divisor=np.float32(divisor),
+        timeout_ms=np.int64(net.timeout * 1000),
+    )
+    ctx.set_tokens_out(hidden.tokens_out)
+    return results[:-1]
+
+
+def _abstract(*avals, tree, layout, batch, two_shot, net, **params):
+    def result(shape, dtype):
+        return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
+
+    sums = [result(s, d if two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
+    fed = tree.unflatten(avals).residuals is not None
+    results = Results(sums, [result(s, jnp.float32) for s in layout.shapes] if fed else None)
+    return jax.tree_util.tree_leaves(results), net.effects
+
+
+# One call for all messages, as with the operations.
+def _batch(operands, dims, *, tree, layout, batch, **params):
+    moved, who = in_front(operands, dims), tree.unflatten(range(tree.num_leaves)).who
+    moved[who] = operands[who]
+    results = tcp_allreduce_p.bind(*moved, tree=tree, layout=layout, batch=(len(moved[0]), *batch), **params)
+    return results, [0] * len(results)
+
+
+tcp_allreduce_p.multiple_results = True
+tcp_allreduce_p.def_effectful_abstract_eval(_abstract)
+batching.primitive_batchers[tcp_allreduce_p] = _batch
+mlir.register_lowering(tcp_allreduce_p, refuse)
+mlir.register_lowering(tcp_allreduce_p, _lower, platform="cpu")
