@@ -97,7 +97,7 @@ class Loop:
 
 
 class Call:
-    """A step as a program of its own, whose result lies on fresh pages."""
+    """A step as a program of its own, whose result is on fresh pages."""
 
     iterations = 1
 
@@ -197,7 +197,7 @@ def run_rank(address, rank, processes, repeats, sizes, calls):
 
 def measure(network, repeats):
     """What rank 0 prints: [{size, what, ms of every repetition of every program}]."""
-    # Below the ports that the system gives to connections. Hosts share their ports with nobody.
+    # Below the ports that the system gives to connections. A host has all ports for itself.
     port = random.randrange(20_000, 32_000)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(netlab.Lab(network.processes, network.mbit)) if network.mbit else None
