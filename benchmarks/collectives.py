@@ -1,8 +1,8 @@
-"""compressed_psum against lax.psum between processes: on loopback, and between hosts whose links have a limited rate.
+"""Measures compressed_psum against lax.psum between processes, on loopback and between hosts on links of limited rate.
 
     python benchmarks/collectives.py [--networks REGEX] [--repeats 7] [--size MIB ...] [--out DIR]
 
-Every process has one device. The hosts (netlab.py) need root; without it only the tables of loopback are made.
+Every process has one device. The hosts (netlab.py) need root. Without root, only the tables of loopback are made.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from jaxcgx.transports.resolve import check_axes
 CODEC = cgx.MaxMin(4)
 SCHEDULES = "two_shot", "one_shot", "ring"
 TCP = "Tcp"  # "auto" over connections of jaxcgx's own
-SPEEDUP, SHARE = 4.0, 0.9  # the goals: on loopback over psum, between hosts, with Tcp, of the ideal ratio
-ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # of a size in MiB, in one program
+SPEEDUP, SHARE = 4.0, 0.9  # goals: times as fast as psum on loopback; of the ideal ratio between hosts, with Tcp
+ITERATIONS = {0.0625: 50, 1: 20, 16: 8, 64: 4}  # in one program, by the size in MiB
 LIMIT = 900  # seconds that the processes of a network may take
 
 
 class Network:
-    """Processes, and what joins them: links of some Mbit/s, or with None loopback."""
+    """Processes and their links: `mbit` Mbit/s each, or loopback if `mbit` is None."""
 
     def __init__(self, name, processes, mbit, sizes):
         self.name, self.processes, self.mbit, self.sizes = name, processes, mbit, sizes
@@ -53,14 +53,14 @@ NETWORKS = [
 ]
 
 NOTES = f"""\
-- ms: of one exchange, in rank 0, in a compiled loop that writes its results to the same pages again and again, as a training
-  step with donated state does; "calls": each a call of a compiled program, whose result lies on fresh pages. Programs take
-  turns; psum over each is formed in every turn, and the medians stand here.
-- Tcp: "auto" over jaxcgx's own connections, cgx.Tcp("data"); all else is moved by XLA's collectives, over Gloo.
-- ideal: raw bytes over wire bytes. share: how much of it is reached, psum over the time. Goals: with 64 MiB "auto" {SPEEDUP:g} times as
-  fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
-- All hosts share the processors of one machine: their kernels take turns where true hosts would work at once.
-- predicted: the time of "auto", by jaxcgx/collectives/costs.py, whose constants are of 1 Gbit/s.
+- ms: the time of one exchange in rank 0, in a compiled loop that writes its results to the same pages again and again,
+  as a training step with donated state does. "calls": each exchange is a call of a compiled program, whose result is on
+  fresh pages. Programs take turns. The ratio to psum is formed in every turn, and the table has the medians.
+- Tcp: "auto" over jaxcgx's own connections, cgx.Tcp("data"). XLA's collectives, over Gloo, move everything else.
+- speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
+  with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
+- All hosts share the processors of one machine. Their kernels take turns where real hosts would work at once.
+- predicted: the time of "auto" by the cost model (costs.py), whose constants are for 1 Gbit/s.
 """
 
 
@@ -97,7 +97,7 @@ class Loop:
 
 
 class Call:
-    """A step as a program of its own, whose result lies on fresh pages."""
+    """A step as a program of its own, whose result is on fresh pages."""
 
     iterations = 1
 
@@ -121,7 +121,7 @@ def reductions():
 
 
 def parts(mesh, x, ranks, iterations):
-    """What the exchanges consist of."""
+    """The parts of an exchange, each in a loop of its own."""
     wire = CODEC.wire_bytes(x.shape, x.dtype) // (4 * ranks) * 4 * ranks
     payload, share = np.zeros(wire, np.uint8), np.zeros(wire // ranks, np.uint8)
 
@@ -159,7 +159,7 @@ def parts(mesh, x, ranks, iterations):
 
 
 def run_rank(address, rank, processes, repeats, sizes, calls):
-    """Measures everything together with the other ranks, and prints the times."""
+    """Measures everything, together with the other ranks, and prints the times."""
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)
@@ -197,7 +197,7 @@ def run_rank(address, rank, processes, repeats, sizes, calls):
 
 def measure(network, repeats):
     """What rank 0 prints: [{size, what, ms of every repetition of every program}]."""
-    # Below the ports that connections get by themselves; hosts have all ports for themselves.
+    # Below the ports that the system gives to connections. A host has all ports for itself.
     port = random.randrange(20_000, 32_000)
     with contextlib.ExitStack() as stack:
         lab = stack.enter_context(netlab.Lab(network.processes, network.mbit)) if network.mbit else None
@@ -336,7 +336,8 @@ def parse():
 def main():
     args = parse()
     if args.rank:
-        return run_rank(**json.loads(args.rank))
+        run_rank(**json.loads(args.rank))
+        return
     networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
     if not networks:
         sys.exit(f"collectives.py: no network matches {args.networks!r}")

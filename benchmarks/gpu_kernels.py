@@ -1,17 +1,16 @@
-"""The native operations on a GPU, against the time that a device-to-device copy needs to move their bytes.
+"""Measures the native operations on a GPU against the time that a device-to-device copy needs to move their bytes.
 
-Measured as on the CPU (kernels.py): inside compiled loops, copy and operation taking turns, the share formed within
-each
-turn. A pass over an input is far larger than the L2 cache; small leaves come in several sets, in turn, that together
-are.
-Other quantizers follow, each where its package is installed: their own formats, and the bytes that these must move.
+The method is that of the CPU (kernels.py): compiled loops, copy and operation taking turns, the share formed within
+each turn. One pass over an input is far larger than the L2 cache. Small leaves come in several sets, in turn, which
+together are larger, too. Other quantizers are measured where their packages are installed, with the bytes that their
+own formats must move.
 
     python benchmarks/gpu_kernels.py [--rows REGEX] [--repeats 9] [--size 1024] [--out FILE.json]
 """
 
 import os
 
-# All calls in a loop's body become one CUDA graph: with a thousand leaves the host would be measured otherwise.
+# All calls in a loop's body become one CUDA graph. Otherwise, with a thousand leaves, the host would be measured.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
 
 import argparse
@@ -34,17 +33,17 @@ from jaxcgx.native.layout import Layout
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
-PART = 2**24  # 64 MiB, too, for the selection of the largest elements
+PART = 2**24  # elements, 64 MiB: the smaller input for the selection of the largest elements
 SETS = 4  # of leaves: 256 MiB
 
 NOTES = f"""\
-- share: the bytes that must move (every input read once, every output written once), at the bandwidth of a device-to-device
-  copy measured in the same turn, over the time. Medians of the turns.
-- reduce: the sum of {RANKS} payloads, encoded again in the same pass; arithmetic binds.
-- TopK: of {PART:,} elements where the row says 16 M. Exact selection reads its input twice, sampled selection twice with feedback
-  only; the share counts one reading. reduce: the largest of the sum again.
+- share: the time to move the bytes (every input read once, every output written once) at the bandwidth of a
+  device-to-device copy measured in the same turn, over the time. Medians of the turns.
+- reduce: the sum of {RANKS} payloads, encoded again in the same pass. It is bound by arithmetic.
+- TopK: {PART:,} elements where the row says 16 M. Exact selection reads its input twice. Sampled selection reads it
+  twice with feedback only. The share counts one reading. reduce: the largest elements of the sum are selected again.
 - leaves: {LEAVES:,} leaves of {LEAF:,} elements in one launch, {SETS} sets of them in turn.
-- The other quantizers write formats of their own; their share is by the bytes that these must move.
+- The other quantizers write formats of their own. Their share uses the bytes that these formats must move.
 """
 
 
@@ -144,8 +143,8 @@ def rows():
     return table
 
 
-# Other quantizers. Each takes the number of float32 elements and returns a function that quantizes once, and the bytes
-# that it must move.
+# Other quantizers: each function takes the number of float32 elements. It returns a function that quantizes once, and
+# the bytes that it must move.
 
 
 def torch_input(n):
@@ -155,14 +154,14 @@ def torch_input(n):
 
 
 def bitsandbytes_8(n):
-    torch, x = torch_input(n)
+    _, x = torch_input(n)
     from bitsandbytes import functional
 
     return lambda: functional.quantize_blockwise(x, blocksize=BUCKET), 5 * n + 4 * n // BUCKET
 
 
 def bitsandbytes_4(n):
-    torch, x = torch_input(n)
+    _, x = torch_input(n)
     from bitsandbytes import functional
 
     return lambda: functional.quantize_4bit(x, blocksize=BUCKET, quant_type="fp4"), 4.5 * n + 4 * n // BUCKET
@@ -190,7 +189,7 @@ def transformer_engine_fp8(n):
 
 
 def triton_maxmin_4(n):
-    """A kernel of the obvious kind: a bucket a program, its halves packed into nibbles."""
+    """The obvious kernel: one program for each bucket, which packs the bucket's halves into nibbles."""
     torch, x = torch_input(n)
     import triton
     import triton.language as tl
@@ -253,7 +252,7 @@ def rivals():
 
 
 def measured(copy, copied, run, moved, sets, repeats):
-    """What a row says of `run`, which moves `moved` bytes `sets` times an iteration; `copied` bytes are a copy's."""
+    """The figures of `run`, which moves `moved` bytes `sets` times an iteration. A copy moves `copied` bytes."""
     times = kernels.measure([copy, run], ITERATIONS, repeats)
     ms = times[:, 1] / sets
     return dict(
@@ -267,7 +266,7 @@ def measured(copy, copied, run, moved, sets, repeats):
 
 
 def lines(data):
-    """The tables of what main measured."""
+    """The tables of the measured data."""
     out = [
         f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of "
         f"{data['repeats']} repetitions.",
@@ -318,10 +317,10 @@ def reason(error):
 
 
 def attempt(row, make, *args):
-    """`row` with what `measured` says of a loop that is made here, or why it could not be."""
+    """`row` with the figures that `make` returns, or with the reason why there are none."""
     try:
         return row | make(*args)
-    except Exception as error:  # one that does not run is a row that says so
+    except Exception as error:  # a row that can't run says why, and the others go on
         return row | dict(why_not=reason(error))
 
 

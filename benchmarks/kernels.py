@@ -1,8 +1,9 @@
-"""The native operations on the CPU, against the time that moving their bytes takes.
+"""Measures the native operations on the CPU against the time that moving their bytes takes.
 
-The bound of an operation is its inputs read once and its outputs written once, at the bandwidth of a memcpy measured
-next to it with as many threads; its share is that time over its own. MaxMin also against the same arithmetic in plain
-jnp, many small leaves against a large one, and the temporaries that XLA allocates.
+The bound of an operation is the time to read its inputs once and to write its outputs once, at the bandwidth of a
+memcpy with as many threads, measured next to it. The share is the bound over the time of the operation. MaxMin is also
+measured against the same arithmetic in plain jnp. Two more tables have many small leaves against a large one, and the
+temporaries that XLA allocates.
 
     python benchmarks/kernels.py [--rows REGEX] [--repeats 9] [--size 64] [--kernels avx2] [--out DIR]
 """
@@ -47,7 +48,7 @@ CODECS = {
     "ByteGrad": cgx.ByteGrad(),
     "Raw": cgx.Raw(),
 }
-STOCHASTIC = {  # they decode as their namesakes above do
+STOCHASTIC = {  # decoding is that of their namesakes above
     "MaxMin 4 stochastic": cgx.MaxMin(4, BUCKET, "stochastic"),
     "MaxMin 8 stochastic": cgx.MaxMin(8, BUCKET, "stochastic"),
     "Cast bfloat16 stochastic": cgx.Cast("bfloat16", "stochastic"),
@@ -60,21 +61,23 @@ ENCODE_GOALS = {
 DECODE_GOAL, REDUCE_GOAL, FEEDBACK_GOAL = 0.8, 0.35, 0.75
 
 NOTES = f"""\
-- share: the bound over the time. The bound: every input read once and every output written once, at the bandwidth of a
-  memcpy with as many threads, which is measured again in every repetition, right before the operation; share and
-  speed-up are formed within each repetition, and the medians of them stand here. No goal: none was set.
+- share: the bound over the time. The bound is the time to read every input once and to write every output once, at the
+  bandwidth of a memcpy with as many threads. The memcpy is measured again in every repetition, right before the
+  operation. Share and speed-up are formed within each repetition, and the table has their medians. An empty goal means
+  that none was set.
 - reduce: the sum of {RANKS} payloads, encoded again in the same pass. It is bound by arithmetic, not by memory: for 16
-  values {RANKS} decodes of about 4 vector instructions each and one encode, on no more bytes than {RANKS + 1} payloads.
+  values it does {RANKS} decodes of about 4 vector instructions each and one encode, on no more bytes than {RANKS + 1}
+  payloads.
 - encode and reduce with feedback: they read the residual and overwrite it in place.
 - decode: AbsMax of other widths reads its codes as MaxMin does.
-- A bucket of more than 2,048 elements is read twice, once for its range, and ByteGrad's bucket is a whole leaf; the bound
+- A bucket of more than 2,048 elements is read twice, once for its range. ByteGrad's bucket is a whole leaf. The bound
   counts one reading.
-- jnp: the same arithmetic in plain jnp, compiled by XLA, in the same loop, to and from one array of bytes. What of it
-  is one pass over memory (decode of 8 bits) is bound by memory there too: no kernel can be 5 times as fast.
+- jnp: the same arithmetic in plain jnp, compiled by XLA, in the same loop, to and from one array of bytes. Decode of 8
+  bits is one pass over memory in jnp, too, and memory bounds it there as well. So no kernel can be 5 times as fast.
 """
 
 
-# Operations: each makes a step from carry to carry, its first carry, and the bytes it must move.
+# Operations: each returns a step from carry to carry, its first carry, and the bytes that it must move.
 
 
 def encode(codec, leaves):
@@ -125,9 +128,8 @@ def nbytes(tree):
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-# The same in plain jnp, for 1, 2, 4 or 8 bits, in the forms that XLA compiles best of those tried: codes packed by
-# parts
-# of a bucket, no care for NaN or denormals. The result is one array of bytes, as what travels must be.
+# The same in plain jnp, for 1, 2, 4 or 8 bits, in the form that XLA compiles best among those that were tried. It packs
+# codes by parts of a bucket and ignores NaN and denormals. The result is one array of bytes, because one array travels.
 
 
 def plain_encode(x, bits):
@@ -189,13 +191,13 @@ def repeat(step, carry, iterations):
 class Loop:
     """A step, many times in one compiled program.
 
-    A jitted call on its own would mostly measure something else: the operating system handing out the pages of a fresh
-    output of 64 MiB. In a loop with donated carries every iteration writes to the same pages, as training does.
+    A jitted call on its own would mostly measure how the operating system hands out the pages of a fresh output of 64
+    MiB. In a loop with donated carries every iteration writes to the same pages, as training does.
     """
 
     def __init__(self, step, carry, iterations=ITERATIONS):
         program = jax.jit(lambda carry: repeat(step, carry, iterations), donate_argnums=0)
-        self.carry = jax.tree.map(jnp.array, carry)  # what is donated must not be anybody else's
+        self.carry = jax.tree.map(jnp.array, carry)  # copies: a donated array must have no other user
         self.compiled = program.lower(self.carry).compile()
 
     def __call__(self):
@@ -203,10 +205,9 @@ class Loop:
 
 
 class LeavesLoop:
-    """An operation LEAVES_ITERATIONS times on leaves that the program makes itself, so that they lie where gradients
-    do.
+    """An operation, LEAVES_ITERATIONS times, on leaves that the program makes itself, as it makes gradients.
 
-    Leaves that are arguments lie wherever they were allocated, and JAX works on each of them for every call.
+    Leaves that are arguments are wherever they were allocated, and JAX works on each of them for every call.
     """
 
     def __init__(self, operation, codec, leaves):
@@ -214,7 +215,9 @@ class LeavesLoop:
 
         def program(payload):
             step, carry, _ = operation(codec, ops.decode(source, payload))
-            return jax.tree.leaves(repeat(step, carry, LEAVES_ITERATIONS))[-1].ravel()[0]  # the rest stays inside
+            return jax.tree.leaves(repeat(step, carry, LEAVES_ITERATIONS))[-1].ravel()[
+                0
+            ]  # one number leaves the program
 
         self.payload = ops.encode(source, leaves)
         self.compiled = jax.jit(program).lower(self.payload).compile()
@@ -224,8 +227,8 @@ class LeavesLoop:
 
 
 def check_copies(loop):
-    """The loop; an error if XLA copies what it carries, as the copies would be measured too."""
-    inside, _ = loop.compiled.as_text().split("\nENTRY ")  # what comes before the loop, once, does no harm
+    """The loop. It is an error if XLA copies what the loop carries, because the copies would be measured, too."""
+    inside, _ = loop.compiled.as_text().split("\nENTRY ")  # copies before the loop are made once: harmless
     for shape in re.findall(r" = \w+\[([\d,]+)\]\S* copy\(", inside):
         if math.prod(map(int, shape.split(","))) >= LEAF:
             raise RuntimeError(f"XLA copies an array of shape [{shape}] in the loop that is measured")
@@ -246,8 +249,7 @@ class Memcpy:
 
 
 def measure(functions, iterations, repeats):
-    """Milliseconds of an iteration, [repetition, function]: the functions take turns, as machines are noisy and
-    drift."""
+    """Milliseconds of an iteration, [repetition, function]. Functions take turns, because machines drift."""
     for function in functions:
         function()
     times = np.empty((repeats, len(functions)))
@@ -337,7 +339,7 @@ def run_leaves(name, operation, repeats):
 
 
 def run_temporaries(name, operation, size):
-    """What XLA allocates besides arguments and results for the operation as a program of its own."""
+    """The bytes that XLA allocates, besides arguments and results, for the operation as a program of its own."""
     x = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     layout = Layout.of(CODECS["MaxMin 4"], [x])
     payload = jax.ShapeDtypeStruct((1, layout.chunk_bytes), jnp.uint8)
@@ -421,7 +423,7 @@ def parse():
             registration.MODULE.select_kernels(args.kernels)
         except ValueError as error:
             parser.error(f"--kernels: {error}")
-    # The paths of --out are of no interest to whoever reads the results.
+    # The path of --out doesn't matter to a reader of the results.
     given = [
         f"--{name}={value}" for name, value in vars(args).items() if name != "out" and value != parser.get_default(name)
     ]

@@ -1,5 +1,4 @@
-"""compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and through their shared
-memory.
+"""Measures compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and shared memory.
 
 mpirun -n 2 python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--out DIR]
 """
@@ -21,12 +20,13 @@ COMM = MPI.COMM_WORLD
 NAMES = "mpi4jax", "two_shot", "one_shot", "memory"
 OVER_MPI, IN_MEMORY, ROWS = 4.0, 6.0, 2.0  # the goals, with 64 MiB on two ranks of one host
 NOTES = f"""\
-- ms: of one call on the slowest rank, from a barrier to its end. Programs take turns; the ratio to mpi4jax is formed in every
-  turn, and the medians stand here. Arguments are donated, as a training step's state is.
-- two_shot, one_shot: over MPI; "MPI x" is how many times as fast as mpi4jax.allreduce the faster one is. memory: through the memory that
-  the ranks share, the inner level of a hierarchy, with schedule="auto"; "memory x" likewise.
-- Goals with 64 MiB on two ranks: {OVER_MPI:g} times as fast over MPI, {IN_MEMORY:g} through memory; all_to_all of bytes through memory {ROWS:g} times
-  as fast as mpi4jax.alltoall.
+- ms: the time of one call on the slowest rank, from a barrier to its end. Programs take turns. The ratio to mpi4jax is
+  formed in every turn, and the table has the medians. Arguments are donated, as a training step's state is.
+- two_shot, one_shot: over MPI. "MPI x" is how many times as fast as mpi4jax.allreduce the faster of the two is.
+- memory: through the memory that the ranks share, the inner level of a hierarchy, with schedule="auto". "memory x" is
+  how many times as fast as mpi4jax.allreduce it is.
+- Goals with 64 MiB on two ranks: {OVER_MPI:g} times as fast over MPI and {IN_MEMORY:g} times through memory. all_to_all
+  of bytes through memory: {ROWS:g} times as fast as mpi4jax.alltoall.
 """
 
 
@@ -55,7 +55,7 @@ def seconds(step, x):
 
 
 def measure(programs, x, repeats):
-    """{name: seconds in every turn}, {name: of mpi4jax over them}."""
+    """{name: seconds in every turn}, and {name: the ratio of mpi4jax to it in every turn}."""
     steps = {name: jax.jit(f, donate_argnums=0) for name, f in programs.items()}
     given = {name: jnp.copy(x) for name in steps}
     times = {name: [] for name in steps}
@@ -76,7 +76,9 @@ def main():
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--size", type=float, nargs="+", default=[0.0625, 1, 16, 64], metavar="MIB")
     parser.add_argument(
-        "--out", type=pathlib.Path, help="folder for the results; without it only those of a whole run are written"
+        "--out",
+        type=pathlib.Path,
+        help="folder for the results (default: benchmarks/results, but nowhere when other options are given)",
     )
     args = parser.parse_args()
     nodes = cgx.mpi.hierarchy()

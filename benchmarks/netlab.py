@@ -1,12 +1,12 @@
-"""A network of hosts on one machine, every link of a limited rate.
+"""A network of hosts on one machine, with links of a limited rate.
 
-A host is a network namespace and a name that resolves to its address; a virtual cable joins it to a switch, a bridge in
-a namespace of its own, and a token bucket at each end of the cable limits what goes through it. The queues are long
-enough that nothing is dropped, and there is no delay but theirs. Needs root and iproute2.
+A host is a network namespace with a name that resolves to its address. A virtual cable joins it to a switch, which is a
+bridge in a namespace of its own. A token bucket at each end of the cable limits the rate. The queues are long enough
+that nothing is dropped, and they are the only source of delay. Needs root and iproute2.
 
     python benchmarks/netlab.py --hosts 2 --mbit 1000 -- python train.py {rank} {hosts} {address}
 
-runs a command in every host at once, {address} being that of host 0, and exits with the worst status.
+runs a command in every host at once, where {address} is that of host 0, and exits with the worst status.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import sys
 import tempfile
 
 PREFIX = "jaxcgx-lab"
-BURST = 1e-3  # seconds at the full rate that may pass at once; with less a busy machine doesn't reach the rate
+BURST = 1e-3  # seconds at the full rate that may pass at once; with less, a busy machine doesn't reach the rate
 QUEUE = "400ms"
 
 
 def why_not():
-    """Why there can be no hosts here; "" where there can."""
+    """Why hosts are impossible on this machine, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "setpriv") if not shutil.which(tool)]
@@ -58,7 +58,7 @@ def _limit(namespace, device, mbit):
 
 
 def _sweep():
-    """Removes what a lab left behind that was killed: names end in the number of the process that made them."""
+    """Removes what a killed lab left behind. Names end in the number of the process that made them."""
     for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
         name = line.split()[0]
         if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[-1]}"):
@@ -66,8 +66,7 @@ def _sweep():
 
 
 class Lab:
-    """Hosts 0 to n - 1, on links of `mbit` Mbit/s each way; to be used with `with`, which removes them and ends what
-    runs in them."""
+    """Hosts 0 to n - 1, on links of `mbit` Mbit/s each way. `with` removes them and ends what runs in them."""
 
     def __init__(self, hosts, mbit):
         self.hosts, self.mbit, self.running = hosts, mbit, []
@@ -111,8 +110,7 @@ class Lab:
             _limit(switch, port, self.mbit)
 
     def start(self, host, command, **options):
-        """A process in a host. Its mounts are its own, so /etc/hosts, where Gloo finds the address, can be another
-        there."""
+        """Starts a process in a host, with its own mounts: Gloo finds the address in an /etc/hosts of its own."""
         inside = f'hostname host{host} && mount --bind "$0" /etc/hosts && exec "$@"'
         command = [
             "setpriv",
@@ -144,7 +142,7 @@ class Lab:
 
 @contextlib.contextmanager
 def signals_raise():
-    """SIGTERM and SIGHUP end the program as Ctrl-C does, so that `with` cleans up."""
+    """Makes SIGTERM and SIGHUP end the program as Ctrl-C does, so that `with` cleans up."""
 
     def stop(number, frame):
         sys.exit(128 + number)

@@ -1,8 +1,8 @@
-"""PowerSGD of one large gradient between hosts: compressed_pmean against PyTorch's DDP hook, and both uncompressed.
+"""Measures PowerSGD of one large gradient between hosts: compressed_pmean, PyTorch's DDP hook, and no compression.
 
     python benchmarks/powersgd.py [--torch PYTHON] [--repeats 9] [--out DIR]
 
-The hosts (netlab.py) need root. --torch: a Python that has torch, where that of jaxcgx has none.
+The hosts (netlab.py) need root. --torch names a Python that has torch, if that of jaxcgx has none.
 """
 
 import argparse
@@ -33,14 +33,15 @@ NETWORKS = {1000: 10, 100: 3}  # Mbit/s: steps of a program in a turn
 STEPS = 12  # of the sequence whose error is taken
 
 NOTES = f"""\
-- ms: of a step of the slower of the {PROCESSES} hosts. All programs take turns, those of PyTorch too, whose processes wait meanwhile;
-  ratios are formed within each turn, and the medians stand here. Warm start and error feedback are on everywhere. Both hosts share the
-  processors of one machine.
-- PyTorch: one parameter under DistributedDataParallel over Gloo, whose backward pass is a product of matrices' size. What that takes
-  alone is taken off: "ahead" is (PyTorch - its backward pass) / jaxcgx. Goal: above 1.
+- ms: the time of a step on the slower of the {PROCESSES} hosts. All programs take turns, those of PyTorch too, and the
+  processes of a program wait while another one runs. Ratios are formed within each turn, and the table has their
+  medians. Warm start and error feedback are on everywhere. Both hosts share the processors of one machine.
+- PyTorch: one parameter under DistributedDataParallel over Gloo. Its backward pass is one elementwise product.
+  The time of that pass alone is subtracted: "ahead" is (PyTorch - its backward pass) / jaxcgx. Goal: above 1.
 - rank none: no hook, and lax.pmean.
-- error: of all that {STEPS} steps sent, beside the sum of the true means, |sent - meant| / |meant|, on the same gradients, {SIZE} x {SIZE} of
-  falling singular values with noise of its own for every host and step, from the same first Q. Goal: no more than 1% above PyTorch's.
+- error: the error of the sum of all that {STEPS} steps sent, relative to the sum of the true means, |sent - meant| /
+  |meant|. Both use the same gradients and the same first Q. The gradients are {SIZE} x {SIZE}, with falling singular
+  values and noise of their own for every host and step. Goal: no more than 1% above PyTorch's.
 """
 
 
@@ -54,7 +55,7 @@ def run_rank(address, port, rank, processes, ranks, steps):
     everywhere = NamedSharding(mesh.mesh, PartitionSpec())
 
     class Step:
-        """A training step's exchange: the old mean's memory and that of the state are used again."""
+        """The exchange of a training step. It reuses the memory of the old mean and of the state."""
 
         def __init__(self, low_rank):
             self.state = [mesh.array(np.zeros((1, SIZE, SIZE), np.float32))]
@@ -79,20 +80,22 @@ def run_rank(address, port, rank, processes, ranks, steps):
             self.state = jax.block_until_ready(self.program(given if x is None else x, self.state))
             return self.state[0].addressable_data(0)[0]
 
-    local = lambda t: mesh.array(gradient(rank, t)[None])
+    def local(t):
+        return mesh.array(gradient(rank, t)[None])
+
+    def error(step):
+        return relative_error(lambda t: np.asarray(step(local(t))), processes, steps)
+
     given = local(0)
     programs = {str(n): Step(n) for n in (0, *ranks)}
-    serve(
-        {str(n): relative_error(lambda t: np.asarray(programs[str(n)](local(t))), processes, steps) for n in ranks},
-        programs,
-    )
+    serve({str(n): error(programs[str(n)]) for n in ranks}, programs)
 
 
 # In the process that starts the others
 
 
 def launch(stack, lab, command):
-    """A process in every host, of `command` and what it is to know."""
+    """Starts a process in every host: `command`, with its settings as the last argument."""
     port, running = random.randrange(20_000, 32_000), []
     for rank in range(PROCESSES):
         worker = dict(address=lab.address(0), port=port, rank=rank, processes=PROCESSES, ranks=RANKS, steps=STEPS)
@@ -112,7 +115,7 @@ def launch(stack, lab, command):
 
 
 def hear(running, word):
-    """What each process says behind a word."""
+    """What each process prints after a word."""
     found = []
     for process in running:
         said = next((text for text in process.stdout if text.startswith(word + " ")), None)
@@ -191,7 +194,7 @@ HEAD = ("rank", "bytes", "jaxcgx ms", "PyTorch ms", "its backward", "ahead", "ou
 
 
 def version(torch):
-    """torch's, or None."""
+    """The version of torch in this Python, or None."""
     found = subprocess.run([torch, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     return found.stdout.strip() or None
 
@@ -226,7 +229,8 @@ def parse():
 def main():
     args = parse()
     if args.rank:
-        return run_rank(**json.loads(args.rank))
+        run_rank(**json.loads(args.rank))
+        return
     if why := netlab.why_not():
         sys.exit(f"powersgd.py: not measured, {why}")
     torch = version(args.torch)

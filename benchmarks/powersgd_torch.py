@@ -1,5 +1,4 @@
-"""PyTorch's side of powersgd.py: the same steps by its DDP and its PowerSGD hook. Needs torch and numpy, nothing of
-jaxcgx.
+"""PyTorch's side of powersgd.py: the same steps with DDP and its PowerSGD hook. Needs torch and numpy, not jaxcgx.
 
 python benchmarks/powersgd_torch.py '{"address": ..., "port": ..., "rank": 0, "processes": 2, "ranks": [1, 4], ...}'
 """
@@ -16,21 +15,19 @@ TERMS = 64  # of a gradient, with weights 1, 1/2, 1/3, ...
 
 
 def gradient(rank, step):
-    """A rank's gradient in a step: what all ranks and steps have in common, of falling singular values, and noise of as
-    much."""
+    """A rank's gradient in a step: a common part with falling singular values, and noise of the same size."""
     common = np.random.default_rng(1).standard_normal((2, SIZE, TERMS), np.float32)
     noise = np.random.default_rng((2, rank, step)).standard_normal((SIZE, SIZE), np.float32)
     return (common[0] / np.arange(1, TERMS + 1, dtype=np.float32)) @ common[1].T + noise
 
 
 def start(low_rank):
-    """The Q that both begin with, [columns, rank]."""
+    """The first Q of both frameworks, [columns, rank]."""
     return np.random.default_rng(3).standard_normal((SIZE, low_rank), np.float32)
 
 
 def relative_error(step, processes, steps):
-    """Of all that some steps sent together, beside the sum of their means. step(numpy array): the mean as it
-    arrived."""
+    """The error of the sum of all steps, relative to the sum of their means. step(t) is the mean as it arrived."""
     sent, meant = np.zeros((2, SIZE, SIZE))
     for t in range(steps):
         sent += step(t)
@@ -39,7 +36,7 @@ def relative_error(step, processes, steps):
 
 
 def serve(errors, programs):
-    """Prints the errors, then does what each line of the input asks for, "NAME TIMES", and prints the ms of one."""
+    """Prints the errors. Then runs a program for each line of the input, "NAME TIMES", and prints the ms of one run."""
     print("READY", json.dumps(errors), flush=True)
     for line in sys.stdin:
         name, times = line.rsplit(" ", 1)
@@ -69,9 +66,8 @@ def main(address, port, rank, processes, ranks, steps):
     def model(low_rank):
         ddp = torch.nn.parallel.DistributedDataParallel(Weights(), gradient_as_bucket_view=True)
         if low_rank:
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=low_rank, start_powerSGD_iter=2
-            )  # the least there is
+            # 2 is the smallest start_powerSGD_iter that PyTorch accepts.
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=low_rank, start_powerSGD_iter=2)
             state.p_memory_dict[0], state.q_memory_dict[0] = (
                 torch.empty(SIZE * low_rank),
                 torch.from_numpy(start(low_rank).reshape(-1)),
@@ -93,10 +89,11 @@ def main(address, port, rank, processes, ranks, steps):
     given = torch.from_numpy(gradient(rank, 0))
     models = {low_rank: model(low_rank) for low_rank in (0, *ranks)}
     models[0](given).backward()
-    errors = {
-        str(n): relative_error(lambda t: mean(models[n], torch.from_numpy(gradient(rank, t))).numpy(), processes, steps)
-        for n in ranks
-    }
+
+    def error(ddp):
+        return relative_error(lambda t: mean(ddp, torch.from_numpy(gradient(rank, t))).numpy(), processes, steps)
+
+    errors = {str(n): error(models[n]) for n in ranks}
     programs = {str(n): lambda ddp=ddp: mean(ddp, given) for n, ddp in models.items()}
     serve(errors, programs | {"alone": lambda: alone(models[0])})
 

@@ -1,4 +1,4 @@
-"""What the reports of the benchmarks have in common: where the figures come from, tables, and the files of both."""
+"""The common parts of the benchmarks' reports: the origin of the figures, the tables, and the files of both."""
 
 import datetime
 import importlib.metadata
@@ -40,7 +40,7 @@ def _cpu_model():
 
 
 class Report:
-    """Lines that are printed as they come, and the data behind them."""
+    """Lines that are printed as they come, and their data."""
 
     def __init__(self, command, repeats=None, **settings):
         # XLA's thread pool has a thread for each processor that this process may use.

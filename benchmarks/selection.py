@@ -1,8 +1,8 @@
-"""TopK on the CPU: encode with each selection against jax.lax.top_k, and against reading the numbers once.
+"""Measures TopK on the CPU: encode with each selection, against jax.lax.top_k and against reading the numbers once.
 
     python benchmarks/selection.py [--repeats 9] [--size 64] [--out DIR]
 
-Operations take turns in every repetition; ratios are formed within it, and the medians of them stand in the report.
+Operations take turns in every repetition. Ratios are formed within a repetition, and the report has their medians.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from jaxcgx.native.layout import Layout
 RATIOS = 0.001, 0.01
 OVER_TOP_K, OF_READ = {("encode exact", 0.001): 20.0}, {("encode sampled", 0.001): 0.5, ("encode sampled", 0.01): 0.5}
 NOTES = """\
-- read: jnp.sum of the numbers under jit, which reads them once: the bound of an encode. The bound of an encode with feedback is
-  three times that: two arrays are read, one is written. share: the bound over the time.
-- top_k: jax.lax.top_k(jnp.abs(x), k) under jit, once for each ratio; it gives values and indices, nothing is coded.
-- decode, reduce: no bound is given; they write every element (reduce encoded: to a temporary array).
+- read: jnp.sum of the numbers under jit, which reads them once. It is the bound of an encode. The bound of an encode
+  with feedback is three times that, because it reads two arrays and writes one. share: the bound over the time.
+- top_k: jax.lax.top_k(jnp.abs(x), k) under jit, once for each ratio. It gives values and indices and encodes nothing.
+- decode, reduce: they have no bound here. They write every element (reduce encoded: to a temporary array).
 """
 
 
 def timed(run, *args):
-    """Seconds, and what came."""
+    """The seconds of a call, and its results."""
     start = time.perf_counter()
     results = jax.block_until_ready(run(*args))
     return time.perf_counter() - start, results
@@ -90,7 +90,7 @@ def main():
         times = {name: [] for name in made}
         for _ in range(args.repeats + 1):
             for name, run in made.items():
-                run()  # what the operation before leaves behind, memory given back and caches, is not this one's
+                run()  # not timed: it pays for the state in which the operation before left memory and caches
                 times[name].append(1e3 * run())
         times = {name: ms[1:] for name, ms in times.items()}  # the first compiled
         for name, ms in times.items():

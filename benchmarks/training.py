@@ -1,11 +1,9 @@
-"""What compression costs in accuracy: plain psum against a few bits, with error feedback and without, and against a few
-elements.
+"""Measures the accuracy that few bits, with feedback and without, and few elements cost against a plain psum.
 
     python benchmarks/training.py [--tables REGEX] [--data REGEX] [--seeds 3] [--devices 8] [--out DIR]
 
-A small network learns digits (scikit-learn carries them) and Fashion-MNIST (Debian's package dataset-fashion-mnist),
-data-parallel on
-virtual CPU devices. All runs of a seed begin with the same weights and see the same batches.
+A small network learns digits (scikit-learn has them) and Fashion-MNIST (Debian's package dataset-fashion-mnist),
+data-parallel on virtual CPU devices. All runs of a seed begin with the same weights and see the same batches.
 """
 
 import argparse
@@ -27,8 +25,8 @@ import jaxcgx as cgx
 
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HIDDEN = 256, 128
-LEAST = 1.0  # points of accuracy that few bits without feedback lose where they matter
-WARM = 0.4  # of the epochs, in which DGC's ratio comes down
+LEAST = 1.0  # points of accuracy that few bits without feedback lose at least, on data that shows it
+WARM = 0.4  # of the epochs, in which DGC's ratio decreases
 MOMENTUM = functools.partial(optax.sgd, momentum=0.9)
 RAW = dict(plan=cgx.Raw(), feedback=False)
 
@@ -38,7 +36,7 @@ class Run(NamedTuple):
     options: dict  # make_train_step's
     most: float | None = 0.0  # points of accuracy that it may lose; None: it loses more than LEAST
     against: str = "float32"
-    rate: float = 0.1  # that the cosine begins with
+    rate: float = 0.1  # the first value of the cosine
 
 
 class Table(NamedTuple):
@@ -58,11 +56,10 @@ TABLES = {
             "2 bits, feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2)), 1.0),
             "2 bits, no feedback": Run(MOMENTUM, dict(plan=cgx.MaxMin(2), feedback=False), None),
         },
-        "- lost: points of accuracy against float32, of the means. Without feedback the same two bits show what "
-        "feedback is for; digits don't "
-        "tell them apart.",
+        "- lost: points of accuracy against float32, of the means. The row of 2 bits without feedback shows the effect "
+        "of feedback. Digits don't show it.",
     ),
-    # An element is sent now and then only: that wants more steps, so smaller batches. Digits are too few for either.
+    # An element is sent rarely, so training needs more steps, and so smaller batches. Digits are too few for either.
     "training-sparse": Table(
         ("Fashion-MNIST",),
         64,
@@ -78,12 +75,11 @@ TABLES = {
                 rate=1e-3,
             ),
         },
-        "- lost: points of accuracy against float32 with the same optimizer, of the means. DGC has its momentum "
-        "itself, and SGD none; in the "
-        f"first {WARM:.0%} of the epochs its ratio comes down to 0.1 %, and bytes are those after them. BSC has its "
-        "momentum, too, and Adam "
-        "behind it none (b1=0); it takes weights of more than 10,000 elements, the others, and biases, travel as they "
-        "are.",
+        "- lost: points of accuracy against float32 with the same optimizer, of the means.\n"
+        "- DGC has its own momentum, and SGD after it has none. In the first "
+        f"{WARM:.0%} of the epochs its ratio decreases to 0.1 %. Bytes are those after them.\n"
+        "- BSC has its own momentum, too, and Adam after it has none (b1=0). BSC takes weights of more than 10,000 "
+        "elements. The others, and biases, travel raw.",
     ),
 }
 
@@ -112,7 +108,7 @@ def fashion_mnist():
     )
 
 
-# name: the data, epochs, and whether they tell feedback from none
+# name: the data, epochs, and whether the accuracy shows a difference with and without feedback
 DATA = {"digits": (digits, 40, False), "Fashion-MNIST": (fashion_mnist, 10, True)}
 
 
@@ -136,7 +132,7 @@ def loss_fn(params, batch):
 
 
 def train(data, epochs, batch_size, run, seed, mesh):
-    """The test accuracy in percent, and bytes a rank sends in a step, behind any warm-up."""
+    """The test accuracy in percent, and the bytes that a rank sends in a step after any warm-up."""
     (images, labels), (test_images, test_labels) = data
     each = len(images) // batch_size
     make = functools.partial(
@@ -187,15 +183,14 @@ def measure(called, table, args, mesh):
             continue
         if load is fashion_mnist and not FASHION.is_dir():
             report.show(
-                "", f"{name}: not there ({FASHION}; Debian and Ubuntu have it as the package dataset-fashion-mnist)."
+                "", f"{name}: not found in {FASHION} (Debian and Ubuntu have it as the package dataset-fashion-mnist)."
             )
             continue
         data = [(images.astype(np.float32), labels.astype(np.int32)) for images, labels in load()]
         report.show(
             "",
             f"{name}: {len(data[0][0]):,} images, {epochs} epochs, batches of {table.batch} over {args.devices} "
-            "devices, SGD with momentum 0.9 or "
-            "Adam, the rate a cosine. Test accuracy in %.",
+            "devices, SGD with momentum 0.9 or Adam, with a rate that follows a cosine. Test accuracy in %.",
             "",
             *header(
                 "gradients",
@@ -247,7 +242,7 @@ def measure(called, table, args, mesh):
     report.show(
         "",
         table.notes,
-        "- bytes/step: that a rank sends, by all collectives of the compiled step, as jaxcgx.explain finds them.",
+        "- bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them.",
     )
     report.write(args.out, called)
 

@@ -1,8 +1,9 @@
-"""Data-parallel training with plain and with compressed gradients, side by side.
+"""Trains with plain and with compressed gradients, data-parallel, side by side.
 
-A small network learns to read handwritten digits (scikit-learn carries 1797 of them, 8x8 pixels) on a few virtual CPU
-devices. It is trained twice from the same weights on the same batches: once the devices average their gradients in
-float32, once they exchange them as a few bits per element. Shows a progress bar, a table and a plot.
+A small network learns to read handwritten digits (scikit-learn has 1797 of them, 8x8 pixels) on a few virtual CPU
+devices. It is trained twice, from the same weights and on the same batches. In one run the devices average their
+gradients in float32, in the other they exchange a few bits per element. The script shows a progress bar, a table and a
+plot.
 
     pip install ".[examples]"
     python examples/digits.py [--bits 4] [--devices 4] [--steps 400] [--plot digits.png]
@@ -50,7 +51,7 @@ def loss_fn(params, batch):
 
 
 def largest_difference(params):
-    """Between any two devices' copies of the parameters."""
+    """The largest difference between any two devices' copies of the parameters."""
     copies = [np.stack([shard.data for shard in leaf.addressable_shards]) for leaf in jax.tree.leaves(params)]
     return max(float(np.ptp(c, axis=0).max()) for c in copies)
 
@@ -72,7 +73,7 @@ def train(plans, optimizer, mesh, num_steps):
     for number in bar:
         chosen = rng.choice(len(images), mesh.size * BATCH_PER_DEVICE, replace=False)
         batch = images[chosen], labels[chosen]
-        for name, run in runs.items():  # taking turns, both have the same batches and see the same load of the machine
+        for run in runs.values():  # in turns, so that both get the same batches and the same load of the machine
             if number == 0:
                 run["sent"] = cgx.explain(run["step"], run["params"], run["state"], batch, show=False).bytes
             start = time.perf_counter()
@@ -88,11 +89,11 @@ def train(plans, optimizer, mesh, num_steps):
 
 
 def plot(runs, title, path):
-    matplotlib.use("Agg")  # draws into files, also where there is no screen
+    matplotlib.use("Agg")  # draws into files, and needs no screen
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    # A wide pale line below and a thin dark one above: both can be seen where they agree.
+    # A wide pale line below a thin dark one: both are visible where they agree.
     for (name, run), style in zip(runs.items(), [dict(color="#f5a962", lw=5), dict(color="#1f4e8c", lw=1.5)]):
         window = min(EVALUATE_EVERY, len(run["losses"]))
         smooth = np.convolve(run["losses"], np.ones(window) / window, "valid")
@@ -112,7 +113,9 @@ def plot(runs, title, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--bits", type=int, default=4, choices=range(1, 9), help="of a compressed gradient element")
+    parser.add_argument(
+        "--bits", type=int, default=4, choices=range(1, 9), help="bits of a compressed gradient element"
+    )
     parser.add_argument("--devices", type=int, default=4, help="virtual CPU devices, 2 to 32")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--plot", type=pathlib.Path, default="digits.png", metavar="PATH")
@@ -124,7 +127,7 @@ def main():
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", args.devices)
 
-    codec = cgx.MaxMin(bits=args.bits)  # what it loses is fed back in the next step
+    codec = cgx.MaxMin(bits=args.bits)  # error feedback sends in the next step what it loses
     optimizer = optax.sgd(0.05, momentum=0.9)
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(AxisType.Auto,))
     compressed = f"{args.bits}-bit"
@@ -145,9 +148,9 @@ def main():
             )
         )
     print(
-        "\nSent: by every collective of the compiled step, as jaxcgx.explain finds them. Between devices of one process "
-        "the\n"
-        "bytes cross memory and no network, so the step time has the cost of coding and none of the gain."
+        "\nSent: the bytes of every collective of the compiled step, as jaxcgx.explain finds them.\n"
+        "Between devices of one process the bytes cross memory, not a network. So the step time shows the cost of\n"
+        "encoding and decoding, and none of the gain."
     )
     sent = {name: f"{run['sent']:,}" for name, run in runs.items()}
     plot(runs, f"Each of {n} devices sends {sent[compressed]} bytes per step instead of {sent['float32']}", args.plot)

@@ -1,8 +1,7 @@
 """FSDP with compressed weights and gradients: every device keeps a shard of the weights and of the optimizer's state.
 
-In the forward pass the shards are gathered, 8 bits an element; in the backward pass the gradients are scattered back
-to their owners, 4 bits an element. Trains on handwritten digits (scikit-learn's), compressed and not, and shows for
-each
+The forward pass gathers the shards with 8 bits an element. The backward pass scatters the gradients back to their
+owners with 4 bits an element. The script trains on handwritten digits (scikit-learn's), compressed and not, and shows
 what a device sends in a step.
 
     pip install ".[examples]"
@@ -23,12 +22,8 @@ from sklearn.model_selection import train_test_split
 
 import jaxcgx as cgx
 
-SIZES = (
-    64,
-    512,
-    256,
-    16,
-)  # pixels, two hidden layers, digits and a few classes that never occur: every width can be shared out
+# Pixels, two hidden layers, digits. Six of the 16 classes never occur: they make every width divisible by the devices.
+SIZES = 64, 512, 256, 16
 BATCH_PER_DEVICE = 32
 
 
@@ -55,7 +50,7 @@ def make_step(optimizer, mesh, weights, gradients):
             return loss_fn(params, images, labels)
 
         (loss, _), grads = jax.value_and_grad(local_loss, has_aux=True)(shards)
-        grads = jax.tree.map(lambda g: g / lax.axis_size("data"), grads)  # the transpose of a gathering is a sum
+        grads = jax.tree.map(lambda g: g / lax.axis_size("data"), grads)  # the transpose of a gather is a sum
         updates, state = optimizer.update(grads, state, shards)
         return optax.apply_updates(shards, updates), state, lax.pmean(loss, "data")
 
@@ -99,7 +94,7 @@ def main():
             batch = images[chosen], labels[chosen], jax.random.fold_in(key, number) if draws else None
             if number == 0:
                 sent = cgx.explain(step, shards, state, *batch, show=False).bytes
-            # Virtual devices share a pool of threads, which a second step in flight can exhaust: wait for every step.
+            # Wait for every step: virtual devices share a thread pool, which a second step in flight can exhaust.
             shards, state, _ = jax.block_until_ready(step(shards, state, *batch))
         accuracy = loss_fn(jax.device_get(shards), test_images, test_labels)[1]
         print(f"{name:<32} test accuracy {accuracy:.1%}   a device sends {sent:,} bytes in a step")

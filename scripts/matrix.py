@@ -213,7 +213,7 @@ def main():
     parser.add_argument("--short", action="store_true", help="two runs of the tests marked short; writes no file")
     short = parser.parse_args().short
 
-    default = "%d.%d" % sys.version_info[:2]
+    default = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = sorted({*PYTHONS, default}, key=lambda v: int(v.split(".")[1]))
     found, missing = {}, {}
     for version in versions:
