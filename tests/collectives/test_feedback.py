@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import Halves, as_bits, assert_same_bytes, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -279,28 +280,37 @@ def test_warning():
 @pytest.mark.parametrize(
     "residuals, words",
     [
-        (lambda x: [x["a"]], "expected a tree like x"),
+        (lambda x: [x["a"]], says("compressed_psum", "residuals", expected="tree", got="PyTreeDef([*])")),
         (
             lambda x: {"a": x["a"][:3], "b": None},
-            r"argument 'residuals', leaf \['a'\]: expected float32\[5\] for float32\[5\], got float32\[3\]",
+            says("compressed_psum", "residuals", at="leaf ['a']", expected="float32[5] float32[5]", got="float32[3]"),
         ),
-        (lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None}, r"got bfloat16\[5\]"),
-        (lambda x: {"a": 1.0, "b": None}, "got 1.0"),
-        (lambda x: {"a": None, "b": x["a"]}, r"leaf \['b'\]: expected None for int32\[5\]"),
+        (
+            lambda x: {"a": x["a"].astype(jnp.bfloat16), "b": None},
+            says("compressed_psum", "residuals", at="leaf ['a']", expected="float32[5] float32[5]", got="bfloat16[5]"),
+        ),
+        (
+            lambda x: {"a": 1.0, "b": None},
+            says("compressed_psum", "residuals", at="leaf ['a']", expected="float32[5] float32[5]", got="1.0"),
+        ),
+        (
+            lambda x: {"a": None, "b": x["a"]},
+            says("compressed_psum", "residuals", at="leaf ['b']", expected="None int32[5]", got="float32[5]"),
+        ),
     ],
 )
 def test_wrong_residuals(residuals, words):
     x = {"a": jnp.ones((4, 5)), "b": jnp.ones((4, 5), jnp.int32)}
-    with pytest.raises(ValueError, match="compressed_psum: .*" + words):
+    with raises(ValueError, words):
         on_ranks(lambda x: psum(x, residuals(x)), mesh(4))(x)
 
 
 def test_no_ring():
-    words = 'expected "two_shot" or "one_shot" with residuals, got "ring"'
+    words = dict(expected='"two_shot" "one_shot" residuals', got='"ring"')
     x, codec = jnp.ones((4, 5)), cgx.MaxMin(4)
-    with pytest.raises(ValueError, match=f"compressed_psum: argument 'schedule': {words}"):
+    with raises(ValueError, says("compressed_psum", "schedule", **words)):
         on_ranks(lambda x: psum(x, x, schedule="ring"), mesh(4))(x)
-    with pytest.raises(ValueError, match=f"compressed_psum: argument 'schedule' of the plan: {words}"):
+    with raises(ValueError, says("compressed_psum", "schedule", at=" of the plan", **words)):
         on_ranks(
             lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring", min_size=0, skip_1d=False), key=None), mesh(4)
         )(x)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from errors import raises, says
 from helpers import assert_same_bytes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -147,7 +148,7 @@ def test_sixteen_bit_momentum_keeps_its_dtype():
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
 def test_bad_sizes(size):
-    with pytest.raises(ValueError, match="reshard_state: argument 'new_size': expected a positive integer, got"):
+    with raises(ValueError, says("reshard_state", "new_size", expected="positive integer")):
         cgx.reshard_state(compressed(4).init(PARAMS), size)
 
 

@@ -14,6 +14,7 @@ import threading
 
 import jax
 import pytest
+from errors import raises, says
 from helpers import load_script
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -155,19 +156,19 @@ def test_axes_of_vmap():
 
 
 def test_an_axis_that_is_not_there():
-    with pytest.raises(NameError, match="compressed_psum: argument 'axis_name': no axis 'a' is bound here"):
+    with raises(NameError, says("compressed_psum", "axis_name", expected="no axis 'a'")):
         cgx.compressed_psum(jax.numpy.ones(3), cgx.Tcp("a"), cgx.MaxMin(4))
 
 
 @pytest.mark.parametrize("name", [("a", "b"), ["a"], cgx.Tcp("a")], ids=str)
 def test_the_name_of_one_axis(name):
-    with pytest.raises(ValueError, match="Tcp: argument 'name': expected the name of one axis, got "):
+    with raises(ValueError, says("Tcp", "name", expected="name one axis")):
         cgx.Tcp(name)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
 def test_a_timeout_must_be_a_positive_number(timeout):
-    with pytest.raises(ValueError, match="Tcp: argument 'timeout': expected a positive number of seconds, got"):
+    with raises(ValueError, says("Tcp", "timeout", expected="positive seconds")):
         cgx.Tcp("a", timeout)
 
 
