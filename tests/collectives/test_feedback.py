@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import Halves, as_bits, assert_same_bytes, normal
+from helpers import Halves, as_bits, assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh, on_ranks
@@ -39,6 +39,7 @@ def total(trees, axes):
 
 def assert_conserved(x, before, results, after, axes, weight=1, rtol=3e-7):
     """What all ranks have and had over, x + before, is what has arrived and what is over now, results + after."""
+    assert x
     for name in x:
         have = total(x[name], axes) + total(before[name], axes)
         got = weight * np.asarray(results[name], np.float64)[(0,) * axes] + total(after[name], axes)
@@ -101,7 +102,7 @@ def test_replicas_agree_and_runs_repeat():
     results, after = run(tree(8), tree(8, seed=1))
     for x in jax.tree.leaves(results):
         assert (as_bits(x) == as_bits(x)[:1]).all()
-    jax.tree.map(assert_same_bytes, (results, after), run(tree(8), tree(8, seed=1)))
+    assert_trees(assert_same_bytes, (results, after), run(tree(8), tree(8, seed=1)))
 
 
 def test_messages_and_owners_leave_encoded_residuals_alone():
@@ -114,7 +115,7 @@ def test_messages_and_owners_leave_encoded_residuals_alone():
         ]
         for mb in (64, 1e-6)
     )
-    jax.tree.map(assert_same_bytes, one, many)
+    assert_trees(assert_same_bytes, one, many)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -220,7 +221,7 @@ def test_transforms():
     def unrolled(x, e):
         return psum(x, psum(x, e)[1])
 
-    jax.tree.map(assert_same_bytes, on_ranks(twice, mesh(4))(x, before), on_ranks(unrolled, mesh(4))(x, before))
+    assert_trees(assert_same_bytes, on_ranks(twice, mesh(4))(x, before), on_ranks(unrolled, mesh(4))(x, before))
 
     weights = jnp.arange(600.0)
     gradient = on_ranks(jax.grad(lambda x, e: (weights * psum(x, e)[0]).sum(), argnums=(0, 1)), mesh(4))(x, before)

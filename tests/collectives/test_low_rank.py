@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import as_bits, assert_same_bytes, normal
+from helpers import as_bits, assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh, on_ranks
@@ -41,6 +41,7 @@ def run(f, *sizes):
 
 
 def assert_conserved(x, before, sums, after, lead, weight=1):
+    assert x
     for name in x:
         have = (np.asarray(x[name], np.float64) + np.asarray(before[name], np.float64)).sum(tuple(range(lead)))
         got = weight * np.asarray(sums[name], np.float64) + np.asarray(after[name], np.float64).sum(tuple(range(lead)))
@@ -277,7 +278,7 @@ def test_replicas_agree_and_runs_repeat():
     sums = f(tree(8))
     for x in jax.tree.leaves(sums):
         assert (as_bits(x) == as_bits(x)[:1]).all()
-    jax.tree.map(assert_same_bytes, sums, f(tree(8)))
+    assert_trees(assert_same_bytes, sums, f(tree(8)))
 
 
 def test_beside_other_codecs():
@@ -297,11 +298,11 @@ def test_beside_other_codecs():
     mixed, low, fine = zip(*run(every, 2)(x, before, q))
     for state in range(3):
         for alone in (low[state], fine[state]):
-            jax.tree.map(assert_same_bytes, {name: mixed[state][name] for name in alone}, alone)
+            assert_trees(assert_same_bytes, {name: mixed[state][name] for name in alone}, alone)
     alone = {name: leaf[:1] for name, leaf in x.items()}
     given = {name: None if leaf is None else leaf + 1 for name, leaf in q.items()}
     sums, _, factors = run(both(plan), 1)(alone, jax.tree.map(jnp.zeros_like, alone), given)
-    jax.tree.map(assert_same_bytes, (sums, factors), (jax.tree.map(lambda leaf: leaf[0], alone), given))
+    assert_trees(assert_same_bytes, (sums, factors), (jax.tree.map(lambda leaf: leaf[0], alone), given))
 
 
 def test_16_bit_leaves():
@@ -327,8 +328,8 @@ def test_without_factors_every_call_begins_alike():
         return (cgx.compressed_psum(x, "a", CODEC), some, with_zeros), e, None
 
     (without, some, zeros), _, _ = run(all_ways, 2)(x, x, q)
-    jax.tree.map(assert_same_bytes, without, zeros[0])
-    jax.tree.map(assert_same_bytes, without, some[0])
+    assert_trees(assert_same_bytes, without, zeros[0])
+    assert_trees(assert_same_bytes, without, some[0])
     assert some[1]["w"] is None and some[1]["b"] is None
     assert_same_bytes(some[1]["v"], zeros[1]["v"])
 
@@ -361,7 +362,7 @@ def test_transforms():
         jax.shard_map(body, mesh=mesh(2), in_specs=(P("a"), P()), out_specs=(P(), P(), P("a")))
     )(x, q)
     for got in batches:
-        jax.tree.map(lambda y, expected: close(y[0], expected), got, (sums, after))
+        assert_trees(lambda y, expected: close(y[0], expected), got, (sums, after))
         close(got[0][1], -sums)
     np.testing.assert_array_equal(gradient, jnp.broadcast_to(weights, x.shape))
     untracked = jax.shard_map(
@@ -375,7 +376,7 @@ def test_transforms():
         jax.jit(untracked)(x, q), jnp.broadcast_to(2 * weights, x.shape)
     )  # the transpose is the same sum, of cotangents
     named = jax.jit(jax.vmap(f, axis_name="a", in_axes=(0, None), out_axes=None))(x, q)
-    jax.tree.map(close, named, (sums, after))
+    assert_trees(close, named, (sums, after))
 
 
 def test_in_the_backward_pass():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes, normal
+from helpers import assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
@@ -64,7 +64,7 @@ def test_what_the_plan_says_of_the_exchange():
             t, "a", cgx.Plan(PLAN.default, PLAN.rules, min_size=100, schedule="ring", fusion_mb=0.001), key=KEY
         ),
     )
-    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(4))(tree(4)))
+    assert_trees(assert_same_bytes, *on_ranks(f, mesh(4))(tree(4)))
 
 
 @pytest.mark.parametrize("leader", [False, True])
@@ -76,7 +76,7 @@ def test_axes(leader):
         cgx.compressed_psum(t, ("a", "b"), plan),
         cgx.compressed_psum(t, ("a", "b"), codecs, schedule={"a": "two_shot", "b": "ring"}, leader=leader),
     )
-    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
+    assert_trees(assert_same_bytes, *on_ranks(f, mesh(2, 4))(tree(2, 4)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1)])
@@ -87,7 +87,7 @@ def test_an_axis_of_one_rank_is_no_stage(sizes):
         cgx.compressed_psum(t, ("a", "b"), codecs, schedule=schedule),
         cgx.compressed_psum(t, ("a", "b"), cgx.MaxMin(4), schedule="two_shot"),
     )
-    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
+    assert_trees(assert_same_bytes, *on_ranks(f, mesh(*sizes))(tree(*sizes)))
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 2)])
@@ -170,7 +170,7 @@ def test_in_the_backward_pass():
         return sum((p * v).sum() for p, v in zip(jax.tree.leaves(params), jax.tree.leaves(x)))
 
     f = lambda x: (jax.grad(loss)(jax.tree.map(jnp.zeros_like, x), x), cgx.compressed_pmean(x, "a", PLAN, key=KEY))
-    jax.tree.map(assert_same_bytes, *on_ranks(f, mesh(4))(t))
+    assert_trees(assert_same_bytes, *on_ranks(f, mesh(4))(t))
 
 
 def test_other_collectives_take_plans_and_transpose_by_them():

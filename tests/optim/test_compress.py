@@ -10,7 +10,7 @@ import optax
 import pytest
 from errors import raises, says
 from golden import numpy_codec
-from helpers import assert_same_bytes, normal, sent
+from helpers import assert_same_bytes, assert_same_trees, normal, sent
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, local_step, mesh_of, on_mesh, place, train
@@ -61,19 +61,13 @@ def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
     return step(grads, residuals)
 
 
-def assert_trees_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
-        assert_same_bytes(np.asarray(a), np.asarray(b))
-
-
 @pytest.mark.short
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_two_steps_are_two_calls_of_the_collective(check_vma):
     (mean, state), (again, after) = run(compress(CODEC), 2, check_vma=check_vma)
     first = pmean(CODEC)
-    assert_trees_same((mean, state.residuals), first)
-    assert_trees_same((again, after.residuals), pmean(CODEC, residuals=first[1]))
+    assert_same_trees((mean, state.residuals), first)
+    assert_same_trees((again, after.residuals), pmean(CODEC, residuals=first[1]))
     assert state.count == 1 and state.key.shape == (2,) and state.momentum is state.trace is state.telemetry is None
 
 
@@ -81,7 +75,7 @@ def test_noise_is_another_one_every_step():
     found = run(compress(STOCHASTIC, feedback=False, seed=5), 3)
     key = jax.random.key(5, impl="threefry2x32")
     for step, (mean, state) in enumerate(found):
-        assert_trees_same(mean, pmean(STOCHASTIC, key=jax.random.fold_in(key, step))[0])
+        assert_same_trees(mean, pmean(STOCHASTIC, key=jax.random.fold_in(key, step))[0])
         assert (state.count, state.residuals) == (step + 1, {"w": None, "b": None})
         np.testing.assert_array_equal(state.key, jax.random.key_data(key))
 
@@ -91,7 +85,7 @@ def test_noise_is_another_one_every_step():
 )
 def test_options_of_the_collective(options):
     ((mean, state),) = run(compress(CODEC, **options))
-    assert_trees_same((mean, state.residuals), pmean(CODEC, **options))
+    assert_same_trees((mean, state.residuals), pmean(CODEC, **options))
 
 
 def test_beta_keeps_some_of_what_was_kept():
@@ -109,7 +103,7 @@ def test_reset_forgets_every_so_many_steps():
     found = run(compress(CODEC, reset_every=3), 7)
     kept = [bool(jnp.any(state.residuals["w"] != 0)) for _, state in found]
     assert kept == [True, True, False, True, True, False, True]
-    assert_trees_same(found[3][0], found[0][0])
+    assert_same_trees(found[3][0], found[0][0])
 
 
 def test_a_reset_is_not_skipped():
@@ -128,7 +122,7 @@ def test_momentum_is_corrected():
     for mean, state in found:
         moved = jax.tree.map(lambda u, g: 0.5 * u + g, moved, GRADS)
         expected, residuals = pmean(CODEC, moved, residuals)
-        assert_trees_same((mean, state.residuals, state.momentum), (expected, residuals, moved))
+        assert_same_trees((mean, state.residuals, state.momentum), (expected, residuals, moved))
 
 
 def test_momentum_of_uncompressed_gradients_is_that_of_the_mean():
@@ -179,15 +173,15 @@ def test_an_overflow_does_not_stay_in_the_momentum():
     ((mean, after),) = run(compress(CODEC, momentum=0.5), 1, bad, before)
     expected = jax.tree.map(lambda u, g, x: jnp.where(jnp.isfinite(x), 0.5 * u + g, u), before.momentum, bad, mean)
     assert not np.isfinite(mean["b"]).any() and np.isfinite(mean["w"]).all()
-    assert_trees_same(after.momentum, expected)
+    assert_same_trees(after.momentum, expected)
 
 
 def test_momentum_has_the_dtype_of_its_parameters():
     """Also where their gradients have another."""
     grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), GRADS)
     ((mean, state),) = run(compress(CODEC, momentum=0.5), 1, grads, compress(CODEC, momentum=0.5).init(PARAMS))
-    assert_trees_same(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
-    assert_trees_same(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
+    assert_same_trees(state.momentum, jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    assert_same_trees(mean, pmean(CODEC, grads, jax.tree.map(jnp.zeros_like, GRADS))[0])
 
 
 def test_plans_leave_leaves_raw():
@@ -205,7 +199,7 @@ def test_a_schedule_of_plans():
     for step, (mean, state) in enumerate(found):
         codec = cgx.Raw() if step < 2 else CODEC if step < 4 else eight
         expected, residuals = pmean(codec, residuals=residuals)
-        assert_trees_same((mean, state.residuals), (expected, residuals))
+        assert_same_trees((mean, state.residuals), (expected, residuals))
         assert state.count == step + 1
     optimizer = optax.chain(transformation, optax.sgd(0.1))
     state = optimizer.init(PARAMS)
@@ -349,7 +343,7 @@ def test_init_inside_of_shard_map(check_vma):
     transformation = cgx.compress_gradients("data", CODEC, momentum=0.9)
     specs = cgx.state_specs(cgx.compress_gradients("data", CODEC, momentum=0.9, axis_size=RANKS).init(PARAMS), "data")
     init = jax.shard_map(transformation.init, mesh=mesh_of(RANKS), in_specs=P(), out_specs=specs, check_vma=check_vma)
-    assert_trees_same(jax.jit(init)(PARAMS), compress(CODEC, momentum=0.9).init(PARAMS))
+    assert_same_trees(jax.jit(init)(PARAMS), compress(CODEC, momentum=0.9).init(PARAMS))
 
 
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
@@ -385,7 +379,7 @@ def test_in_vmap():
 
     mean, state = jax.jit(jax.vmap(steps, axis_name="data", out_axes=(None, 0)))(GRADS)
     (_, _), (expected, after) = run(compress(CODEC), 2)
-    assert_trees_same((mean, jax.tree.map(lambda x: x[:, 0], state.residuals)), (expected, after.residuals))
+    assert_same_trees((mean, jax.tree.map(lambda x: x[:, 0], state.residuals)), (expected, after.residuals))
 
 
 def test_hierarchies():
@@ -428,9 +422,9 @@ def test_a_nan_is_everybodys_and_residuals_can_wait_for_it():
     ((_, before),) = run(compress(CODEC, **options))
     ((mean, after),) = run(compress(CODEC, **options), 1, bad, before)
     assert not np.isfinite(mean["w"]).all() and np.isfinite(mean["b"]).all()
-    assert_trees_same(after._replace(count=None), before._replace(count=None))
+    assert_same_trees(after._replace(count=None), before._replace(count=None))
     ((_, again),) = run(compress(CODEC, **options), 1, GRADS, after)
-    assert_trees_same(again._replace(count=None), run(compress(CODEC, momentum=0.5), 2)[1][1]._replace(count=None))
+    assert_same_trees(again._replace(count=None), run(compress(CODEC, momentum=0.5), 2)[1][1]._replace(count=None))
     assert again.count == 3  # skipped steps count
     ((_, eaten),) = run(compress(CODEC), 1, bad, run(compress(CODEC))[0][1])
     assert np.isfinite(eaten.residuals["w"]).all()
@@ -454,7 +448,7 @@ def test_telemetry(feedback):
         "w": (CODEC.wire_bytes((30, 40), jnp.float32), 4800),
         "b": (160, 160),
     }
-    assert_trees_same(mean, run(compress(plan, feedback=feedback), 2)[1][0])
+    assert_same_trees(mean, run(compress(plan, feedback=feedback), 2)[1][0])
     if not feedback:
         assert state.residuals == {"w": None, "b": None}
 
@@ -730,7 +724,7 @@ def test_a_state_fits_any_plan_that_compresses_the_same_leaves():
     ((_, state),) = run(compress(CODEC), 1, state=state)
     key = jax.random.fold_in(jax.random.key(5, impl="threefry2x32"), 2)
     ((mean, after),) = run(compress(STOCHASTIC), 1, state=state)
-    assert_trees_same((mean, after.residuals), pmean(STOCHASTIC, residuals=state.residuals, key=key))
+    assert_same_trees((mean, after.residuals), pmean(STOCHASTIC, residuals=state.residuals, key=key))
     assert after.count == 3
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes, normal, sent
+from helpers import assert_same_trees, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
@@ -30,19 +30,13 @@ def run(train, steps=5, params=PARAMS, x=X, key=None):
     return params, state, found
 
 
-def assert_trees_same(got, expected):
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected)):
-        assert_same_bytes(np.asarray(a), np.asarray(b))
-
-
 @pytest.mark.short
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_as_by_hand(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
     params, state, metrics = run(cgx.make_train_step(loss_fn, OPTIMIZER, mesh, plan=STOCHASTIC, momentum=0.5, seed=3))
     expected = by_hand(cgx.compressed(OPTIMIZER, "data", STOCHASTIC, axis_size=4, momentum=0.5, seed=3))
-    assert_trees_same((params, state), expected[:2])
+    assert_same_trees((params, state), expected[:2])
     assert [float(m.loss) for m in metrics] == expected[2]
     assert metrics[0].aux is metrics[0].telemetry is None
     assert state[0].residuals["w"].addressable_shards[0].data.shape == (1, 30, 40)
@@ -131,7 +125,7 @@ def test_telemetry():
     train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=cgx.Plan(CODEC, min_size=100), telemetry=True)
     _, state, metrics = run(train, 2)
     assert 0 < metrics[1].telemetry.vnmse["w"] < 1 and metrics[1].telemetry.vnmse["b"] == 0
-    assert_trees_same(metrics[1].telemetry, state[0].telemetry)
+    assert_same_trees(metrics[1].telemetry, state[0].telemetry)
 
 
 def test_a_hierarchy():
@@ -205,7 +199,7 @@ def test_all_shards_wait_for_a_nan():
     params, state, _ = run(train, 1, {**SHARDED, "bias": SHARDED["bias"].at[5].set(3e38)}, 0 * X)
     before = jax.tree.map(np.asarray, state[0].residuals)
     _, after, _ = train.step(params, state, X.at[3, 4].set(jnp.nan))
-    assert_trees_same(after[0].residuals, before)
+    assert_same_trees(after[0].residuals, before)
 
 
 @NESTED
