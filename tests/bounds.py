@@ -58,6 +58,7 @@ def owners(leaves, ranks, codec):
 
 def check(got, x, bound, codec):
     """That a sum of x errs by no more than the bound, besides what float32 rounds. The errors."""
+    assert x.size
     rounding = 2**-22 * np.abs(x).sum(0)
     error = np.abs(np.asarray(got, np.float64) - x.sum(0))
     assert (error <= np.repeat(bound, codec.bucket_size)[: x.shape[-1]] + rounding).all()

@@ -96,6 +96,17 @@ def assert_same_bytes(a, b):
     np.testing.assert_array_equal(as_bits(a), as_bits(b))
 
 
+def assert_trees(check, got, expected):
+    """check(leaf, leaf) of all leaves of two trees of one structure. Without leaves nothing would be compared: it
+    fails."""
+    assert jax.tree.leaves(got), "no leaves to compare"
+    jax.tree.map(check, got, expected)
+
+
+def assert_same_trees(got, expected):
+    assert_trees(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b)), got, expected)
+
+
 def assert_same_values(a, b):
     """The same bits, but for the payload of NaNs, which a processor may choose."""
     assert a.shape == b.shape and a.dtype == b.dtype

@@ -75,7 +75,7 @@ def twins(axes, codec, cases=CASES, **options):
 
 def assert_same(got, expected):
     """The same values, shapes and dtypes, of all cases that were computed."""
-    assert got
+    assert got, "no cases to compare"
     for case, y in got.items():
         assert y.dtype == expected[case].dtype, case
         np.testing.assert_array_equal(np.asarray(y), np.asarray(expected[case]), err_msg=str(case))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, normal
+from helpers import GRIDS, Truncate, as_bits, assert_same_bytes, assert_trees, normal
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -27,6 +27,7 @@ def tree(*ranks):
 
 
 def assert_same_on_all_ranks(tree, axes=1):
+    assert jax.tree.leaves(tree)
     for x in jax.tree.leaves(tree):
         bits = as_bits(x).reshape(math.prod(x.shape[:axes]), -1 if x.size else 0)
         assert (bits == bits[0]).all()
@@ -45,7 +46,7 @@ def test_replicas_are_identical_and_runs_reproducible(ranks):
     )
     got = run(tree(ranks))
     assert_same_on_all_ranks(got)
-    jax.tree.map(assert_same_bytes, got, run(tree(ranks)))
+    assert_trees(assert_same_bytes, got, run(tree(ranks)))
 
 
 @pytest.mark.parametrize("inner", [STOCHASTIC, cgx.Raw(), cgx.ByteGrad()], ids=lambda codec: type(codec).__name__)
@@ -73,12 +74,12 @@ def test_one_rank_returns_its_input():
         one_axis(t, schedule=s, own=own) for s, own in (("two_shot", "encoded"), ("one_shot", "raw"), ("ring", "raw"))
     ]
     for got in on_ranks(f, mesh(1))(nan):
-        jax.tree.map(assert_same_bytes, got, nan)
+        assert_trees(assert_same_bytes, got, nan)
     mean = on_ranks(
         lambda t: cgx.compressed_pmean(t, ("a", "b"), {"a": STOCHASTIC, "b": STOCHASTIC}, key=KEY), mesh(1, 1)
     )
     same = tree(1, 1)
-    jax.tree.map(assert_same_bytes, mean(same), same)
+    assert_trees(assert_same_bytes, mean(same), same)
     others = on_ranks(
         lambda x: (
             cgx.compressed_psum_scatter(x, "a", STOCHASTIC, key=KEY, own="encoded", tiled=True),
@@ -107,7 +108,7 @@ def test_constants_are_exact(ranks=5):
 
     total = sum(ranks * r - 5 for r in range(ranks))
     for i, got in enumerate(on_ranks(f, mesh(ranks))(x)):
-        jax.tree.map(
+        assert_trees(
             lambda y: np.testing.assert_array_equal(np.asarray(y, np.float32), total / ranks if i % 2 else total), got
         )
 
@@ -153,8 +154,8 @@ def test_with_own_encoded_bits_do_not_depend_on_messages(codec):
         ]
 
     for one, few, alone in on_ranks(f, mesh(3))(tree(3)):
-        jax.tree.map(assert_same_bytes, one, few)
-        jax.tree.map(assert_same_bytes, one, alone)
+        assert_trees(assert_same_bytes, one, few)
+        assert_trees(assert_same_bytes, one, alone)
 
 
 @pytest.mark.parametrize("leader", [False, True])
@@ -176,7 +177,7 @@ def test_nor_in_hierarchies(leader):
         ]
 
     one, few, raw_one, raw_few = on_ranks(f, mesh(2, 2))(tree(2, 2))
-    jax.tree.map(assert_same_bytes, (one, raw_one), (few, raw_few))
+    assert_trees(assert_same_bytes, (one, raw_one), (few, raw_few))
 
 
 def test_with_own_raw_bits_depend_on_who_owns_what():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import sent
+from helpers import assert_trees, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -77,7 +77,7 @@ def test_raw_is_lax(check_vma):
         return jax.tree.map(lambda g: g / RANKS, jax.grad(lambda s: loss(jax.tree.map(gather, s), x))(shards))
 
     grads, _ = run(cgx.Raw(), cgx.Raw(), check_vma)
-    jax.tree.map(np.testing.assert_array_equal, grads, jax.jit(step)(W, X))
+    assert_trees(np.testing.assert_array_equal, grads, jax.jit(step)(W, X))
 
 
 def test_scatter_then_gather():

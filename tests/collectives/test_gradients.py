@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import assert_same_bytes
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -188,11 +189,11 @@ def test_a_loss_that_is_constant(check_vma):
 
 
 def test_errors():
-    with pytest.raises(TypeError, match="local_value_and_grad: argument 'fun': expected a function, got 3"):
+    with raises(TypeError, says("local_value_and_grad", "fun", expected="function", got="3")):
         cgx.local_value_and_grad(3, "data")
-    with pytest.raises(NameError, match="local_value_and_grad: argument 'axis_name': no axis 'data' is bound here"):
+    with raises(NameError, says("local_value_and_grad", "axis_name", expected="no axis 'data'")):
         cgx.local_value_and_grad(lambda x: x, "data")(1.0)
-    with pytest.raises(NameError, match="sync_in_backward: argument 'axis_name': no axis 'data'"):
+    with raises(NameError, says("sync_in_backward", "axis_name", expected="no axis 'data'")):
         cgx.sync_in_backward(PARAMS, "data", CODEC)
     with pytest.raises(
         TypeError, match=r"sync_in_backward: argument 'params', leaf \['n'\]: int32 is not float32.* strict=True"

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_bits, assert_same_bytes, normal
+from errors import raises, says
+from helpers import as_bits, assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from ranks import NAMES, mesh, on_ranks
@@ -40,6 +41,7 @@ def run(f, *sizes):
 
 
 def assert_conserved(x, before, sums, after, lead, weight=1):
+    assert x
     for name in x:
         have = (np.asarray(x[name], np.float64) + np.asarray(before[name], np.float64)).sum(tuple(range(lead)))
         got = weight * np.asarray(sums[name], np.float64) + np.asarray(after[name], np.float64).sum(tuple(range(lead)))
@@ -276,7 +278,7 @@ def test_replicas_agree_and_runs_repeat():
     sums = f(tree(8))
     for x in jax.tree.leaves(sums):
         assert (as_bits(x) == as_bits(x)[:1]).all()
-    jax.tree.map(assert_same_bytes, sums, f(tree(8)))
+    assert_trees(assert_same_bytes, sums, f(tree(8)))
 
 
 def test_beside_other_codecs():
@@ -296,11 +298,11 @@ def test_beside_other_codecs():
     mixed, low, fine = zip(*run(every, 2)(x, before, q))
     for state in range(3):
         for alone in (low[state], fine[state]):
-            jax.tree.map(assert_same_bytes, {name: mixed[state][name] for name in alone}, alone)
+            assert_trees(assert_same_bytes, {name: mixed[state][name] for name in alone}, alone)
     alone = {name: leaf[:1] for name, leaf in x.items()}
     given = {name: None if leaf is None else leaf + 1 for name, leaf in q.items()}
     sums, _, factors = run(both(plan), 1)(alone, jax.tree.map(jnp.zeros_like, alone), given)
-    jax.tree.map(assert_same_bytes, (sums, factors), (jax.tree.map(lambda leaf: leaf[0], alone), given))
+    assert_trees(assert_same_bytes, (sums, factors), (jax.tree.map(lambda leaf: leaf[0], alone), given))
 
 
 def test_16_bit_leaves():
@@ -326,8 +328,8 @@ def test_without_factors_every_call_begins_alike():
         return (cgx.compressed_psum(x, "a", CODEC), some, with_zeros), e, None
 
     (without, some, zeros), _, _ = run(all_ways, 2)(x, x, q)
-    jax.tree.map(assert_same_bytes, without, zeros[0])
-    jax.tree.map(assert_same_bytes, without, some[0])
+    assert_trees(assert_same_bytes, without, zeros[0])
+    assert_trees(assert_same_bytes, without, some[0])
     assert some[1]["w"] is None and some[1]["b"] is None
     assert_same_bytes(some[1]["v"], zeros[1]["v"])
 
@@ -360,7 +362,7 @@ def test_transforms():
         jax.shard_map(body, mesh=mesh(2), in_specs=(P("a"), P()), out_specs=(P(), P(), P("a")))
     )(x, q)
     for got in batches:
-        jax.tree.map(lambda y, expected: close(y[0], expected), got, (sums, after))
+        assert_trees(lambda y, expected: close(y[0], expected), got, (sums, after))
         close(got[0][1], -sums)
     np.testing.assert_array_equal(gradient, jnp.broadcast_to(weights, x.shape))
     untracked = jax.shard_map(
@@ -374,7 +376,7 @@ def test_transforms():
         jax.jit(untracked)(x, q), jnp.broadcast_to(2 * weights, x.shape)
     )  # the transpose is the same sum, of cotangents
     named = jax.jit(jax.vmap(f, axis_name="a", in_axes=(0, None), out_axes=None))(x, q)
-    jax.tree.map(close, named, (sums, after))
+    assert_trees(close, named, (sums, after))
 
 
 def test_in_the_backward_pass():
@@ -391,57 +393,70 @@ def test_in_the_backward_pass():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-SUMS = r"expected a codec that makes bytes of an array, such as jaxcgx.MaxMin\(bits=4\), got PowerSGD\(rank=2\), which is for sums"
 W = {"w": jnp.ones((30, 40)), "b": jnp.ones(30)}
 
 
 @pytest.mark.parametrize(
     ("f", "words"),
     [
-        (lambda x: cgx.compressed_all_gather(x, "a", CODEC), f"compressed_all_gather: argument 'codec': {SUMS}"),
+        (
+            lambda x: cgx.compressed_all_gather(x, "a", CODEC),
+            says("compressed_all_gather", "codec", expected="codec array", got="PowerSGD(rank=2)"),
+        ),
         (
             lambda x: cgx.compressed_all_to_all(x, "a", 0, 0, CODEC, tiled=True),
-            f"compressed_all_to_all: argument 'codec': {SUMS}",
+            says("compressed_all_to_all", "codec", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum_scatter(x, "a", cgx.Plan(CODEC), tiled=True),
-            f"compressed_psum_scatter: argument 'codec': {SUMS}",
+            says("compressed_psum_scatter", "codec", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum_scatter(x, "a", cgx.MaxMin(4), tiled=True, backward_codec=CODEC),
-            f"argument 'backward_codec': {SUMS}",
+            says("compressed_psum_scatter", "backward_codec", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": cgx.MaxMin(4), "b": CODEC}),
-            r"compressed_psum: argument 'codec': expected PowerSGD\(rank=2\) for the outermost axis alone or for all together, got it for an inner one; over "
-            r"inner axes jaxcgx.Raw\(\) sums exactly",
+            says(
+                "compressed_psum",
+                "codec",
+                expected="PowerSGD(rank=2) outermost axis",
+                got="it for an inner one",
+                remedy="jaxcgx.Raw()",
+            ),
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, factors=[1]),
-            "compressed_psum: argument 'factors': expected a tree like x",
+            says("compressed_psum", "factors", expected="tree", got="PyTreeDef([*])"),
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": jnp.ones((3, 40)), "b": None}),
-            r"argument 'factors', leaf \['w'\]: expected float32\[2, 40\] for float32\[30, 40\], got float32\[3, 40\]",
+            says(
+                "compressed_psum",
+                "factors",
+                at="leaf ['w']",
+                expected="float32[2 40] float32[30 40]",
+                got="float32[3, 40]",
+            ),
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", CODEC, factors={"w": None, "b": jnp.ones((2, 3))}),
-            r"leaf \['b'\]: expected None for float32\[30\]",
+            says("compressed_psum", "factors", at="leaf ['b']", expected="None float32[30]", got="float32[2, 3]"),
         ),
         (
             lambda x: cgx.compressed_psum(x, "a", cgx.MaxMin(4), factors={"w": jnp.ones((2, 40)), "b": None}),
-            r"leaf \['w'\]: expected None",
+            says("compressed_psum", "factors", at="leaf ['w']", expected="None float32[30 40]", got="float32[2, 40]"),
         ),
         (
             lambda x: cgx.compressed_psum(
                 x, "a", CODEC, factors={"w": lax.pcast(jnp.ones((2, 40)), "a", to="varying"), "b": None}
             ),
-            r"leaf \['w'\]: expected the same array on every rank, got one that varies over 'a'; pass on what the call before returned",
+            says("compressed_psum", "factors", at="leaf ['w']", expected="same rank", got="one that varies over 'a'"),
         ),
     ],
 )
 def test_bad_input(f, words):
-    with pytest.raises(ValueError, match=words):
+    with raises(ValueError, words):
         jax.eval_shape(
             jax.shard_map(
                 lambda x: f(lax.pcast(x, ("a", "b"), to="varying")), mesh=mesh(2, 2), in_specs=P(), out_specs=P("a")
@@ -451,5 +466,5 @@ def test_bad_input(f, words):
 
 
 def test_init_factors_of_no_codec():
-    with pytest.raises(TypeError, match="init_factors: argument 'codec': expected a codec such as"):
+    with raises(TypeError, says("init_factors", "codec", expected="codec", got="'PowerSGD'")):
         cgx.init_factors(W, "PowerSGD")

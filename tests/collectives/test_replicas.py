@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -113,5 +114,5 @@ def test_agreement_within_the_program():
 
 
 def test_unbound_axis():
-    with pytest.raises(NameError, match="check_replicas: argument 'axis_name': no axis 'data' is bound here"):
+    with raises(NameError, says("check_replicas", "axis_name", expected="no axis 'data'")):
         cgx.check_replicas(TREE, "data")

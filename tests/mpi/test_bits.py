@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bytes, normal
+from helpers import assert_same_trees, normal
 
 import jaxcgx as cgx
 
@@ -31,7 +31,7 @@ def tree(ranks):
 
 
 def same(got, expected):
-    jax.tree.map(lambda a, b: assert_same_bytes(np.asarray(a), b), got, expected)
+    assert_same_trees(got, expected)
 
 
 def key(codec):
@@ -345,7 +345,7 @@ def test_broadcast():
 
     got, key, slope = jax.jit(f)(mine(x), jax.random.key(COMM.rank))
     expected = jax.tree.map(lambda leaf: jnp.asarray(leaf)[root], x)
-    jax.tree.map(lambda a, b: assert_same_bytes(np.asarray(a), np.asarray(b)), got, expected)
+    assert_same_trees(got, expected)
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(root)))
     np.testing.assert_array_equal(slope, N * (N + 1) / 2 * (COMM.rank == root))
     np.testing.assert_array_equal(cgx.mpi.broadcast(x["w"][COMM.rank], root), x["w"][root])  # without jit

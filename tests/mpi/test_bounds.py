@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_trees
 
 import jaxcgx as cgx
 
@@ -56,7 +57,7 @@ def test_errors_are_within_the_derived_bound(schedule):
     f = jax.jit(lambda x: list(sums(x, [schedule], codecs).values()))
     got, again = f(mine(x)), f(mine(x))
     assert same_everywhere(got)
-    jax.tree.map(np.testing.assert_array_equal, got, again)  # whoever comes first
+    assert_trees(np.testing.assert_array_equal, got, again)  # whoever comes first
     for codec, leaves in zip(codecs, got):
         check(codec, schedule, leaves, x)
 

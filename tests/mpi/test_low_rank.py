@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
+from helpers import assert_trees, normal
 
 import jaxcgx as cgx
 
@@ -36,11 +36,11 @@ def test_as_over_a_mesh(nodes):
     found = jax.jit(over_mpi)(mine(x))
     if nodes:  # one node: `cross` has one rank, so everything travels raw
         for mean, lost, factors in found:
-            jax.tree.map(lambda y, leaf: np.testing.assert_allclose(y, leaf.mean(0), atol=1e-6), mean, x)
+            assert_trees(lambda y, leaf: np.testing.assert_allclose(y, leaf.mean(0), atol=1e-6), mean, x)
             assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves((lost, factors)))
         return
     expected = on_mesh(steps(lambda x, e, q: cgx.compressed_pmean(x, "a", CODEC, residuals=e, factors=q)), x)
-    jax.tree.map(lambda y, there: np.testing.assert_allclose(y, there, atol=1e-5), found, expected)
+    assert_trees(lambda y, there: np.testing.assert_allclose(y, there, atol=1e-5), found, expected)
     assert same_everywhere([(mean, factors) for mean, _, factors in found])
     for mean, lost, _ in found[:1]:
         for name in x:

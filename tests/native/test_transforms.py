@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import CODECS, KEY, Truncate, assert_same_bytes, custom_calls, each_codec, native_key, normal
+from helpers import CODECS, KEY, Truncate, assert_same_bytes, assert_trees, custom_calls, each_codec, native_key, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -96,7 +96,7 @@ def test_vmap_of_feedback_and_reduce():
     got = jax.vmap(step)(a, b, lost[0], keys, chunks)
     one = [step(a[i], b[i], lost[0][i], keys[i], chunks[i]) for i in range(4)]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *one)
-    jax.tree.map(assert_same_bytes, got, expected)
+    assert_trees(assert_same_bytes, got, expected)
 
 
 @pytest.mark.parametrize("codec", **each_codec(SOME))
@@ -218,11 +218,11 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
         for a, b, m in zip(new, residuals, mine):
             assert_same_bytes(a.reshape(-1)[~m], b.reshape(-1)[~m])
         donated, same = jax.jit(step, donate_argnums=0)([jnp.array(r) for r in residuals], chunk)
-        jax.tree.map(assert_same_bytes, (donated, same), (new, payload))
+        assert_trees(assert_same_bytes, (donated, same), (new, payload))
         alone.append((new, mine, payload))
     together = [sum(np.where(m[i].reshape(r.shape), new[i], 0) for new, m, _ in alone) for i, r in enumerate(residuals)]
     new, stacked = jax.jit(lambda r: lax.scan(step, r, jnp.arange(3)))(residuals)
-    jax.tree.map(np.testing.assert_array_equal, new, together)
+    assert_trees(np.testing.assert_array_equal, new, together)
     assert_same_bytes(stacked, jnp.stack([payload for _, _, payload in alone]))
     square = Layout.of(codec, leaves[:1] * 2)
     _, twice = ops.reduce(
@@ -235,7 +235,7 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
         key=key,
         residuals=[jnp.array(residuals[0]) for _ in "ab"],
     )
-    jax.tree.map(assert_same_bytes, twice, apart)
+    assert_trees(assert_same_bytes, twice, apart)
 
 
 @pytest.mark.parametrize("codec", **each_codec([*SOME, cgx.MaxMin(3, 100, skip_incomplete=True), Truncate()]))

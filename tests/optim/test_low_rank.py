@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import assert_same_bytes, normal
+from helpers import assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from training import PARAMS, X, compress_state, mesh_of, train
@@ -54,8 +54,8 @@ def test_steps_are_calls_of_the_collective():
     expected = jax.jit(
         jax.shard_map(twice, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=[(P(), P("data"), P())] * 2)
     )(GRADS)
-    for (mean, state), (their_mean, lost, factors) in zip(found, expected):
-        jax.tree.map(
+    for (mean, state), (their_mean, lost, factors) in zip(found, expected, strict=True):
+        assert_trees(
             functools.partial(np.testing.assert_allclose, atol=1e-5), (mean, state.factors), (their_mean, factors)
         )
         np.testing.assert_allclose(state.residuals["w"], lost["w"], atol=1e-5)
@@ -101,7 +101,7 @@ def test_steps_that_are_skipped():
     bad = GRADS | {"b": GRADS["b"].at[1, 3].set(jnp.inf)}
     (_, before), (mean, after) = run(compress(cgx.PowerSGD(2), skip_nonfinite=True), [GRADS, bad])
     assert np.isfinite(mean["w"]).all() and not np.isfinite(mean["b"]).all()
-    jax.tree.map(assert_same_bytes, (after.residuals, after.factors), (before.residuals, before.factors))
+    assert_trees(assert_same_bytes, (after.residuals, after.factors), (before.residuals, before.factors))
 
 
 def test_training():
@@ -137,4 +137,4 @@ def test_in_a_scan():
         GRADS, state
     )
     by_hand = run(transformation, [GRADS] * 3)[-1][1]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)
+    assert_trees(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)

@@ -82,7 +82,9 @@ def check_rows(net):
             moved = jax.jit(
                 lambda x: (net.all_to_all(x), net.all_gather(x[0]), net.shift(x[0]), net.broadcast(x[0], net.size - 1))
             )(every[net.rank])
-            for got, expected in zip(moved, (every[:, net.rank], every[:, 0], every[net.rank - 1, 0], every[-1, 0])):
+            for got, expected in zip(
+                moved, (every[:, net.rank], every[:, 0], every[net.rank - 1, 0], every[-1, 0]), strict=True
+            ):
                 same(got, expected)
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import load_script
 from ranks import mesh, on_ranks
 
@@ -161,7 +162,7 @@ def test_one_rank(alone, monkeypatch):
 
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
 def test_a_timeout_must_be_a_positive_number(timeout):
-    with pytest.raises(ValueError, match="Shm.over: argument 'timeout': expected a positive number of seconds, got"):
+    with raises(ValueError, says("Shm.over", "timeout", expected="positive seconds")):
         Shm.over(Alone(), timeout)
 
 

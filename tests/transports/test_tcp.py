@@ -14,12 +14,13 @@ import threading
 
 import jax
 import pytest
+from errors import raises, says
 from helpers import load_script
 from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
-from jaxcgx.native import tcp
+from jaxcgx.native import connections
 from jaxcgx.transports.axes import axis_names
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
@@ -120,12 +121,12 @@ def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypat
         def blocking_key_value_get(self, key, timeout):
             raise jax.errors.JaxRuntimeError(problem)
 
-    monkeypatch.setattr(tcp._compat, "rendezvous", lambda met=(Store(), 0, 2, "127.0.0.1:1"): met)
-    monkeypatch.setattr(tcp.module(), "tcp_listen", lambda: 1)
-    monkeypatch.setattr(tcp, "_failure", functools.cache(tcp._failure.__wrapped__))
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda met=(Store(), 0, 2, "127.0.0.1:1"): met)
+    monkeypatch.setattr(connections.module(), "tcp_listen", lambda: 1)
+    monkeypatch.setattr(connections, "_failure", functools.cache(connections._failure.__wrapped__))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"Tcp: {words}; start the processes again"):
-            tcp.connect()
+            connections.connect()
 
 
 def test_a_process_alone():
@@ -133,7 +134,7 @@ def test_a_process_alone():
         RuntimeError,
         match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first",
     ):
-        tcp.connect()
+        connections.connect()
 
 
 def test_devices_of_one_process():
@@ -155,20 +156,22 @@ def test_axes_of_vmap():
 
 
 def test_an_axis_that_is_not_there():
-    with pytest.raises(NameError, match="compressed_psum: argument 'axis_name': no axis 'a' is bound here"):
+    with raises(NameError, says("compressed_psum", "axis_name", expected="no axis 'a'")):
         cgx.compressed_psum(jax.numpy.ones(3), cgx.Tcp("a"), cgx.MaxMin(4))
 
 
 @pytest.mark.parametrize("name", [("a", "b"), ["a"], cgx.Tcp("a")], ids=str)
 def test_the_name_of_one_axis(name):
-    with pytest.raises(ValueError, match="Tcp: argument 'name': expected the name of one axis, got "):
+    with raises(ValueError, says("Tcp", "name", expected="name one axis")):
         cgx.Tcp(name)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "1", True, float("nan"), float("inf")])
 def test_a_timeout_must_be_a_positive_number(timeout):
-    error = TypeError if isinstance(timeout, bool | str) else ValueError
-    with pytest.raises(error, match="Tcp: argument 'timeout': expected a positive number of seconds, got"):
+    with raises(
+        TypeError if isinstance(timeout, bool | str) else ValueError,
+        says("Tcp", "timeout", expected="positive seconds"),
+    ):
         cgx.Tcp("a", timeout)
 
 

@@ -1,0 +1,47 @@
+"""Raw: every bit as it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bytes, normal
+from jax import lax
+
+import jaxcgx as cgx
+
+WORDS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+
+
+@pytest.mark.parametrize("dtype", WORDS)
+def test_the_payload_is_the_array(dtype):
+    x = normal((5, 7), dtype=dtype)
+    payload = np.asarray(cgx.encode(x, cgx.Raw()))
+    assert payload[: x.nbytes].tobytes() == np.asarray(x).tobytes()
+    assert len(payload) == -(-x.nbytes // 16) * 16 == cgx.Raw().wire_bytes(x.shape, dtype)
+    assert (payload[x.nbytes :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_number_of_sixteen_bits_keeps_its_bits(dtype):
+    """NaNs of every payload and sign, infinities, denormals and -0 among them."""
+    x = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.dtype(dtype))
+    assert_same_bytes(cgx.roundtrip(x, cgx.Raw()), x)
+
+
+def test_special_numbers_of_float32_keep_their_bits():
+    words = [0x80000000, 1, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF]
+    x = lax.bitcast_convert_type(jnp.array(words, jnp.uint32), jnp.float32)
+    assert_same_bytes(cgx.roundtrip(x, cgx.Raw()), x)
+    assert_same_bytes(jax.jit(lambda x: cgx.roundtrip(x, cgx.Raw()))(x), x)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (4,), (17,)])
+def test_shapes(shape):
+    x = normal(shape)
+    assert cgx.Raw().wire_bytes(shape, "float32") == -(-4 * x.size // 16) * 16
+    assert_same_bytes(cgx.roundtrip(x, cgx.Raw()), x)
+
+
+def test_the_gradient_is_that_of_the_identity():
+    x = normal(9)
+    np.testing.assert_array_equal(jax.grad(lambda x: (cgx.roundtrip(x, cgx.Raw()) ** 2).sum())(x), 2 * x)

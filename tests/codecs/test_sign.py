@@ -1,0 +1,63 @@
+"""Sign: one bit an element, and the mean magnitude of the bucket."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bytes, normal, roundtrip
+
+import jaxcgx as cgx
+
+
+@pytest.mark.parametrize("size", [1, 7, 33, 512])
+def test_signs_times_the_mean_magnitude(size):
+    x = np.array(normal(1000, 2), np.float32)
+    y = roundtrip(x, cgx.Sign(size))
+    np.testing.assert_array_equal(np.signbit(y), np.signbit(x))
+    for i in range(0, 1000, size):
+        mean = np.abs(x[i : i + size].astype(np.float64)).mean()
+        assert len(set(np.abs(y[i : i + size]))) == 1
+        assert mean * (1 - 2**-20) <= abs(y[i]) <= mean * (1 + 2**-15 + 2**-20)  # steps have 16 bits, rounded up
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-30, 1.0, 1e35])
+def test_errors_are_at_most_the_largest_magnitude(scale):
+    x = np.array(normal(512, 5), np.float32) * np.float32(scale)
+    largest = np.abs(x).max().astype(np.float64)
+    assert (np.abs(roundtrip(x, cgx.Sign()) - x.astype(np.float64)) <= (1 + 2**-15) * largest + 2**-149).all()
+
+
+def test_two_magnitudes_that_are_one_are_exact():
+    x = np.where(np.array(normal(700, 6)) < 0, np.float32(-0.75), np.float32(0.75))
+    np.testing.assert_array_equal(roundtrip(x, cgx.Sign(100)), x)
+
+
+def test_zeros_have_their_sign():
+    """Beside other numbers a zero becomes the mean magnitude, with the zero's sign; alone it stays, as +0."""
+    np.testing.assert_array_equal(roundtrip([0.0, -0.0, 3.0, -3.0], cgx.Sign()), [1.5, -1.5, 1.5, -1.5])
+    zeros = np.zeros(5, np.float32)
+    assert_same_bytes(roundtrip(zeros, cgx.Sign()), zeros)
+    assert_same_bytes(roundtrip(-zeros, cgx.Sign()), zeros)
+
+
+def test_a_bit_an_element():
+    """Bit r of lane l's byte is the element of row r: 1 for a positive one."""
+    x = np.ones(128, np.float32)
+    x[[0, 16, 127]] = -1
+    payload = np.asarray(cgx.encode(x, cgx.Sign(128)))
+    assert payload[:4].view(np.float32) == 1 and len(payload) == 16 + 16
+    np.testing.assert_array_equal(payload[16:], [0xFC, *[0xFF] * 14, 0x7F])
+
+
+def test_a_mean_over_many_blocks():
+    """Past 256 blocks of 128 they are summed in groups; the mean is as good as before."""
+    x = np.array(normal(40_000, 7), np.float32)
+    y = roundtrip(x, cgx.Sign(40_000))
+    assert abs(abs(y[0]) / np.abs(x.astype(np.float64)).mean() - 1) < 2**-14
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits(dtype):
+    """The mean is float32's; what is decoded is rounded once."""
+    x = normal(512, 8, dtype=dtype)
+    wide = cgx.roundtrip(x.astype(jnp.float32), cgx.Sign())
+    assert_same_bytes(cgx.roundtrip(x, cgx.Sign()), wide.astype(dtype))
