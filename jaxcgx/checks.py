@@ -1,7 +1,7 @@
 """What is wrong with an argument, in one wording.
 
-Every error names the function that the user called, the argument, what was expected, what came, and what to write instead where that is
-known. A check returns the value in the form that the rest of the package uses.
+Every error names the function that the user called, the argument, what was expected, what came, and what to write
+instead where that is known. A check returns the value in the form that the rest of the package uses.
 """
 
 import numbers
@@ -20,10 +20,26 @@ MOST = 2**40  # elements of a bucket, a leaf or a message: more than any has
 
 
 def wrong(
-    function: str, argument: str, expected: str, got: Any, remedy: str = "", *, path: Any = (), kind: type = ValueError
+    function: str,
+    argument: str,
+    expected: str,
+    got: Any,
+    remedy: str = "",
+    *,
+    path: Any = (),
+    kind: type[Exception] = ValueError,
 ) -> Exception:
-    """The error for an argument. `got` is text as it is; `path`: the JAX path of the leaf, where the argument is a tree."""
-    text = f"{function}: argument '{argument}'{at(path)}: expected {expected}, got {got}"
+    """The error for an argument. `got` is text as it is; `path` is the JAX path of the leaf if the argument is a
+    tree.
+    """
+    return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, got, remedy, kind=kind)
+
+
+def unexpected(
+    place: str, expected: str, got: Any, remedy: str = "", *, kind: type[Exception] = ValueError
+) -> Exception:
+    """The error for whatever is not an argument: a variable, a key of a file, the answer of the caller's function."""
+    text = f"{place}: expected {expected}, got {got}"
     return kind(f"{text}; {remedy}" if remedy else text)
 
 
@@ -125,8 +141,8 @@ def check_varying(function: str, names: tuple, paths: Collection, leaves: Collec
                 argument,
                 f"an array that varies over {', '.join(map(repr, names))}",
                 f"one that is the same on every rank of {', '.join(map(repr, same))} ({jax.typeof(leaf)})",
-                "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over that axis. "
-                "Take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
+                "if it is a gradient, JAX has reduced it already, uncompressed, because the parameters don't vary over "
+                "that axis. Take it with jaxcgx.local_value_and_grad, or differentiate with respect to "
                 "jax.lax.pcast(params, axis_name, to='varying')",
                 path=path,
             )

@@ -71,7 +71,8 @@ def in_a_mesh():
         (
             lambda x: allreduce(x, cgx.Plan.from_env(("cross", "inner"))),
             ValueError,
-            'compressed_allreduce: argument \'codec\': expected nothing of "cross" and "inner" with a communicator, got Plan(',
+            'compressed_allreduce: argument \'codec\': expected nothing of "cross" and "inner" with a communicator, '
+            "got Plan(",
         ),
         (
             lambda x: allreduce(x, cgx.Plan(CODEC, [("w", {"cross": CODEC, "inner": CODEC})])),
@@ -93,7 +94,8 @@ def in_a_mesh():
         (
             lambda x: allreduce(x, CODEC, leader=True),
             ValueError,
-            'argument \'leader\': expected nothing of "cross" and "inner" with a communicator, got True; pass comm=jaxcgx.mpi.hierarchy()',
+            'argument \'leader\': expected nothing of "cross" and "inner" with a communicator, got True; pass '
+            "comm=jaxcgx.mpi.hierarchy()",
         ),
         (
             lambda x: allreduce(x, {"node": CODEC}, cgx.mpi.hierarchy()),
@@ -164,8 +166,8 @@ def test_bad_arguments(f, error, words):
 def test_nodes_of_different_sizes():
     with pytest.raises(
         ValueError,
-        match=f"hierarchy: argument 'comm': expected as many ranks on every node, got 1, {N - 1}; pass the communicator "
-        "itself",
+        match=f"hierarchy: argument 'comm': expected as many ranks on every node, got 1, {N - 1}; pass the "
+        "communicator itself",
     ):
         cgx.mpi.hierarchy(COMM, COMM.Split(int(R > 0), R))
 

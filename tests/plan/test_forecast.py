@@ -217,7 +217,7 @@ BY_AXIS = {"node": FOUR, "local": RAW}
             ValueError,
             "argument 'axis_size': expected a number of ranks or {axis name: ranks}, outermost first, got 0",
         ),
-        (cgx.Plan(FOUR), TREE, "data", ValueError, "argument 'axis_size': expected a number of ranks"),
+        (cgx.Plan(FOUR), TREE, "data", TypeError, "argument 'axis_size': expected a number of ranks"),
         (cgx.Plan(FOUR), TREE, {}, ValueError, "argument 'axis_size': expected a number of ranks"),
         (cgx.Plan(FOUR), TREE, {"a": 2, "b": -1}, ValueError, "argument 'axis_size': expected a number of ranks"),
         (

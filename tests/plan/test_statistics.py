@@ -80,7 +80,7 @@ def test_gradients_that_jax_has_reduced():
         return cgx.gradient_statistics(jax.grad(lambda params: (params["w"] * x).sum())(params), "a", CODECS)
 
     run = jax.shard_map(measure, mesh=mesh(2), in_specs=(P(), P("a")), out_specs=P())
-    words = r"gradient_statistics: argument 'grads', leaf \['w'\]: expected an array that varies over 'a', .*jaxcgx.local_value_and_grad"
+    words = r"gradient_statistics: argument 'grads', leaf \['w'\]: expected an array that varies .*local_value_and_grad"
     with pytest.raises(ValueError, match=words):
         run({"w": normal((8, 30))}, normal((16, 30)))
 
@@ -148,7 +148,8 @@ def test_steps_add_up():
         (
             lambda: cgx.gradient_statistics({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}),
             ValueError,
-            "argument 'grads': expected leaves of different paths, got several whose path is 'a/b', which no rule could tell apart; rename one",
+            "argument 'grads': expected leaves of different paths, got several whose path is 'a/b', which no rule "
+            "could tell apart; rename one",
         ),
     ],
     ids=["none", "no list", "no codec", "key", "leaves", "axis", "paths"],
