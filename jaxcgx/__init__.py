@@ -2,7 +2,6 @@
 
 import importlib
 
-from jaxcgx.adaptive import gradient_statistics
 from jaxcgx.codecs import (
     AbsMax,
     ByteGrad,
@@ -31,7 +30,7 @@ from jaxcgx.collectives import (
     sync_in_backward,
 )
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
-from jaxcgx.plan import Plan, Rule
+from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
 

@@ -20,11 +20,26 @@ MOST = 2**40  # elements of a bucket, a leaf or a message: more than any has
 
 
 def wrong(
-    function: str, argument: str, expected: str, got: Any, remedy: str = "", *, path: Any = (), kind: type = ValueError
+    function: str,
+    argument: str,
+    expected: str,
+    got: Any,
+    remedy: str = "",
+    *,
+    path: Any = (),
+    kind: type[Exception] = ValueError,
 ) -> Exception:
-    """The error for an argument. `got` is text as it is; `path`: the JAX path of the leaf, where the argument is a
-    tree."""
-    text = f"{function}: argument '{argument}'{at(path)}: expected {expected}, got {got}"
+    """The error for an argument. `got` is text as it is; `path` is the JAX path of the leaf if the argument is a
+    tree.
+    """
+    return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, got, remedy, kind=kind)
+
+
+def unexpected(
+    place: str, expected: str, got: Any, remedy: str = "", *, kind: type[Exception] = ValueError
+) -> Exception:
+    """The error for whatever is not an argument: a variable, a key of a file, the answer of the caller's function."""
+    text = f"{place}: expected {expected}, got {got}"
     return kind(f"{text}; {remedy}" if remedy else text)
 
 

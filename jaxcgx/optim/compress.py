@@ -18,8 +18,8 @@ from jaxcgx.optim.extra import import_optax
 from jaxcgx.optim.state import state_specs
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.by_axis import check_codecs
 from jaxcgx.plan.leaves import factor_shape
-from jaxcgx.plan.rules import check_codecs
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.resolve import check_axes
 

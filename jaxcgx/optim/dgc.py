@@ -13,7 +13,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.optim.compress import check_number, compress_gradients
 from jaxcgx.plan import Plan
-from jaxcgx.plan.base import by_axis
+from jaxcgx.plan.by_axis import by_axis
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.resolve import check_axes
 

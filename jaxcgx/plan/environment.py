@@ -3,15 +3,17 @@
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from jaxcgx.checks import MOST
+from jaxcgx.checks import MOST, unexpected
 
 _FLAG = {"0": False, "1": True}
 _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 
 
-def _variable(name, default, values):
-    """A field for a variable. values: {what it may be: what that means}, or the least integer that it may be."""
+def _variable(name: str, default: Any, values: dict[str, Any] | int) -> Any:
+    """A field for a variable. values: {text: its meaning}, or the smallest integer that is allowed."""
     return dataclasses.field(default=default, metadata=dict(variable=name, values=values))
 
 
@@ -37,29 +39,24 @@ class Environment:
     dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
 
 
-def read(environ=os.environ, op="Plan.from_env") -> Environment:
-    """The variables of an environment, or an error that names the one with a value, or a name, that CGX doesn't
-    have."""
+def read(environ: Mapping[str, str] = os.environ, op: str = "Plan.from_env") -> Environment:
+    """The variables of an environment. A value or a name that CGX doesn't have is an error."""
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
-        raise ValueError(f"{op}: variable {unknown[0]}: expected one of {', '.join(fields)}; unset it")
+        raise unexpected(f"{op}: variable {unknown[0]}", f"one of {', '.join(fields)}", repr(unknown[0]), "unset it")
+    given = {field: name for name, field in fields.items() if name in environ}
     return Environment(
-        **{
-            field.name: _value(op, name, environ[name], field.metadata["values"])
-            for name, field in fields.items()
-            if name in environ
-        }
+        **{field.name: _check(op, name, environ[name], field.metadata["values"]) for field, name in given.items()}
     )
 
 
-def _value(op, name, text, values):
-    if isinstance(values, dict) and text in values:
-        return values[text]
-    if isinstance(values, int) and re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
-        return int(text)
-    expected = (
-        f"one of {', '.join(values)}"
-        if isinstance(values, dict)
-        else f"an integer of at least {values} (and less than 2^40)"
-    )
-    raise ValueError(f"{op}: variable {name}: expected {expected}, got {text!r}")
+def _check(op: str, name: str, text: str, values: dict[str, Any] | int) -> Any:
+    if isinstance(values, dict):
+        if text in values:
+            return values[text]
+        expected = f"one of {', '.join(values)}"
+    else:
+        if re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
+            return int(text)
+        expected = f"an integer of at least {values} (and less than 2^40)"
+    raise unexpected(f"{op}: variable {name}", expected, repr(text))

@@ -4,33 +4,33 @@ import dataclasses
 import json
 import re
 import tomllib
+from collections.abc import Callable, Collection
+from typing import Any
 
 from jaxcgx import codecs
+from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.plan.rules import Rule
 
-CODECS = {
+CODECS: dict[str, type[Codec]] = {
     name: found
     for name in codecs.__all__
-    if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec)
+    if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec) and found is not Codec
 }
-del CODECS["Codec"]
-PARTS = CODECS | {"Sampled": codecs.Sampled}  # and what a codec's field may be
+PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled}  # and the values that a codec's field may have
 
 
-def write(plan) -> str:
-    """The text that `read` makes the same plan of."""
+def write(fields: dict[str, Any]) -> str:
+    """The text of a plan with these fields. `read` gives them back."""
     lines = ["# A plan of jaxcgx: jaxcgx.Plan.load reads it, docs/plans.md explains it."]
-    for field in dataclasses.fields(plan):
-        if field.name != "rules":
-            lines.append(f"{field.name} = {_value(field.name, getattr(plan, field.name))}")
-    for i, rule in enumerate(plan.rules):
+    lines += [f"{name} = {_value(name, value)}" for name, value in fields.items() if name != "rules"]
+    for i, rule in enumerate(fields["rules"]):
         where = f"rules[{i}]"
         if rule.where is not None:
-            raise ValueError(
-                f"Plan.save: {where}: expected a rule by path, size or dimensions, got one by a predicate, which no "
-                "file can "
-                f"hold: {rule}"
+            raise unexpected(
+                f"Plan.save: {where}",
+                "a rule by path, size or dimensions",
+                f"one by a predicate, which no file can hold: {rule}",
             )
         said = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
         lines += ["", "[[rules]]"]
@@ -38,79 +38,74 @@ def write(plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _value(where, value):
-    if isinstance(value, (Codec, codecs.Sampled)):
+def _value(where: str, value: Any) -> str:
+    if isinstance(value, Codec | codecs.Sampled):
         if PARTS.get(type(value).__name__) is not type(value):
-            raise ValueError(f"Plan.save: {where}: expected a codec of jaxcgx, got {value!r}, which no file can hold")
+            raise unexpected(f"Plan.save: {where}", "a codec of jaxcgx", f"{value!r}, which no file can hold")
         value = {"name": type(value).__name__} | {
             field.name: getattr(value, field.name) for field in dataclasses.fields(value)
         }
     if isinstance(value, dict):
         if other := [key for key in value if not isinstance(key, str)]:
-            raise ValueError(f"Plan.save: {where}: expected axis names that are strings, got {other[0]!r}")
+            raise unexpected(f"Plan.save: {where}", "axis names that are strings", repr(other[0]))
         return "{ " + ", ".join(f"{_key(key)} = {_value(where, v)}" for key, v in value.items()) + " }"
-    return _text(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    if isinstance(value, str):
+        return _text(value)
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _key(key):
+def _key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _text(key)
 
 
-def _text(text):
-    return json.dumps(text, ensure_ascii=False).replace(
-        "\x7f", "\\u007f"
-    )  # all that JSON leaves as it is and TOML doesn't
+def _text(text: str) -> str:
+    """A TOML string. It is JSON's, except that TOML has to escape DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def read(text, fields) -> dict:
-    """The arguments of a plan, whose names are among `fields`. An error begins with the key that it is about."""
+def read(text: str, fields: Collection[str]) -> dict[str, Any]:
+    """The fields of a plan, whose names are among `fields`. An error begins with the key that it is about."""
     found = tomllib.loads(text)
-    _known("", found, fields)
+    _check_keys("", found, fields)
     rules = found.get("rules", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise ValueError(f"key 'rules': expected tables [[rules]], got {rules!r}")
+        raise unexpected("key 'rules'", "tables [[rules]]", repr(rules))
     if "default" not in found:
-        raise ValueError("key 'default': expected a codec, got none")
-    return found | dict(
-        default=_codecs("default", found["default"]), rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)]
-    )
+        raise unexpected("key 'default'", "a codec", "none")
+    default = _codecs("default", found["default"])
+    return found | dict(default=default, rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)])
 
 
-def _known(where, found, names):
+def _check_keys(where: str, found: dict[str, Any], names: Collection[str]) -> None:
     for name in found:
         if name not in names:
-            raise ValueError(
-                f"key '{where}{name}': unknown, expected {'one of ' * bool(names)}{', '.join(names) or 'none'}"
-            )
+            expected = f"one of {', '.join(names)}" if names else "none"
+            raise ValueError(f"key '{where}{name}': unknown, expected {expected}")
 
 
-def _rule(where, found):
-    _known(f"{where}.", found, [field.name for field in dataclasses.fields(Rule) if field.name != "where"])
+def _rule(where: str, found: dict[str, Any]) -> Rule:
+    _check_keys(f"{where}.", found, [field.name for field in dataclasses.fields(Rule) if field.name != "where"])
     if "codec" not in found:
-        raise ValueError(f"key '{where}.codec': expected a codec, got none")
+        raise unexpected(f"key '{where}.codec'", "a codec", "none")
     return _made(where, Rule, found | dict(codec=_codecs(f"{where}.codec", found["codec"])))
 
 
-def _codecs(where, found):
+def _codecs(where: str, found: Any) -> Any:
+    """A codec, a part of one, or {axis: codec}, from a TOML table."""
     if not isinstance(found, dict):
-        raise ValueError(
-            f"key '{where}': expected a codec such as {{ name = \"MaxMin\", bits = 4 }}, or one for each axis, "
-            f"got {found!r}"
-        )
-    if not isinstance(found.get("name"), str):
+        expected = 'a codec such as { name = "MaxMin", bits = 4 }, or one for each axis'
+        raise unexpected(f"key '{where}'", expected, repr(found))
+    name, table = found.get("name"), {key: value for key, value in found.items() if key != "name"}
+    if not isinstance(name, str):
         return {axis: _codecs(f"{where}.{axis}", codec) for axis, codec in found.items()}
-    if found["name"] not in PARTS:
-        raise ValueError(f"key '{where}.name': expected one of {', '.join(PARTS)}, got {found['name']!r}")
-    made, said = PARTS[found["name"]], {key: value for key, value in found.items() if key != "name"}
-    _known(f"{where}.", said, [field.name for field in dataclasses.fields(made)])
-    return _made(
-        where,
-        made,
-        {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in said.items()},
-    )
+    if name not in PARTS:
+        raise unexpected(f"key '{where}.name'", f"one of {', '.join(PARTS)}", repr(name))
+    _check_keys(f"{where}.", table, [field.name for field in dataclasses.fields(PARTS[name])])
+    said = {key: _codecs(f"{where}.{key}", value) if isinstance(value, dict) else value for key, value in table.items()}
+    return _made(where, PARTS[name], said)
 
 
-def _made(where, make, arguments):
+def _made(where: str, make: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:

@@ -1,50 +1,58 @@
-"""What a plan makes of a tree, before any program exists: every leaf's codec, message and bytes."""
+"""Plan.explain: every leaf's codec, message and bytes, before any program exists."""
 
 import dataclasses
 import itertools
 import math
-import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.checks import is_integer, unexpected, wrong
 from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import Layout
-from jaxcgx.plan.leaves import messages, spell_path, why_raw
+from jaxcgx.plan.assignment import Assignment
+from jaxcgx.plan.by_axis import Codecs, values
+from jaxcgx.plan.leaves import Shaped, messages, spell_path, why_raw
 from jaxcgx.text import Totals, ratio, spell_sizes, table
+
+_OP = "Plan.explain"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A leaf in an exchange; in a hierarchy it takes part in one over each axis."""
+    """A leaf in an exchange. In a hierarchy there is an exchange over each axis, and a row for each."""
 
     leaf: str  # its path
-    shape: tuple
+    shape: tuple[int, ...]
     dtype: str
-    axes: tuple  # that the exchange is over; (): the tree was explained for one number of ranks
+    axes: tuple[Any, ...]  # of the exchange; (): the tree was explained for one number of ranks
     codec: Codec
-    message: int | None  # counted from 1; None: the leaf travels alone, as it is
-    raw_bytes: int  # of what of the leaf is exchanged, in its own dtype
-    bytes: int  # of the same in its message
-    why: str | None  # it travels as it is; None: it does not
+    message: int | None  # counted from 1; None: the leaf travels raw, by itself
+    raw_bytes: int  # of the leaf's elements in the exchange, in its own dtype
+    bytes: int  # of the same elements in their message
+    why: str | None  # the leaf travels raw; None: it doesn't
 
     @property
-    def ratio(self):
+    def ratio(self) -> float:
+        """Uncompressed bytes for each byte that is sent."""
         return ratio(self.bytes, self.raw_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast(Totals):
-    """What `Plan.explain` found. str() is a table."""
+    """The result of `Plan.explain`. str() is a table."""
 
-    rows: tuple  # of Row, in the order of the leaves
-    totals: dict  # {axes: (bytes, the same uncompressed)}; messages with what fills them up
+    rows: tuple[Row, ...]
+    totals: dict[tuple[Any, ...], tuple[int, int]]  # {axes: (bytes in messages, the same elements uncompressed)}
 
-    def __repr__(self):
-        return f"<Forecast of leaves: {len({row.leaf for row in self.rows})}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
+    def __repr__(self) -> str:
+        leaves = len({row.leaf for row in self.rows})
+        return f"<Forecast of leaves: {leaves}, bytes: {self.bytes:,}, ratio: {self.ratio:.2f}>"
 
-    def __str__(self):
+    def __str__(self) -> str:
         head = ("leaf", "shape", "dtype", "axes", "codec", "message", "bytes", "uncompressed", "ratio", "raw because")
         rows = [
             (
@@ -63,124 +71,131 @@ class Forecast(Totals):
         return f"{table(head, rows)}\n\n{totals}"
 
 
-def _spell_axes(axes):
+def _spell_axes(axes: tuple[Any, ...]) -> str:
     return ", ".join(map(str, axes)) or "all ranks"
 
 
-def forecast(plan, tree, axis_size):
-    op = "Plan.explain"
-    sizes = _sizes(op, axis_size)
-    axes, ranks = tuple(name for name in sizes if name is not None), math.prod(sizes.values())
-    paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(tree)[0]) if jax.tree.leaves(tree) else ((), ())
-    for path, leaf in zip(paths, leaves):
+def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, schedule: Any, leader: bool) -> Forecast:
+    """The codec, message and bytes of every leaf of a tree."""
+    sizes = _check_sizes(axis_size)
+    axes = tuple(name for name in sizes if name is not None)
+    if isinstance(schedule, dict):
+        _check_axes(schedule, axes, axis_size)
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
+    for path, leaf in found:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"{op}: argument 'tree', leaf {spell_path(path)!r}: expected an array or a jax.ShapeDtypeStruct, "
-                f"got {leaf!r}"
-            )
-    rows, totals, coded = [[] for _ in leaves], {}, {}
-    if isinstance(plan.schedule, dict):
-        _check_axes(op, plan.schedule, axes, axis_size)
+            place = f"{_OP}: argument 'tree', leaf {spell_path(path)!r}"
+            raise unexpected(place, "an array or a jax.ShapeDtypeStruct", repr(leaf), kind=TypeError)
 
-    def add(over, codec, number, ids, raw, encoded, total, why=None):
-        """Rows for leaves in an exchange, with the bytes of each."""
-        for i, *both in zip(ids, raw, encoded):
-            rows[i].append(
-                Row(spell_path(paths[i]), tuple(leaves[i].shape), str(leaves[i].dtype), over, codec, number, *both, why)
-            )
-        sent, uncompressed = totals.get(over, (0, 0))
-        totals[over] = sent + total, uncompressed + sum(raw)
+    rows: list[list[Row]] = [[] for _ in leaves]
+    totals: dict[tuple[Any, ...], tuple[int, int]] = {}
 
-    for i, (codec, why) in enumerate(plan.assign(op, "tree", paths, leaves)):
-        codecs = list(codec.values()) if isinstance(codec, dict) else [codec]
+    def add(i: int, axes: tuple[Any, ...], **fields: Any) -> None:
+        leaf = leaves[i]
+        rows[i].append(Row(spell_path(paths[i]), tuple(leaf.shape), str(leaf.dtype), axes, **fields))
+
+    def count(axes: tuple[Any, ...], sent: int, raw: int) -> None:
+        before = totals.get(axes, (0, 0))
+        totals[axes] = before[0] + sent, before[1] + raw
+
+    coded: dict[Codecs, list[int]] = {}
+    for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths, leaves)):
         if isinstance(codec, dict):
-            _check_axes(op, codec, axes, axis_size)
-        if why := why or why_raw(leaves[i], codecs) or ("there is one rank" if ranks == 1 else None):
+            _check_axes(codec, axes, axis_size)
+        alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
+        if why := why or why_raw(leaves[i], values(codec)) or alone:
             size = leaves[i].size * leaves[i].dtype.itemsize
-            add(axes, Raw(), None, [i], [size], [size], size, why)
+            add(i, axes, codec=Raw(), message=None, raw_bytes=size, bytes=size, why=why)
+            count(axes, size, size)
         else:
             coded.setdefault(codec, []).append(i)
     groups = [
         (codec, [ids[k] for k in message])
         for codec, ids in coded.items()
-        for message in messages([leaves[i] for i in ids], plan.fusion_mb * 2**20)
+        for message in messages([leaves[i] for i in ids], fusion_mb * 2**20)
     ]
     for number, (codec, ids) in enumerate(groups, 1):
-        for over, one, layout, times in _exchanges(codec, sizes, [leaves[i] for i in ids], plan.leader):
-            raw = [times * n * leaves[i].dtype.itemsize for n, i in zip(layout.sizes, ids)]
-            own = [times * n for n in _own_bytes(layout)]
-            filled = not (one.low_rank or (one.raw and _whole(codec, axes, plan.leader)))  # those are plain sums
-            add(over, one, number, ids, raw, own, times * layout.chunks * layout.chunk_bytes if filled else sum(own))
-    return Forecast(tuple(row for found in rows for row in found), totals)
+        for exchange in _exchanges(codec, sizes, [leaves[i] for i in ids], leader):
+            sent = exchange.bytes
+            raw = [exchange.times * n * leaves[i].dtype.itemsize for i, n in zip(ids, exchange.layout.sizes)]
+            for i, raw_bytes, own in zip(ids, raw, sent):
+                fields = dict(codec=exchange.layout.codec, message=number, raw_bytes=raw_bytes, bytes=own, why=None)
+                add(i, exchange.axes, **fields)
+            count(exchange.axes, exchange.message_bytes if exchange.padded else sum(sent), sum(raw))
+    return Forecast(tuple(itertools.chain(*rows)), totals)
 
 
-def _sizes(op, axis_size):
+def _check_sizes(axis_size: Any) -> dict[Any, int]:
     """{axis name: ranks}; {None: ranks} of a number."""
-    sizes = axis_size if isinstance(axis_size, dict) else {None: axis_size}
-    try:
-        numbers = {name: operator.index(n) for name, n in sizes.items()}
-    except TypeError:
-        numbers = {}
-    if not numbers or min(numbers.values()) < 1:
-        raise ValueError(
-            f"{op}: argument 'axis_size': expected a number of ranks or {{axis name: ranks}}, outermost first, "
-            f"got {axis_size!r}"
-        )
-    return numbers
+    sizes: dict[Any, Any] = dict(axis_size) if isinstance(axis_size, dict) else {None: axis_size}
+    integers = all(map(is_integer, sizes.values()))
+    if not integers or not sizes or min(sizes.values()) < 1:
+        expected = "a number of ranks or {axis name: ranks}, outermost first"
+        raise wrong(_OP, "axis_size", expected, repr(axis_size), kind=ValueError if integers else TypeError)
+    return {name: int(n) for name, n in sizes.items()}
 
 
-def _check_axes(op, given, axes, axis_size):
-    """That codecs or schedules by axis are for these axes."""
+def _check_axes(given: dict[Any, Any], axes: tuple[Any, ...], axis_size: Any) -> None:
+    """Checks that codecs or schedules by axis are for these axes."""
     if set(given) != set(axes):
-        raise ValueError(
-            f"{op}: argument 'axis_size': expected {{axis name: ranks}}, outermost first, for the axes of "
-            f"{spell(given)}, got {axis_size!r}"
-        )
+        expected = f"{{axis name: ranks}}, outermost first, for the axes of {spell(given)}"
+        raise wrong(_OP, "axis_size", expected, repr(axis_size))
 
 
-# As collectives/hierarchy.py does it. By shards an inner exchange has a row for each of its ranks, and the leaf shrinks
-# to a share on the way out; by a leader every exchange is of whole leaves, and what the leaders send each other they
-# hand on. Sums are in float32 from the first exchange on. Factors are of whole leaves, too (collectives/low_rank.py).
-def _exchanges(codec, sizes, leaves, leader):
-    """(axes, codec, layout, its number) of every exchange of a message."""
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """A message over some axes."""
+
+    axes: tuple[Any, ...]
+    layout: Layout
+    times: int = 1  # how often the layout counts: shards of inner ranks
+    padded: bool = True  # the whole message is sent, with its padding; plain sums and factors have none
+
+    @property
+    def bytes(self) -> list[int]:
+        """The bytes of each leaf in the message, without padding."""
+        codec, dtypes = self.layout.codec, self.layout.dtypes
+        if codec.low_rank:
+            return [self.times * codec.wire_bytes(*found) for found in zip(self.layout.shapes, dtypes)]
+        found = [0] * len(dtypes)
+        for piece in itertools.chain(*self.layout.pieces):
+            meta = 4 * codec.meta if piece.bucket else 0
+            coded = sum(n * (meta + codec.code_bytes(size, dtypes[piece.leaf])) for _, n, size in piece.buckets())
+            found[piece.leaf] += self.times * (coded + piece.raw * dtypes[piece.leaf].itemsize)
+        return found
+
+    @property
+    def message_bytes(self) -> int:
+        return self.times * self.layout.chunks * self.layout.chunk_bytes
+
+
+# This mirrors exchange/hierarchy.py. Sums are in float32 from the first exchange on. By shards, an inner exchange
+# counts once for each of its ranks, and the leaf shrinks to a share on the way out. By a leader, every exchange is of
+# whole leaves, and the inner ranks get what their leader received. Factors are of whole leaves, too
+# (exchange/low_rank.py).
+def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], leader: bool) -> Iterator[_Exchange]:
+    """The exchanges of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
-        yield names, codec, Layout.of(codec, leaves, math.prod(sizes.values())), 1
+        layout = Layout.of(codec, leaves, math.prod(sizes.values()))
+        yield _Exchange(names, layout, padded=not codec.low_rank)
         return
-    whole, inner = _whole(codec, names, leader), names[1:]
+    inner = names[1:]
+    whole = bool(inner) and (leader or codec[names[0]].low_rank)  # inner exchanges are of whole leaves
     for k, name in enumerate(names):
         if sizes[name] == 1:
             continue
         dtypes = [jnp.float32 if whole or name != names[-1] else x.dtype for x in leaves]
         if whole:
-            shapes = [x.shape for x in leaves]
+            shapes = [tuple(x.shape) for x in leaves]
         else:
-            kept = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are together still
-            shapes = [(kept * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
-        once = whole or k == 0
-        layout = Layout(codec[name], shapes, dtypes, sizes[name] if once else 1)
-        yield (name,), codec[name], layout, 1 if once else sizes[name]
-        if (
-            leader
-            and k == 0
-            and not (codec[name].raw or codec[name].low_rank)
-            and math.prod(sizes[a] for a in inner) > 1
-        ):
-            yield inner, codec[name], layout, 1
-
-
-def _whole(codec, names, leader):
-    """Whether inner exchanges are of whole leaves."""
-    return len(names) > 1 and isinstance(codec, dict) and (leader or codec[names[0]].low_rank)
-
-
-def _own_bytes(layout):
-    """The bytes of each leaf of a message, without what fills it up."""
-    codec, found = layout.codec, [0] * len(layout.shapes)
-    if codec.low_rank:
-        return list(map(codec.wire_bytes, layout.shapes, layout.dtypes))
-    for piece in itertools.chain(*layout.pieces):
-        meta = 4 * codec.meta if piece.bucket else 0
-        coded = sum(n * (meta + codec.code_bytes(size, layout.dtypes[piece.leaf])) for _, n, size in piece.buckets())
-        found[piece.leaf] += coded + piece.raw * layout.dtypes[piece.leaf].itemsize
-    return found
+            together = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are not yet apart
+            shapes = [(together * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
+        times = 1 if whole or k == 0 else sizes[name]
+        layout = Layout(codec[name], tuple(shapes), tuple(dtypes), sizes[name] // times)
+        plain = codec[name].low_rank or (codec[name].raw and whole)
+        yield _Exchange((name,), layout, times, padded=not plain)
+        compresses = not (codec[name].raw or codec[name].low_rank)
+        if leader and k == 0 and compresses and math.prod(sizes[a] for a in inner) > 1:
+            yield _Exchange(inner, layout)

@@ -1,41 +1,62 @@
-"""What a plan and the collectives ask of leaves: their names, whether a codec can take them, which share a message."""
+"""What plans and collectives ask of leaves: their names, whether codecs take them, which of them share a message."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 
 
-def spell_path(path):
+class Shaped(Protocol):
+    """A leaf: an array of JAX or NumPy, a tracer, or a jax.ShapeDtypeStruct."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def ndim(self) -> int: ...
+
+
+def spell_path(path: Any) -> str:
     """A JAX path as rules see it: "a/b/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def why_unfit(leaf):
-    """Why no codec can take a leaf."""
+def why_unfit(leaf: Shaped) -> str | None:
+    """Why no codec can take a leaf; None if codecs can."""
     if leaf.dtype not in DTYPES:
         return f"{leaf.dtype} is not float32, bfloat16 or float16"
     return "it has no elements" if leaf.size == 0 else None
 
 
-def why_raw(leaf, codecs):
-    """Why a leaf travels as it is; None where one of the codecs encodes it, and none refuses it."""
+def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
+    """Why a leaf travels raw; None where one of the codecs encodes it and none refuses it."""
     if why := why_unfit(leaf) or ("its codec is Raw()" if all(codec.raw for codec in codecs) else None):
         return why
     return next((why for codec in codecs if (why := codec.why_raw(leaf.shape, jnp.dtype(leaf.dtype)))), None)
 
 
-def factor_shape(leaf, codecs):
-    """Of the factor that a leaf with these codecs, outermost first, hands from step to step (PowerSGD); None if there
-    is none."""
+def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
+    """The shape of the factor that a leaf hands from step to step (PowerSGD); None without one. Outermost codec
+    first.
+    """
     low_rank = next((codec for codec in codecs if codec.low_rank), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 
-def messages(leaves, limit):
-    """Lists of indices into `leaves`, in order, each of leaves of up to `limit` bytes together; a larger leaf travels
-    alone."""
-    found, room = [], -1
+def messages(leaves: Sequence[Shaped], limit: float) -> list[list[int]]:
+    """Which leaves share a message: lists of indices, in order, of up to `limit` bytes. A larger leaf travels alone."""
+    found: list[list[int]] = []
+    room = -1.0
     for i, leaf in enumerate(leaves):
         size = leaf.size * jnp.dtype(leaf.dtype).itemsize
         if size > room:

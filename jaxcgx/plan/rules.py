@@ -1,109 +1,69 @@
 """Rules: a codec, and the leaves that it is for."""
 
 import dataclasses
-import numbers
 import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from jaxcgx.checks import check_field, check_flag, check_integer
-from jaxcgx.codecs.base import Codec, check_codec, spell
-
-
-class ByAxis(dict):
-    """{axis name: ...}, hashable as everything is that jit holds for static, so nobody may change it."""
-
-    def __hash__(self):
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self):  # copies and pickles of a dict are filled item by item
-        return ByAxis, (dict(self),)
-
-    def _refuse(self, *args, **kwargs):
-        raise TypeError(f"a plan's {dict(self)} can't be changed: make another plan, of dict(...) of it")
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-
-def check_codecs(name, argument, codec):
-    """A codec, or one for each axis."""
-    if not isinstance(codec, dict):
-        return check_codec(name, codec, argument)
-    if not codec:
-        raise ValueError(f"{name}: argument '{argument}': expected a codec for each axis, got {{}}")
-    return ByAxis((axis, check_codec(name, found, argument)) for axis, found in codec.items())
-
-
-def compressing(codec):
-    """Of a codec, or of one for each axis, those that compress, outermost first."""
-    given = codec.values() if isinstance(codec, dict) else [codec]
-    return list(dict.fromkeys(one for one in given if not one.raw))
+from jaxcgx.checks import check_field, check_flag, check_hashable, check_integer, unexpected, wrong
+from jaxcgx.codecs.base import spell
+from jaxcgx.plan.by_axis import Codecs, check_codecs
+from jaxcgx.plan.leaves import Shaped
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A codec for the leaves that all of its conditions hold for.
+    """A codec for the leaves that satisfy all of its conditions.
 
-    codec: a codec, or {axis name: codec}. path: a regular expression that is searched (re.search) in the leaf's path,
-    written
-    "a/b/kernel". where: a function of the path and of a jax.ShapeDtypeStruct, the leaf, that returns True or False.
-    min_size,
-    max_size: elements, at least and at most. ndim: dimensions. priority: of the rules that hold for a leaf those with
-    the highest
-    count. optional: a rule with a path or a predicate may hold for no leaf at all, as when a plan is used on part of a
-    tree.
+    Args:
+      codec: a codec, or {axis name: codec}.
+      path: a regular expression that is searched (re.search) in the leaf's path, "a/b/kernel".
+      where: a function of the path and the leaf, a jax.ShapeDtypeStruct, that returns True or False.
+      min_size: the fewest elements.
+      max_size: the most elements.
+      ndim: the number of dimensions.
+      priority: where several rules hold for a leaf, those with the highest priority count.
+      optional: a rule with a path or a predicate must hold for at least one leaf, unless it is optional. A plan that is
+        used on parts of a tree has optional rules.
     """
 
-    codec: Codec | dict
+    codec: Codecs
     path: str | None = None
-    where: Callable | None = None
+    where: Callable[[str, Any], bool] | None = None
     min_size: int | None = None
     max_size: int | None = None
     ndim: int | None = None
     priority: int = 0
     optional: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec))
-        if self.path is not None:
-            if not isinstance(self.path, str):
-                raise TypeError(f"Rule: argument 'path': expected a regular expression as a string, got {self.path!r}")
-            try:
-                re.compile(self.path)
-            except re.error as error:
-                raise ValueError(
-                    f"Rule: argument 'path': expected a regular expression, got {self.path!r}: {error}"
-                ) from None
+        _check_pattern(self.path)
         if not (self.where is None or callable(self.where)):
-            raise TypeError(f"Rule: argument 'where': expected a function of a path and a leaf, got {self.where!r}")
-        try:
-            hash(self.where)
-        except TypeError:
-            raise TypeError(
-                f"Rule: argument 'where': expected something hashable, got {self.where!r}: plans are static under jit"
-            ) from None
+            raise wrong("Rule", "where", "a function of a path and a leaf", repr(self.where), kind=TypeError)
+        check_hashable("Rule", "where", self.where, "plans are static under jit")
         for field in ("min_size", "max_size", "ndim"):
             if getattr(self, field) is not None:
                 check_field(self, field, check_integer, 0)
-        if None not in (self.min_size, self.max_size) and self.min_size > self.max_size:
-            raise ValueError(
-                f"Rule: argument 'max_size': expected at least min_size={self.min_size}, got {self.max_size}"
-            )
-        if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
-            raise TypeError(f"Rule: argument 'priority': expected an integer, got {self.priority!r}")
-        object.__setattr__(self, "priority", int(self.priority))
+        if self.min_size is not None and self.max_size is not None and self.min_size > self.max_size:
+            raise wrong("Rule", "max_size", f"at least min_size={self.min_size}", self.max_size)
+        check_field(self, "priority", check_integer)
         check_field(self, "optional", check_flag)
 
-    def __str__(self):
-        return re.sub(" at 0x[0-9a-f]+", "", spell(self))  # of a predicate: reasons are the same in every process
+    def __str__(self) -> str:
+        return re.sub(
+            " at 0x[0-9a-f]+", "", spell(self)
+        )  # without a predicate's address, which differs between processes
 
     @property
     def names(self) -> bool:
         """Whether it names leaves, and doesn't only say how large they are."""
         return bool(self.path or self.where)
 
-    def matches(self, op, path, leaf) -> bool:
+    def matches(self, op: str, path: str, leaf: Shaped) -> bool:
+        """Whether it holds for a leaf. `op` is the function that errors name."""
         conditions = (
             self.path is None or re.search(self.path, path),
             self.min_size is None or leaf.size >= self.min_size,
@@ -112,20 +72,30 @@ class Rule:
         )
         if self.where is None or not all(conditions):
             return all(conditions)
-        answer = self.where(path, leaf)
-        if not isinstance(answer, (bool, np.bool_)):
-            raise TypeError(f"{op}: {self} of the plan: expected True or False for leaf {path!r}, got {answer!r}")
+        answer: Any = self.where(path, leaf)
+        if not isinstance(answer, bool | np.bool_):
+            expected = f"True or False for leaf {path!r}"
+            raise unexpected(f"{op}: {self} of the plan", expected, repr(answer), kind=TypeError)
         return bool(answer)
 
 
-def as_rule(rule):
-    """A rule, written as one or as (regular expression or predicate, codec)."""
+def _check_pattern(path: Any) -> None:
+    if path is None:
+        return
+    if not isinstance(path, str):
+        raise wrong("Rule", "path", "a regular expression as a string", repr(path), kind=TypeError)
+    try:
+        re.compile(path)
+    except re.error as error:
+        raise wrong("Rule", "path", "a regular expression", f"{path!r}: {error}") from None
+
+
+def as_rule(rule: Any) -> Rule:
+    """A rule from a `Rule` or from a pair (regular expression or predicate, codec)."""
     if isinstance(rule, Rule):
         return rule
-    if not isinstance(rule, (tuple, list)) or len(rule) != 2 or not (isinstance(rule[0], str) or callable(rule[0])):
-        raise TypeError(
-            "Plan: argument 'rules': expected jaxcgx.Rule(...) or (regular expression or predicate, codec), "
-            f"got {rule!r}"
-        )
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or not (isinstance(rule[0], str) or callable(rule[0])):
+        expected = "jaxcgx.Rule(...) or (regular expression or predicate, codec)"
+        raise wrong("Plan", "rules", expected, repr(rule), kind=TypeError)
     condition, codec = rule
     return Rule(codec, path=condition) if isinstance(condition, str) else Rule(codec, where=condition)

@@ -1,11 +1,22 @@
-"""What is known of gradients when a plan chooses bits."""
+"""What gradients lose when they are encoded, measured leaf by leaf and codec by codec. `Plan.adapt` chooses by it."""
 
+import collections
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-TOP = 100  # magnitudes that `tops` is of, CGX's number
+from jaxcgx.checks import check_varying, unexpected, wrong
+from jaxcgx.codecs.base import Codec, check_codec, check_key, roundtrip
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.plan.leaves import spell_path, why_unfit
+from jaxcgx.transports.resolve import check_axes
+
+TOP = 100  # how many of the largest magnitudes `tops` sums up; CGX's number
 
 
 @functools.partial(
@@ -15,24 +26,91 @@ TOP = 100  # magnitudes that `tops` is of, CGX's number
 )
 @dataclasses.dataclass(frozen=True)
 class GradientStatistics:
-    """Sums over the ranks of an axis and, where statistics were added, over steps. A pytree: a jitted step can return
-    it."""
+    """Sums over the ranks of an axis and, where statistics were added, over steps.
 
-    errors: jax.Array  # float32[leaves, codecs]: squared, of one encoding
-    norms: jax.Array  # float32[leaves], squared
-    tops: jax.Array  # float32[leaves]: the same of the 100 largest magnitudes
-    paths: tuple  # of the leaves, as a plan's rules see them; without those that no codec can take
-    shapes: tuple
-    dtypes: tuple
-    codecs: tuple
+    They are a pytree: a jitted step can return them.
+    """
 
-    def __add__(self, other):
-        if not isinstance(other, GradientStatistics):
+    errors: jax.Array  # float32[leaves, codecs]: the squared error of one encoding
+    norms: jax.Array  # float32[leaves]: the squared norm
+    tops: jax.Array  # float32[leaves]: the squared norm of the 100 largest magnitudes
+    paths: tuple[str, ...]  # of the leaves that codecs can take, as a plan's rules see them
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    codecs: tuple[Codec, ...]
+
+    def __add__(self, other: "GradientStatistics") -> "GradientStatistics":
+        if not isinstance(other, GradientStatistics):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
-            raise ValueError(
-                "GradientStatistics: expected statistics of the same leaves and codecs to add, got those of "
-                f"{len(self.paths)} leaves and {len(self.codecs)} codecs, and of {len(other.paths)} and "
-                f"{len(other.codecs)}"
+            sizes = [f"those of {len(x.paths)} leaves and {len(x.codecs)} codecs" for x in (self, other)]
+            raise unexpected(
+                "GradientStatistics", "statistics of the same leaves and codecs to add", " and ".join(sizes)
             )
         return jax.tree.map(lambda a, b: a + b, self, other)
+
+
+def gradient_statistics(
+    grads: Any,
+    axis_name: Any = None,
+    codecs: Sequence[Codec] = tuple(MaxMin(bits) for bits in range(2, 9)),
+    *,
+    key: Any = None,
+) -> GradientStatistics:
+    """The squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
+
+    Statistics of several steps add up: `statistics + gradient_statistics(...)`.
+
+    Args:
+      grads: a pytree of this rank's gradients.
+      axis_name: the numbers are summed over that axis, or a tuple of axes, by lax.psum. Every rank then has the same
+        numbers and chooses alike.
+      codecs: the candidates.
+      key: a random key. Codecs that round stochastically need one.
+    """
+    op = "gradient_statistics"
+    if not isinstance(codecs, tuple | list) or not codecs:
+        raise wrong(op, "codecs", "a list of codecs", repr(codecs), kind=TypeError)
+    for codec in codecs:
+        check_key(op, check_codec(op, codec, "codecs"), key)
+    net = None if axis_name is None else check_axes(op, axis_name)
+    if key is not None and net is not None:  # ranks draw independent noise
+        key = jax.random.fold_in(key, net.rank)
+    paths, leaves = _check_leaves(op, grads)
+    if net is not None:
+        check_varying(op, net.names, paths, leaves, argument="grads")
+    keys = [None if key is None else jax.random.fold_in(key, i) for i in range(len(leaves))]
+    rows = jnp.stack([_measure(leaf, codecs, key) for leaf, key in zip(leaves, keys)])
+    if net is not None:
+        rows = net.plain_psum(rows)
+    n = len(codecs)
+    return GradientStatistics(
+        errors=rows[:, :n],
+        norms=rows[:, n],
+        tops=rows[:, n + 1],
+        paths=tuple(map(spell_path, paths)),
+        shapes=tuple(leaf.shape for leaf in leaves),
+        dtypes=tuple(str(leaf.dtype) for leaf in leaves),
+        codecs=tuple(codecs),
+    )
+
+
+def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
+    """The leaves that codecs can take, and their JAX paths."""
+    found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
+    found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
+    if not found:
+        raise wrong(op, "grads", "a float32, bfloat16 or float16 array among the leaves", "none")
+    names = collections.Counter(spell_path(path) for path, _ in found)
+    if twice := [name for name, n in names.items() if n > 1]:
+        got = f"several whose path is {twice[0]!r}, which no rule could tell apart"
+        raise wrong(op, "grads", "leaves of different paths", got, "rename one")
+    return [path for path, _ in found], [leaf for _, leaf in found]
+
+
+def _measure(x: jax.Array, codecs: Sequence[Codec], key: Any) -> jax.Array:
+    """float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
+    exact = x.astype(jnp.float32)
+    errors = [roundtrip(x, codec, key if codec.stochastic else None).astype(jnp.float32) - exact for codec in codecs]
+    top = lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
+    return jnp.stack([jnp.square(e).sum() for e in (*errors, exact, top)])

@@ -14,7 +14,6 @@ import sys
 import jax
 import jaxlib
 
-import jaxcgx
 from jaxcgx.native import registration
 
 
@@ -207,7 +206,7 @@ def examine() -> Report:
     hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
     return Report(
         versions,
-        str(pathlib.Path(jaxcgx.__file__).parent),
+        str(pathlib.Path(__file__).parents[1]),
         native,
         gpus,
         hidden,

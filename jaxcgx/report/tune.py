@@ -11,13 +11,12 @@ import zlib
 import jax
 import numpy as np
 
-from jaxcgx.adaptive import gradient_statistics
 from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import DTYPES
-from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan import Plan, gradient_statistics, why_raw
+from jaxcgx.plan.by_axis import compressing
 from jaxcgx.plan.leaves import spell_path
-from jaxcgx.plan.rules import compressing
 from jaxcgx.text import spell_sizes, table
 
 _KEY = jax.random.key(0)

@@ -283,17 +283,13 @@ def test_wordings(f, error, text):
             lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, own="encoded", schedule="ring", tiled=True),
             ValueError,
             says(
-                "compressed_psum_scatter",
-                "own",
-                expected='"raw" schedule="ring"',
-                got='"encoded"',
-                remedy="own=\"raw\"",
+                "compressed_psum_scatter", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy='own="raw"'
             ),
         ),
         (
             lambda x, same: psum(x, own="encoded", schedule="ring"),
             ValueError,
-            says("compressed_psum", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy="own=\"raw\""),
+            says("compressed_psum", "own", expected='"raw" schedule="ring"', got='"encoded"', remedy='own="raw"'),
         ),
         (
             lambda x, same: psum(x, leader=True),

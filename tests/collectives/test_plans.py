@@ -213,7 +213,9 @@ def test_keys():
             ("embed", cgx.MaxMin(8)),
         ],
     )
-    with pytest.raises(ValueError, match="argument 'key': expected a random key, because MaxMin.* rounds stochastically"):
+    with pytest.raises(
+        ValueError, match="argument 'key': expected a random key, because MaxMin.* rounds stochastically"
+    ):
         run(noisy, plan, None)
     run(noisy, plan, KEY)
     stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])

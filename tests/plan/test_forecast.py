@@ -216,7 +216,7 @@ BY_AXIS = {"node": FOUR, "local": RAW}
             cgx.Plan(FOUR),
             TREE,
             "data",
-            ValueError,
+            TypeError,
             says("Plan.explain", "axis_size", expected="number ranks", got="'data'"),
         ),
         (cgx.Plan(FOUR), TREE, {}, ValueError, says("Plan.explain", "axis_size", expected="number ranks", got="{}")),

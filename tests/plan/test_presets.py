@@ -103,7 +103,7 @@ def test_presets(plan, found):
         ),
         (
             lambda: cgx.Plan.mixed_precision(size_bound=1e5),
-            ValueError,
+            TypeError,
             says("Plan.mixed_precision", "size_bound", expected="integer 0 2^40", got="100000.0"),
         ),
         (

@@ -58,7 +58,7 @@ ENTRY %main.1_spmd (x: f32[8], y: u8[2,16], p: pred[8]) -> f32[8] {
   %loop.2 = (s32[], f32[8]{0}) while(%loop), condition=%condition, body=%body
   ROOT %if = f32[8]{0} conditional(%which, %x, %x), branch_computations={%branch, %other}
 }
-"""
+"""  # noqa: E501  (lines as XLA writes them)
 
 
 def test_every_collective_of_a_program_is_found():

@@ -1,0 +1,296 @@
+"""The collectives over a communicator. Each is its namesake in `jaxcgx`, except that ranks are processes."""
+
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from mpi4py import MPI
+
+from jaxcgx.checks import check_choice, check_flag, wrong
+from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
+from jaxcgx.collectives.arguments import Options, check_leaf
+from jaxcgx.collectives.state import State
+from jaxcgx.mpi.agreement import agree
+from jaxcgx.mpi.nodes import check_communicator
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
+from jaxcgx.transports.mpi import Comm, Nodes, Shared
+
+Net = Comm | Nodes | Shared
+
+
+def compressed_allreduce(
+    x: Any,
+    codec: Codecs | Plan,
+    comm: MPI.Intracomm | Net | None = None,
+    *,
+    key: Any = None,
+    op: Literal["sum", "mean"] = "sum",
+    residuals: Any = None,
+    momentum: Any = None,
+    factors: Any = None,
+    schedule: str | Mapping[str, str] = "auto",
+    own: Literal["raw", "encoded"] = "raw",
+    leader: bool = False,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+    check: bool = False,
+) -> Any:
+    """The sum, or with op="mean" the mean, of `x` over the ranks: `compressed_psum` and `compressed_pmean`.
+
+    Args:
+      x: a pytree of this rank's arrays.
+      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      comm: the ranks, see `jaxcgx.mpi`.
+      key: a random key, the same on every rank. Codecs that round stochastically need one.
+      op: "sum" or "mean".
+      residuals: what earlier calls lost, to be given back (error feedback).
+      momentum: arrays that lose what is sent, as in Deep Gradient Compression.
+      factors: the factors that `PowerSGD` starts from.
+      schedule: "two_shot", "one_shot", "ring" or "auto"; with a hierarchy also a dict.
+      own: what a rank adds of its own part to the sum it owns: "raw" or "encoded".
+      leader: with a hierarchy, only the first rank of each node takes part in the exchange between nodes.
+      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      fusion_mb: the largest message in MiB, 64 by default.
+      check: compare what the ranks pass, see `jaxcgx.mpi`.
+    """
+    name = "compressed_allreduce"
+    net = _check_ranks(
+        name,
+        comm,
+        check,
+        x,
+        codec=codec,
+        key=key,
+        op=op,
+        residuals=residuals,
+        momentum=momentum,
+        factors=factors,
+        schedule=schedule,
+        own=own,
+        leader=leader,
+        strict=strict,
+        fusion_mb=fusion_mb,
+    )
+    check_choice(name, "op", op, ("sum", "mean"))
+    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
+    state = State(residuals=residuals, momentum=momentum, factors=factors)
+    return psum.reduce(name, x, net, codec, options, state, mean=op == "mean")
+
+
+def compressed_reduce_scatter(
+    x: Any,
+    codec: Codecs | Plan,
+    comm: MPI.Intracomm | Net | None = None,
+    *,
+    key: Any = None,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    schedule: str | Mapping[str, str] = "auto",
+    own: Literal["raw", "encoded"] = "raw",
+    backward_codec: Codecs | None = None,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+    check: bool = False,
+) -> Any:
+    """The sum of `x` over the ranks, of which every rank keeps its slice: `compressed_psum_scatter`.
+
+    Args:
+      x: a pytree of this rank's arrays.
+      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      comm: the ranks, see `jaxcgx.mpi`.
+      key: a random key, the same on every rank. Codecs that round stochastically need one.
+      scatter_dimension: the dimension that is cut.
+      tiled: as in lax.
+      schedule: "one_shot", "ring" or "auto".
+      own: what a rank adds of its own part to the sum it owns: "raw" or "encoded".
+      backward_codec: the codec of the transpose, an all-gather; by default the same.
+      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      fusion_mb: the largest message in MiB, 64 by default.
+      check: compare what the ranks pass, see `jaxcgx.mpi`.
+    """
+    name = "compressed_reduce_scatter"
+    net = _check_ranks(
+        name,
+        comm,
+        check,
+        x,
+        codec=codec,
+        key=key,
+        scatter_dimension=scatter_dimension,
+        tiled=tiled,
+        schedule=schedule,
+        own=own,
+        backward_codec=backward_codec,
+        strict=strict,
+        fusion_mb=fusion_mb,
+    )
+    options = Options(
+        key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
+    )
+    return psum_scatter.reduce_scatter(name, x, net, codec, options, (scatter_dimension, tiled))
+
+
+def compressed_allgather(
+    x: Any,
+    codec: Codecs | Plan,
+    comm: MPI.Intracomm | Net | None = None,
+    *,
+    key: Any = None,
+    axis: int = 0,
+    tiled: bool = False,
+    backward_codec: Codecs | None = None,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+    check: bool = False,
+) -> Any:
+    """Every rank's `x`: `compressed_all_gather`.
+
+    Args:
+      x: a pytree of this rank's arrays.
+      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      comm: the ranks, see `jaxcgx.mpi`.
+      key: a random key, the same on every rank. Codecs that round stochastically need one.
+      axis: the dimension of the ranks in the result.
+      tiled: as in lax.
+      backward_codec: the codec of the transpose, a reduce-scatter; by default the same.
+      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      fusion_mb: the largest message in MiB, 64 by default.
+      check: compare what the ranks pass, see `jaxcgx.mpi`.
+    """
+    name = "compressed_allgather"
+    net = _check_ranks(
+        name,
+        comm,
+        check,
+        x,
+        codec=codec,
+        key=key,
+        axis=axis,
+        tiled=tiled,
+        backward_codec=backward_codec,
+        strict=strict,
+        fusion_mb=fusion_mb,
+    )
+    options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
+    return all_gather.gather(name, x, net, codec, options, (axis, tiled))
+
+
+def compressed_alltoall(
+    x: Any,
+    codec: Codecs | Plan,
+    comm: MPI.Intracomm | Net | None = None,
+    *,
+    key: Any = None,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+    tiled: bool = False,
+    backward_codec: Codecs | None = None,
+    strict: bool = False,
+    fusion_mb: float | None = None,
+    check: bool = False,
+) -> Any:
+    """Slice r of `x` to rank r, and the slices that come: `compressed_all_to_all`.
+
+    Args:
+      x: a pytree of this rank's arrays.
+      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      comm: the ranks, see `jaxcgx.mpi`.
+      key: a random key, the same on every rank. Codecs that round stochastically need one.
+      split_axis: the dimension that is cut.
+      concat_axis: the dimension along which the slices that come are put together.
+      tiled: as in lax.
+      backward_codec: the codec of the transpose, the exchange back; by default the same.
+      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      fusion_mb: the largest message in MiB, 64 by default.
+      check: compare what the ranks pass, see `jaxcgx.mpi`.
+    """
+    name = "compressed_alltoall"
+    net = _check_ranks(
+        name,
+        comm,
+        check,
+        x,
+        codec=codec,
+        key=key,
+        split_axis=split_axis,
+        concat_axis=concat_axis,
+        tiled=tiled,
+        backward_codec=backward_codec,
+        strict=strict,
+        fusion_mb=fusion_mb,
+    )
+    options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
+    return all_to_all.exchange(name, x, net, codec, options, (split_axis, concat_axis), tiled)
+
+
+def broadcast(x: Any, root: int = 0, comm: MPI.Intracomm | Net | None = None, *, check: bool = False) -> Any:
+    """The `x` of the rank `root`, bit for bit, on every rank: parameters, before the first step.
+
+    Args:
+      x: a pytree of arrays of any dtype, random keys too.
+      root: a rank.
+      comm: the ranks, see `jaxcgx.mpi`.
+      check: compare what the ranks pass, see `jaxcgx.mpi`.
+    """
+    name = "broadcast"
+    net = _check_ranks(name, comm, check, x, root=root)
+    try:
+        root = operator.index(root)
+    except TypeError:
+        raise wrong(name, "root", "a rank", repr(root), kind=TypeError) from None
+    if not 0 <= root < net.size:
+        raise wrong(name, "root", f"a rank from 0 to {net.size - 1}", root)
+
+    def one(path: Any, leaf: Any) -> Any:
+        leaf = check_leaf(name, "x", path, leaf)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return net.broadcast(leaf, root)
+        data = net.broadcast(jax.random.key_data(leaf), root)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+    return jax.tree_util.tree_map_with_path(one, x)
+
+
+def _check_ranks(name: str, comm: Any, check: Any, x: Any, /, **arguments: Any) -> Net:
+    """The transport over `comm`. With `check`, all ranks have agreed on the arguments."""
+    check_flag(name, "check", check)
+    given = comm if isinstance(comm, Net) else check_communicator(name, "comm", comm)
+    if check:
+        agree(name, given.comm if isinstance(given, Net) else given, x, arguments)
+    net = given if isinstance(given, Net) else Comm.of(given)
+    _check_one_device(name, x)
+    if not net.parts:
+        _check_no_levels(name, **arguments)
+    return net
+
+
+def _check_one_device(name: str, x: Any) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = {
+        device
+        for leaf in jax.tree_util.tree_leaves(x)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        for device in leaf.devices()
+    }
+    if (count := max(len(devices), 1 if mesh.empty else mesh.size)) > 1:
+        remedy = "start a process for each device, or use a mesh (jaxcgx.compressed_psum and its like)"
+        raise wrong(name, "x", "arrays on the one device that a rank computes on", f"{count} devices", remedy)
+
+
+def _check_no_levels(name: str, /, codec: Any = None, schedule: Any = None, leader: Any = False, **_: Any) -> None:
+    """Checks that the arguments don't speak of "cross" and "inner", which only a hierarchy has."""
+    given = [codec]
+    if isinstance(codec, Plan):
+        given = [codec.default, *(rule.codec for rule in codec.rules), codec.schedule]
+    levels = {
+        "codec": (codec, any(isinstance(each, dict) for each in given)),
+        "schedule": (schedule, isinstance(schedule, dict)),
+        "leader": (leader, leader is True),
+    }
+    for argument, (value, bad) in levels.items():
+        if bad:
+            expected = 'nothing of "cross" and "inner" with a communicator'
+            raise wrong(name, argument, expected, value, "pass comm=jaxcgx.mpi.hierarchy()")

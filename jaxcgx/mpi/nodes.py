@@ -1,0 +1,125 @@
+"""Hierarchies: the ranks of a communicator by nodes."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from mpi4py import MPI
+
+from jaxcgx.checks import unexpected, wrong
+from jaxcgx.mpi.agreement import compare
+from jaxcgx.plan import environment
+from jaxcgx.transports.mpi import Comm, Nodes, Shared
+
+_NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
+
+
+def check_communicator(op: str, argument: str, comm: Any) -> MPI.Intracomm:
+    """The communicator; None is all ranks."""
+    if comm is None:
+        return MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+        null = isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL
+        got = "MPI.COMM_NULL" if null else repr(comm)
+        raise wrong(op, argument, "an mpi4py communicator (MPI.Intracomm)", got, kind=TypeError)
+    return comm
+
+
+def hierarchy(comm: MPI.Intracomm | None = None, inner: MPI.Intracomm | None = None) -> Nodes:
+    """The ranks of `comm` by nodes, to be passed as `comm` where the network between nodes is slower than within.
+
+    CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. If the first isn't set, the
+    processes of a node share memory if they can, else MPI moves the bytes. All ranks must have the same variables.
+
+    The result's `cross` is the ranks of the same place in all nodes, its `inner` the ranks of this node. Its own ranks,
+    `rank` of `size`, come node by node, which may not be the order of `comm`.
+
+    Args:
+      comm: all ranks. MPI.COMM_WORLD by default.
+      inner: the ranks of this rank's node. By default they are the ranks that share its memory, as MPI says. Every node
+        must have as many.
+    """
+    comm = check_communicator("hierarchy", "comm", comm)
+    if inner is not None:
+        inner = check_communicator("hierarchy", "inner", inner)
+    env, variables = _check_variables(comm)
+    _check_not_nccl(env)
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else inner
+    places = comm.allgather((node.bcast(comm.rank), node.rank))
+    if inner is None:
+        node.Free()
+    made, key = comm.Get_attr(_NODES) or {}, (*variables, *places)
+    if key not in made:
+        made[key] = _make(comm, env, places)
+        comm.Set_attr(_NODES, made)
+    return made[key]
+
+
+def _check_variables(comm: MPI.Intracomm) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
+    """CGX's variables and their text. An error on every rank if one rank has other variables or a bad one."""
+    text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
+    env = error = None
+    try:
+        env = environment.read(op="hierarchy")
+    except ValueError as bad:
+        error = str(bad)
+    every = comm.allgather((text, error))
+    for rank, (_, error) in enumerate(every):
+        if error:
+            raise ValueError(f"{error}, on rank {rank}")
+    compare("hierarchy", [text for text, _ in every])
+    assert env is not None  # or this rank would have had an error
+    return env, text.items()
+
+
+def _check_not_nccl(env: environment.Environment) -> None:
+    for level, kind, expected in (
+        ("INNER", env.inner_communicator, "MPI or SHM"),
+        ("CROSS", env.cross_communicator, "MPI"),
+    ):
+        if kind == "NCCL":
+            raise unexpected(
+                f"hierarchy: variable CGX_{level}_COMMUNICATOR_TYPE",
+                f"{expected} between processes",
+                "NCCL, which XLA uses between the GPUs of a mesh: jax.distributed.initialize() and "
+                "jaxcgx.compressed_psum",
+            )
+
+
+def _make(comm: MPI.Intracomm, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
+    """places: for each rank the first rank of its node, and its own rank there."""
+    firsts, (_, place) = [first for first, _ in places], places[comm.rank]
+    nodes = sorted(set(firsts))
+    sizes = [firsts.count(first) for first in nodes]
+    if len(set(sizes)) > 1:
+        remedy = "pass the communicator itself, without a hierarchy, or start as many everywhere"
+        raise wrong("hierarchy", "comm", "as many ranks on every node", ", ".join(map(str, sizes)), remedy)
+    number = nodes.index(firsts[comm.rank])
+    cross, inner = Comm.over(comm.Split(place, number)), _within(comm, env, comm.Split(number, place))
+    return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
+
+
+def _within(comm: MPI.Intracomm, env: environment.Environment, inner: MPI.Intracomm) -> Comm | Shared:
+    """The transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
+    if inner.size == 1 or env.inner_communicator == "MPI":
+        return Comm.over(inner)
+    wanted = env.inner_communicator == "SHM"
+    # A program may place computations on CPUs where they aren't by default. Only the program knows.
+    if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
+        return Comm.over(inner)
+    shared = error = None
+    try:
+        shared = Shared.over(inner)
+    except RuntimeError as failed:
+        error = str(failed)
+    errors = [found for found in comm.allgather(error) if found]
+    if shared and not errors:
+        return shared
+    if wanted:
+        raise RuntimeError(
+            f"hierarchy: {errors[0]}; set CGX_INNER_COMMUNICATOR_TYPE=MPI, and MPI moves the bytes within a node"
+        )
+    if shared:
+        shared.close()
+    return Comm.over(inner)

@@ -1,0 +1,131 @@
+"""Plan.adapt: rules with another codec for each leaf, by what its gradients lose."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_choice, check_number, unexpected, wrong
+from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.plan import bits
+from jaxcgx.plan.assignment import Assignment
+from jaxcgx.plan.by_axis import compressing
+from jaxcgx.plan.rules import Rule
+from jaxcgx.plan.statistics import GradientStatistics
+
+_OP = "Plan.adapt"
+_BUCKETS = {2: 128, 3: 256, 4: None}  # bucket sizes of the clusters' bits, CGX's numbers; None: the reference's
+
+
+def adapt(plan: Assignment, statistics: Any, method: str, alpha: float, reference: Any) -> list[Rule]:
+    """The rules to add to a plan."""
+    if not isinstance(statistics, GradientStatistics):
+        raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
+    check_choice(_OP, "method", method, _METHODS)
+    reference = _check_reference(plan, reference)
+    ids = _adaptable(plan, statistics)
+    chosen = _METHODS[method](statistics, ids, reference, alpha)
+    rules: list[Rule] = []
+    for codec in dict.fromkeys(chosen):
+        paths = "|".join(re.escape(statistics.paths[i]) for i, found in zip(ids, chosen) if found == codec)
+        default = plan.default
+        given = (
+            {axis: old if old.raw else codec for axis, old in default.items()} if isinstance(default, dict) else codec
+        )
+        rules.append(Rule(given, path=f"^({paths})$", optional=True))
+    return rules
+
+
+def _check_reference(plan: Assignment, reference: Any) -> Codec:
+    found = compressing(plan.default)
+    if not found:
+        raise unexpected(_OP, "a plan whose default codec compresses", spell(plan.default))
+    if reference is not None:
+        return check_codec(_OP, reference, "reference")
+    if len(found) > 1:
+        expected = f"a codec, as the plan's default {spell(plan.default)} has several"
+        raise wrong(_OP, "reference", expected, None)
+    return found[0]
+
+
+def _adaptable(plan: Assignment, statistics: GradientStatistics) -> list[int]:
+    """The leaves of the statistics that get the plan's default."""
+    leaves = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in zip(statistics.shapes, statistics.dtypes)
+    ]
+    ids = [
+        i
+        for i, (path, leaf) in enumerate(zip(statistics.paths, leaves))
+        if not plan.why_guarded(leaf) and not any(rule.matches(_OP, path, leaf) for rule in plan.rules)
+    ]
+    if not ids:
+        raise wrong(
+            _OP,
+            "statistics",
+            "a leaf that gets the plan's default codec",
+            "none: guards and rules decide them all",
+            "adapt the plan without the rules of an earlier adaptation",
+        )
+    return ids
+
+
+def _lgreco(statistics: GradientStatistics, ids: Sequence[int], reference: Codec, alpha: float) -> list[Codec]:
+    check_number(_OP, "alpha", alpha, lambda x: 0 < x < math.inf, "a positive number")
+    codecs = statistics.codecs
+    names = ", ".join(map(spell, codecs))
+    if reference not in codecs:
+        remedy = "pass gradient_statistics codecs that it is among"
+        raise wrong(_OP, "reference", f"one of the statistics' codecs, {names}", spell(reference), remedy)
+    errors = _finite(statistics, ids, statistics.errors)
+    wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
+    chosen = bits.lgreco(wire, errors, codecs.index(reference), alpha)
+    if chosen is None:
+        remedy = "pass a larger one, or gradient_statistics codecs with more bits"
+        raise wrong(_OP, "alpha", f"a factor that some choice of {names} can keep to", alpha, remedy)
+    return [codecs[c] for c in chosen]
+
+
+def _kmeans(statistics: GradientStatistics, ids: Sequence[int], reference: Codec, alpha: float) -> list[Codec]:
+    if alpha != 1.0:
+        raise wrong(_OP, "alpha", '1.0 with method="kmeans", which has no budget', repr(alpha))
+    if not isinstance(reference, MaxMin):
+        raise wrong(_OP, "reference", 'a MaxMin with method="kmeans"', spell(reference))
+    tops = _finite(statistics, ids, statistics.tops)
+    points = [(_log2(math.prod(statistics.shapes[i])), _log2(top)) for i, top in zip(ids, tops)]
+    places = bits.kmeans(points, len(_BUCKETS))
+    widths = [max(_BUCKETS) - max(places) + place for place in places]
+    return [dataclasses.replace(reference, bits=b, bucket_size=_BUCKETS[b] or reference.bucket_size) for b in widths]
+
+
+_METHODS: dict[str, Callable[[GradientStatistics, Sequence[int], Codec, float], list[Codec]]] = {
+    "lgreco": _lgreco,
+    "kmeans": _kmeans,
+}
+
+
+def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Array) -> list[Any]:
+    """The rows `ids` of what was measured, as Python floats."""
+    rows = np.asarray(measured, np.float64)
+    for i in ids:
+        if not np.isfinite(rows[i]).all():
+            raise unexpected(
+                f"{_OP}: argument 'statistics', leaf {statistics.paths[i]!r}",
+                "finite numbers",
+                rows[i].tolist(),
+                "leave out the steps whose gradients overflowed",
+            )
+    return rows[list(ids)].tolist()
+
+
+def _log2(x: float) -> float:
+    """log2, interpolated linearly between powers of two, as math.log2 need not be the same on every machine. At least
+    -150.
+    """
+    fraction, exponent = math.frexp(max(x, 2.0**-150))
+    return exponent + 2 * fraction - 2

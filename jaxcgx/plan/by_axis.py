@@ -1,0 +1,48 @@
+"""One value for all axes, or {axis name: value}, outermost first: how codecs and schedules are given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from jaxcgx.checks import wrong
+from jaxcgx.codecs.base import Codec, check_codec
+
+Codecs = Codec | Mapping[Any, Codec]
+
+
+class ByAxis(dict[Any, Any]):
+    """{axis name: value}. It is hashable, as jit requires of everything static; hence it can't be changed."""
+
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  (a dict has None there)
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copy and pickle would fill a dict item by item
+        return ByAxis, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"a plan's {dict(self)} can't be changed: make another plan, of dict(...) of it")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def by_axis(names: Sequence[Any], outer: Any, inner: Any) -> Any:
+    """`outer` for the first axis and `inner` for the others; of a single axis just `outer`."""
+    return {name: outer if name == names[0] else inner for name in names} if len(names) > 1 else outer
+
+
+def values(given: Any) -> list[Any]:
+    """The values for all axes, outermost first."""
+    return list(given.values()) if isinstance(given, dict) else [given]
+
+
+def compressing(given: Codecs) -> list[Codec]:
+    """The codecs that compress, outermost first, each once."""
+    return list(dict.fromkeys(codec for codec in values(given) if not codec.raw))
+
+
+def check_codecs(function: str, argument: str, given: Any) -> Codec | ByAxis:
+    """A codec, or one for each axis."""
+    if not isinstance(given, dict):
+        return check_codec(function, given, argument)
+    if not given:
+        raise wrong(function, argument, "a codec for each axis", "{}")
+    return ByAxis((axis, check_codec(function, codec, argument)) for axis, codec in given.items())

@@ -1,0 +1,219 @@
+"""The plan: which leaf gets which codec, and how the messages travel."""
+
+import dataclasses
+import numbers
+import os
+import pathlib
+import types
+from collections.abc import Hashable, Mapping
+from typing import Any, Self
+
+from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer, check_positive, wrong
+from jaxcgx.codecs.base import Codec, check_codec
+from jaxcgx.codecs.bytegrad import ByteGrad
+from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.topk import Sampled, TopK
+from jaxcgx.plan import adapt, environment, file, forecast
+from jaxcgx.plan.assignment import Assignment
+from jaxcgx.plan.by_axis import ByAxis, by_axis, values
+from jaxcgx.plan.rules import Rule
+from jaxcgx.plan.statistics import GradientStatistics
+from jaxcgx.transports.axes import axis_names
+
+SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Assignment):
+    """Which leaf of a pytree gets which codec.
+
+    A plan is passed where a codec is, and is static under jit as a codec is. A collective raises an error if two rules
+    of the same priority give a leaf different codecs, and if a rule with a path or a predicate holds for no leaf and
+    isn't optional.
+
+    Args:
+      default: the codec of leaves that no rule holds for, or {axis name: codec}.
+      rules: `Rule`s, or pairs of a codec and, before it, a regular expression on the leaf's path ("a/b/kernel") or a
+        predicate.
+      min_size: a guard, stronger than every rule: leaves of fewer elements travel raw. 0 turns it off.
+      skip_1d: a guard, too: leaves of one dimension or none, biases and norms, travel raw. False turns it off.
+      fusion_mb: the largest message, for collectives whose caller gives no size.
+      schedule: the schedule, or {axis name: schedule}, for collectives whose caller gives none.
+      leader: whether leaders exchange for their nodes, for collectives whose caller doesn't say.
+    """
+
+    fusion_mb: float = 64
+    schedule: str | Mapping[Any, str] = "auto"
+    leader: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_field(self, "fusion_mb", check_positive)
+        plain = int if isinstance(self.fusion_mb, numbers.Integral) else float  # a file can't hold NumPy's numbers
+        object.__setattr__(self, "fusion_mb", plain(self.fusion_mb))
+        if isinstance(self.schedule, dict):
+            if not self.schedule:
+                raise wrong("Plan", "schedule", "a schedule for each axis", "{}")
+            object.__setattr__(self, "schedule", ByAxis(self.schedule))
+        for schedule in values(self.schedule):
+            check_choice("Plan", "schedule", schedule, SCHEDULES)
+        check_field(self, "leader", check_flag)
+
+    @classmethod
+    def cgx(cls, bits: int = 4, bucket_size: int = 1024, rounding: str = "nearest") -> Self:
+        """The plan of CGX's hook for layers.
+
+        It has MaxMin for everything except leaves of fewer than 1024 elements, biases and norms. The bucket size is the
+        hook's. CGX's variables have 512 (`from_env`), as MaxMin has.
+
+        Args:
+          bits: MaxMin's.
+          bucket_size: MaxMin's.
+          rounding: MaxMin's.
+        """
+        return cls(MaxMin(bits, bucket_size, rounding))
+
+    @classmethod
+    def bytegrad(cls, axis_name: Any = None) -> Self:
+        """The plan of Bagua's ByteGrad: 8 bits for everything.
+
+        Args:
+          axis_name: of a tuple of axes, outermost first, only the outermost is compressed.
+        """
+        return cls(by_axis(_axes("bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
+
+    @classmethod
+    def fp16(cls) -> Self:
+        """The plan of GeoMX's FP16: everything travels as float16."""
+        return cls(Cast("float16"), min_size=0, skip_1d=False)
+
+    @classmethod
+    def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: Any = None) -> Self:
+        """The plan of GeoMX's mixed-precision quantization, with a dense codec.
+
+        Args:
+          codec: the codec of large leaves.
+          size_bound: leaves of up to that many elements travel as float16, over all axes.
+          axis_name: of a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
+        """
+        op, names, half = "Plan.mixed_precision", _axes("mixed_precision", axis_name), Cast("float16")
+        check_codec(op, codec)
+        tiny = Rule(by_axis(names, half, half), max_size=_size_bound(op, size_bound))
+        return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
+
+    @classmethod
+    def bsc(
+        cls,
+        threshold: float = 0.01,
+        size_bound: int = 200_000,
+        axis_name: Any = None,
+        pull: str = "all",
+        select: str | Sampled = "sampled",
+    ) -> Self:
+        """The plan of GeoMX's bidirectional sparsification. `jaxcgx.bsc` is the transformation with its momentum.
+
+        Args:
+          threshold: the share of elements, the largest ones, that travels.
+          size_bound: leaves of up to that many elements travel raw.
+          axis_name: of a tuple of axes, outermost first, everything travels raw over all except the outermost.
+          pull: as in TopK.
+          select: as in TopK.
+        """
+        codec = TopK(threshold, select=select, pull=pull)
+        outer = by_axis(_axes("bsc", axis_name), codec, Raw())
+        return cls(outer, min_size=_size_bound("Plan.bsc", size_bound) + 1, skip_1d=False)
+
+    @classmethod
+    def from_env(cls, axis_name: Any = None, environ: Mapping[str, str] = os.environ) -> Self:
+        """CGX's behaviour under these environment variables. docs/plans.md has the table.
+
+        Args:
+          axis_name: a tuple of axes, outermost first, is a hierarchy: nodes, and ranks within a node. None or one name
+            is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
+          environ: the variables.
+        """
+        names, env = _axes("from_env", axis_name), environment.read(environ)
+        hierarchy = len(names) > 1
+        codec = MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete) if env.bits < 32 else Raw()
+        codec = Raw() if env.dummy else codec
+        inner, cross = ("one_shot", "one_shot") if env.all_to_all else (env.inner_reduction, env.cross_reduction)
+        return cls(
+            by_axis(names, codec, codec if env.intra_compress else Raw()),
+            min_size=max(env.minimal_size, 16) + 1,  # up to that many elements CGX sends as they are
+            skip_1d=False,
+            fusion_mb=env.fusion_mb,
+            schedule=by_axis(names, cross if hierarchy else inner, inner),
+            leader=hierarchy and env.intra_broadcast,
+        )
+
+    def explain(self, tree: Any, axis_size: int | Mapping[Any, int]) -> forecast.Forecast:
+        """The codec, message and bytes of every leaf, and why it travels raw if it does.
+
+        str() of the result is a table. Bytes are the leaf's in its message, and the same elements uncompressed.
+        "two_shot" and "ring" send 2 (W - 1) / W of them, as lax.psum does of the uncompressed ones (sums of TopK are
+        longer than messages). `jaxcgx.explain` of a step says what that step sends.
+
+        Args:
+          tree: a pytree of arrays or jax.ShapeDtypeStruct.
+          axis_size: the number of ranks, or {axis name: ranks}, outermost first.
+        """
+        return forecast.forecast(
+            self, tree, axis_size, fusion_mb=self.fusion_mb, schedule=self.schedule, leader=self.leader
+        )
+
+    def adapt(
+        self,
+        statistics: GradientStatistics,
+        *,
+        method: str = "lgreco",
+        alpha: float = 1.0,
+        reference: Codec | None = None,
+    ) -> Self:
+        """The plan with another codec for each leaf that gets its default now.
+
+        The choice is by what gradients lose (`gradient_statistics`). Guards and rules decide as before. The new rules
+        are optional. Ranks with the same statistics make the same plan.
+
+        Args:
+          statistics: the sum of `gradient_statistics` over some steps.
+          method: "lgreco" takes those of the statistics' codecs with which all leaves together send the fewest bytes,
+            while the sum of squared errors is at most `alpha` times that of `reference` everywhere. "kmeans" puts
+            leaves into three clusters by size and by the norm of their 100 largest magnitudes. The cluster of the
+            lowest norm gets 2 bits in buckets of 128, the middle one 3 bits in buckets of 256, the other 4 bits in the
+            reference's.
+          alpha: the error allowed, for "lgreco".
+          reference: the uniform choice. By default it is the plan's default codec; of one for each axis, the one that
+            compresses.
+        """
+        rules = adapt.adapt(self, statistics, method, alpha, reference)
+        return dataclasses.replace(self, rules=(*self.rules, *rules))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to a TOML file. Predicates and codecs of your own can't be saved."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        pathlib.Path(path).write_text(file.write(fields), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """The plan in a file that `save` wrote, or that was written by hand after docs/plans.md."""
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+            return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Plan.load: {path}: {error}") from None
+
+
+def _axes(method: str, axis_name: Any) -> tuple[Any, ...]:
+    names = axis_names(axis_name)
+    single = axis_name is None or all(
+        isinstance(name, Hashable) and not isinstance(name, int | tuple | types.NoneType) for name in names
+    )
+    if not names or not single or len(set(names)) < len(names):
+        raise wrong(f"Plan.{method}", "axis_name", "a name or a tuple of different names", repr(axis_name))
+    return names
+
+
+def _size_bound(op: str, size_bound: Any) -> int:
+    return check_integer(op, "size_bound", size_bound, 0, MOST)

@@ -1,0 +1,179 @@
+"""The house: no module imports upward or in a circle, no function has more parameters than a reader can hold."""
+
+import ast
+import functools
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+# From top to bottom. A module may import from its own storey and from those below it.
+STOREYS = (
+    ("__init__", "__main__"),
+    ("report",),
+    ("optim",),
+    ("wan",),
+    ("mpi",),
+    ("collectives",),
+    ("exchange",),
+    ("plan",),
+    ("codecs",),
+    ("transports",),
+    ("native",),
+    ("checks", "text", "_compat"),
+)
+# (importer, imported): why this import may point upward or close a circle.
+EXCEPTIONS = {("jaxcgx.mpi.agreement", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
+MOST = 7  # parameters
+
+
+@functools.cache
+def modules():
+    """{name: syntax tree} of every module of the package; a package has the name of its folder."""
+    found = {}
+    for path in sorted((ROOT / "jaxcgx").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def binds(package, name):
+    """Whether a package imports a name, which then is that and not a module of the same name (jaxcgx.optim.dgc)."""
+    nodes = [node for node in modules()[package].body if isinstance(node, ast.ImportFrom)]
+    return any(alias.name == name for node in nodes for alias in node.names)
+
+
+def imports(name):
+    """[(module, name or None, line)] of the package's own modules that a module imports, inside functions too."""
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None, node.lineno) for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}:{node.lineno}: expected imports by the full name"
+            if node.module in modules():
+                for alias in node.names:
+                    inner, known = f"{node.module}.{alias.name}", binds(node.module, alias.name)
+                    module = inner in modules() and not known
+                    yield (inner, None, node.lineno) if module else (node.module, alias.name, node.lineno)
+
+
+def edges():
+    return {
+        (name, module): line
+        for name in modules()
+        for module, _, line in imports(name)
+        if (name, module) not in EXCEPTIONS and not (name == "jaxcgx" and module == "jaxcgx")
+    }
+
+
+def storey(module):
+    """The number of a module's storey, from the top."""
+    parts = module.split(".")
+    place = parts[1] if len(parts) > 1 else "__init__"
+    return next(number for number, names in enumerate(STOREYS) if place in names)
+
+
+def test_every_module_has_a_storey():
+    places = {name for names in STOREYS for name in names}
+    assert {name.split(".")[1] for name in modules() if name != "jaxcgx"} <= places
+
+
+def test_nothing_imports_upward():
+    wrong = [
+        f"{name}:{line} imports {module}" for (name, module), line in edges().items() if storey(module) < storey(name)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_in_a_circle():
+    graph = {name: [] for name in modules()}
+    for name, module in edges():
+        graph[name].append(module)
+    done, path = set(), []
+
+    def walk(name):
+        assert name not in path, " imports ".join([*path[path.index(name) :], name])
+        if name not in done:
+            path.append(name)
+            for module in graph[name]:
+                walk(module)
+            done.add(path.pop())
+
+    for name in graph:
+        walk(name)
+
+
+def test_exceptions_are_needed():
+    assert set(EXCEPTIONS) <= {(name, module) for name in modules() for module, _, _ in imports(name)}
+
+
+def origin(module, name):
+    """The module that defines what another one imports as `name`."""
+    found = [inner for inner, imported, _ in imports(module) if imported == name]
+    return origin(found[0], name) if found else (module, name)
+
+
+def public():
+    """(module, name) of everything in __all__ of the packages that users import."""
+    for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
+        for node in modules().get(package, ast.Module([], [])).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                yield from (origin(package, name) for name in ast.literal_eval(node.value))
+
+
+def parameters(function):
+    """The names of a function's parameters, without self and cls."""
+    given = function.args
+    named = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if arg]
+    return [name for name in named if name not in ("self", "cls")]
+
+
+def test_public_names_are_found():
+    found = set(public())
+    assert ("jaxcgx.collectives.psum", "compressed_psum") in found and ("jaxcgx.plan.plan", "Plan") in found
+    assert ("jaxcgx.mpi.functions", "compressed_allreduce") in found
+    assert all(any(getattr(node, "name", None) == name for node in modules()[module].body) for module, name in found), (
+        found
+    )
+
+
+def test_functions_have_few_parameters():
+    """Public functions that mirror lax's and optax's signatures may have more; their internals may not."""
+    exempt, wrong = set(public()), []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                name = getattr(node, "name", "lambda")
+                names = parameters(node)
+                if len(names) > MOST and not (node in tree.body and (module, name) in exempt):
+                    wrong.append(f"{module}:{node.lineno} {name} has {len(names)}: {', '.join(names)}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])
+def test_private_imports_of_jax_are_in_compat(private):
+    """What JAX keeps to itself, or moves between versions. The doctor asks for jaxlib's version."""
+    wrong = []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            if any(name == private or name.startswith(f"{private}.") for name in names):
+                wrong.append(module)
+    allowed = {"jaxcgx.report.doctor"} if private == "jaxlib" else {"jaxcgx._compat"}
+    assert set(wrong) <= allowed
+
+
+def test_versions_of_jax_are_compared_in_compat():
+    compares = [
+        f"{module}:{node.lineno}"
+        for module, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "__version_info__" and module != "jaxcgx._compat"
+    ]
+    assert not compares
+
+
+def test_the_package_is_typed():
+    assert (ROOT / "jaxcgx/py.typed").exists()
