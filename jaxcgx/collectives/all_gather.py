@@ -65,8 +65,7 @@ def gather(
         gathered = message
         for j, stage in enumerate(route.stages):
             part = route.with_key(gathered.replace(key=message.key), j, route.stages[j + 1 :])
-            part_stage = stage._replace(schedule="one_shot")
-            gathered = part.replace(leaves=rows.all_gather(part, part_stage, route.backward[j], to))
+            gathered = part.replace(leaves=rows.all_gather(part, stage, to))
         outermost_first = [jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim))) for x in gathered.leaves]
         whole = [x.reshape(call.size, *shape) for x, shape in zip(outermost_first, shapes)]
         return [join_rows(x, dims[i], tiled) for x, i in zip(whole, message.ids)]

@@ -68,7 +68,7 @@ def exchange(
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(route.stages))):
             part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
-            parts = rows.all_to_all(part, stage._replace(schedule="one_shot"), route.backward[j])
+            parts = rows.all_to_all(part, stage)
             parts = [jnp.moveaxis(x, 0, j) for x in parts]
         whole = [x.reshape(call.size, *x.shape[len(route.stages) :]) for x in parts]
         return [join_rows(x, concat_axes[i], tiled) for x, i in zip(whole, message.ids)]

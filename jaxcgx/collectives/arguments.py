@@ -41,9 +41,10 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     """The stages, outermost first: one exchange over all ranks together, or one for each part. Schedules are chosen
     later."""
     if not isinstance(codec, dict):
-        return (Stage(net, check_codec(op, codec, argument), "auto"),)
+        one = check_codec(op, codec, argument)
+        return (Stage(net, one, "auto", one),)
     codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
-    return tuple(Stage(part, codec, "auto") for part, codec in zip(net.parts.values(), codecs))
+    return tuple(Stage(part, codec, "auto", codec) for part, codec in zip(net.parts.values(), codecs))
 
 
 def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], sums: bool) -> None:

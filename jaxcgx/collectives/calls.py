@@ -19,20 +19,20 @@ from jaxcgx.transports.base import Transport
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How leaves travel: by one stage after another, outermost first. `backward` are the codecs of the transpose."""
+    """How leaves travel: by one stage after another, outermost first. Stages of one rank are left out."""
 
     stages: tuple[Stage, ...]
-    backward: tuple[Codec, ...]
 
     @classmethod
     def of(cls, stages: tuple[Stage, ...], backward: tuple[Stage, ...]) -> "Route":
-        """Stages of one rank are left out."""
-        kept = [j for j, stage in enumerate(stages) if stage.net.size > 1] or [0]
-        return cls(tuple(stages[j] for j in kept), tuple(backward[j].codec for j in kept))
+        """backward: the stages of the transpose, as many."""
+        both = [there._replace(backward=back.codec) for there, back in zip(stages, backward)]
+        return cls(tuple(stage for stage in both if stage.net.size > 1) or (both[0],))
 
     @property
     def codecs(self) -> list[Codec]:
-        return [stage.codec for stage in self.stages] + list(self.backward)
+        """All codecs, those of the transpose too."""
+        return [stage.codec for stage in self.stages] + [stage.backward for stage in self.stages]
 
     def others(self, j: int) -> tuple[Stage, ...]:
         """The stages without stage j."""

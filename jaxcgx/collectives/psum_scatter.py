@@ -73,7 +73,7 @@ def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(stages[route]))):
             part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
-            parts = rows.psum_scatter(part, stage, route.backward[j], options.own)
+            parts = rows.psum_scatter(part, stage, options.own)
         return parts
 
     return call.run(plain, compressed)

@@ -42,11 +42,16 @@ class Message:
 
 
 class Stage(NamedTuple):
-    """One exchange of a message: among which ranks, in which codec, by which schedule."""
+    """One exchange of a message: among which ranks, by which schedule, in which codec, and in which
+    codec its transpose."""
 
     net: Transport
     codec: Codec
-    schedule: str = "one_shot"
+    schedule: str
+    backward: Codec
+
+    def transposed(self) -> "Stage":
+        return Stage(self.net, self.backward, "one_shot", self.codec)
 
 
 class Sum(NamedTuple):

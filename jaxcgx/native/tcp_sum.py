@@ -35,6 +35,15 @@ class Operands(NamedTuple):
     sum_key: Any
 
 
+class How(NamedTuple):
+    """What the handler is told: the schedule, and what of it is compensated."""
+
+    two_shot: bool  # else one_shot
+    own: bool  # a rank's own part joins the sum as it is
+    sum_feedback: bool  # the residual is what the encoding of the sum loses
+    divisor: float
+
+
 class Results(NamedTuple):
     sums: list[Any]
     residuals: list[Any] | None
@@ -63,17 +72,13 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
         operands = operands._replace(sum_key=None)
     flat, tree = jax.tree_util.tree_flatten(operands)
     feedback, raw = operands.residuals is not None, two_shot and own == "raw"
-    found = tcp_allreduce_p.bind(
-        *_compat.match_varying(*flat),
-        tree=tree,
-        layout=layout,
-        batch=(),
+    how = How(
         two_shot=two_shot,
         own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
         sum_feedback=raw and feedback,
         divisor=float(divisor),
-        net=net,
     )
+    found = tcp_allreduce_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
     return _results(tree).unflatten(found)
 
 
@@ -84,12 +89,12 @@ def _results(tree: Any) -> Any:
     return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
 
 
-def _lower(ctx, *operands, tree, layout, batch, net, divisor, two_shot, **params):
+def _lower(ctx, *operands, tree, layout, batch, how, net):
     places = tree.unflatten(range(tree.num_leaves))
     operands, messages = list(operands), math.prod(batch)
     operands[places.who] = with_processes(ctx, operands[places.who], ctx.avals_in[places.who])
     # As xla_ffi/handlers/tcp_allreduce.cc counts them.
-    payloads = 3 * layout.chunks if two_shot else net.size * layout.chunks
+    payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
     aliases = {
         place: place for place in places.residuals or ()
@@ -100,33 +105,34 @@ def _lower(ctx, *operands, tree, layout, batch, net, divisor, two_shot, **params
         hidden,
         *operands,
         **layout.attributes,
-        **params,
-        two_shot=two_shot,
+        two_shot=how.two_shot,
+        own=how.own,
         feedback=places.residuals is not None,
+        sum_feedback=how.sum_feedback,
         batch=np.int64(messages),
         ranks=np.int64(net.size),
-        divisor=np.float32(divisor),
+        divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
     )
     ctx.set_tokens_out(hidden.tokens_out)
     return results[:-1]
 
 
-def _abstract(*avals, tree, layout, batch, two_shot, net, **params):
+def _abstract(*avals, tree, layout, batch, how, net):
     def result(shape, dtype):
         return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
 
-    sums = [result(s, d if two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
+    sums = [result(s, d if how.two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
     fed = tree.unflatten(avals).residuals is not None
     results = Results(sums, [result(s, jnp.float32) for s in layout.shapes] if fed else None)
     return jax.tree_util.tree_leaves(results), net.effects
 
 
 # One call for all messages, as with the operations.
-def _batch(operands, dims, *, tree, layout, batch, **params):
+def _batch(operands, dims, *, tree, batch, **params):
     moved, who = in_front(operands, dims), tree.unflatten(range(tree.num_leaves)).who
     moved[who] = operands[who]
-    results = tcp_allreduce_p.bind(*moved, tree=tree, layout=layout, batch=(len(moved[0]), *batch), **params)
+    results = tcp_allreduce_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 
