@@ -15,7 +15,6 @@ from jaxcgx.native.layout import Layout
 STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
 LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
 LEAVES = [jnp.zeros(100), jnp.zeros(7, jnp.bfloat16)]
-WHOLE = Layout.of(LAYOUT.codec, LEAVES)
 PAYLOADS = jnp.zeros((3, LAYOUT.chunk_bytes), jnp.uint8)
 
 
@@ -210,51 +209,45 @@ def test_calls(call, error, words):
         (lambda: ops.encode(LAYOUT, LEAVES[:1]), "encode: argument 'leaves': expected 2 arrays, got 1"),
         (
             lambda: ops.encode(LAYOUT, LEAVES[::-1]),
-            "encode: argument 'leaves', array 0: expected float32[100], got bfloat16[7]",
+            "encode: argument 'leaves', leaf [0]: expected float32[100], got bfloat16[7]",
         ),
         (
-            lambda: ops.encode(LAYOUT, LEAVES, residuals=LEAVES),
-            "encode: argument 'residuals', array 1: expected float32[7], got bfloat16[7]",
+            lambda: ops.encode_fed(LAYOUT, LEAVES, LEAVES),
+            "encode_fed: argument 'residuals', leaf [1]: expected float32[7], got bfloat16[7]",
         ),
-        (lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES), "encode: argument 'key': MaxMin(bits=4"),
+        (
+            lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES),
+            "encode: argument 'key': expected uint32[2], because MaxMin(bits=4",
+        ),
         (
             lambda: ops.encode(Layout.of(STOCHASTIC, LEAVES), LEAVES, jnp.zeros(4, jnp.uint32)),
-            "encode: argument 'key', array 0: expected uint32[2], got uint32[4]",
+            "encode: argument 'key': expected uint32[2], got uint32[4]",
         ),
         (
             lambda: ops.decode(LAYOUT, PAYLOADS),
-            f"decode: argument 'payload', array 0: expected uint8[2, {LAYOUT.chunk_bytes}], got uint8[3, "
-            f"{LAYOUT.chunk_bytes}]",
+            f"decode: argument 'payload': expected uint8[2, {LAYOUT.chunk_bytes}], got uint8[3, {LAYOUT.chunk_bytes}]",
         ),
         (lambda: ops.decode(LAYOUT, PAYLOADS[:2].astype(jnp.float32)), "got float32[2"),
-        (lambda: ops.reduce(LAYOUT, PAYLOADS[:, 1:], encoded=True), "reduce: argument 'payloads'"),
+        (lambda: ops.reduce_encoded(LAYOUT, PAYLOADS[:, 1:]), "reduce_encoded: argument 'payloads'"),
         (
             lambda: ops.reduce(LAYOUT, PAYLOADS),
-            "reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got 2; pass encoded=True",
+            "reduce: argument 'layout': expected a layout of one chunk, got one of 2; reduce_encoded takes it",
         ),
         (
-            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=0),
-            "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 0",
+            lambda: ops.reduce_encoded(LAYOUT, PAYLOADS, divisor=0),
+            "reduce_encoded: argument 'divisor': expected a positive number, 2^-126 or more, got 0",
         ),
         (
-            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, divisor=1e-38),
-            "reduce: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38",
+            lambda: ops.reduce_fed(LAYOUT, PAYLOADS, LEAVES, divisor=1e-38),
+            "reduce_fed: argument 'divisor': expected a positive number, 2^-126 or more, got 1e-38",
         ),
         (
-            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, own=LEAVES[:1]),
-            "reduce: argument 'own': expected 2 arrays, got 1",
+            lambda: ops.reduce_encoded(LAYOUT, PAYLOADS, own=ops.Own(LEAVES[:1], 0)),
+            "reduce_encoded: argument 'own': expected 2 arrays, got 1",
         ),
         (
-            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES),
-            "reduce: argument 'residuals', array 1: expected float32[7], got bfloat16[7]",
-        ),
-        (
-            lambda: ops.reduce(LAYOUT, PAYLOADS, encoded=True, residuals=LEAVES, own=LEAVES),
-            "reduce: argument 'own': expected None with residuals, which hold what ",
-        ),
-        (
-            lambda: ops.reduce(WHOLE, jnp.zeros((3, WHOLE.chunk_bytes), jnp.uint8), residuals=LEAVES),
-            "reduce: argument 'residuals': expected None where the sum is not encoded",
+            lambda: ops.reduce_fed(LAYOUT, PAYLOADS, LEAVES),
+            "reduce_fed: argument 'residuals', leaf [1]: expected float32[7], got bfloat16[7]",
         ),
     ],
 )

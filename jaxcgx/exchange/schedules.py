@@ -52,21 +52,16 @@ class Chunks:
     def __init__(self, codec, leaves, ids, size):
         self.layout, self.leaves = Layout.of(codec, leaves, size, ids), leaves
 
-    def encode(self, key, residuals=None):
-        return ops.encode(self.layout, self.leaves, key, residuals)
+    def encode(self, key):
+        return ops.encode(self.layout, self.leaves, key)
+
+    def encode_fed(self, residuals, key):
+        return ops.encode_fed(self.layout, self.leaves, residuals, key)
 
     def reduce(self, payloads, part, place, own, divisor, encoded, key):
         """The sum of the payloads of one part, in which this rank's own leaves stand at `place`, if `own`."""
-        return ops.reduce(
-            self.layout,
-            payloads,
-            chunk=part,
-            own=self.leaves if own else None,
-            rank=place,
-            divisor=divisor,
-            encoded=encoded,
-            key=key,
-        )
+        own = ops.Own(self.leaves, place) if own else None
+        return ops.reduce_encoded(self.layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
     def owned(self, rank):
         """Of each leaf, which elements lie in the part of a rank."""
@@ -97,8 +92,12 @@ class Slices:
         return jax.vmap(one)(self.leaves, jnp.arange(self.size))
 
     def reduce(self, payloads, part, place, own, divisor, encoded, key):
-        mine = [lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves] if own else None
-        return ops.reduce(self.layout, payloads, own=mine, rank=place, divisor=divisor, encoded=encoded, key=key)
+        mine = None
+        if own:
+            mine = ops.Own([lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves], place)
+        if encoded:
+            return ops.reduce_encoded(self.layout, payloads, own=mine, divisor=divisor, key=key)
+        return ops.reduce(self.layout, payloads, own=mine, divisor=divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,7 @@ def fed_exchange(net, parts, residuals, key, own, divisor):
     loses is not lost with `own` "raw": it joins the sum with the residual, which is then what the sum's encoding loses.
     Of that
     part the rank has sent what the sum has."""
-    payload, lost = parts.encode(fold(key, FIRST, net.rank), residuals)
+    payload, lost = parts.encode_fed(residuals, fold(key, FIRST, net.rank))
     received = net.all_to_all(payload)
     if own == "encoded":
         return (
@@ -159,9 +158,7 @@ def fed_exchange(net, parts, residuals, key, own, divisor):
             lost,
             Sent(parts.layout, payload),
         )
-    row, lost = ops.reduce(
-        parts.layout, received, chunk=net.rank, residuals=lost, divisor=divisor, encoded=True, key=fold(key, SUM)
-    )
+    row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=divisor, key=fold(key, SUM))
     return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
 
@@ -169,9 +166,11 @@ def one_shot(net, codec, leaves, residuals, ids, key, divisor):
     """Everybody gets everybody's message and adds them up: one exchange, one quantization, more bytes."""
     layout = Layout.of(codec, leaves, 1, ids)
     with scope(Exchange.of("one_shot", layout, 2 / net.size)):
-        payload, lost = ops.encode(layout, leaves, fold(key, FIRST, net.rank), residuals), None
-        if residuals is not None:
-            payload, lost = payload
+        first, lost = fold(key, FIRST, net.rank), None
+        if residuals is None:
+            payload = ops.encode(layout, leaves, first)
+        else:
+            payload, lost = ops.encode_fed(layout, leaves, residuals, first)
         received = net.all_gather(payload[0])
         if codec.sparse and codec.of_sum(net.size) == codec:
             sums, lost = top(net, codec, ops.reduce(layout, received), lost, ids, fold(key, SUM))
@@ -184,7 +183,7 @@ def one_shot(net, codec, leaves, residuals, ids, key, divisor):
 def top(net, codec, sums, lost, ids, key):
     """Of sums that every rank has, what their owners would send, and the rest in the residual of each."""
     parts = Chunks(codec, sums, ids, net.size)
-    payload, rest = parts.encode(key, [jnp.zeros_like(x) for x in sums])
+    payload, rest = parts.encode_fed([jnp.zeros_like(x) for x in sums], key)
     if lost is not None:
         lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(net.rank), rest)]
     return ops.decode(parts.layout, payload), lost
