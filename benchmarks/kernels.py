@@ -96,7 +96,7 @@ def reduce(codec, leaves):
     layout = Layout.of(codec, leaves)
     payload = ops.encode(layout, leaves)
     carry = jnp.tile(payload, (RANKS, 1)), payload[0]
-    return lambda payloads, _: (payloads, ops.reduce(layout, payloads, encoded=True)), carry, nbytes(carry)
+    return lambda payloads, _: (payloads, ops.reduce_encoded(layout, payloads)), carry, nbytes(carry)
 
 
 def feedback(codec, leaves):
@@ -104,7 +104,7 @@ def feedback(codec, leaves):
     residuals = [jnp.zeros_like(x) for x in leaves]
 
     def step(leaves, residuals, _):
-        payload, residuals = ops.encode(layout, leaves, None, residuals)
+        payload, residuals = ops.encode_fed(layout, leaves, residuals)
         return leaves, residuals, payload
 
     carry = leaves, residuals, jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
@@ -117,7 +117,7 @@ def reduce_feedback(codec, leaves):
     residuals = [jnp.zeros_like(x) for x in leaves]
 
     def step(payloads, residuals, _):
-        summed, residuals = ops.reduce(layout, payloads, encoded=True, residuals=residuals)
+        summed, residuals = ops.reduce_fed(layout, payloads, residuals)
         return payloads, residuals, summed
 
     carry = jnp.tile(payload, (RANKS, 1)), residuals, payload[0]
@@ -347,8 +347,8 @@ def run_temporaries(name, operation, size):
     program = {
         encode: lambda: jax.jit(lambda x: ops.encode(layout, [x])).lower(x),
         decode: lambda: jax.jit(lambda payload: ops.decode(layout, payload)).lower(payload),
-        reduce: lambda: jax.jit(lambda payloads: ops.reduce(layout, payloads, encoded=True)).lower(payloads),
-        feedback: lambda: jax.jit(lambda x, r: ops.encode(layout, [x], None, [r]), donate_argnums=1).lower(x, x),
+        reduce: lambda: jax.jit(lambda payloads: ops.reduce_encoded(layout, payloads)).lower(payloads),
+        feedback: lambda: jax.jit(lambda x, r: ops.encode_fed(layout, [x], [r]), donate_argnums=1).lower(x, x),
     }[operation]()
     return dict(
         name=name,

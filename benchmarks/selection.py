@@ -6,6 +6,7 @@ Operations take turns in every repetition. Ratios are formed within a repetition
 """
 
 import argparse
+import functools
 import pathlib
 import time
 
@@ -43,7 +44,9 @@ def operations(x, ratio, key):
         codec = cgx.TopK(ratio, select=select)
         layout, drawn = Layout.of(codec, [x]), key if codec.stochastic else None
         plain = jax.jit(lambda x, layout=layout, drawn=drawn: ops.encode(layout, [x], drawn))
-        fused = jax.jit(lambda x, r, layout=layout, drawn=drawn: ops.encode(layout, [x], drawn, [r]), donate_argnums=1)
+        fused = jax.jit(
+            lambda x, r, layout=layout, drawn=drawn: ops.encode_fed(layout, [x], [r], drawn), donate_argnums=1
+        )
         made[f"encode {select}"] = lambda plain=plain: timed(plain, x)[0]
         state = [jnp.zeros_like(x)]
 
@@ -57,11 +60,9 @@ def operations(x, ratio, key):
     decode = jax.jit(lambda payload: ops.decode(layout, payload))
     made["decode"] = lambda: timed(decode, payloads[:1])[0]
     for ranks in (2, 8):
-        for encoded in (False, True):
-            run = jax.jit(lambda payloads, encoded=encoded: ops.reduce(layout, payloads, encoded=encoded))
-            made[f"reduce {ranks}{', encoded' * encoded}"] = lambda run=run, ranks=ranks: timed(run, payloads[:ranks])[
-                0
-            ]
+        for name, reduce in (("", ops.reduce), (", encoded", ops.reduce_encoded)):
+            run = jax.jit(functools.partial(reduce, layout))
+            made[f"reduce {ranks}{name}"] = lambda run=run, ranks=ranks: timed(run, payloads[:ranks])[0]
     return made
 
 

@@ -14,6 +14,7 @@ from jax import lax
 
 import jaxcgx as cgx
 from jaxcgx.native import reference
+from jaxcgx.native.operands import Decode, Encode
 
 KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 
@@ -134,22 +135,19 @@ def one_nan(layout, payload, chunk=None):
 @functools.cache
 def reference_encode(layout, feedback=False):
     if feedback:
-        return jax.jit(lambda leaves, residuals, key: reference.encode(layout, leaves, key, residuals))
-    return jax.jit(lambda leaves, key: reference.encode(layout, leaves, key)[0])
+        return jax.jit(lambda leaves, residuals, key: reference.encode(layout, Encode(leaves, residuals, key)))
+    return jax.jit(lambda leaves, key: reference.encode(layout, Encode(leaves, key=key))[0])
 
 
 @functools.cache
 def reference_decode(layout):
-    return jax.jit(lambda payload: reference.decode(layout, payload))
+    return jax.jit(lambda payload: reference.decode(layout, Decode(payload)))
 
 
 @functools.cache
-def reference_reduce(layout, divisor, encoded, with_own, feedback=False):
-    def run(payloads, where, own_or_residuals, key):
-        own, residuals = own_or_residuals if with_own else None, own_or_residuals if feedback else None
-        return reference.reduce(layout, payloads, where, own, divisor, encoded, key, residuals)
-
-    return jax.jit(run)
+def reference_reduce(layout, divisor, encoded):
+    """Of `Reduce`, the operands by name."""
+    return jax.jit(lambda operands: reference.reduce(layout, operands, divisor, encoded))
 
 
 RANDOM_KEY = jax.random.key(7)

@@ -1,6 +1,7 @@
 """The bytes of the wire stay what they were: tests/golden/v1.json, by three implementations of docs/wire-format.md."""
 
 import base64
+import functools
 import json
 import pathlib
 
@@ -13,6 +14,7 @@ from golden import numpy_codec
 import jaxcgx as cgx
 from jaxcgx.native import ops, reference
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import Encode, Reduce
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "v1.json").read_text())
 KEY = np.array(GOLDEN["key"], np.uint32)
@@ -110,33 +112,34 @@ def assert_same(got, expected):
 
 
 def check_encode(case, encode):
+    """encode(layout, operands): (payload, new residuals)"""
     feedback = "residuals" in case
-    result = encode(
-        layout_of(case), arrays(case["leaves"]), jnp.asarray(KEY), arrays(case["residuals"]) if feedback else None
-    )
-    payload, *new = result if feedback else (result,)
+    residuals = arrays(case["residuals"]) if feedback else None
+    payload, new = encode(layout_of(case), Encode(arrays(case["leaves"]), residuals, jnp.asarray(KEY)))
     np.testing.assert_array_equal(payload, stacked(case, "payload"))
     if feedback:
-        assert_same(*new, floats(case, "new_residuals"))
+        assert_same(new, floats(case, "new_residuals"))
+
+
+def encode_by_kernels(layout, operands):
+    if operands.residuals is None:
+        return ops.encode(layout, operands.leaves, operands.key), []
+    return ops.encode_fed(layout, operands.leaves, operands.residuals, operands.key)
 
 
 @each(ENCODE)
 def test_kernels_encode(case):
-    check_encode(case, ops.encode)
+    check_encode(case, encode_by_kernels)
 
 
 @pytest.mark.short
 def test_kernels_encode_one():
-    check_encode(next(c for c in ENCODE if c["codec"].get("rounding") == "stochastic"), ops.encode)
+    check_encode(next(c for c in ENCODE if c["codec"].get("rounding") == "stochastic"), encode_by_kernels)
 
 
 @each(of_reference(ENCODE))
 def test_reference_encodes(case):
-    def encode(layout, leaves, key, residuals):
-        payload, new = jax.jit(lambda *a: reference.encode(layout, *a))(leaves, key, residuals)
-        return payload if residuals is None else (payload, new)
-
-    check_encode(case, encode)
+    check_encode(case, lambda layout, operands: jax.jit(functools.partial(reference.encode, layout))(operands))
 
 
 @each(ENCODE)
@@ -168,36 +171,32 @@ def test_kernels_and_numpy_decode_alike(case):
 
 
 def check_reduce(case, reduce):
-    """reduce(payloads, own, encoded)"""
-    payloads, own = stacked(case, "payloads"), arrays(case["leaves"]) if "rank" in case else None
+    """reduce(operands, encoded): sums, or a payload"""
+    where = jnp.array([case["chunk"], case.get("rank", 0)], jnp.int32)
+    own = arrays(case["leaves"]) if "rank" in case else None
+    operands = Reduce(stacked(case, "payloads"), where, own=own, key=jnp.asarray(KEY))
     if "sums" in case:
-        assert_same(reduce(payloads, own, False), floats(case, "sums"))
-    np.testing.assert_array_equal(reduce(payloads, own, True), stacked(case, "payload")[0])
+        assert_same(reduce(operands, False), floats(case, "sums"))
+    np.testing.assert_array_equal(reduce(operands, True), stacked(case, "payload")[0])
 
 
 @each(REDUCE)
 def test_kernels_reduce(case):
-    def reduce(payloads, own, encoded):
-        return ops.reduce(
-            layout_of(case),
-            payloads,
-            chunk=case["chunk"],
-            own=own,
-            rank=case.get("rank", 0),
-            divisor=case["divisor"],
-            encoded=encoded,
-            key=jnp.asarray(KEY),
-        )
+    def reduce(operands, encoded):
+        chunk, rank = operands.where
+        common = dict(own=operands.own and ops.Own(operands.own, rank), divisor=case["divisor"])
+        if not encoded:
+            return ops.reduce(layout_of(case), operands.payloads, **common)
+        return ops.reduce_encoded(layout_of(case), operands.payloads, chunk=chunk, key=operands.key, **common)
 
     check_reduce(case, reduce)
 
 
 @each(of_reference(REDUCE))
 def test_reference_reduces(case):
-    def reduce(payloads, own, encoded):
-        where = jnp.array([case["chunk"], case.get("rank", 0)])
-        run = lambda p, o: reference.reduce(layout_of(case), p, where, o, case["divisor"], encoded, KEY)
-        result = jax.jit(run)(payloads, own)
+    def reduce(operands, encoded):
+        run = lambda operands: reference.reduce(layout_of(case), operands, case["divisor"], encoded)
+        result = jax.jit(run)(operands)
         return result[0] if encoded else result
 
     check_reduce(case, reduce)

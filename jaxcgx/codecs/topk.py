@@ -15,6 +15,7 @@ from jaxcgx.codecs.sign import sum_of_magnitudes
 from jaxcgx.native import ieee, reference
 from jaxcgx.native.indices import from_list, index_bytes, to_list
 from jaxcgx.native.layout import Layout, align16
+from jaxcgx.native.operands import Decode
 
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
 _ESTIMATES = ("quantile", "exponential")
@@ -160,7 +161,8 @@ class TopK(Codec):
         return jnp.zeros((1, 0), jnp.float32), jnp.concatenate(parts)[None]
 
     def decode_buckets(self, meta, codes, n):
-        values = reference.decode(self._values(n), codes[:, align16(index_bytes(n, self.capacity(n))) :])[0]
+        payload = codes[:, align16(index_bytes(n, self.capacity(n))) :]
+        (values,) = reference.decode(self._values(n), Decode(payload))
         return jnp.zeros(n, jnp.float32).at[self.indices(codes[0], n)].set(values, mode="drop")[None]
 
     def indices(self, codes, n):

@@ -141,7 +141,8 @@ def _fed_exchange(net: Transport, parts: Chunks, message: Message, how: Sum) -> 
     With `own` "raw", what the first encoding of a rank's own part loses is added back to the sum. Only the loss of
     encoding that sum remains as the residual of that part, and what the rank sent of it is what the sum has.
     """
-    payload, lost = ops.encode(parts.layout, message.leaves, fold(message.key, FIRST, net.rank), message.residuals)
+    first = fold(message.key, FIRST, net.rank)
+    payload, lost = ops.encode_fed(parts.layout, message.leaves, message.residuals, first)
     received, key = net.all_to_all(payload), fold(message.key, SUM)
     if how.own == "encoded":
         return parts.partial(received, net.rank, None, key, how.divisor), lost, Sent(parts.layout, payload)
@@ -153,9 +154,11 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
     """Every rank gets all messages and adds them up: one exchange, one rounding, more bytes."""
     net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
     with scope(Exchange.of("one_shot", layout, 2 / net.size)):
-        payload, lost = ops.encode(layout, message.leaves, fold(message.key, FIRST, net.rank), message.residuals), None
-        if message.residuals is not None:
-            payload, lost = payload
+        first, lost = fold(message.key, FIRST, net.rank), None
+        if message.residuals is None:
+            payload = ops.encode(layout, message.leaves, first)
+        else:
+            payload, lost = ops.encode_fed(layout, message.leaves, message.residuals, first)
         received = net.all_gather(payload[0])
         if codec.sparse and codec.of_sum(net.size) == codec:
             sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
@@ -169,7 +172,7 @@ def _top(stage: Stage, sums: Message, lost: list | None) -> tuple[list, list | N
     """The part of sums, known to all ranks, that their owners would send. The rest joins the residual of each owner."""
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
-    payload, rest = ops.encode(parts.layout, sums.leaves, fold(sums.key, SUM), zeros)
+    payload, rest = ops.encode_fed(parts.layout, sums.leaves, zeros, fold(sums.key, SUM))
     if lost is not None:
         lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(stage.net.rank), rest)]
     return ops.decode(parts.layout, payload), lost

@@ -1,74 +1,127 @@
-"""The native operations as JAX primitives: encode, decode, reduce and clear, of messages of many leaves in one call.
+"""The native operations as JAX primitives. Each works on a message of many leaves in one call.
 
-Each in the same order: function, lowering, abstract evaluation, batching, differentiation, registration.
+Every primitive is written in the same order: function, abstract evaluation, attributes of the call, reference,
+differentiation, registration. Its operands are a pytree from operands.py. `bind` gets the leaves of that pytree and its
+structure as the static parameter `tree`, and every rule gets the names back from `tree`.
 
-A primitive's operands carry the axes of `batch` in front of their own, one message for each index: vmap adds an axis
-to them, and one call does them all.
+Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
+call handles all messages.
 """
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import SequenceKey
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native import partitioning, reference, registration
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
+
+_LEAST_DIVISOR = 2.0**-126  # 1 / divisor is finite from here on
 
 
-def _bind(primitive, operands, **params):
-    return primitive.bind(*_compat.match_varying(*operands), **params)
+def _bind(primitive: Any, operands: NamedTuple, **params: Any) -> list[jax.Array]:
+    leaves, tree = jax.tree.flatten(operands)
+    return primitive.bind(*_compat.match_varying(*leaves), tree=tree, batch=(), **params)
 
 
-def _one_by_one(function):
-    """As jax.vmap, for what switches: vmap would compute every branch of each, and JAX can't under shard_map's
+def _check_array(function: str, argument: str, x: Any, shape: Sequence[int], dtype: DTypeLike, path: Any = ()) -> Any:
+    shape, dtype = tuple(shape), jnp.dtype(dtype)
+    if (getattr(x, "shape", None), getattr(x, "dtype", None)) != (shape, dtype):
+        raise wrong(function, argument, f"{dtype}{list(shape)}", spell_array(x), path=path)
+    return x
+
+
+def _check_leaves(
+    function: str, argument: str, arrays: Iterable[Any], layout: Layout, dtypes: Sequence[DTypeLike]
+) -> list[Any]:
+    """The arrays as a list: one for each leaf of the layout, of its shape."""
+    arrays = list(arrays)
+    if len(arrays) != len(layout.shapes):
+        raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
+    for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, dtypes)):
+        _check_array(function, argument, x, shape, dtype, path=(SequenceKey(i),))
+    return arrays
+
+
+def _check_residuals(function: str, residuals: Iterable[Any], layout: Layout) -> list[Any]:
+    return _check_leaves(function, "residuals", residuals, layout, [jnp.float32] * len(layout.shapes))
+
+
+def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
+    return _check_array(function, "payload", payload, (layout.chunks, layout.chunk_bytes), "uint8")
+
+
+def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
+    """The key if the codec draws noise, else None."""
+    if not codec.stochastic:
+        return None
+    if key is None:
+        raise wrong(function, "key", f"uint32[2], because {codec} rounds stochastically", None)
+    return _check_array(function, "key", key, (2,), "uint32")
+
+
+# The rules that all primitives share
+
+
+def _one_by_one(function: Callable) -> Callable:
+    """jax.vmap for functions that use lax.switch: vmap would compute every branch, which JAX can't do under shard_map's
     check_vma."""
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
-def _lower_to_reference(function, over):
-    """A lowering rule to jnp. over: what maps it."""
+def _lower_to_reference(function: Callable, over: Callable) -> Callable:
+    """A lowering rule to jnp; `over` maps the function over an axis of the batch."""
 
-    def batched(*operands, batch, **params):
-        one = functools.partial(function, **params)
+    def batched(*leaves, tree, batch, **params):
+        def one(*leaves):
+            return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
+
         for _ in batch:
             one = over(one)
-        return one(*map(_compat.whole, operands))
+        return one(*map(_compat.whole, leaves))
 
     return mlir.lower_fun(batched, multiple_results=True)
 
 
-def _lower_to_handler(target, attributes, workspace_bytes):
-    """A lowering rule to an FFI call. A workspace is one more result of it, which nobody sees."""
+def _lower_to_handler(target: str, attributes: Callable, workspace_bytes: Callable[..., int]) -> Callable:
+    """A lowering rule to an FFI call. A workspace is one more result of the call, which the primitive doesn't have."""
 
-    def rule(ctx, *operands, layout, batch, **params):
-        extra, aliases = attributes(layout, ctx.avals_in, **params)
+    def rule(ctx, *leaves, tree, layout, batch, **params):
+        extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
-        results = ctx.avals_out
-        payloads = extra.get("ranks", 0 if target == "encode" else 1)
-        if hidden := workspace_bytes(
-            **message, payloads=payloads, encodes=target == "encode" or params.get("encoded", False)
-        ):
-            ctx = ctx.replace(avals_out=[*results, _compat.result_aval(ctx.avals_in, (hidden,), np.dtype("uint8"))])
-        call = jax.ffi.ffi_lowering(f"jaxcgx_{target}", operand_output_aliases=aliases)
-        return call(ctx, *operands, **message, **extra)[: len(results)]
+        in_place = tree.unflatten(range(len(leaves))).in_place
+        number = len(ctx.avals_out)
+        if workspace := workspace_bytes(**message, **work):
+            hidden = _compat.result_aval(ctx.avals_in, (workspace,), np.dtype("uint8"))
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, hidden])
+        call = jax.ffi.ffi_lowering(
+            f"jaxcgx_{target}", operand_output_aliases=dict(zip(in_place, range(number - len(in_place), number)))
+        )
+        return call(ctx, *leaves, **message, **extra)[:number]
 
     return rule
 
 
-def _refuse(target, why):
+def _refuse(target: str, why: str) -> Callable:
     def rule(ctx, *operands, **params):
         raise NotImplementedError(f"jaxcgx_{target}: {why}")
 
     return rule
 
 
-def _lower(to_kernel, to_reference):
-    """A lowering rule: `to_kernel` where the codec has kernels, else `to_reference`."""
+def _lower(to_kernel: Callable, to_reference: Callable) -> Callable:
+    """A lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
 
     def rule(ctx, *operands, layout, **params):
         chosen = to_reference if layout.codec.native is None else to_kernel
@@ -77,48 +130,28 @@ def _lower(to_kernel, to_reference):
     return rule
 
 
-def _check(op, argument, arrays, shapes, dtypes):
-    """That there are as many arrays as shapes, of these shapes and dtypes."""
-    expected = [(tuple(s), jnp.dtype(d)) for s, d in zip(shapes, dtypes)]
-    got = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in arrays]
-    if len(got) != len(expected):
-        raise ValueError(f"{op}: argument '{argument}': expected {len(expected)} arrays, got {len(got)}")
-    for i, (e, g) in enumerate(zip(expected, got)):
-        if e != g:
-            raise ValueError(
-                f"{op}: argument '{argument}', array {i}: expected {e[1]}{list(e[0])}, got "
-                + (f"{g[1]}{list(g[0])}" if g[1] is not None else repr(arrays[i]))
-            )
+def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
+    """Every operand with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
 
-
-def _check_key(op, codec, key):
-    """[key] where the codec draws noise, else []."""
-    if not codec.stochastic:
-        return []
-    if key is None:
-        raise ValueError(f"{op}: argument 'key': {codec} rounds stochastically and needs uint32[2], got None")
-    _check(op, "key", [key], [(2,)], ["uint32"])
-    return [key]
-
-
-def in_front(operands, dims, size=None):
-    """Every operand with the axis that vmap maps in front; one that it doesn't map is repeated. size: of the axis,
-    which perhaps no
-    operand has."""
+    Args:
+      operands: the arrays.
+      dims: which axis of each vmap maps, or None.
+      size: the length of the axis, for the case that no operand has it.
+    """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     return [
         jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
     ]
 
 
-def _batch(primitive, operands, dims, batch, **params):
+def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple, **params: Any):
     moved = in_front(operands, dims)
     results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 
-def _zero_jvp(primitive):
-    """The differentiation rule of an operation whose results are constant to calculus."""
+def _zero_jvp(primitive: Any) -> Callable:
+    """The differentiation rule of an operation whose results have derivative zero."""
 
     def rule(primals, tangents, **params):
         results = primitive.bind(*primals, **params)
@@ -127,12 +160,34 @@ def _zero_jvp(primitive):
     return rule
 
 
-def _register(primitive, target, function, attributes, abstract, jvp, over=jax.vmap):
+def _register(
+    primitive: Any,
+    target: str,
+    *,
+    abstract: Callable,
+    attributes: Callable,
+    function: Callable,
+    jvp: Callable,
+    over: Callable = jax.vmap,
+) -> None:
+    """Gives a primitive its rules.
+
+    Args:
+      primitive: with several results.
+      target: the handler is jaxcgx_`target`.
+      abstract: the avals of the results, as a pytree.
+      attributes: a dict of the handler's attributes, and a dict of what decides how large the CUDA half's workspace is.
+      function: the same in jnp.
+      jvp: the differentiation rule.
+      over: maps `function` over an axis of the batch.
+    """
     primitive.multiple_results = True
-    primitive.def_impl(
-        jax.jit(primitive.bind, static_argnames=("layout", "batch", "feedback", "own", "encoded", "divisor"))
-    )
-    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("tree", "layout", "batch", "divisor", "encoded")))
+
+    def abstract_eval(*avals, tree, **params):
+        return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
+
+    primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
     to_reference = _lower_to_reference(function, over)
@@ -140,8 +195,8 @@ def _register(primitive, target, function, attributes, abstract, jvp, over=jax.v
         mlir.register_lowering(primitive, to_reference)
         return
 
-    def to_handler(workspace):
-        return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace))
+    def to_handler(workspace_bytes):
+        return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     rules = {
         None: _refuse(
@@ -165,45 +220,62 @@ def _register(primitive, target, function, attributes, abstract, jvp, over=jax.v
 encode_p = _compat.Primitive("jaxcgx_encode")
 
 
-def encode(layout, leaves, key=None, residuals=None):
-    """uint8[layout.chunks, layout.chunk_bytes]: the leaves as one message.
+def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = None) -> jax.Array:
+    """The leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
 
-    key: uint32[2], for stochastic codecs. residuals: float32 of the leaves' shapes, added to the leaves before they
-    are encoded; the result is then (payload, new residuals), what encoding lost. Where what was lost is not finite
-    (an overflow, a NaN) the residual stays as it was. A residual that is donated is overwritten in place.
+    Args:
+      layout: of the message.
+      leaves: arrays of the layout's shapes and dtypes.
+      key: uint32[2], for stochastic codecs.
     """
-    leaves, residuals = list(leaves), residuals if residuals is None else list(residuals)
-    _check("encode", "leaves", leaves, layout.shapes, layout.dtypes)
-    if residuals is not None:
-        _check("encode", "residuals", residuals, layout.shapes, [jnp.float32] * len(leaves))
-    if not leaves:  # nothing to say over which axes the result varies, and nothing in it
-        payload = jnp.zeros((layout.chunks, 0), jnp.uint8)
-        return payload if residuals is None else (payload, [])
-    operands = [*leaves, *(residuals or []), *_check_key("encode", layout.codec, key)]
-    payload, *new = _bind(encode_p, operands, layout=layout, batch=(), feedback=residuals is not None)
-    return payload if residuals is None else (payload, new)
+    leaves = _check_leaves("encode", "leaves", leaves, layout, layout.dtypes)
+    if not leaves:  # the payload is empty, and no operand says which axes it varies over
+        return jnp.zeros((layout.chunks, 0), jnp.uint8)
+    return _bind(encode_p, Encode(leaves, key=_check_key("encode", layout.codec, key)), layout=layout)[0]
 
 
-def _encode_reference(*operands, layout, feedback):
-    n = len(layout.shapes)
-    key = operands[-1] if layout.codec.stochastic else None
-    payload, new = reference.encode(layout, operands[:n], key, operands[n : 2 * n] if feedback else None)
-    return [payload, *new]
+def encode_fed(
+    layout: Layout, leaves: Iterable[ArrayLike], residuals: Iterable[ArrayLike], key: ArrayLike | None = None
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`encode` with feedback: (payload of leaves + residuals, new residuals).
+
+    A new residual is what encoding lost. Where that is not finite (an overflow, a NaN) the residual stays as it was. A
+    residual that is donated is overwritten in place.
+
+    Args:
+      layout: of the message.
+      leaves: arrays of the layout's shapes and dtypes.
+      residuals: float32 arrays of the leaves' shapes.
+      key: uint32[2], for stochastic codecs.
+    """
+    leaves = _check_leaves("encode_fed", "leaves", leaves, layout, layout.dtypes)
+    residuals = _check_residuals("encode_fed", residuals, layout)
+    if not leaves:
+        return jnp.zeros((layout.chunks, 0), jnp.uint8), []
+    operands = Encode(leaves, residuals, _check_key("encode_fed", layout.codec, key))
+    payload, *residuals = _bind(encode_p, operands, layout=layout)
+    return payload, residuals
 
 
-def _encode_attributes(layout, avals, feedback):
-    n = len(layout.shapes)
-    return dict(feedback=feedback), {n + i: 1 + i for i in range(n)} if feedback else {}
-
-
-def _encode_abstract(*avals, layout, batch, feedback):
-    result = functools.partial(_compat.result_aval, avals, rows=len(batch))
+def _encode_abstract(operands: Encode, layout: Layout, batch: tuple) -> Any:
+    result = functools.partial(_compat.result_aval, jax.tree.leaves(operands), rows=len(batch))
     payload = result((*batch, layout.chunks, layout.chunk_bytes), jnp.uint8)
-    return [payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback)]
+    return payload, [result(x.shape, jnp.float32) for x in operands.residuals or []]
 
 
-# Integers have no tangent, and a residual is what rounding lost: straight-through counts it as constant.
-_register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abstract, _zero_jvp(encode_p))
+def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict, dict]:
+    return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
+
+
+# Integers have no tangent, and a residual is what rounding lost, a constant to the straight-through derivative.
+_register(
+    encode_p,
+    "encode",
+    abstract=_encode_abstract,
+    attributes=_encode_attributes,
+    function=reference.encode,
+    jvp=_zero_jvp(encode_p),
+)
 
 
 # decode: a payload to leaves
@@ -211,160 +283,218 @@ _register(encode_p, "encode", _encode_reference, _encode_attributes, _encode_abs
 decode_p = _compat.Primitive("jaxcgx_decode")
 
 
-def decode(layout, payload):
+def decode(layout: Layout, payload: ArrayLike) -> list[jax.Array]:
     """The leaves of a payload uint8[layout.chunks, layout.chunk_bytes]."""
-    _check("decode", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
-    return _bind(decode_p, [payload], layout=layout, batch=()) if layout.shapes else []
+    operands = Decode(_check_payload("decode", payload, layout))
+    return _bind(decode_p, operands, layout=layout) if layout.shapes else []
 
 
-def _decode_reference(payload, *, layout):
-    return reference.decode(layout, payload)
+def _decode_abstract(operands: Decode, layout: Layout, batch: tuple) -> Any:
+    result = functools.partial(_compat.result_aval, operands, rows=len(batch))
+    return [result((*batch, *shape), dtype) for shape, dtype in zip(layout.shapes, layout.dtypes)]
 
 
-def _decode_attributes(layout, avals):
-    return {}, {}
+def _decode_attributes(operands: Decode, layout: Layout) -> tuple[dict, dict]:
+    return {}, dict(payloads=1, encodes=False)
 
 
-def _decode_abstract(payload, *, layout, batch):
-    return [_compat.result_aval([payload], (*batch, *s), d, len(batch)) for s, d in zip(layout.shapes, layout.dtypes)]
+_register(
+    decode_p,
+    "decode",
+    abstract=_decode_abstract,
+    attributes=_decode_attributes,
+    function=reference.decode,
+    jvp=_zero_jvp(decode_p),
+)
 
 
-_register(decode_p, "decode", _decode_reference, _decode_attributes, _decode_abstract, _zero_jvp(decode_p))
-
-
-# reduce: payloads of one chunk to their sum, as leaves or as a payload again, and with feedback residuals to new
-# residuals
+# reduce: payloads of one chunk to their sum, as leaves or encoded again; with feedback residuals to new residuals
 
 reduce_p = _compat.Primitive("jaxcgx_reduce")
 
 
-def reduce(layout, payloads, *, chunk=0, own=None, rank=0, divisor=1.0, encoded=False, key=None, residuals=None):
-    """The sum of payloads uint8[ranks, layout.chunk_bytes], in fp32 in rank order, divided by `divisor`.
+class Own(NamedTuple):
+    """Raw leaves that replace the payload of one rank in a sum.
 
-    chunk: which of the layout's chunks they are. own: leaves, raw, that stand for the payload of `rank`. The result is
-    float32 leaves (of a layout of one chunk), or with `encoded` the sum encoded again,
-    uint8[layout.of_sum(ranks).chunk_bytes],
-    for which stochastic codecs need a key, uint32[2]. chunk and rank may be traced. Of a chunk or own rank that there
-    is not
-    the CPU's kernels make an error, the GPU's, which can't stop, NaNs.
-
-    residuals: float32 of the leaves' whole shapes, for a sum that is encoded. Those of the chunk's elements are added
-    to
-    the sum before it is divided; the result is then (payload, new residuals), in which the chunk's elements are what
-    encoding lost of the sum: sum - divisor * decoded, or where that is not finite what they were. All others stay. A
-    residual that is donated is updated in place.
+    Attributes:
+      leaves: arrays of the layout's shapes and dtypes.
+      rank: whose payload is not read; may be traced. A rank that is out of range is an error on CPU and gives NaN on
+        GPU, where kernels cannot raise.
     """
-    _check("reduce", "payloads", [payloads], [(*jnp.shape(payloads)[:1], layout.chunk_bytes)], ["uint8"])
-    if own is not None:
-        _check("reduce", "own", own := list(own), layout.shapes, layout.dtypes)
-    if not divisor >= 2.0**-126:  # of a smaller one 1 / divisor may be infinite
-        raise ValueError(f"reduce: argument 'divisor': expected a positive number, 2^-126 or more, got {divisor}")
-    if not encoded and layout.chunks != 1:
-        raise ValueError(
-            f"reduce: argument 'encoded': a sum as leaves is of a layout of one chunk, got {layout.chunks}; pass "
-            "encoded=True"
-        )
-    if residuals is not None:
-        if not encoded:
-            raise ValueError(
-                "reduce: argument 'residuals': expected None where the sum is not encoded, and loses nothing, got "
-                "residuals; pass encoded=True"
-            )
-        if own is not None:
-            raise ValueError(
-                "reduce: argument 'own': expected None with residuals, which hold what the own payload lost, got "
-                "leaves; "
-                "leave them out"
-            )
-        _check("reduce", "residuals", residuals := list(residuals), layout.shapes, [jnp.float32] * len(layout.shapes))
+
+    leaves: Iterable[ArrayLike]
+    rank: ArrayLike
+
+
+def reduce(layout: Layout, payloads: ArrayLike, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
+    """The sum of messages as float32 leaves: added in float32 in the order of the ranks, then divided.
+
+    Args:
+      layout: of each message, of one chunk.
+      payloads: uint8[ranks, layout.chunk_bytes].
+      own: leaves that replace the payload of one rank.
+      divisor: 2^-126 or more.
+    """
+    if layout.chunks != 1:
+        raise wrong("reduce", "layout", "a layout of one chunk", f"one of {layout.chunks}", "reduce_encoded takes it")
+    operands, divisor = _check_sum("reduce", layout, payloads, divisor, own=own)
+    return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=False) if layout.shapes else []
+
+
+def reduce_encoded(
+    layout: Layout,
+    payloads: ArrayLike,
+    *,
+    chunk: ArrayLike = 0,
+    own: Own | None = None,
+    divisor: float = 1.0,
+    key: ArrayLike | None = None,
+) -> jax.Array:
+    """The sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
+
+    Args:
+      layout: of each message.
+      payloads: uint8[ranks, layout.chunk_bytes].
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+        CPU and gives NaN on GPU, where kernels cannot raise.
+      own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
+      divisor: of the sum, before it is encoded; 2^-126 or more.
+      key: uint32[2], if the codec of the sum is stochastic.
+    """
+    operands, divisor = _check_sum("reduce_encoded", layout, payloads, divisor, chunk, own)
+    operands = operands._replace(key=_check_sums_key("reduce_encoded", layout, payloads, key))
+    return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)[0] if layout.shapes else payloads[0]
+
+
+def reduce_fed(
+    layout: Layout,
+    payloads: ArrayLike,
+    residuals: Iterable[ArrayLike],
+    *,
+    chunk: ArrayLike = 0,
+    divisor: float = 1.0,
+    key: ArrayLike | None = None,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """`reduce_encoded` with feedback: (payload of the sum + residuals, new residuals).
+
+    Only the chunk's elements of the residuals are added to the sum, before it is divided, and only these change. They
+    become what encoding lost, sum - divisor * decoded. Where that is not finite they stay as they were. A residual that
+    is donated is updated in place.
+
+    Args:
+      layout: of each message.
+      payloads: uint8[ranks, layout.chunk_bytes].
+      residuals: float32 arrays of the leaves' whole shapes.
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+        CPU and gives NaN on GPU, where kernels cannot raise.
+      divisor: of the sum, before it is encoded; 2^-126 or more.
+      key: uint32[2], if the codec of the sum is stochastic.
+    """
+    operands, divisor = _check_sum("reduce_fed", layout, payloads, divisor, chunk)
+    residuals = _check_residuals("reduce_fed", residuals, layout)
+    operands = operands._replace(residuals=residuals, key=_check_sums_key("reduce_fed", layout, payloads, key))
     if not layout.shapes:
-        sums = payloads[0] if encoded else []
-        return sums if residuals is None else (sums, [])
+        return payloads[0], []
+    payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)
+    return payload, residuals
+
+
+def _check_sum(
+    function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
+) -> tuple[Reduce, float]:
+    """The operands of every sum, and the divisor as a static parameter."""
+    _check_array(function, "payloads", payloads, (*jnp.shape(payloads)[:1], layout.chunk_bytes), "uint8")
+    if not divisor >= _LEAST_DIVISOR:
+        raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
+    leaves, rank = (None, 0) if own is None else own
+    if leaves is not None:
+        leaves = _check_leaves(function, "own", leaves, layout, layout.dtypes)
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
-    operands = [
-        payloads,
-        where,
-        *(own or residuals or []),
-        *(_check_key("reduce", layout.of_sum(len(payloads)).codec, key) if encoded else []),
-    ]
-    results = _bind(
-        reduce_p,
-        operands,
-        layout=layout,
-        batch=(),
-        own=own is not None,
-        divisor=float(divisor),
-        encoded=encoded,
-        feedback=residuals is not None,
-    )
-    if residuals is not None:
-        return results[0], results[1:]
-    return results[0] if encoded else results
+    return Reduce(payloads, where, leaves), float(divisor)
 
 
-def _reduce_reference(payloads, where, *rest, layout, own, divisor, encoded, feedback):
-    n = len(layout.shapes) if own or feedback else 0
-    key = rest[n] if encoded and layout.of_sum(payloads.shape[0]).codec.stochastic else None
-    return reference.reduce(
-        layout, payloads, where, rest[:n] if own else None, divisor, encoded, key, rest[:n] if feedback else None
-    )
+def _check_sums_key(function: str, layout: Layout, payloads: Any, key: Any) -> jax.Array | None:
+    return _check_key(function, layout.of_sum(len(payloads)).codec, key)
 
 
-def _reduce_attributes(layout, avals, own, divisor, encoded, feedback):
+def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple, divisor: float, encoded: bool) -> Any:
+    result = functools.partial(_compat.result_aval, jax.tree.leaves(operands), rows=len(batch))
+    if not encoded:
+        return [result((*batch, *shape), jnp.float32) for shape in layout.shapes]
+    payload = result((*batch, layout.of_sum(operands.payloads.shape[-2]).chunk_bytes), jnp.uint8)
+    return payload, [result(x.shape, jnp.float32) for x in operands.residuals or []]
+
+
+def _reduce_attributes(operands: Reduce, layout: Layout, divisor: float, encoded: bool) -> tuple[dict, dict]:
+    ranks = operands.payloads.shape[-2]
     attributes = dict(
-        ranks=np.int64(avals[0].shape[-2]), own=own, encoded=encoded, divisor=np.float32(divisor), feedback=feedback
+        ranks=np.int64(ranks),
+        own=operands.own is not None,
+        encoded=encoded,
+        divisor=np.float32(divisor),
+        feedback=operands.residuals is not None,
     )
-    return attributes, {2 + i: 1 + i for i in range(len(layout.shapes))} if feedback else {}
+    return attributes, dict(payloads=ranks, encodes=encoded)
 
 
-def _reduce_abstract(*avals, layout, batch, own, divisor, encoded, feedback):
-    result = functools.partial(_compat.result_aval, avals, rows=len(batch))
-    payload = [result((*batch, layout.of_sum(avals[0].shape[-2]).chunk_bytes), jnp.uint8)] if encoded else []
-    return [*payload, *(result((*batch, *s), jnp.float32) for s in layout.shapes if feedback or not encoded)]
-
-
-# sum = (own + what the payloads decode to) / divisor: linear in own; the payloads are integers.
-def _reduce_jvp(primals, tangents, **params):
-    if params["encoded"] or not params["own"]:
+# sum = (own + what the payloads decode to) / divisor is linear in own; the payloads are integers.
+def _reduce_jvp(primals, tangents, *, tree, divisor, encoded, **params):
+    params |= dict(tree=tree, divisor=divisor, encoded=encoded)
+    own = tree.unflatten(tangents).own
+    if encoded or own is None:
         return _zero_jvp(reduce_p)(primals, tangents, **params)
     results = reduce_p.bind(*primals, **params)
-    own = tangents[2 : 2 + len(params["layout"].shapes)]
     return results, [
-        _compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / params["divisor"]
-        for r, t in zip(results, own)
+        _compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / divisor for r, t in zip(results, own)
     ]
 
 
-_register(reduce_p, "reduce", _reduce_reference, _reduce_attributes, _reduce_abstract, _reduce_jvp, over=_one_by_one)
+_register(
+    reduce_p,
+    "reduce",
+    abstract=_reduce_abstract,
+    attributes=_reduce_attributes,
+    function=reference.reduce,
+    jvp=_reduce_jvp,
+    over=_one_by_one,
+)
 
 
-# clear: arrays without what a payload of a sparse codec has sent
+# clear: arrays without the elements that a payload of a sparse codec has sent
 
 clear_p = _compat.Primitive("jaxcgx_clear")
 
 
-def clear(layout, payload, arrays):
-    """Arrays of the leaves' shapes and dtypes, 0 where the payload uint8[layout.chunks, layout.chunk_bytes], of a codec
-    that sends
-    some elements only, has an element. An array that is donated is updated in place."""
-    _check("clear", "payload", [payload], [(layout.chunks, layout.chunk_bytes)], ["uint8"])
-    _check("clear", "arrays", arrays := list(arrays), layout.shapes, layout.dtypes)
-    return _bind(clear_p, [payload, *arrays], layout=layout, batch=()) if arrays else []
+def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
+    """The arrays with 0 in place of every element that the payload of a sparse codec has. An array that is donated is
+    updated in place.
+
+    Args:
+      layout: of the message.
+      payload: uint8[layout.chunks, layout.chunk_bytes].
+      arrays: of the layout's shapes and dtypes.
+    """
+    payload = _check_payload("clear", payload, layout)
+    arrays = _check_leaves("clear", "arrays", arrays, layout, layout.dtypes)
+    return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
 
 
-def _clear_reference(payload, *arrays, layout):
-    return reference.clear(layout, payload, arrays)
+def _clear_abstract(operands: Clear, layout: Layout, batch: tuple) -> Any:
+    return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, len(batch)) for x in operands.arrays]
 
 
-def _clear_attributes(layout, avals):
-    return {}, {1 + i: i for i in range(len(layout.shapes))}
+def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict, dict]:
+    return {}, dict(payloads=1, encodes=False)
 
 
-def _clear_abstract(payload, *arrays, layout, batch):
-    return [_compat.result_aval([payload, x], x.shape, x.dtype, len(batch)) for x in arrays]
-
-
-_register(clear_p, "clear", _clear_reference, _clear_attributes, _clear_abstract, _zero_jvp(clear_p))
+_register(
+    clear_p,
+    "clear",
+    abstract=_clear_abstract,
+    attributes=_clear_attributes,
+    function=reference.clear,
+    jvp=_zero_jvp(clear_p),
+)
 
 
 # roundtrip: an array as the other end will see it
@@ -372,24 +502,30 @@ _register(clear_p, "clear", _clear_reference, _clear_attributes, _clear_abstract
 roundtrip_p = _compat.Primitive("jaxcgx_roundtrip")
 
 
-def roundtrip(codec, x, key=None):
-    """decode(encode(x)), as a message of its own. Its derivative is its caller's business."""
-    return _bind(roundtrip_p, [x, *_check_key("roundtrip", codec, key)], codec=codec, batch=())[0]
+def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
+    """decode(encode(x)), as a message of its own. The caller defines the derivative."""
+    return _bind(roundtrip_p, Roundtrip(x, _check_key("roundtrip", codec, key)), codec=codec)[0]
 
 
-def _roundtrip_lowered(*operands, codec, batch):
-    def one(x, key=None):
-        layout = Layout.of(codec, [x])
-        return decode(layout, encode(layout, [x], key))
+# x is rounded where it is: the sharding that its type has (Explicit meshes) stays.
+def _roundtrip_abstract(*avals, tree, codec, batch):
+    return [tree.unflatten(avals).x.update(weak_type=False)]
+
+
+def _roundtrip_lowered(*leaves, tree, codec, batch):
+    def one(*leaves):
+        operands = tree.unflatten(leaves)
+        layout = Layout.of(codec, [operands.x])
+        return decode(layout, encode(layout, [operands.x], operands.key))
 
     for _ in batch:
         one = jax.vmap(one)
-    return one(*operands)
+    return one(*leaves)
 
 
-def _roundtrip_keeps(shape, shards, codec):
-    """Whether shards consist of whole buckets: what lies together in one, behind the last axis that is cut, must. Noise
-    depends on where in the leaf an element lies, which a shard doesn't know."""
+def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
+    """Whether shards consist of whole buckets: the elements behind the last axis that is cut must. Noise depends on an
+    element's place in the leaf, which a shard doesn't know."""
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True
@@ -399,42 +535,10 @@ def _roundtrip_keeps(shape, shards, codec):
 
 
 roundtrip_p.multiple_results = True
-roundtrip_p.def_impl(jax.jit(roundtrip_p.bind, static_argnames=("codec", "batch")))
-# Rounded where it lies: the type's sharding (Explicit meshes) stays.
-roundtrip_p.def_abstract_eval(lambda x, *key, codec, batch: [x.update(weak_type=False)])
+roundtrip_p.def_impl(jax.jit(roundtrip_p.bind, static_argnames=("tree", "codec", "batch")))
+roundtrip_p.def_abstract_eval(_roundtrip_abstract)
 batching.primitive_batchers[roundtrip_p] = functools.partial(_batch, roundtrip_p)
 mlir.register_lowering(
     roundtrip_p,
     partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps),
 )
-
-
-class Own(tuple):
-    def __new__(cls, leaves, rank):
-        return super().__new__(cls, (leaves, rank))
-
-
-_reduce_all = reduce
-
-
-def reduce(layout, payloads, *, own=None, divisor=1.0, **kw):
-    if kw:
-        return _reduce_all(layout, payloads, own=own, divisor=divisor, **kw)
-    return _reduce_all(layout, payloads, own=own and own[0], rank=own[1] if own else 0, divisor=divisor)
-
-
-def reduce_encoded(layout, payloads, *, chunk=0, own=None, divisor=1.0, key=None):
-    return _reduce_all(
-        layout,
-        payloads,
-        chunk=chunk,
-        own=own and own[0],
-        rank=own[1] if own else 0,
-        divisor=divisor,
-        encoded=True,
-        key=key,
-    )
-
-
-def reduce_fed(layout, payloads, residuals, *, chunk=0, divisor=1.0, key=None):
-    return _reduce_all(layout, payloads, chunk=chunk, residuals=residuals, divisor=divisor, encoded=True, key=key)

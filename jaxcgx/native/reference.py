@@ -111,10 +111,9 @@ def _lost(x, decoded, old):
     return jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, old)
 
 
-def encode(layout, leaves, key=None, residuals=None):
-    """uint8[chunks, chunk_bytes], and the new residuals."""
-    flat = _flat(leaves)
-    lost = [] if residuals is None else _flat(residuals)
+def encode(layout, operands):
+    """(uint8[chunks, chunk_bytes], new residuals); no residuals where there were none."""
+    flat, lost = _flat(operands.leaves), _flat(operands.residuals or [])
 
     def fetch(p, first, count):
         part = lambda x: x[p.start + first :][:count]
@@ -123,7 +122,7 @@ def encode(layout, leaves, key=None, residuals=None):
 
     chunks = []
     for pieces in layout.pieces:
-        chunk, kept = _encode_chunk(layout, pieces, fetch, _noise(layout, key))
+        chunk, kept = _encode_chunk(layout, pieces, fetch, _noise(layout, operands.key))
         chunks.append(chunk)
         if lost:
             for leaf, first, x, decoded in kept:
@@ -156,7 +155,7 @@ def _read(layout, chunk, p):
         yield p.coded, p.raw, None, chunk[p.tail : p.tail + p.raw * dtype.itemsize], None
 
 
-def decode(layout, payload):
+def decode(layout, operands):
     """The leaves."""
     # Put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on some
     # processors.
@@ -165,7 +164,7 @@ def decode(layout, payload):
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
             dtype = layout.dtypes[p.leaf]
-            for first, count, meta, codes, size in _read(layout, payload[c], p):
+            for first, count, meta, codes, size in _read(layout, operands.payload[c], p):
                 if meta is None:
                     x = from_bytes(codes, dtype)
                 else:
@@ -175,25 +174,26 @@ def decode(layout, payload):
     return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
-def clear(layout, payload, arrays):
+def clear(layout, operands):
     """The arrays, 0 where the payload has an element."""
-    flat = _flat(arrays)
+    flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
-            for first, count, _, codes, _ in _read(layout, payload[c], p):
+            for first, count, _, codes, _ in _read(layout, operands.payload[c], p):
                 at = layout.codec.indices(codes[0], count)
                 at = jnp.where(at < count, p.start + first + at, flat[p.leaf].size)
                 flat[p.leaf] = flat[p.leaf].at[at].set(0, mode="drop")
     return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
 
 
-def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=None, residuals=None):
-    """The sum of one chunk's payloads in rank order: fp32 leaves, or the chunk encoded again and the new residuals."""
+def reduce(layout, operands, divisor=1.0, encoded=False):
+    """The sum of one chunk's payloads in rank order: float32 leaves, or (the chunk encoded again, new residuals)."""
+    payloads, where = operands.payloads, operands.where
     ranks = payloads.shape[0]
     sum_layout = layout.of_sum(ranks)
     bucketed = layout.codec.meta or layout.codec.whole
-    own = own and _flat(own)
-    lost = [] if residuals is None else _flat(residuals)
+    own = None if operands.own is None else _flat(operands.own)
+    lost = _flat(operands.residuals or [])
 
     def reduce_chunk(c):
         """What the payloads add up to, {(leaf, first element): numbers}."""
@@ -238,7 +238,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
         def chunk(c):
             sums = reduce_chunk(c)
             fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
-            encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, key))
+            encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, operands.key))
             new = list(lost)
             for leaf, first, x, decoded in kept if lost else ():
                 stretch, given = (
@@ -247,7 +247,7 @@ def reduce(layout, payloads, where, own=None, divisor=1.0, encoded=False, key=No
                 )
                 new[leaf] = new[leaf].at[stretch].set(_lost(sums[leaf, first], given, lost[leaf][stretch]))
             encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
-            return [encoded, *(r.reshape(s) for r, s in zip(new, layout.shapes))]
+            return encoded, [r.reshape(s) for r, s in zip(new, layout.shapes)]
 
         if layout.chunks == 1:
             return chunk(0)

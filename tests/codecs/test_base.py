@@ -134,7 +134,7 @@ def test_a_range_that_float32_cannot_hold_becomes_nan(codec):
 def test_any_bytes_decode(codec):
     rng = np.random.RandomState(0)
     for n in (1, 130, 1000):
-        for seed in range(3):
+        for _ in range(3):
             raw = jnp.asarray(rng.randint(0, 256, codec.wire_bytes((n,), "float32")).astype(np.uint8))
             first = cgx.decode(raw, codec, (n,), "float32")
             assert_same_bytes(first, cgx.decode(raw, codec, (n,), "float32"))
@@ -162,7 +162,7 @@ def test_feedback_returns_what_was_lost():
         x, lost = normal(1000), normal(1000, 1, scale=0.1)
         layout = Layout.of(codec, [x])
         key = jnp.array([1, 2], jnp.uint32) if codec.stochastic else None
-        payload, (new,) = ops.encode(layout, [x], key, [lost])
+        payload, (new,) = ops.encode_fed(layout, [x], [lost], key)
         np.testing.assert_allclose(ops.decode(layout, payload)[0] + new, x + lost, rtol=1e-6, atol=1e-6)
 
 
@@ -173,10 +173,9 @@ def test_feedback_keeps_the_residual_of_an_overflow():
     codec = cgx.MaxMin(4, 64)
     layout = Layout(codec, ((128,),), (jnp.float32,))
     x, lost = normal(128).at[3].set(jnp.inf), normal(128, 1)
-    payload, (new,) = ops.encode(layout, [x], residuals=[lost])
+    payload, (new,) = ops.encode_fed(layout, [x], [lost])
     assert_same_bytes(new[:64], lost[:64])
     assert jnp.isnan(ops.decode(layout, payload)[0][:64]).all() and (new[64:] != lost[64:]).any()
-    payload, (new,) = ops.encode(
-        Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,)), [jnp.array([1e6, 1.0])], residuals=[jnp.array([0.5, 0.0])]
-    )
+    layout = Layout(cgx.Cast("float16"), ((2,),), (jnp.float32,))
+    _, (new,) = ops.encode_fed(layout, [jnp.array([1e6, 1.0])], [jnp.array([0.5, 0.0])])
     assert new[0] == 0.5

@@ -13,6 +13,7 @@ import jaxcgx as cgx
 from jaxcgx.codecs.topk import Sampled
 from jaxcgx.native import indices, ops, reference
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import Clear
 
 TopK = cgx.TopK
 MOST = 2**31 - 1
@@ -74,7 +75,7 @@ def test_exact_takes_the_largest_and_of_equal_ones_the_first(n, ratio):
 
     @jax.jit
     def run(x, leaf, residual, array):
-        payload, (new,) = ops.encode(layout, [leaf], residuals=[residual])
+        payload, (new,) = ops.encode_fed(layout, [leaf], [residual])
         plain = ops.encode(layout, [x])
         return ops.decode(layout, plain)[0], ops.decode(layout, payload)[0], new, ops.clear(layout, plain, [array])[0]
 
@@ -175,7 +176,7 @@ def test_what_the_values_lose_stays(values):
     codec = TopK(0.02, values=values)
     layout = Layout(codec, ((n,),), ("float32",))
     x, residual = normal(n), normal(n, seed=1, scale=0.1)
-    payload, (new,) = ops.encode(layout, [x], native_key(codec), [residual])
+    payload, (new,) = ops.encode_fed(layout, [x], [residual], native_key(codec))
     (out,) = ops.decode(layout, payload)
     total = np.asarray(x + residual)
     at = largest(total, 400)
@@ -201,20 +202,20 @@ def test_a_sum_of_lists_loses_nothing():
     assert_same_bytes(ops.reduce(layout, payloads)[0], expected)
     of_sum = layout.of_sum(ranks)
     assert of_sum.codec == TopK(0.01, lists=4) and of_sum.codec.capacity(n) == 400
-    assert_same_bytes(ops.decode(of_sum, ops.reduce(layout, payloads, encoded=True)[None])[0], expected)
+    assert_same_bytes(ops.decode(of_sum, ops.reduce_encoded(layout, payloads)[None])[0], expected)
     top = dataclasses.replace(layout, codec=TopK(0.01, pull="top"))
     best = np.zeros(n, np.float32)
     at = largest(expected, 100)
     best[at] = expected[at]
     lost = jnp.zeros(n)
-    total, (lost,) = ops.reduce(top, payloads, encoded=True, residuals=[lost])
+    total, (lost,) = ops.reduce_fed(top, payloads, [lost])
     assert_same_bytes(ops.decode(top, total[None])[0], best)
     assert_same_bytes(lost, expected - best)
 
 
 def test_any_bytes_decode_as_the_reference_does():
     layout = Layout(TopK(0.03), ((3000,), (40,), (0,)), ("float32", "bfloat16", "float32"), chunks=2)
-    clear = jax.jit(lambda payload, arrays: reference.clear(layout, payload, arrays))
+    clear = jax.jit(lambda payload, arrays: reference.clear(layout, Clear(payload, arrays)))
     r = np.random.RandomState(0)
     ones = [jnp.ones(s, d) for s, d in zip(layout.shapes, layout.dtypes)]
     for share in (256, 2):  # lists with many ones, and with some

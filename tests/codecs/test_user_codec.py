@@ -38,12 +38,11 @@ def test_a_users_codec_in_messages(codec):
     layout = Layout.of(codec, leaves, chunks=2)
     lost = [normal((4, 30), 2), normal(13, 3)]
     key = KEY if codec.stochastic else None
-    payload, new = ops.encode(layout, leaves, key, lost)
+    payload, new = ops.encode_fed(layout, leaves, lost, key)
     for x, r, y, n in zip(leaves, lost, ops.decode(Layout(codec, layout.shapes, ("float32",) * 2, 2), payload), new):
         np.testing.assert_allclose(y + n, x.astype(jnp.float32) + r, rtol=1e-5, atol=1e-5)
-    again = ops.reduce(
-        layout, jnp.stack([payload[1]] * 3), chunk=1, own=leaves, rank=2, divisor=3, encoded=True, key=key
-    )
+    payloads = jnp.stack([payload[1]] * 3)
+    again = ops.reduce_encoded(layout, payloads, chunk=1, own=ops.Own(leaves, 2), divisor=3, key=key)
     assert again.shape == (layout.chunk_bytes,)
 
 
@@ -81,7 +80,7 @@ def test_a_users_codec_where_some_chunks_are_empty():
     def body(x):
         mine = lax.all_to_all(ops.encode(layout, [x[0]], KEY), "data", 0, 0, tiled=True)
         rank = lax.axis_index("data")
-        summed = ops.reduce(layout, mine, chunk=rank, own=[x[0]], rank=rank, encoded=True, key=KEY)
+        summed = ops.reduce_encoded(layout, mine, chunk=rank, own=ops.Own([x[0]], rank), key=KEY)
         return ops.decode(layout, lax.all_gather(summed, "data"))[0][None]
 
     x = normal((4, 17))

@@ -197,11 +197,13 @@ def make():
     for codec, chunks, leaves, residuals, ids in encode_cases():
         layout = Layout.of(codec, [inputs[n] for n in leaves], chunks, ids)
         case = dict(codec=settings(codec), chunks=chunks, leaves=leaves, residuals=residuals, ids=ids)
-        result = ops.encode(layout, [inputs[n] for n in leaves], key, residuals and [inputs[n] for n in residuals])
-        if residuals:
-            result, new = result
+        arrays = [inputs[n] for n in leaves]
+        if residuals is None:
+            payload = ops.encode(layout, arrays, key)
+        else:
+            payload, new = ops.encode_fed(layout, arrays, [inputs[n] for n in residuals], key)
             case["new_residuals"] = [text(x) for x in new]
-        golden["encode"].append({**case, "payload": [text(chunk) for chunk in result]})
+        golden["encode"].append({**case, "payload": [text(chunk) for chunk in payload]})
     for codec, leaves, chunks, chunk, rank, divisor in reduce_cases():
         layouts = [Layout.of(codec, [inputs[n] for n in names], chunks) for names in leaves]
         payloads = jnp.stack(
@@ -210,9 +212,7 @@ def make():
                 for r, (layout, names) in enumerate(zip(layouts, leaves))
             ]
         )
-        arguments = dict(
-            own=None if rank is None else [inputs[n] for n in leaves[rank]], rank=rank or 0, divisor=divisor
-        )
+        own = None if rank is None else ops.Own([inputs[n] for n in leaves[rank]], rank)
         case = dict(
             codec=settings(codec),
             chunks=chunks,
@@ -222,9 +222,10 @@ def make():
             leaves=leaves[0 if rank is None else rank],
             payloads=[text(p) for p in payloads],
         )
-        case["payload"] = [text(ops.reduce(layouts[0], payloads, chunk=chunk, encoded=True, key=key, **arguments))]
+        payload = ops.reduce_encoded(layouts[0], payloads, chunk=chunk, own=own, divisor=divisor, key=key)
+        case["payload"] = [text(payload)]
         if chunks == 1:
-            case["sums"] = [text(x) for x in ops.reduce(layouts[0], payloads, **arguments)]
+            case["sums"] = [text(x) for x in ops.reduce(layouts[0], payloads, own=own, divisor=divisor)]
         golden["reduce"].append(case)
     return golden
 

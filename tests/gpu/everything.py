@@ -43,12 +43,10 @@ def step(codec):
 
     def run(leaves, residuals, key):
         for _ in range(2):
-            payload, residuals = ops.encode(layout, leaves, key, residuals)
+            payload, residuals = ops.encode_fed(layout, leaves, residuals, key)
             payloads = jnp.stack([payload[1]] * 3)
-            summed = ops.reduce(layout, payloads, chunk=1, own=leaves, rank=1, divisor=3, encoded=True, key=key)
-            summed_too, residuals = ops.reduce(
-                layout, payloads, chunk=1, divisor=3, encoded=True, key=key, residuals=residuals
-            )
+            summed = ops.reduce_encoded(layout, payloads, chunk=1, own=ops.Own(leaves, 1), divisor=3, key=key)
+            summed_too, residuals = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3, key=key)
             leaves = ops.decode(layout, payload)
             if codec.whole:
                 residuals = ops.clear(Layout.of(codec, residuals, chunks=2), payload, residuals)

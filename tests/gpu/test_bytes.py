@@ -16,6 +16,7 @@ from strategies import LAYOUTS, layouts, spaces, values
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import Encode
 
 pytestmark = pytest.mark.gpu
 EXAMPLES = hypothesis.settings().max_examples
@@ -42,9 +43,8 @@ values, normal = on_cpu(values), on_cpu(normal)
 
 def check_encode(layout, leaves, key, residuals=None):
     """The payload, if CPU and GPU make the same of the leaves, and of the payload."""
-    expected, got = both(functools.partial(ops.encode, layout), leaves, key, residuals)
-    payload, new = (expected, []) if residuals is None else expected
-    got, got_new = (got, []) if residuals is None else got
+    operands = Encode(leaves, residuals, key)
+    (payload, new), (got, got_new) = both(functools.partial(test_golden.encode_by_kernels, layout), operands)
     sent = functools.partial(one_nan, layout) if residuals is not None else np.asarray  # what is not a sum is copied
     assert_same_bytes(sent(got), sent(payload))
     for a, b in zip(got_new, new, strict=True):
@@ -61,16 +61,17 @@ def check_decode(layout, payload):
 def check_reduce(layout, payloads, own, rank, key, divisor=3.0):
     residuals = [normal(s, 7, scale=0.1) for s in layout.shapes]
     for chunk in range(layout.chunks):
-        reduce = functools.partial(ops.reduce, layout, chunk=chunk, rank=rank, divisor=divisor)
-        run = lambda p, own, key: reduce(p, own=own, encoded=True, key=key)
+        where = dict(chunk=chunk, divisor=divisor)
+        run = lambda p, own, key: ops.reduce_encoded(layout, p, own=own and ops.Own(own, rank), key=key, **where)
         assert_same_bytes(*(one_nan(layout, p, chunk) for p in both(run, payloads[:, chunk], own, key)[::-1]))
-        run = lambda p, residuals, key: reduce(p, encoded=True, key=key, residuals=residuals)
+        run = lambda p, residuals, key: ops.reduce_fed(layout, p, residuals, key=key, **where)
         (expected, new), (got, got_new) = both(run, payloads[:, chunk], residuals, key)
         assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
         for a, b in zip(got_new, new, strict=True):
             assert_same_values(a, b)
         if layout.chunks == 1:
-            for a, b in zip(*both(lambda p, own: reduce(p, own=own), payloads[:, chunk], own), strict=True):
+            run = lambda p, own: ops.reduce(layout, p, own=own and ops.Own(own, rank), divisor=divisor)
+            for a, b in zip(*both(run, payloads[:, chunk], own), strict=True):
                 assert_same_values(b, a)
 
 
@@ -155,14 +156,14 @@ def test_the_largest_elements(codec, size):
     leaves = [normal(size), normal(size // 2 + 1, 1, jnp.bfloat16).at[::3].set(0.5), normal(100, 2, jnp.float16)]
     layout, key = Layout.of(codec, leaves, chunks=2), native_key(codec)
     payload = check_encode(layout, leaves, key, [normal(x.shape, 5, scale=0.1) for x in leaves])
-    own = leaves if size % 2 else None
-    residuals = None if own else [normal(x.shape, 7, scale=0.1) for x in leaves]
-    run = lambda p, own, residuals, key: ops.reduce(
-        layout, p, chunk=1, own=own, rank=2, divisor=3, encoded=True, key=key, residuals=residuals
-    )
-    for a, b in zip(
-        *(jax.tree.leaves(x) for x in both(run, np.stack([payload[1]] * 4), own, residuals, key)), strict=True
-    ):
+    if size % 2:
+        run = lambda p, own, key: ops.reduce_encoded(layout, p, chunk=1, own=ops.Own(own, 2), divisor=3, key=key)
+        arrays = leaves
+    else:
+        run = lambda p, residuals, key: ops.reduce_fed(layout, p, residuals, chunk=1, divisor=3, key=key)
+        arrays = [normal(x.shape, 7, scale=0.1) for x in leaves]
+    results = both(run, np.stack([payload[1]] * 4), arrays, key)
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert_same_bytes(b, a)
     for cleared in (
         payload,
@@ -216,9 +217,8 @@ def test_a_chunk_that_does_not_exist_does_no_harm():
     layout = Layout.of(cgx.MaxMin(4, 64), [normal(1000)], chunks=2)
     payloads = np.zeros((3, layout.chunk_bytes), np.uint8)
     for chunk, rank in ((2, 0), (-1, 0), (2**31 - 1, 0), (0, 3), (0, -1), (0, -(2**31))):
-        out = ops.reduce(
-            layout, payloads, chunk=jnp.int32(chunk), rank=jnp.int32(rank), own=[normal(1000)], encoded=True
-        )
+        own = ops.Own([normal(1000)], jnp.int32(rank))
+        out = ops.reduce_encoded(layout, payloads, chunk=jnp.int32(chunk), own=own)
         assert jax.block_until_ready(out).shape == (layout.chunk_bytes,)
         assert np.isnan(ops.decode(layout, jnp.stack([out] * 2))[0][: layout.pieces[0][0].coded]).all()
     check_encode(layout, [normal(1000)], None)
@@ -247,7 +247,7 @@ def test_floats_of_every_exponent_become_halves(to, rounding):
 
 @test_golden.each(test_golden.ENCODE)
 def test_golden_encode(case):
-    test_golden.check_encode(case, ops.encode)
+    test_golden.check_encode(case, test_golden.encode_by_kernels)
     layout = test_golden.layout_of(case)
     check_decode(layout, np.asarray(test_golden.stacked(case, "payload")))
 

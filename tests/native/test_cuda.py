@@ -97,7 +97,7 @@ def test_the_workspace_of_the_largest_elements():
         (encode(layout), ([normal(100_000)],), (0, True)),
         (functools.partial(ops.decode, layout), (payload,), (1, False)),
         (functools.partial(ops.clear, layout), (payload, [normal(100_000)]), (1, False)),
-        (functools.partial(ops.reduce, layout, encoded=True), (payload,), (4, True)),
+        (functools.partial(ops.reduce_encoded, layout), (payload,), (4, True)),
     ):
         assert the_call(lower(f, *args))[3][-1] == f"{size(payloads=payloads, encodes=encodes)}xui8"
     assert 4 * 25_000 < size(payloads=4, encodes=True) < 3 * 4 * 25_000
@@ -112,7 +112,7 @@ def test_the_size_of_an_impossible_workspace_is_refused():
 def test_feedback_overwrites_the_residuals():
     layout = Layout.of(cgx.MaxMin(4, 10_000, "stochastic"), LEAVES)
     residuals = [x.astype(jnp.float32) for x in LEAVES]
-    text = lower(lambda x, r: ops.encode(layout, x, KEY, r), LEAVES, residuals, donate_argnums=1)
+    text = lower(lambda x, r: ops.encode_fed(layout, x, r, KEY), LEAVES, residuals, donate_argnums=1)
     _, attributes, operands, results = the_call(text)
     assert operands == ["3x100xf32", "20000xbf16", "3x100xf32", "20000xf32", "2xui32"]
     assert results == [f"1x{layout.chunk_bytes}xui8", "3x100xf32", "20000xf32", "144xui8"]  # the workspace comes last
@@ -124,9 +124,7 @@ def test_reduce_overwrites_the_residuals():
     layout = Layout.of(cgx.MaxMin(4, 10_000, "stochastic"), LEAVES)
     residuals = [x.astype(jnp.float32) for x in LEAVES]
     payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    text = lower(
-        lambda p, r: ops.reduce(layout, p, encoded=True, key=KEY, residuals=r), payloads, residuals, donate_argnums=1
-    )
+    text = lower(lambda p, r: ops.reduce_fed(layout, p, r, key=KEY), payloads, residuals, donate_argnums=1)
     target, attributes, operands, results = the_call(text)
     assert target == "jaxcgx_reduce"
     assert operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xf32", "2xui32"]
@@ -150,9 +148,9 @@ def test_decode():
 def test_reduce(encoded):
     layout = Layout.of(LARGE, LEAVES)
     payloads = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    target, _, operands, results = the_call(
-        lower(lambda p, x: ops.reduce(layout, p, own=x, encoded=encoded), payloads, LEAVES)
-    )
+    reduce = ops.reduce_encoded if encoded else ops.reduce
+    text = lower(lambda p, x: reduce(layout, p, own=ops.Own(x, 0)), payloads, LEAVES)
+    target, _, operands, results = the_call(text)
     assert target == "jaxcgx_reduce" and operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xbf16"]
     assert results == ([f"{layout.chunk_bytes}xui8", "144xui8"] if encoded else ["3x100xf32", "20000xf32"])
 

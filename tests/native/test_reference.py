@@ -25,6 +25,7 @@ from strategies import LAYOUTS, layouts, spaces, values
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import Reduce
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
@@ -46,7 +47,7 @@ def test_encode_with_feedback(layout, seed, exponent, special, lost):
     leaves = values(layout, seed, exponent, special)
     residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
     key = native_key(layout.codec)
-    payload, new = ops.encode(layout, leaves, key, residuals)
+    payload, new = ops.encode_fed(layout, leaves, residuals, key)
     expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
     assert_same_bytes(payload, expected)
     for a, b in zip(new, expected_new):
@@ -62,12 +63,13 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
     key = native_key(layout.codec)
     ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(3)]
     payloads = jnp.stack([ops.encode(layout, leaves, key) for leaves in ranks])
-    run = reference_reduce(layout, 3.0, True, with_own)
+    run, own = reference_reduce(layout, 3.0, True), ranks[rank] if with_own else None
     for chunk in range(layout.chunks):
-        own = ranks[rank] if with_own else None
-        got = ops.reduce(layout, payloads[:, chunk], chunk=chunk, own=own, rank=rank, divisor=3, encoded=True, key=key)
-        where = jnp.array([chunk, rank], jnp.int32)
-        assert_same_bytes(got, run(payloads[:, chunk], where, ranks[rank], key)[0])
+        got = ops.reduce_encoded(
+            layout, payloads[:, chunk], chunk=chunk, own=own and ops.Own(own, rank), divisor=3, key=key
+        )
+        operands = Reduce(payloads[:, chunk], jnp.array([chunk, rank], jnp.int32), own=own, key=key)
+        assert_same_bytes(got, run(operands)[0])
 
 
 # One layout for each kind of codec, and for each rounding of one.
@@ -84,12 +86,11 @@ def test_reduce_with_feedback(layout, seed, exponent, special, lost):
         [ops.encode(layout, values(layout, seed + r, exponent, special if r == 1 else "none"), key) for r in range(3)]
     )
     residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, lost, "none")]
-    run = reference_reduce(layout, divisor, True, False, feedback=True)
+    run = reference_reduce(layout, divisor, True)
     for chunk in range(layout.chunks):
-        got, new = ops.reduce(
-            layout, payloads[:, chunk], chunk=chunk, divisor=divisor, encoded=True, key=key, residuals=residuals
-        )
-        expected, *expected_new = run(payloads[:, chunk], jnp.array([chunk, 0], jnp.int32), residuals, key)
+        got, new = ops.reduce_fed(layout, payloads[:, chunk], residuals, chunk=chunk, divisor=divisor, key=key)
+        where = jnp.array([chunk, 0], jnp.int32)
+        expected, expected_new = run(Reduce(payloads[:, chunk], where, residuals=residuals, key=key))
         assert_same_bytes(one_nan(layout, got, chunk), one_nan(layout, expected, chunk))
         for a, b in zip(new, expected_new, strict=True):
             assert_same_values(a, b)
@@ -101,8 +102,9 @@ def test_reduce_to_leaves(codec, with_own):
     ranks = [values(layout, seed, 0, "none") for seed in range(5)]
     key = native_key(codec)
     payloads = jnp.stack([ops.encode(layout, leaves, key)[0] for leaves in ranks])
-    got = ops.reduce(layout, payloads, own=ranks[2] if with_own else None, rank=2, divisor=5)
-    expected = reference_reduce(layout, 5.0, False, with_own)(payloads, jnp.array([0, 2], jnp.int32), ranks[2], key)
+    own = ranks[2] if with_own else None
+    got = ops.reduce(layout, payloads, own=own and ops.Own(own, 2), divisor=5)
+    expected = reference_reduce(layout, 5.0, False)(Reduce(payloads, jnp.array([0, 2], jnp.int32), own=own))
     exact = [jnp.stack([r[i].astype(jnp.float32) for r in ranks]).mean(0) for i in range(2)]
     for a, b, c in zip(got, expected, exact):
         assert_same_values(a, b)
@@ -120,7 +122,7 @@ def test_sparse_codecs(codec, seed, exponent, special):
     key = native_key(codec)
     ranks = [values(layout, seed + r, exponent, special if r == 1 else "none") for r in range(2)]
     residuals = [x.astype(jnp.float32) for x in values(layout, seed ^ 1, exponent, "none")]
-    payload, new = ops.encode(layout, ranks[1], key, residuals)
+    payload, new = ops.encode_fed(layout, ranks[1], residuals, key)
     expected, expected_new = reference_encode(layout, True)(ranks[1], residuals, key)
     assert_same_bytes(payload, expected)
     for a, b in zip(
@@ -128,11 +130,10 @@ def test_sparse_codecs(codec, seed, exponent, special):
     ):
         assert_same_values(a, b)
     payloads = jnp.stack([ops.encode(layout, ranks[0], key), payload])[:, 1]
-    of_sum = dict(chunk=1, divisor=3.0, encoded=True, key=native_key(layout.of_sum(2).codec))
-    total, lost = ops.reduce(layout, payloads, residuals=residuals, **of_sum)
-    expected, *expected_lost = reference_reduce(layout, 3.0, True, False, feedback=True)(
-        payloads, jnp.array([1, 0], jnp.int32), residuals, key
-    )
+    key = native_key(layout.of_sum(2).codec)
+    total, lost = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3.0, key=key)
+    where = jnp.array([1, 0], jnp.int32)
+    expected, expected_lost = reference_reduce(layout, 3.0, True)(Reduce(payloads, where, residuals=residuals, key=key))
     assert_same_bytes(total, expected)
     for a, b in zip(lost, expected_lost, strict=True):
         assert_same_values(a, b)
@@ -176,11 +177,10 @@ def test_every_kernel_gives_the_same_bytes(kernels):
         out = []
         for codec in (*CODECS, *SPARSE):
             layout = Layout.of(codec, leaves, chunks=3)
-            payload, new = ops.encode(layout, leaves, native_key(codec), residuals)
+            payload, new = ops.encode_fed(layout, leaves, residuals, native_key(codec))
             key = native_key(layout.of_sum(3).codec)
-            summed, lost = ops.reduce(
-                layout, jnp.stack([payload[1]] * 3), chunk=1, divisor=3, encoded=True, key=key, residuals=residuals
-            )
+            payloads = jnp.stack([payload[1]] * 3)
+            summed, lost = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3, key=key)
             out += [payload, *new, summed, *lost, *ops.decode(layout, payload)]
         return [np.asarray(x) for x in out]
 
@@ -213,7 +213,7 @@ def test_large_sums_are_the_same_written_around_the_caches(divisor):
     payloads = jnp.concatenate([ops.encode(layout, leaves), ops.encode(layout, [leaves[0][::-1]])])
     (total,) = ops.reduce(layout, payloads, divisor=divisor)
     where = jnp.zeros(2, jnp.int32)
-    (expected,) = reference_reduce(layout, divisor, False, False)(payloads, where, leaves, None)
+    (expected,) = reference_reduce(layout, divisor, False)(Reduce(payloads, where))
     assert_same_bytes(total, expected)
 
 
@@ -225,7 +225,7 @@ def test_buckets_larger_than_a_task(codec):
     layout = Layout.of(codec, leaves, chunks=2)
     key = native_key(codec)
     residuals = [normal(250_000, seed=1)]
-    payload, new = ops.encode(layout, leaves, key, residuals)
+    payload, new = ops.encode_fed(layout, leaves, residuals, key)
     expected, expected_new = reference_encode(layout, True)(leaves, residuals, key)
     assert_same_bytes(payload, expected)
     assert_same_values(new[0], expected_new[0])

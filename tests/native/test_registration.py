@@ -56,7 +56,7 @@ mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
 with jax.set_mesh(mesh):
     np.testing.assert_array_equal(jax.jit(f)(jax.device_put(x, NamedSharding(mesh, P("d")))), f(x))
 layout = Layout(codec, ((100,),), (jnp.float32,), chunks=3)
-step = jax.jit(lambda x, r: ops.encode(layout, [x], jax.random.key_data(key), [r]), donate_argnums=1)
+step = jax.jit(lambda x, r: ops.encode_fed(layout, [x], [r], jax.random.key_data(key)), donate_argnums=1)
 residual = jnp.zeros(100)
 payload, (new,) = step(x[0], residual)
 assert residual.is_deleted()

@@ -77,19 +77,11 @@ def test_vmap_of_feedback_and_reduce():
     keys = jnp.stack([KEY + i for i in range(4)])
 
     def step(a, b, r, key, chunk):
-        payload, new = ops.encode(layout, [a, b], key, [r, lost[1]])
-        mine = ops.reduce(
-            layout, jnp.stack([payload[1], payload[1]]), chunk=1, own=[a, b], rank=1, divisor=2, encoded=True, key=key
-        )
-        both = ops.reduce(
-            layout,
-            jnp.stack([payload[chunk]] * 2),
-            chunk=chunk,
-            divisor=3,
-            encoded=True,
-            key=key,
-            residuals=[r, lost[1]],
-        )
+        payload, new = ops.encode_fed(layout, [a, b], [r, lost[1]], key)
+        payloads = jnp.stack([payload[1], payload[1]])
+        mine = ops.reduce_encoded(layout, payloads, chunk=1, own=ops.Own([a, b], 1), divisor=2, key=key)
+        payloads = jnp.stack([payload[chunk]] * 2)
+        both = ops.reduce_fed(layout, payloads, [r, lost[1]], chunk=chunk, divisor=3, key=key)
         return payload, new, mine, both
 
     chunks = jnp.array([1, 0, 0, 1])
@@ -123,17 +115,14 @@ def test_bytes_have_no_tangent():
     layout = Layout.of(codec, [x])
     payload, tangent = jax.jvp(lambda x: ops.encode(layout, [x]), (x,), (x,))
     assert payload.dtype == jnp.uint8 and tangent.dtype == jax.dtypes.float0
-    for lossy in (
-        lambda r: ops.encode(layout, [x], residuals=[r]),
-        lambda r: ops.reduce(layout, payload, encoded=True, residuals=[r]),
-    ):
+    for lossy in (lambda r: ops.encode_fed(layout, [x], [r]), lambda r: ops.reduce_fed(layout, payload, [r])):
         assert (jax.grad(lambda r: lossy(r)[1][0].sum())(jnp.zeros(100)) == 0).all()
 
 
 def test_reduce_is_linear_in_what_is_raw():
     layout = Layout(cgx.MaxMin(4, 64), ((30,),), (jnp.float32,))
     payloads = jnp.stack([ops.encode(layout, [normal(30, s)])[0] for s in range(3)])
-    f = lambda own: ops.reduce(layout, payloads, own=[own], rank=1, divisor=3)[0]
+    f = lambda own: ops.reduce(layout, payloads, own=ops.Own([own], 1), divisor=3)[0]
     np.testing.assert_allclose(jax.jacobian(f)(normal(30)), np.eye(30) / 3, rtol=1e-6)
     with_none = jax.grad(lambda x: ops.reduce(layout, payloads + x.astype(jnp.uint8))[0].sum())(jnp.zeros(()))
     assert with_none == 0
@@ -166,9 +155,9 @@ def test_donated_residual_is_overwritten_in_place(op):
 
     def step(x, residual):
         if op == "encode":
-            payload, (residual,) = ops.encode(layout, [x], residuals=[residual])
+            payload, (residual,) = ops.encode_fed(layout, [x], [residual])
         else:
-            payload, (residual,) = ops.reduce(layout, x, chunk=1, encoded=True, residuals=[residual])
+            payload, (residual,) = ops.reduce_fed(layout, x, [residual], chunk=1)
         return payload, residual
 
     x, residual = normal(1000), normal(1000, 1)
@@ -190,8 +179,8 @@ def test_not_donated_residual_is_left_alone():
     layout = Layout(cgx.MaxMin(4, 64), ((100,),), (jnp.float32,))
     x, residual = normal(100), normal(100, 1)
     before = np.array(residual)
-    payload, _ = ops.encode(layout, [x], residuals=[residual])
-    ops.reduce(layout, payload, encoded=True, residuals=[residual])
+    payload, _ = ops.encode_fed(layout, [x], [residual])
+    ops.reduce_fed(layout, payload, [residual])
     np.testing.assert_array_equal(residual, before)
 
 
@@ -203,9 +192,7 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
     payloads = jnp.stack([ops.encode(layout, leaves, key)] * 2)
 
     def step(residuals, chunk):
-        payload, new = ops.reduce(
-            layout, payloads[:, chunk], chunk=chunk, divisor=2, encoded=True, key=key, residuals=residuals
-        )
+        payload, new = ops.reduce_fed(layout, payloads[:, chunk], residuals, chunk=chunk, divisor=2, key=key)
         return new, payload
 
     residuals = [normal(x.shape, 3, scale=0.1) for x in leaves]
@@ -225,17 +212,10 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
     assert_trees(np.testing.assert_array_equal, new, together)
     assert_same_bytes(stacked, jnp.stack([payload for _, _, payload in alone]))
     square = Layout.of(codec, leaves[:1] * 2)
-    _, twice = ops.reduce(
-        square, ops.encode(square, leaves[:1] * 2, key), encoded=True, key=key, residuals=residuals[:1] * 2
-    )
-    _, apart = ops.reduce(
-        square,
-        ops.encode(square, leaves[:1] * 2, key),
-        encoded=True,
-        key=key,
-        residuals=[jnp.array(residuals[0]) for _ in "ab"],
-    )
-    assert_trees(assert_same_bytes, twice, apart)
+    payload = ops.encode(square, leaves[:1] * 2, key)
+    _, twice = ops.reduce_fed(square, payload, residuals[:1] * 2, key=key)
+    _, apart = ops.reduce_fed(square, payload, [jnp.array(residuals[0]) for _ in "ab"], key=key)
+    jax.tree.map(assert_same_bytes, twice, apart)
 
 
 @pytest.mark.parametrize("codec", **each_codec([*SOME, cgx.MaxMin(3, 100, skip_incomplete=True), Truncate()]))
@@ -246,13 +226,11 @@ def test_nothing_is_lost_twice(codec, divisor):
     layout = Layout(codec, shapes, (jnp.float32,) * 2, chunks=3)
     given = [[normal(s, 10 * rank + i) for i, s in enumerate(shapes)] for rank in range(3)]
     owed = [[normal(s, 50 * rank + i, scale=0.1) for i, s in enumerate(shapes)] for rank in range(3)]
-    payloads, left = zip(*(ops.encode(layout, x, key, e) for x, e in zip(given, owed)))
+    payloads, left = zip(*(ops.encode_fed(layout, x, e, key) for x, e in zip(given, owed)))
     payloads = jnp.stack(payloads)
     sums, left = zip(
         *(
-            ops.reduce(
-                layout, payloads[:, rank], chunk=rank, divisor=divisor, encoded=True, key=key, residuals=left[rank]
-            )
+            ops.reduce_fed(layout, payloads[:, rank], left[rank], chunk=rank, divisor=divisor, key=key)
             for rank in range(3)
         )
     )
@@ -285,12 +263,12 @@ def test_no_temporary_larger_than_the_wire():
     x = normal(1 << 20)
     temporary = lambda f, *args: jax.jit(f).lower(*args).compile().memory_analysis().temp_size_in_bytes
     assert temporary(lambda x: ops.encode(layout, [x]), x) == 0
-    assert temporary(lambda x: ops.encode(layout, [x], residuals=[x]), x) <= layout.chunk_bytes
+    assert temporary(lambda x: ops.encode_fed(layout, [x], [x]), x) <= layout.chunk_bytes
     payload = ops.encode(layout, [x])
     assert temporary(lambda p: ops.decode(layout, p), payload) <= layout.chunk_bytes
     payloads = jnp.tile(payload, (4, 1))
-    assert temporary(lambda p: ops.reduce(layout, p, encoded=True), payloads) <= layout.chunk_bytes
-    assert temporary(lambda p, x: ops.reduce(layout, p, encoded=True, residuals=[x]), payloads, x) <= layout.chunk_bytes
+    assert temporary(lambda p: ops.reduce_encoded(layout, p), payloads) <= layout.chunk_bytes
+    assert temporary(lambda p, x: ops.reduce_fed(layout, p, [x]), payloads, x) <= layout.chunk_bytes
 
 
 # shard_map: each device encodes its own shard, and the types know that the bytes differ
@@ -329,10 +307,10 @@ def test_varying_results_may_not_leave_as_replicated(op):
         if op == "decode":
             return ops.decode(layout, payload)[0]
         if op == "feedback":
-            return ops.encode(layout, [x], residuals=[jnp.zeros(60)])[1][0]
+            return ops.encode_fed(layout, [x], [jnp.zeros(60)])[1][0]
         if op == "reduce with feedback":
-            return ops.reduce(layout, payload, encoded=True, residuals=[jnp.zeros(60)])[1][0]
-        return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=[x], rank=1)[0]
+            return ops.reduce_fed(layout, payload, [jnp.zeros(60)])[1][0]
+        return ops.reduce(layout, jnp.zeros((2, layout.chunk_bytes), jnp.uint8), own=ops.Own([x], 1))[0]
 
     with pytest.raises(ValueError, match="out_specs"):
         jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P()))(normal(240))
@@ -355,7 +333,7 @@ def test_an_exchange_in_shard_map(codec, check_vma):
         rank = lax.axis_index("data")
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), rank)) if codec.stochastic else None
         payloads = lax.all_gather(ops.encode(layout, [x[0]], key)[0], "data")
-        return ops.reduce(layout, payloads, own=[x[0]], rank=rank, divisor=4)[0][None]
+        return ops.reduce(layout, payloads, own=ops.Own([x[0]], rank), divisor=4)[0][None]
 
     run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
     sent = [
@@ -418,18 +396,14 @@ def test_leaves_that_are_written_around_the_caches(dtype):
 def test_empty_messages():
     layout = Layout(cgx.MaxMin(4), ((0,), (3, 0)), (jnp.float32, jnp.bfloat16))
     leaves = [jnp.zeros(0), jnp.zeros((3, 0), jnp.bfloat16)]
-    payload, new = ops.encode(layout, leaves, residuals=[jnp.zeros(0), jnp.zeros((3, 0))])
+    payload, new = ops.encode_fed(layout, leaves, [jnp.zeros(0), jnp.zeros((3, 0))])
     assert payload.shape == (1, 0) and [n.shape for n in new] == [(0,), (3, 0)]
     assert [x.shape for x in ops.decode(layout, payload)] == [(0,), (3, 0)]
-    assert [n.shape for n in ops.reduce(layout, payload, encoded=True, residuals=new)[1]] == [(0,), (3, 0)]
+    assert [n.shape for n in ops.reduce_fed(layout, payload, new)[1]] == [(0,), (3, 0)]
     assert cgx.roundtrip(jnp.zeros((2, 0)), cgx.Sign()).shape == (2, 0)
     nothing = Layout(cgx.MaxMin(4), (), (), chunks=3)
     payload = ops.encode(nothing, [])
-    assert (
-        payload.shape == (3, 0)
-        and ops.encode(nothing, [], residuals=[])[1] == []
-        and ops.decode(nothing, payload) == []
-    )
-    assert ops.reduce(nothing, payload, encoded=True).shape == (0,)
-    assert ops.reduce(nothing, payload, encoded=True, residuals=[])[1] == []
+    assert payload.shape == (3, 0) and ops.encode_fed(nothing, [], [])[1] == [] and ops.decode(nothing, payload) == []
+    assert ops.reduce_encoded(nothing, payload).shape == (0,)
+    assert ops.reduce_fed(nothing, payload, [])[1] == []
     assert cgx.roundtrip(jnp.float32(2.5), cgx.MaxMin(4)) == 2.5

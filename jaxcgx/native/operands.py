@@ -1,0 +1,56 @@
+"""The operands of the native operations by name, in the order in which the handlers in xla_ffi/handlers expect them.
+
+Each is a pytree: JAX sees its leaves, and a rule gets the names back from the tree. An operand that is None is left
+out.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+Arrays = list[Any]  # of jax.Array, or of what stands for arrays while a program is traced
+
+
+class Encode(NamedTuple):
+    leaves: Arrays
+    residuals: Arrays | None = None  # float32, added to the leaves
+    key: jax.Array | None = None  # uint32[2], for stochastic codecs
+
+    @property
+    def in_place(self) -> Arrays:
+        """The operands that are overwritten if they are donated: they become the last results."""
+        return self.residuals or []
+
+
+class Decode(NamedTuple):
+    payload: jax.Array  # uint8[chunks, chunk_bytes]
+
+    @property
+    def in_place(self) -> Arrays:
+        return []
+
+
+class Reduce(NamedTuple):
+    payloads: jax.Array  # uint8[ranks, chunk_bytes]
+    where: jax.Array  # int32[2]: which chunk this is, and the rank whose payload `own` replaces
+    own: Arrays | None = None  # leaves
+    residuals: Arrays | None = None  # float32 of the leaves' whole shapes; never together with `own`
+    key: jax.Array | None = None  # uint32[2], if the sum is encoded again by a stochastic codec
+
+    @property
+    def in_place(self) -> Arrays:
+        return self.residuals or []
+
+
+class Clear(NamedTuple):
+    payload: jax.Array  # uint8[chunks, chunk_bytes]
+    arrays: Arrays
+
+    @property
+    def in_place(self) -> Arrays:
+        return self.arrays
+
+
+class Roundtrip(NamedTuple):
+    x: jax.Array
+    key: jax.Array | None = None  # uint32[2], for stochastic codecs
