@@ -1,6 +1,6 @@
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
 Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
   if (l.codec.kind == Kind::kTopK) return decode_topk(l, batch, leaves, m, stream);
   if (is_fast(l.codec)) {
-    const Status s = with_decoder(l.codec, [&](auto variant) {
+    const Status s = with_decode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
         return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "decode kernel", kThreads));

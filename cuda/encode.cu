@@ -1,5 +1,5 @@
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 Status encode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
                   cudaStream_t stream) {
   if (is_fast(l.codec)) {
-    const Status s = with_encoder(l.codec, [&](auto variant) {
+    const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
         return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads));

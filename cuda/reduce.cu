@@ -1,8 +1,8 @@
 #include <cmath>
 
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
@@ -51,7 +51,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   m.own = a.own != nullptr;
   if (a.payload == nullptr || l.codec.kind == Kind::kTopK) return decode_all(l, a.batch, leaves, m, stream);
   if (is_fast(l.codec)) {
-    const Status s = with_encoder(l.codec, [&](auto variant) {
+    const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
         return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads));

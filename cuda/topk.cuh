@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 

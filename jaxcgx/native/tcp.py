@@ -23,7 +23,7 @@ from jaxcgx.native.ops import in_front
 from jaxcgx.native.shm import module
 
 CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
-OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/handlers/tcp.cc numbers them
+OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
 tcp_exchange_p = _compat.Primitive("jaxcgx_tcp_exchange")
 
@@ -150,7 +150,7 @@ def _allreduce_lower(ctx, *operands, layout, batch, net, divisor, **params):
     n, feedback = len(layout.shapes), params["feedback"]
     at = 2 * n if feedback else n
     operands = [*operands[:at], _with_processes(ctx, operands[at], at), *operands[at + 1 :]]
-    # As xla_ffi/handlers/tcp_allreduce.cc counts them.
+    # As xla_ffi/tcp/allreduce.h counts them.
     payloads = 3 * layout.chunks if params["two_shot"] else net.size * layout.chunks
     workspace = _compat.result_aval(
         ctx.avals_in, (math.prod(batch) * payloads * layout.chunk_bytes,), np.dtype("uint8")

@@ -24,7 +24,7 @@ inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, 
   for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) {
     for (int64_t at = 0; at < bytes; ++at) in[to * bytes + at] = sent(number, rank, to, at);
   }
-  if (const shm::Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
+  if (const Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
   for (int64_t row = 0; row < (from_each ? ranks : 1); ++row) {
     const int64_t from = from_each                             ? row
                          : operation == shm::Operation::kShift ? (rank + ranks - argument) % ranks

@@ -45,7 +45,7 @@ class Processes {
     for (int64_t rank = 0; rank < ranks; ++rank) {
       start([=] {
         auto attached = shm::Segment::attach(name, rank, ranks, timeout);
-        if (const auto* failure = std::get_if<shm::Failure>(&attached)) return failure->what;
+        if (const auto* failure = std::get_if<Failure>(&attached)) return failure->what;
         return body(std::get<0>(attached), rank);
       });
     }
@@ -89,7 +89,7 @@ int64_t open_descriptors() {
 // What attaching says in this process.
 std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
   auto attached = shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(50));
-  const auto* failure = std::get_if<shm::Failure>(&attached);
+  const auto* failure = std::get_if<Failure>(&attached);
   return failure ? failure->what : "";
 }
 
@@ -192,7 +192,7 @@ void garbage() {
     Processes processes;
     for (int64_t rank = 0; rank < 2; ++rank) {
       processes.start([=] {
-        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(100));
+        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(2000));
         if (ring.join()) return std::string("not joined");
         std::string message;
         if (rank == 0) {

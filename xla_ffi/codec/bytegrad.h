@@ -7,6 +7,7 @@
 namespace jaxcgx {
 
 struct ByteGrad {
+  static constexpr Kind kKind = Kind::kByteGrad;
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
     const float scale = scale_of(largest_of(s));
     float range = s.hi * scale - s.lo * scale;

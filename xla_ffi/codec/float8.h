@@ -9,6 +9,7 @@ namespace jaxcgx {
 // kExponent = 4: e4m3, maximum 448. kExponent = 5: e5m2, maximum 57344.
 template <int kExponent>
 struct Float8 {
+  static constexpr Kind kKind = Kind::kFloat8;
   static constexpr int kMantissa = 7 - kExponent;
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDrop = 23 - kMantissa;

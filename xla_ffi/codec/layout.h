@@ -12,39 +12,10 @@
 
 #include <vector>
 
-#include "codec/base.h"
-#include "codec/pack.h"
 #include "codec/topk.h"
+#include "codec/traits.h"
 
 namespace jaxcgx {
-
-CGX_HD int meta_floats(Kind k) {
-  switch (k) {
-    case Kind::kMaxMin:
-    case Kind::kByteGrad:
-      return 2;
-    case Kind::kAbsMax:
-    case Kind::kFloat8:
-    case Kind::kSign:
-      return 1;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return 0;
-}
-CGX_HD bool has_buckets(Kind k) { return meta_floats(k) > 0; }
-
-// The width of a code that is packed; Raw and Cast have none.
-CGX_HD int code_bits(const Codec& c) {
-  if (c.kind == Kind::kMaxMin || c.kind == Kind::kAbsMax) return c.bits;
-  return c.kind == Kind::kSign ? 1 : 8;
-}
-CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
-  if (c.kind == Kind::kRaw) return n * size_of(leaf);
-  return c.kind == Kind::kCast ? n * 2 : packed_bytes(n, code_bits(c));
-}
 
 struct Leaf {
   int64_t size;  // elements

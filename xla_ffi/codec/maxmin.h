@@ -7,6 +7,7 @@
 namespace jaxcgx {
 
 struct MaxMin {
+  static constexpr Kind kKind = Kind::kMaxMin;
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
     const float scale = scale_of(largest_of(s)), steps = static_cast<float>((1 << c.bits) - 1);
     const float lo = s.lo * scale, range = s.hi * scale - lo;

@@ -10,6 +10,7 @@
 namespace jaxcgx {
 
 struct Sign {
+  static constexpr Kind kKind = Kind::kSign;
   static constexpr int64_t kSumGroup = 32768;
 
   CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec&) {

@@ -42,15 +42,13 @@ CGX_HD int64_t capacity(const Sparse& s, int64_t n) {
 }
 
 // The codec of the values.
-CGX_HD Codec values_of(const Codec& c) {
-  return {c.sparse.kind,      c.sparse.bits, c.sparse.bucket_size, c.sparse.stochastic, c.sparse.skip_incomplete,
-          c.sparse.compatible};
-}
+CGX_HD Codec values_of(const Codec& c) { return {c.sparse.values}; }
 
-// The codec of a sum of so many ranks' messages: TopK in jaxcgx/codecs/topk.py.
+// The codec of a sum over `ranks` messages: TopK in jaxcgx/codecs/topk.py.
 CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
   if (c.kind != Kind::kTopK || c.sparse.top) return c;
-  Codec sum{Kind::kTopK, 0, 0, false, false, false};
+  Codec sum{};
+  sum.kind = Kind::kTopK;
   sum.sparse.ratio = c.sparse.ratio;
   sum.sparse.lists = c.sparse.lists * ranks;
   return sum;

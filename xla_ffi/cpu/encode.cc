@@ -4,13 +4,13 @@
 
 namespace jaxcgx::cpu {
 
-void encode(const Encode& a, const Pool& pool) {
+void encode(const Encode& a, const Pool& pool, int64_t only) {
   const Layout& l = a.layout;
   if (l.codec.kind == Kind::kTopK) return encode_topk(a, pool);
   const Kernels& k = kernels();
   const bool feedback = a.residuals != nullptr;
-  const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
-  const Target target{l, a.payload, chunks * l.chunk_bytes, a.only >= 0, a.leaf_ids, a.keys};
+  const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
+  const Target target{l, a.payload, chunks * l.chunk_bytes, only >= 0, a.leaf_ids, a.keys};
 
   const auto place = [&](const Span& s, int64_t at) {  // in the leaf's buffer, which holds the whole batch
     return s.row * l.leaves[static_cast<size_t>(s.piece->leaf)].size + at;

@@ -1,32 +1,13 @@
 // Encoding from whatever gives fp32 numbers: leaves (encode.cc) or the sum of payloads (reduce.cc).
 #pragma once
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
 
 inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return MaxMin::grid(s, sum, n, c);
-    case Kind::kByteGrad:
-      return ByteGrad::grid(s, sum, n, c);
-    case Kind::kAbsMax:
-      return AbsMax::grid(s, sum, n, c);
-    case Kind::kFloat8:
-      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign:
-      return Sign::grid(s, sum, n, c);
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return Grid{};
+  return with_grid_codec(c, [&](auto type) { return decltype(type)::Codec::grid(s, sum, n, c); });
 }
 
 // What encoding needs beside the numbers.
@@ -77,6 +58,7 @@ class Encoder {
         fetch_(fetch),
         keep_(keep),
         keeps_(keeps),
+        needs_sums_(traits_of(codec_.kind).sums),
         k_(kernels()),
         encode_(k_.encoder(codec_)),
         decode_(k_.decoder(codec_)) {}
@@ -108,7 +90,7 @@ class Encoder {
         }
       };
       each_part([&](const Span& s, size_t i) { stats[i] = stats_of(s, s.piece->start + s.begin, s.count); });
-      if (codec_.kind == Kind::kSign) {
+      if (needs_sums_) {
         std::vector<float> scales(spans.big.size());
         each_big([&](size_t b, const Stats& all, float, int64_t) { scales[b] = scale_of(largest_of(all)); });
         each_part([&](const Span& s, size_t i) {
@@ -168,7 +150,7 @@ class Encoder {
     } else {
       stats = stats_of(s, at, n);
     }
-    const float sum = codec_.kind == Kind::kSign ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
+    const float sum = needs_sums_ ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
     const Grid g = grid_of(stats, sum, n, codec_);
     put_meta(s, index, g);
     for (int64_t i = 0; i < n; i += kTile) {
@@ -240,7 +222,7 @@ class Encoder {
   const Codec codec_;
   const Fetch& fetch_;
   const Keep& keep_;
-  const bool keeps_;
+  const bool keeps_, needs_sums_;
   const Kernels& k_;
   const EncodeFn encode_;
   const DecodeFn decode_;

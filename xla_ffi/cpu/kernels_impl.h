@@ -1,14 +1,10 @@
 // The kernels of cpu/kernels.h for one instruction set. Included by kernels_<isa>.cc, which defines JAXCGX_ISA.
 #pragma once
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
 #include "codec/cast.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "codec/pack.h"
 #include "codec/rng.h"
-#include "codec/sign.h"
 #include "cpu/kernels.h"
 #include "cpu/simd.h"
 
@@ -303,14 +299,13 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
-template <class C, int kBits, bool kFused>
+template <class C, int kBits>
 CGX_HD F plus(F so_far, F unit, I code) {
   const F value = C::template value<Vector, kBits>(code);
-  return kFused ? multiply_add(unit, value, so_far) : so_far + unit * value;
+  return traits_of(C::kKind).exact ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
-// kFused: unit * value is always exact, so that one rounding is as good as two.
-template <class C, int kBits, bool kFused>
+template <class C, int kBits>
 void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   int64_t at = 0;  // of the codes
@@ -322,7 +317,7 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
       const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -342,64 +337,25 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
     const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
 }
 
-template <class C, bool kStochastic>
-EncodeFn encoder_of_width(int bits) {
-  static constexpr EncodeFn kTable[] = {encode<C, 1, kStochastic>, encode<C, 2, kStochastic>, encode<C, 3, kStochastic>,
-                                        encode<C, 4, kStochastic>, encode<C, 5, kStochastic>, encode<C, 6, kStochastic>,
-                                        encode<C, 7, kStochastic>, encode<C, 8, kStochastic>};
-  return kTable[bits - 1];
-}
-template <class C>
-DecodeFn decoder_of_width(int bits) {
-  static constexpr DecodeFn kTable[] = {decode<C, 1, true>, decode<C, 2, true>, decode<C, 3, true>, decode<C, 4, true>,
-                                        decode<C, 5, true>, decode<C, 6, true>, decode<C, 7, true>, decode<C, 8, true>};
-  return kTable[bits - 1];
-}
-
-// The dispatch table: a row a codec.
 EncodeFn encoder(const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return c.stochastic ? encoder_of_width<MaxMin, true>(c.bits) : encoder_of_width<MaxMin, false>(c.bits);
-    case Kind::kByteGrad:
-      return encode<ByteGrad, 8, false>;
-    case Kind::kAbsMax:
-      return encoder_of_width<AbsMax, false>(c.bits);
-    case Kind::kFloat8:
-      return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
-    case Kind::kSign:
-      return encode<Sign, 1, false>;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return nullptr;
+  if (!has_buckets(c.kind)) return nullptr;
+  return with_encoder(c, [](auto variant) -> EncodeFn {
+    using V = decltype(variant);
+    return encode<typename V::Codec, V::bits, V::stochastic>;
+  });
 }
 DecodeFn decoder(const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return decoder_of_width<MaxMin>(c.bits);
-    case Kind::kByteGrad:
-      return decode<ByteGrad, 8, true>;
-    case Kind::kAbsMax:
-      return decoder_of_width<AbsMax>(c.bits);
-    case Kind::kFloat8:
-      return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
-    case Kind::kSign:
-      return decode<Sign, 1, true>;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return nullptr;
+  if (!has_buckets(c.kind)) return nullptr;
+  return with_decoder(c, [](auto variant) -> DecodeFn {
+    using V = decltype(variant);
+    return decode<typename V::Codec, V::bits>;
+  });
 }
 CastFn caster(const Codec& c) {
   if (static_cast<DType>(c.bits) == DType::kBF16)

@@ -14,9 +14,10 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
+
+#include "status.h"
 
 namespace jaxcgx::shm {
 
@@ -31,12 +32,6 @@ struct Exchange {
   const uint8_t* in;
   uint8_t* out;
 };
-
-struct Error {
-  enum class Kind { kGone, kLate, kDifferent } kind;
-  std::string message;
-};
-using Status = std::optional<Error>;
 
 constexpr int64_t kMostRanks = 1024;
 

@@ -4,17 +4,10 @@
 
 #include <memory>
 #include <string>
-#include <variant>
 
 #include "shm/ring.h"
 
 namespace jaxcgx::shm {
-
-struct Failure {
-  std::string what;
-};
-template <class T>
-using Or = std::variant<T, Failure>;
 
 // Shared memory for a number of ranks, and what a process needs to find it: "PROCESS:DESCRIPTOR:RANDOM". The creator
 // keeps it open until it attaches.

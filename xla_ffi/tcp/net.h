@@ -21,22 +21,11 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <variant>
 #include <vector>
 
+#include "status.h"
+
 namespace jaxcgx::tcp {
-
-struct Failure {
-  std::string what;
-};
-template <class T>
-using Or = std::variant<T, Failure>;
-
-struct Error {
-  enum class Kind { kGone, kLate, kDifferent } kind;
-  std::string message;
-};
-using Status = std::optional<Error>;
 
 struct Address {
   std::string host;
@@ -60,7 +49,16 @@ class Socket {
   int number_;
 };
 
-// What a process takes part in together with others. Between two of them messages have slots, which tell them apart.
+// The ranks that take part in an exchange.
+struct Group {
+  std::vector<int64_t> processes;  // of the ranks, this one among them
+  int64_t rank;                    // of this process
+  std::chrono::milliseconds timeout;
+
+  int64_t size() const { return static_cast<int64_t>(processes.size()); }
+};
+
+// What a process takes part in together with others. Between two of them, slots tell messages apart.
 struct Exchange {
   struct Receive {
     int64_t rank, slot;
@@ -68,11 +66,9 @@ struct Exchange {
     int64_t bytes;
   };
 
-  std::string name;                // for errors
-  int64_t kind;                    // on which all must agree
-  std::vector<int64_t> processes;  // of the ranks, this one among them
-  int64_t rank;
-  std::chrono::milliseconds timeout;
+  std::string name;  // for errors
+  int64_t kind;      // on which all must agree
+  Group group;
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
 

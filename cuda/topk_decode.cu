@@ -1,8 +1,8 @@
 // TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, as what they are: a
 // message in another codec. Then each block makes a stretch of the numbers, with what of each list falls into it, rank
 // after rank.
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "codec/rng.h"
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
@@ -66,7 +66,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
-  if constexpr (std::is_same_v<C, Sign>) {  // in the order of codec/sign.h
+  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h
     const float scale = scale_of(largest_of({lo, hi}));
     float lane[4];
 #pragma unroll
@@ -164,62 +164,22 @@ CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q,
   store_quad(residual.lost, DType::kF32, q.element(), q.lanes, x);
 }
 
-// A codec as kernels are compiled for it.
-template <class C, int kBits, bool kStochastic>
-struct Variant {
-  using Codec = C;
-  static constexpr int bits = kBits;
-  static constexpr bool stochastic = kStochastic;
-};
-
-// The dispatch table: a row a codec. Decoding knows no rounding, and ByteGrad as MaxMin.
-template <bool kEncode, class Fn>
-Status with_variant(const Codec& c, Fn f) {
-  const auto width = [&](auto stochastic) {
-    constexpr bool kStochastic = decltype(stochastic)::value;
-    switch (c.bits) {
-      case 1:
-        return f(Variant<Levels, 1, kStochastic>());
-      case 2:
-        return f(Variant<Levels, 2, kStochastic>());
-      case 3:
-        return f(Variant<Levels, 3, kStochastic>());
-      case 4:
-        return f(Variant<Levels, 4, kStochastic>());
-      case 5:
-        return f(Variant<Levels, 5, kStochastic>());
-      case 6:
-        return f(Variant<Levels, 6, kStochastic>());
-      case 7:
-        return f(Variant<Levels, 7, kStochastic>());
-      default:
-        return f(Variant<Levels, 8, kStochastic>());
-    }
-  };
-  switch (c.kind) {
-    case Kind::kMaxMin:
-    case Kind::kAbsMax:
-      return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
-    case Kind::kByteGrad:
-      return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
-    case Kind::kFloat8:
-      return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
-    case Kind::kSign:
-      return f(Variant<Sign, 1, false>());
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return {};
+// codec/dispatch.h, with the types that the kernels are instantiated for. A codec without buckets launches nothing.
+template <class Fn>
+Status with_encode_variant(const Codec& c, Fn f) {
+  if (!has_buckets(c.kind)) return {};
+  return jaxcgx::with_encoder(c, [&](auto variant) {
+    using V = decltype(variant);
+    return f(Variant<EncodesAs<typename V::Codec>, V::bits, V::stochastic>());
+  });
 }
 template <class Fn>
-Status with_encoder(const Codec& c, Fn f) {
-  return with_variant<true>(c, f);
-}
-template <class Fn>
-Status with_decoder(const Codec& c, Fn f) {
-  return with_variant<false>(c, f);
+Status with_decode_variant(const Codec& c, Fn f) {
+  if (!has_buckets(c.kind)) return {};
+  return jaxcgx::with_decoder(c, [&](auto variant) {
+    using V = decltype(variant);
+    return f(Variant<DecodesAs<typename V::Codec>, V::bits, false>());
+  });
 }
 
 }  // namespace jaxcgx::cuda

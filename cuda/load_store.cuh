@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/cast.h"
-#include "cuda/numbers.cuh"
+#include "cuda/arithmetic.cuh"
 
 namespace jaxcgx::cuda {
 
@@ -67,7 +67,7 @@ struct Quad {
   }
   CGX_D int64_t codes(int bits) const {
     return block * (lanes * static_cast<uint32_t>(bits));
-  }                                                                            // where its block's begin
+  }  // where its block's begin
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }  // of row 0; the next row is `lanes` away
 };
 

@@ -1,7 +1,7 @@
 // What the fast kernels don't do: buckets of any size, short ones behind whole ones, raw elements, Cast, gaps.
 #pragma once
 
-#include "cuda/table.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 

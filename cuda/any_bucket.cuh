@@ -3,8 +3,8 @@
 // size, which are read twice: for the statistics and, when those of the other parts are known, for the codes.
 #pragma once
 
-#include "cuda/encode.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
 
 namespace jaxcgx::cuda {
 
@@ -13,10 +13,8 @@ constexpr uint32_t kMostThreads = kMostStaged / kRows;
 // What a launch does with the parts of large buckets; kWhole: with whole buckets, everything.
 enum Stage : int32_t { kWhole, kStats, kSums, kCodes };
 
-// The workspace of a large bucket, in floats: its grid, the range of each part, and for Sign the sum of each block.
-constexpr int64_t kGridFloats = 8;
 static_assert(sizeof(Grid) <= kGridFloats * sizeof(float), "");
-CGX_HD int64_t work_of(Kind kind, int64_t parts) { return kGridFloats + parts * (kind == Kind::kSign ? 66 : 2); }
+static_assert(sizeof(float2) == kRangeFloats * sizeof(float), "");
 
 // The lane of this thread, and the bucket or part of one that it belongs to.
 struct Lane {
@@ -64,7 +62,7 @@ struct Lane {
     return bucket * packed_bytes(m.codec.bucket_size, bits) + (part * kMostStaged / kRows + block * kLanes) * bits;
   }
   CGX_D float* work(const Message& m, const Entry& e, const Extra& extra) const {
-    return m.workspace + extra.work + bucket * work_of(m.codec.kind, parts_of(m, e, extra));
+    return m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts_of(m, e, extra));
   }
 };
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
+#include "cuda/arithmetic.cuh"
 #include "cuda/cuda.h"
-#include "cuda/numbers.cuh"
 
 namespace jaxcgx::cuda {
 

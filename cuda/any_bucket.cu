@@ -1,6 +1,6 @@
-#include "cuda/general.cuh"
+#include "cuda/any_bucket.cuh"
 
-#include "cuda/rest.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
     spread_poison(bad, &lo, &hi);
     widen_bucket(l, m.threads, &lo, &hi);
     if (m.stage == kStats) {
-      if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + 2 * l.part) = {lo, hi};
+      if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * l.part) = {lo, hi};
       return;
     }
   }
   float sum = 0.0f;
-  if constexpr (std::is_same_v<C, Sign>) {
+  if constexpr (traits_of(C::kKind).sums) {
     if (m.stage <= kSums) {
       const float scale =
           m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
       sum = sum_of_block(l, m.threads, x, scale);
       if (m.stage == kSums) {
         if (l.lane == 0)
-          work[kGridFloats + 2 * Lane::parts_of(m, e, extra) + l.part * (kMostStaged / kBlock) + l.block] = sum;
+          work[kGridFloats + kRangeFloats * Lane::parts_of(m, e, extra) + l.part * kSumFloats + l.block] = sum;
         return;
       }
       if (m.threads > kLanes) {
@@ -137,19 +137,6 @@ __global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __gr
   }
 }
 
-CGX_D Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
-  switch (c.kind) {
-    case Kind::kByteGrad:
-      return ByteGrad::grid(s, sum, n, c);
-    case Kind::kFloat8:
-      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign:
-      return Sign::grid(s, sum, n, c);
-    default:
-      return Levels::grid(s, sum, n, c);
-  }
-}
-
 // The grid of each large bucket, from its parts, a block each. For Sign twice: the scale, and when there are sums, the
 // grid.
 __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
@@ -159,7 +146,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   const Entry& e = t.entries[p.index];
   const Extra& extra = t.extras[p.index];
   const int64_t parts = Lane::parts_of(m, e, extra), n = p.tile + 1 == e.count ? extra.last : m.codec.bucket_size;
-  float* work = m.workspace + extra.work + p.tile * work_of(m.codec.kind, parts);
+  float* work = m.workspace + extra.work + p.tile * workspace_floats(m.codec.kind, parts);
   const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
@@ -167,10 +154,11 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   widen_stats(&lo, &hi, 32);
   __shared__ float of_warp[2][kMostThreads / 32];
   if (threadIdx.x % 32 == 0) of_warp[0][threadIdx.x / 32] = lo, of_warp[1][threadIdx.x / 32] = hi;
-  float* sums = work + kGridFloats + 2 * parts;
+  float* sums = work + kGridFloats + kRangeFloats * parts;
+  const bool needs_sums = traits_of(m.codec.kind).sums;
   constexpr int64_t kGroup = Sign::kSumGroup / kBlock;
   const int64_t blocks = div_up(n, kBlock);
-  if (m.codec.kind == Kind::kSign && m.stage == kSums) {
+  if (needs_sums && m.stage == kSums) {
     for (int64_t first = threadIdx.x * kGroup; first < blocks; first += blockDim.x * kGroup) {
       float sum = 0.0f;
       for (int64_t b = first; b < first + kGroup && b < blocks; ++b) sum += sums[b];
@@ -181,14 +169,15 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   if (threadIdx.x != 0) return;
   for (uint32_t i = 0; i < blockDim.x / 32; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   float sum = 0.0f;
-  if (m.codec.kind == Kind::kSign) {
+  if (needs_sums) {
     if (m.stage != kSums) {
       reinterpret_cast<Grid*>(work)->scale = scale_of(largest_of({lo, hi}));
       return;
     }
     for (int64_t first = 0; first < blocks; first += kGroup) sum += sums[first];
   }
-  *reinterpret_cast<Grid*>(work) = grid_of({lo, hi}, sum, n, m.codec);
+  *reinterpret_cast<Grid*>(work) =
+      with_grid_codec(m.codec, [&](auto type) { return decltype(type)::Codec::grid({lo, hi}, sum, n, m.codec); });
 }
 
 // Threads for a bucket of n elements: a lane each, a power of two or whole warps.
@@ -241,7 +230,7 @@ Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Mess
 }  // namespace
 
 Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return with_encoder(l.codec, [&](auto variant) {
+  return with_encode_variant(l.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = encode_general_kernel<typename V::Codec, V::bits, V::stochastic>;
     const auto launch = [&](Stage stage) {
@@ -253,7 +242,7 @@ Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, cons
     Status s = launch(kWhole);
     if (s.call == nullptr) s = launch(kStats);
     if (s.call == nullptr) s = grids(kStats);
-    if (l.codec.kind == Kind::kSign) {
+    if (traits_of(l.codec.kind).sums) {
       if (s.call == nullptr) s = launch(kSums);
       if (s.call == nullptr) s = grids(kSums);
     }
@@ -262,7 +251,7 @@ Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, cons
 }
 
 Status decode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return with_decoder(l.codec, [&](auto variant) {
+  return with_decode_variant(l.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = decode_general_kernel<typename V::Codec, V::bits>;
     const auto launch = [&](Stage stage) {

@@ -6,12 +6,8 @@
 
 #include <type_traits>
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "codec/pack.h"
-#include "codec/sign.h"
 
 #define CGX_D __device__ __forceinline__
 
@@ -80,12 +76,20 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   }
 }
 
-// MaxMin, and AbsMax with it: the same arithmetic from an origin of 0, its codes `top` more.
+// MaxMin and AbsMax in the same kernels: AbsMax has an origin of 0, and codes that are `top` more.
 struct Levels {
+  static constexpr Kind kKind = Kind::kMaxMin;
   CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
     return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
   }
 };
+// The type that a kernel is instantiated for, for each codec of codec/dispatch.h: itself, unless a type above has a
+// faster form. ByteGrad decodes like MaxMin.
+template <class C>
+using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
+template <class C>
+using DecodesAs = std::conditional_t<std::is_same_v<C, ByteGrad>, Levels, EncodesAs<C>>;
+
 CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
 
 template <class C, int kBits, bool kStochastic>

@@ -1,8 +1,8 @@
 // What payloads decode to, one or the sum of several, in registers.
 #pragma once
 
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 

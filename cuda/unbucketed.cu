@@ -1,7 +1,7 @@
 // Elements without buckets: Cast, Raw and raw tails. And the gaps of a chunk, which are zero.
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
