@@ -1,33 +1,33 @@
-// What the fast kernels don't do: buckets of any size, short ones behind whole ones, raw elements, Cast, gaps.
+// The launchers that encode and decode parts of a message, and all of it.
+//
+// encode_*: the numbers of the leaves or, if the call's message has payloads, their sum.
+// decode_*: to the leaves or, if the call's message sums, the sum to the fp32 results.
 #pragma once
 
 #include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
-// Encode the numbers of the leaves or, where m.payloads says so, the sum of payloads; decode to the leaves or, with
-// m.sums, the sum to the fp32 results.
-Status encode_buckets(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
-Status decode_buckets(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
-// gaps: what nothing is written to becomes 0.
-Status encode_plain(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
-                    cudaStream_t stream);
-Status decode_plain(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
+// Buckets that the fast kernels don't take: of any size, and a short one behind whole ones. any_bucket.cu
+Status encode_buckets(const Call& call);
+Status decode_buckets(const Call& call);
 
-inline Status encode_rest(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
-                          cudaStream_t stream) {
-  const Status s = encode_buckets(layout, batch, leaves, m, stream);
-  return s.call == nullptr ? encode_plain(layout, batch, leaves, m, gaps, stream) : s;
+// Elements without buckets: Cast, Raw and raw tails; and gaps. unbucketed.cu
+Status encode_unbucketed(const Call& call);
+Status decode_unbucketed(const Call& call);
+
+// All that the fast kernels don't take.
+inline Status encode_rest(const Call& call) {
+  const Status s = encode_buckets(call);
+  return s.call == nullptr ? encode_unbucketed(call) : s;
 }
-inline Status decode_rest(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m,
-                          cudaStream_t stream) {
-  const Status s = decode_buckets(layout, batch, leaves, m, stream);
-  return s.call == nullptr ? decode_plain(layout, batch, leaves, m, stream) : s;
+inline Status decode_rest(const Call& call) {
+  const Status s = decode_buckets(call);
+  return s.call == nullptr ? decode_unbucketed(call) : s;
 }
 
-// Everything of a message: encode.cu, of the leaves' numbers, and decode.cu.
-Status encode_all(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
-                  cudaStream_t stream);
-Status decode_all(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
+// Everything. encode_all is for leaves, and codecs other than TopK. encode.cu, decode.cu
+Status encode_all(const Call& call);
+Status decode_all(const Call& call);
 
 }  // namespace jaxcgx::cuda

@@ -6,6 +6,7 @@
 namespace jaxcgx::cuda {
 namespace {
 
+// Sets two stretches of memory to 0.
 __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t a_count, uint4* b, int64_t b_count) {
   const int64_t first = int64_t{blockIdx.x} * kSelectThreads + threadIdx.x,
                 stride = int64_t{gridDim.x} * kSelectThreads;
@@ -13,13 +14,13 @@ __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t
   for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
 }
 
-// Bits of a byte of the payload, which was 0; other threads may set others.
+// Sets bits of a byte of the payload, which was 0. Other threads may set other bits.
 CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
   const auto at = reinterpret_cast<uintptr_t>(byte);
   atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
 }
 
-// The list of indices: a thread writes one. What there are not enough elements for is n, and 0.
+// Writes the list of indices, one a thread. Missing elements have index n and value 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_co
   });
 }
 
-// What encoding lost of the elements that were sent.
+// Writes to the residuals what encoding lost of the elements that were sent.
 __global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -74,13 +75,14 @@ TopkWork::TopkWork(const Layout& l, int64_t batch, int64_t payloads, bool encode
   }
 }
 
-Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& given,
-                   cudaStream_t stream) {
+Status encode_topk(const TopkWork& work, const Call& given) {
   const Layout& l = work.to;
   const Sparse& sparse = l.codec.sparse;
+  const int64_t batch = given.batch;
   if (work.end > UINT32_MAX) return too_large();
   if (batch == 0 || l.pieces.empty()) return {};
-  Message m = given;
+  Call call{l, batch, given.leaves, given.message, given.stream};
+  Message& m = call.message;
   m.codec = l.codec;
   m.chunk_bytes = l.chunk_bytes;
   m.payloads = nullptr;
@@ -91,11 +93,11 @@ Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, co
   config.gridDim =
       dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
   config.blockDim = dim3(kSelectThreads);
-  config.stream = stream;
+  config.stream = call.stream;
   const cudaError_t error = cudaLaunchKernelEx(&config, clear_kernel, reinterpret_cast<uint4*>(m.payload), bytes / 16,
                                                reinterpret_cast<uint4*>(m.workspace), work.states / 4);
   if (error != cudaSuccess) return {"clear kernel", error};
-  SelectionLaunches launches(work, batch, leaves, m, stream);
+  SelectionLaunches launches(work, call);
   const auto of_list = [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); };
   launch_threshold(launches);
   launch_selection(launches);
@@ -108,20 +110,20 @@ Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, co
       return SelectionWords(sparse, static_cast<uint32_t>(n), static_cast<uint32_t>(k)).*of;
     };
   };
-  const Values values(l, work.selection, m.workspace, leaves.ids, part(&SelectionWords::values));
+  const Values values(l, work.selection, m.workspace, call.leaves.ids, part(&SelectionWords::values));
   if (status = check_size(values.layout, batch); status.call != nullptr) return status;
-  Message of_values = message_of(values.layout);
+  const Leaves encoded{values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()};
+  Call encode_values{values.layout, batch, encoded, message_of(values.layout), call.stream, false};
+  Message& of_values = encode_values.message;
   of_values.payload = m.payload;
   of_values.where = m.where;
   of_values.keys = m.keys;
   of_values.workspace = m.workspace + work.selection.end;
-  status = encode_all(values.layout, batch,
-                      {values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()}, of_values,
-                      false, stream);
-  if (leaves.residuals == nullptr || status.call != nullptr) return status;
+  status = encode_all(encode_values);
+  if (call.leaves.residuals == nullptr || status.call != nullptr) return status;
   const Values decoded(l, work.selection, m.workspace, nullptr, part(&SelectionWords::decoded));
   of_values.payloads = m.payload;
-  status = decode_all(decoded.layout, batch, {decoded.leaves.data()}, of_values, stream);
+  status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream});
   if (status.call != nullptr) return status;
   launches.launch(lost_kernel, "lost kernel", 0, of_list);
   return launches.status;

@@ -8,7 +8,7 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// Looks for candidates, and keeps those for which there is room.
+// Finds candidates, and keeps as many as there is room for.
 __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// Where too few elements reach the threshold, counts those that reach the next ones, all in one pass. Of exact
-// selection the next one is 0.
+// If too few elements reach the threshold, counts those that reach each of the next ones, in one pass. For exact
+// selection, the next one is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   find_digit(s.state, digit, prefix, rank);
 }
 
-// Counts, in each segment, the elements above that magnitude and those that have it; and in the groups before each
+// Counts the elements above that magnitude, and those that have it: in each segment, and in all groups before each
 // group.
 __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
   }
 }
 
-// Writes the elements that are sent in order and, with feedback, all others to the residuals.
+// Writes the elements that are sent, in order, and with feedback all others to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   float* lost = t.residuals[p.index].lost;
   uint32_t* indices = s.memory + s.words.indices;
   uint32_t* values = s.memory + s.words.values;
-  // Of the segments of the group, what is before each.
+  // The counts before each segment of the group: a warp's scan (by hand, see fold_before in topk.cuh).
   const int64_t own = int64_t{p.tile} * 32 + lane;
   uint2 count = own * kSegment < s.n ? s.picked()[own] : uint2{0, 0}, sum = count;
 #pragma unroll

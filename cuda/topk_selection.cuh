@@ -11,21 +11,21 @@ constexpr uint32_t kBins = 2048;  // of a digit of 11 bits; the second and the t
 constexpr int kDigits = 3;
 static_assert(kMostRefinements < kBins, "");
 
-// What the passes over a piece tell each other. All 0 before the first one.
+// What the passes over a piece tell each other. All 0 before the first pass.
 struct State {
   uint32_t bins[kBins];
-  uint32_t blocks;  // of this pass that have come to their end
-  uint32_t prefix,
-      rank;  // the digits of the magnitude looked for, and its rank among those that begin so (1: the largest)
+  uint32_t blocks;           // that have finished this pass
+  uint32_t prefix;           // the known digits of the wanted magnitude
+  uint32_t rank;             // its rank among the magnitudes with these digits; 1: the largest
   uint32_t threshold;        // candidates reach it
-  uint32_t reached, taken;   // elements that do, and how many of them are sent
-  uint32_t reread;           // whether the candidates that were kept are those of another threshold
-  uint32_t largest, number;  // of the sample, for exponential distributions; and where they have come to
-  float t;
+  uint32_t reached, taken;   // how many elements reach it, and how many are sent
+  uint32_t reread;           // the candidates that were kept belong to another threshold
+  uint32_t largest, number;  // of the sample, and of a round, for exponential distributions;
+  float t;                   // and their current threshold
 };
 constexpr int64_t kStateWords = align_words(sizeof(State) / 4);
 
-// A piece, as its blocks see it.
+// A piece, as the kernels see it.
 struct Selection {
   const Message& m;
   const Entry& e;
@@ -62,10 +62,11 @@ struct Selection {
     if (m.sums) divide(m, x);
     return x[0];
   }
-  // f(is it there, undivided, number) for 32 elements of a segment at a time, in order, by all lanes of a warp.
+  // Calls f(whether it exists, undivided, number) for 32 elements of a segment at a time, in order, by all lanes of a
+  // warp.
   template <class Fn>
   CGX_D void each_element(uint32_t segment, Fn f) const {
-    constexpr uint32_t kAhead = 8;  // loads that are under way before one is used
+    constexpr uint32_t kAhead = 8;  // loads under way before one is used
     const uint32_t first = segment * kSegment;
     for (uint32_t i = first + threadIdx.x % 32; i < first + kSegment; i += 32 * kAhead) {
       float x[kAhead];
@@ -92,7 +93,7 @@ struct Selection {
       for (uint32_t a = 0; a < kAhead; ++a) f(i + 32 * a < n, x[a], i + 32 * a);
     }
   }
-  // f(is it there, x, number) for candidates, likewise.
+  // Calls f(whether it exists, x, number) for candidates, likewise.
   template <class Fn>
   CGX_D void each_candidate(uint32_t segment, Fn f) const {
     const uint32_t found = memory[words.found + segment];
@@ -108,7 +109,7 @@ struct Selection {
       f(i < found, float_of(candidate.x), candidate.y);
     }
   }
-  // f(segment) for those of a group that are this warp's.
+  // Calls f(segment) for the segments of a group that are this warp's.
   template <class Fn>
   CGX_D void each_segment(uint32_t group, Fn f) const {
     for (uint32_t i = threadIdx.x / 32; i < 32; i += kSelectWarps) {
@@ -117,7 +118,7 @@ struct Selection {
   }
 };
 
-// Whether this block is the last of so many to come here; it then sees what all of them have written.
+// Whether this block is the last of `blocks` to call this. It then sees everything that the others have written.
 CGX_D bool is_last(State* s, int64_t blocks) {
   __shared__ bool last;
   __threadfence();
@@ -131,7 +132,8 @@ CGX_D bool is_last(State* s, int64_t blocks) {
   return last;
 }
 
-// A histogram of the block's own, to begin with and to add to that of the piece.
+// A histogram of the block, which is added to the piece's. CUB's radix select and histograms need the CUDA toolkit, and
+// the emulation of these kernels has none (see fold_before in topk.cuh).
 CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
   __syncthreads();
@@ -151,7 +153,7 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
   else if (code >> 10 == prefix)
     atomicAdd(&bins[code & 1023], 1u);
 }
-// From the histogram of a digit, by the whole block: the digit of the magnitude of this rank. Rank 0 is above all
+// The whole block finds the digit of the magnitude of this rank in the histogram of a digit. Rank 0 is above all
 // magnitudes.
 CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   constexpr uint32_t kEach = kBins / kSelectThreads;
@@ -179,8 +181,7 @@ class SelectionLaunches {
  public:
   Status status;
 
-  SelectionLaunches(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream)
-      : work_(work), batch_(batch), leaves_(leaves), message_(m), stream_(stream) {}
+  SelectionLaunches(const TopkWork& work, const Call& call) : work_(work), call_(call) {}
 
   const Sparse& sparse() const { return work_.to.codec.sparse; }
 
@@ -189,16 +190,16 @@ class SelectionLaunches {
   bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Blocks blocks) {
     if (status.call != nullptr) return false;
     const Layout& l = work_.to;
-    message_.stage = stage;
-    Launches launches(message_, stream_, kernel, name, kSelectThreads);
+    call_.message.stage = stage;
+    Launches launches(call_, kernel, name, kSelectThreads);
     bool any = false;
-    for (int64_t row = 0; row < batch_; ++row) {
+    for (int64_t row = 0; row < call_.batch; ++row) {
       for (size_t i = 0; i < l.pieces.size(); ++i) {
         const Piece& p = l.pieces[i];
         const int64_t k = capacity(sparse(), p.coded);
-        Item item(l, leaves_, row, p);
-        if (message_.sums) {
-          item.entry.leaf = message_.workspace + work_.sums.begin[i] + row * work_.sums.row;
+        Item item(l, call_.leaves, row, p);
+        if (call_.message.sums) {
+          item.entry.leaf = call_.message.workspace + work_.sums.begin[i] + row * work_.sums.row;
           item.entry.dtype = static_cast<uint32_t>(DType::kF32);
         }
         item.entry.meta = static_cast<uint32_t>(row * static_cast<int64_t>(l.pieces.size()) + static_cast<int64_t>(i));
@@ -217,10 +218,7 @@ class SelectionLaunches {
 
  private:
   const TopkWork& work_;
-  const int64_t batch_;
-  const Leaves& leaves_;
-  Message message_;
-  const cudaStream_t stream_;
+  Call call_;
 };
 
 // The first threshold of each piece, from a sample: topk_threshold.cu.

@@ -8,9 +8,9 @@
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kSampled = 8 * kSelectThreads;  // elements of the sample that a block has
+constexpr int64_t kSampled = 8 * kSelectThreads;  // elements of the sample per block
 
-// Collects the sample, and by the three digits of the magnitude of a rank in it finds the first threshold.
+// Collects the sample and finds the first threshold: the magnitude of a rank in it, digit after digit.
 __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   uint32_t rank = s.state->rank;
   if (digit == 0) {
     int64_t wanted = sample.rank(s.n, s.k);
-    // Of as many elements as that, more are as large but for one message in thousands; if not, it only takes longer.
+    // Except in one message in thousands, enough elements reach this rank's magnitude; if not, it only takes longer.
     if (sparse.select == Select::kExact) wanted += static_cast<int64_t>(4.0f * sqrtf(static_cast<float>(wanted))) + 4;
     rank = static_cast<uint32_t>(wanted < sample.count ? wanted : sample.count);
   }
@@ -116,7 +116,7 @@ void launch_threshold(SelectionLaunches& launches) {
   for (int32_t digit = 0; digit < (exponential ? 1 : kDigits); ++digit)
     launches.launch(sample_kernel, "sample kernel", digit, of_sample);
   if (!exponential) return;
-  bool any = true;  // piece with so many rounds
+  bool any = true;  // pieces that need this round
   for (int32_t round = 0; any; ++round) {
     any = launches.launch(exponential_kernel, "exponential kernel", round, [&](int64_t n, int64_t k, Item& item) {
       const int64_t blocks = of_sample(n, k, item);
