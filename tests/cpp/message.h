@@ -287,18 +287,20 @@ inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   return true;
 }
 
-// Every kind of codec with every setting; bucketed ones with this bucket size.
+// Every codec that has buckets, with every setting and this bucket size.
 inline std::vector<Codec> codecs(int64_t bucket) {
   std::vector<Codec> all;
-  for (int bits = 1; bits <= 8; ++bits) {
-    for (int flags = 0; flags < 4; ++flags)
-      all.push_back({Kind::kMaxMin, bits, bucket, (flags & 1) != 0, (flags & 2) != 0, false});
-    if (bits > 1) all.push_back({Kind::kAbsMax, bits, bucket, false, false, false});
+  for (Kind kind = Kind::kRaw; exists(kind); kind = static_cast<Kind>(static_cast<int32_t>(kind) + 1)) {
+    const Traits t = traits_of(kind);
+    if (!has_buckets(kind)) continue;
+    for (int32_t bits = t.least_bits; bits <= t.most_bits; ++bits) {
+      for (int flags = 0; flags < 8; ++flags) {
+        const bool stochastic = flags & 1, skips = flags & 2, compatible = flags & 4;
+        if ((!stochastic || t.stochastic) && (!skips || t.skips) && (!compatible || t.compatible))
+          all.push_back({kind, bits, bucket, stochastic, skips, compatible});
+      }
+    }
   }
-  for (int exponent = 4; exponent <= 5; ++exponent)
-    all.push_back({Kind::kFloat8, exponent, bucket, false, false, false});
-  all.push_back({Kind::kSign, 1, bucket, false, false, false});
-  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, bucket, false, false, compatible});
   return all;
 }
 inline std::vector<Codec> codecs_without_buckets() {
@@ -307,25 +309,20 @@ inline std::vector<Codec> codecs_without_buckets() {
     for (const bool stochastic : {false, true})
       all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
   }
-  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, 0, false, false, compatible});
+  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
   return all;
 }
 
 inline Codec topk(double ratio, Select select, const Codec& values, bool top = false) {
-  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact, false, false, {}};
-  c.sparse = {ratio,
-              1,
-              top,
-              select,
-              0.01,
-              0.8,
-              10,
-              values.kind,
-              values.bits,
-              values.bucket_size,
-              values.stochastic,
-              values.skip_incomplete,
-              values.compatible};
+  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact};
+  c.sparse.ratio = ratio;
+  c.sparse.lists = 1;
+  c.sparse.top = top;
+  c.sparse.select = select;
+  c.sparse.share = 0.01;
+  c.sparse.lower = 0.8;
+  c.sparse.refinements = 10;
+  c.sparse.values = values;
   return c;
 }
 // Every selection, and values with and without buckets, with noise and with a raw tail. `exact`: only values of which
@@ -335,11 +332,35 @@ inline std::vector<Codec> sparse_codecs(bool exact = false) {
   std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw),
                          topk(1.0, Select::kExact, raw),
                          topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true, false, false}),
-                         topk(0.1, Select::kExact, {Kind::kSign, 1, 33, false, false, false}, true)};
+                         topk(0.1, Select::kExact, {Kind::kSign, 0, 33, false, false, false}, true)};
   if (exact) return all;
   all.push_back(topk(0.05, Select::kQuantile, {Kind::kMaxMin, 3, 20, true, true, false}, true));
-  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}));
+  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false}));
   return all;
 }
+
+inline std::vector<float> floats(const Memory& m) { return std::vector<float>(m.floats(), m.floats() + m.size() / 4); }
+
+// A float32 vector, encoded as a message of one chunk and decoded.
+struct Trip {
+  Message m;
+  Memory payload;
+  std::vector<float> out;
+
+  Trip(const Codec& codec, const std::vector<float>& x, uint64_t seed = 7) : Trip(codec, x, Random{seed}) {}
+  float meta(int64_t bucket, int which) const {
+    float v;
+    std::memcpy(&v, payload.data() + 4 * (bucket * meta_floats(m.layout.codec.kind) + which), 4);
+    return v;
+  }
+
+ private:
+  Trip(const Codec& codec, const std::vector<float>& x, Random r)
+      : m(codec, {{static_cast<int64_t>(x.size()), DType::kF32}}, 1, 1, r), payload(0) {
+    m.leaves[0] = as_leaf(DType::kF32, x);
+    payload = encode(m, one_thread());
+    out = floats(decode(m.layout, 1, payload, one_thread())[0]);
+  }
+};
 
 }  // namespace jaxcgx::test

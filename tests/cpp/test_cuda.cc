@@ -56,7 +56,7 @@ void large_buckets() {
     }
   }
   for (const bool compatible : {false, true}) {
-    compare({{Kind::kByteGrad, 8, 0, false, false, compatible},
+    compare({{Kind::kByteGrad, 0, 0, false, false, compatible},
              {{20000, DType::kF32}, {9000, DType::kBF16}},
              2,
              2,

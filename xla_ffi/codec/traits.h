@@ -14,33 +14,35 @@ struct Traits {
   bool whole = false;                 // bucket_size may be 0: a piece is one bucket
   bool stochastic = false;            // has stochastic rounding
   bool skips = false;                 // has skip_incomplete
+  bool compatible = false;            // has a compatible mode
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
   bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
 };
 
 CGX_HD constexpr Traits traits_of(Kind kind) {
   switch (kind) {
-    // bits from, to; code_bits; meta_floats; whole, stochastic, skips, sums, exact
+    // bits from, to; code_bits; meta_floats; whole, stochastic, skips, compatible, sums, exact
     case Kind::kRaw:
-      return {0, 0, 8, 0, false, false, false, false, false};
+      return {0, 0, 8, 0, false, false, false, false, false, false};
     case Kind::kMaxMin:
-      return {1, 8, 0, 2, false, true, true, false, true};
+      return {1, 8, 0, 2, false, true, true, false, false, true};
     case Kind::kByteGrad:
-      return {0, 0, 8, 2, true, false, false, false, true};
+      return {0, 0, 8, 2, true, false, false, true, false, true};
     case Kind::kAbsMax:
-      return {2, 8, 0, 1, false, false, false, false, true};
+      return {2, 8, 0, 1, false, false, false, false, false, true};
     case Kind::kFloat8:
-      return {4, 5, 8, 1, false, false, false, false, false};
+      return {4, 5, 8, 1, false, false, false, false, false, false};
     case Kind::kCast:
-      return {1, 2, 8, 0, false, true, false, false, false};
+      return {1, 2, 8, 0, false, true, false, false, false, false};
     case Kind::kSign:
-      return {0, 0, 1, 1, false, false, false, true, true};
+      return {0, 0, 1, 1, false, false, false, false, true, true};
     case Kind::kTopK:
-      return {0, 0, 8, 0, false, true, false, false, false};
+      return {0, 0, 8, 0, false, true, false, false, false, false};
   }
   return {};
 }
 
+CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(kind).most_bits; }
 CGX_HD int meta_floats(Kind kind) { return traits_of(kind).meta_floats; }
 CGX_HD bool has_buckets(Kind kind) { return meta_floats(kind) > 0; }
 

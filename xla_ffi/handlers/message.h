@@ -38,6 +38,7 @@ inline std::string fault_of(const Codec& c) {
   if (has_buckets(c.kind) && !traits.whole && c.bucket_size == 0) return "bucket_size is 0";
   if (!has_buckets(c.kind) && c.bucket_size != 0) return "a codec without buckets has a bucket_size";
   if (c.skip_incomplete && !traits.skips) return "this codec has no skip_incomplete";
+  if (c.compatible && !traits.compatible) return "this codec has no compatible mode";
   if (c.stochastic && !traits.stochastic) return "this codec has no stochastic rounding";
   if (c.kind != Kind::kTopK) return "";
   const Sparse& s = c.sparse;
