@@ -23,7 +23,7 @@ struct MaxMin {
     return round_int((x - V::splat(g.origin)) * V::splat(g.inv));
   }
 
-  // Stochastic: the level in 16.16 fixed point plus 16 random bits. Integers, so that no addition can be fused.
+  // Stochastic: the level in 16.16 fixed point plus 16 random bits. Integer additions can't be fused.
   template <class V, int kBits>
   CGX_HD static typename V::I quantize(typename V::F x, const Grid& g, typename V::I noise) {
     const typename V::I fixed = round_int((x - V::splat(g.origin)) * V::splat(g.inv * 65536.0f));

@@ -10,7 +10,7 @@ inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
   return with_grid_codec(c, [&](auto type) { return decltype(type)::Codec::grid(s, sum, n, c); });
 }
 
-// What encoding needs beside the numbers.
+// Where encoded numbers go, and their noise.
 struct Target {
   const Layout& layout;
   uint8_t* payload;  // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
@@ -18,7 +18,7 @@ struct Target {
   bool one_chunk;
   const int64_t* leaf_ids;
   const uint32_t* keys;
-  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this one
+  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this element
 
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
@@ -43,12 +43,12 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   clear_to(l.chunk_bytes);
 }
 
-// What `fetch` may write to: a tile, and one more for what `keep` wants to know besides the numbers.
+// The buffer of `fetch`: a tile, and one more for what `keep` needs besides the numbers.
 constexpr int64_t kBuffer = 2 * kTile;
 
-// `fetch(span, element, n, buffer)` gives n numbers of the leaf from `element` on, in `buffer` or where they are.
-// `keep(span, element, n, numbers, decoded)` is told what was encoded, as it was fetched last, and what it will decode
-// to, where wanted.
+// `fetch(span, element, n, buffer)` returns n numbers of the leaf from `element` on, in `buffer` or in place.
+// `keep(span, element, n, numbers, decoded)` gets the encoded numbers as last fetched, and the numbers that they decode
+// to. It is called only if `keeps`.
 template <class Fetch, class Keep>
 class Encoder {
  public:
@@ -139,7 +139,7 @@ class Encoder {
     return sum;
   }
 
-  // A bucket that fits a span; if it fits a tile, its numbers are fetched once.
+  // A bucket that fits a span. If it fits a tile, its numbers are fetched once.
   void bucket(const Span& s, int64_t index, int64_t at, int64_t n) const {
     alignas(64) float buffer[kBuffer];
     const float* x = nullptr;
@@ -189,7 +189,7 @@ class Encoder {
     }
   }
 
-  // The noise of n elements from `at` on; drawn by whole blocks, so that where it begins does not matter.
+  // The noise of n elements from `at` on. Whole blocks are drawn, so that `at` may be anywhere.
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
     at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;

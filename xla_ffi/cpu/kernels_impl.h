@@ -14,7 +14,7 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// Calls full(i) for every whole vector of 16 and rest(i, count) for what remains.
+// Calls full(i) for every whole vector of 16 and rest(i, count) for the rest.
 template <class Full, class Rest>
 CGX_HD void each_vector(int64_t n, Full full, Rest rest) {
   int64_t i = 0;
@@ -91,7 +91,7 @@ void residual(const float* x, const float* y, const float* old, int64_t n, float
 void scale(const float* x, int64_t n, float factor, float* out) {
   map(n, out, [=](F a) { return a * splat_f(factor); }, x);
 }
-// Small numbers are divided after an exact multiplication, like everything on the wire that may be denormal.
+// Small numbers are scaled exactly before the division, like all numbers on the wire that may be denormal.
 void divide(const float* x, int64_t n, float divisor, float* out, Write write) {
   const auto op = [=](F a) {
     const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(0x1p-60f)));
@@ -121,7 +121,7 @@ void stats(const float* x, int64_t n, Stats* s) {
     lo0 = min(lo0, filled), hi0 = max(hi0, filled);
     nan = nan | unordered(filled, filled);
   }
-  // A NaN is sticky: min and max with a NaN in `so far` would drop it, so it is kept as an infinite range.
+  // min and max would drop a NaN, so it is kept as an infinite range.
   s->lo = any(nan) ? -__builtin_inff() : lowest(min(lo0, lo1));
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
@@ -146,7 +146,7 @@ int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* 
   const auto take = [&](int64_t i, F v, M m) {
     found += store_where(m, splat_i(first + static_cast<int32_t>(i)) + iota(), v, index + found, values + found);
   };
-  constexpr int kTogether = 4;  // vectors to a branch: those that are taken are few
+  constexpr int kTogether = 4;  // vectors per branch: few elements are taken
   int64_t i = 0;
   for (; i + 16 * kTogether <= n; i += 16 * kTogether) {
     M m[kTogether], some = none();
@@ -166,7 +166,7 @@ void hold(const float* x, const float* old, int64_t n, uint32_t least, float* ou
   map(n, out, [=](F a, F was) { return select(at_least(a, least), was, a); }, x, old);
 }
 
-// How many lanes a block of n elements has, and how many elements row r of it.
+// The number of lanes of a block of n elements, and of elements in a row of it.
 CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
 CGX_HD int in_row(int64_t n, int lanes, int row) {
   const int64_t left = n - static_cast<int64_t>(row) * lanes;
@@ -214,7 +214,7 @@ CGX_HD I quantize(F x, const Grid& g, I random) {
     return C::template quantize<Vector, kBits>(x, g);
 }
 
-// The words of a block to and from memory. `count` is nothing for a whole block, else its number of lanes.
+// The words of a block to and from memory. `count` is empty for a whole block, else its number of lanes.
 template <int kBits, class... Count>
 CGX_HD void put_block(uint8_t* out, const Words<Vector, kBits>& w, int lanes, Count... count) {
   if constexpr (kBits & 12) store_words(out, w.a, count...), out += 4 * lanes;
@@ -267,10 +267,10 @@ void unpack(const uint8_t* in, int64_t n, int bits, int32_t* codes) {
 
 template <class C, int kBits, bool kStochastic>
 void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
-  const Grid g = grid;  // a copy that stores through `codes` cannot change
+  const Grid g = grid;  // stores through `codes` can't change a copy
   const int64_t ahead = n;
   for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
-    // The next bucket arrives while this one, already read for its statistics, keeps memory idle.
+    // This bucket was already read for its statistics, so memory is idle: fetch the next one.
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) __builtin_prefetch(x + ahead + row * kLanes);
     Words<Vector, kBits> words;
