@@ -18,7 +18,7 @@ namespace jaxcgx::tcp {
 namespace {
 
 constexpr uint64_t kHello = 0x6a61786367781001;  // "jaxcgx", and the version of what follows
-constexpr size_t kMostStrangers = 256;           // connections that have not said yet who they are
+constexpr size_t kMostStrangers = 256;           // connections that have not yet said who they are
 constexpr int kSilence = 30;                     // seconds after which a host that answers nothing has vanished
 
 struct Hello {
@@ -40,7 +40,7 @@ bool ready(int socket, short events, Clock::time_point deadline) {
   return n > 0;
 }
 
-// One message of the size of Hello each way, before a connection has any other.
+// The first message in each direction of a connection is a Hello.
 bool write_hello(int socket, const Hello& hello) {
   return ::send(socket, &hello, sizeof hello, MSG_NOSIGNAL) == sizeof hello;  // there is room in a new connection
 }
@@ -76,7 +76,7 @@ Or<std::shared_ptr<Net>> Net::listen() {
   any6.sin6_family = AF_INET6;
   sockaddr_in any4{};
   any4.sin_family = AF_INET;
-  // Of both families where there are both.
+  // IPv6 and IPv4 if the host has both.
   Socket socket(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int no = 0;
   if (socket.number() < 0 || setsockopt(socket.number(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof no) != 0 ||
@@ -92,7 +92,7 @@ Or<std::shared_ptr<Net>> Net::listen() {
   Socket events(epoll_create1(EPOLL_CLOEXEC)), alarm(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (events.number() < 0) return failed("epoll_create1");
   if (alarm.number() < 0) return failed("eventfd");
-  const int port = ntohs(bound.sin6_port);  // where an IPv4 address has it, too
+  const int port = ntohs(bound.sin6_port);  // at the same place in an IPv4 address
   return std::shared_ptr<Net>(new Net(std::move(socket), std::move(events), std::move(alarm), port));
 }
 
@@ -113,8 +113,7 @@ std::optional<Failure> Net::connect(int64_t process, std::vector<Address> addres
     peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
     if (i != process) peers_.back()->process = i, peers_.back()->address = addresses[i];
   }
-  // A process reaches out to those before it, which wait for nobody but those before them, and then waits for those
-  // behind it.
+  // A process connects to all processes before it, then waits for those behind it. So nobody waits in a circle.
   for (int64_t i = 0; i < process; ++i) {
     if (auto failure = reach(*peers_[i], token, deadline)) return failure;
   }
@@ -195,7 +194,7 @@ std::optional<Failure> Net::admit(const std::string& token, Clock::time_point de
     }
     return names;
   };
-  // False: to be turned away. A process comes only once.
+  // Turns away strangers, and processes that have already connected.
   const auto welcome = [&](Stranger& s) {
     const int64_t other = s.hello.process;
     bool same = true;

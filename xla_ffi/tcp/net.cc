@@ -33,7 +33,7 @@ void Net::post(std::function<void()> command) {
     commands_.push_back(std::move(command));
   }
   const uint64_t one = 1;
-  if (write(alarm_.number(), &one, sizeof one) < 0) {  // can't but succeed, or find it rung already
+  if (write(alarm_.number(), &one, sizeof one) < 0) {  // fails only if the alarm rings already
   }
 }
 
@@ -72,7 +72,7 @@ void Net::run() {
       auto* peer = static_cast<Peer*>(events[i].data.ptr);
       if (peer == nullptr) {
         uint64_t rung;
-        if (read(alarm_.number(), &rung, sizeof rung) < 0) {  // only the ringing counts
+        if (read(alarm_.number(), &rung, sizeof rung) < 0) {  // only the event counts
         }
         continue;
       }
@@ -185,7 +185,7 @@ bool Net::pull(Peer& peer) {
   return true;
 }
 
-// Whether what is coming can be taken. If not, it waits for an exchange that has not begun, or is an error.
+// Whether the coming message can be received. If not, it waits for an exchange that has not begun, or is an error.
 bool Net::expect(Peer& peer) {
   const Header& h = peer.header;
   if (h.magic == kGaveUp) {
@@ -218,7 +218,7 @@ bool Net::expect(Peer& peer) {
   return false;
 }
 
-// What still needs a process that is gone fails. Another exchange may be complete without it.
+// Exchanges that still need a process that is gone fail. Others may complete without it.
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
   if (!peer.open.empty() || !peer.outs.empty()) fail({Error::Kind::kGone, peer.process, how});
@@ -241,13 +241,13 @@ void Net::look_at_the_clock() {
           (running->coming[rank] > 0 || !peers_[static_cast<size_t>(process)]->outs.empty()))
         late = process;
     }
-    if (late < 0) continue;  // this process itself is
+    if (late < 0) continue;  // this process itself is late
     fail({Error::Kind::kLate, late, "has not come within " + std::to_string(e.group.timeout.count()) + " ms"});
     return;
   }
 }
 
-// The connections stay, closed in one direction, so that what was sent arrives.
+// Connections are closed in one direction only, so that what was sent arrives.
 void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);

@@ -16,10 +16,10 @@ using Clock = std::chrono::steady_clock;
 inline std::string reason() { return std::strerror(errno); }
 inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
-// In front of every message; both ends are of one byte order.
+// In front of every message. Both ends have the same byte order.
 struct Net::Header {
   uint64_t magic;
-  int64_t number, kind, slot, bytes;  // of a process that gave up the slot is the process because of which
+  int64_t number, kind, slot, bytes;  // kGaveUp: slot is the process that was the reason
 };
 
 class Net::Running {
@@ -35,7 +35,7 @@ class Net::Running {
   void finish(const Status& status) {
     over = true;
     std::exchange(exchange.done, nullptr)(status);
-    exchange.received = nullptr;  // what the two hold on to may hold on to this
+    exchange.received = nullptr;  // the functions may own this
   }
 };
 
@@ -57,11 +57,11 @@ struct Net::Peer {
   bool readable = true, writable = true;
   std::string gone;              // how, once it is
   int64_t begun = 0;             // exchanges with this process
-  std::map<int64_t, Open> open;  // by number: those of which something is to come
+  std::map<int64_t, Open> open;  // by number: exchanges with receives that are not complete
   std::deque<Out> outs;
-  Header header{};              // of what is coming
-  int64_t header_bytes = 0;     // of it that are there
-  std::shared_ptr<Running> of;  // whose it is, once that is known
+  Header header{};              // of the message that is coming
+  int64_t header_bytes = 0;     // that have come
+  std::shared_ptr<Running> of;  // its exchange, once known
   size_t receive = 0;
   int64_t received = 0;
 };
