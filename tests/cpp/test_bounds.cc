@@ -1,4 +1,4 @@
-// What the wire promises of numbers: how far they decode from themselves, constants and NaNs, unbiased noise.
+// The promises of the wire: error bounds, exact constants, NaNs, unbiased noise.
 #include <algorithm>
 #include <limits>
 
@@ -10,10 +10,10 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// The farthest that element x of a bucket may decode from itself, and the largest unit that the bucket may have.
-// Slack, all relative: unit has 16 significant bits, rounded up, so it may be 2^-15 too large; a level of up to 255
-// is known to a few 2^-24 of itself, less than 2^-13 of a unit; the sum base + unit * level is rounded once, to 2^-24
-// of the largest magnitude. Units of denormals are whole multiples of 2^-149.
+// Checks the error of each element and the unit of each bucket. The slack is relative: unit has 16 significant bits,
+// rounded up, so it may be 2^-15 too large; a level of up to 255 has an error of a few 2^-24 of itself, less than 2^-13
+// of a unit; the sum base + unit * level is rounded once, to 2^-24 of the largest magnitude. Units of denormals are
+// whole multiples of 2^-149.
 void error_bounds(const Codec& codec, const std::vector<float>& x) {
   const Trip t(codec, x, bits_of(x[0]));
   const auto n = static_cast<int64_t>(x.size());
@@ -80,7 +80,7 @@ void bounds() {
           if (offset * scale > 1e38f) continue;
           std::vector<float> x(static_cast<size_t>(2 * bucket + 5));
           for (float& v : x) v = r.below(20) == 0 ? 0.0f : offset * scale + r.uniform() * scale;
-          // Without a zero in it the last bucket shows what a large offset does.
+          // The last bucket has no zero: there a large offset matters.
           for (size_t i = static_cast<size_t>(2 * bucket); i < x.size(); ++i)
             x[i] = offset * scale + r.uniform() * scale;
           error_bounds(codec, x);
@@ -124,7 +124,7 @@ void not_finite() {
   }
 }
 
-// The mean over many keys is the number itself: within five standard deviations of it.
+// The mean over many keys is within five standard deviations of the number.
 void unbiased() {
   const std::vector<float> x = {-1.0f, -0.73f, -0.1f, 0.0f, 0.01f, 0.3f, 0.5f, 0.99f, 1.0f};
   constexpr int kDraws = 4000;
@@ -144,7 +144,7 @@ void unbiased() {
   }
 }
 
-// Noise belongs to the element: cutting the message differently or adding leaves does not change what is decoded.
+// Noise belongs to the element: other cuts of the message, or more leaves, don't change the decoded numbers.
 void noise_is_the_elements() {
   for (const char* isa : kIsas) {
     if (!cpu::select_kernels(isa)) continue;

@@ -1,5 +1,4 @@
-// Processes that exchange over TCP, here each a Net in a thread: what they get, and what they learn of one that fails
-// or lies.
+// Exchanges over TCP, each process here a Net in a thread: the results, and the errors if one fails or lies.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -191,7 +190,7 @@ void test_one_is_late() {
   });
 }
 
-// Those who don't need the one that gave up go on.
+// Processes that don't need the one that gave up continue.
 void test_one_gives_up() {
   std::atomic<bool> gave_up{false}, learned{false};
   together(3, [&](Net& net, int64_t rank) {

@@ -183,8 +183,7 @@ void disagreements() {
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
 }
 
-// Random bytes in all of the memory end the exchanges of the others, with an error or with wrong bytes, never
-// elsewhere.
+// Random bytes in all of the memory end the exchanges of the others with an error or with wrong bytes, never otherwise.
 void garbage() {
   for (int seed = 0; seed < 20; ++seed) {
     const auto bytes = static_cast<size_t>(shm::Ring::bytes(2));

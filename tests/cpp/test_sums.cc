@@ -1,4 +1,4 @@
-// Feedback, and sums of payloads, against what encode and decode give and double precision.
+// Feedback and sums of payloads, against encode, decode and double precision.
 #include <algorithm>
 #include <limits>
 
@@ -25,7 +25,7 @@ void feedback() {
       const Memory again = encode(m, one_thread(), 0xAB, &m.residuals);  // in place
       CHECK(payload == again && apart[0] == m.residuals[0], describe(m.layout));
 
-      // As the receiver decodes it, but not yet rounded to the leaf's dtype. A raw tail travels in that dtype.
+      // As the receiver decodes it, before rounding to the leaf's dtype. A raw tail has that dtype on the wire.
       const bool travels_raw = codec.kind == Kind::kRaw || codec.skip_incomplete;
       const Layout wide(codec, {{2345, travels_raw ? dtype : DType::kF32}}, 2);
       const Memory narrow = std::move(decode(wide, 1, payload, one_thread())[0]);
@@ -36,11 +36,11 @@ void feedback() {
       for (size_t i = 0; i < x.size(); ++i) {
         const float lost = apart[0].floats()[i], whole = x[i] + old[i];
         if (!std::isfinite(whole - decoded[i])) {
-          // With bfloat16 and float16 leaves `decoded` was rounded, and may have overflowed where the encoder's had
+          // `decoded` of bfloat16 and float16 leaves was rounded, and may have overflowed although the encoder's had
           // not.
           right &= bits_of(lost) == bits_of(old[i]) || (travels_raw && dtype != DType::kF32);
         } else {
-          // x + residual is rounded once, and what is lost once more; `decoded` in the leaf's dtype once to 2^-8 or
+          // x + residual is rounded once, and the loss once more. `decoded` in the leaf's dtype is rounded to 2^-8 or
           // 2^-11 of itself, or among float16's denormals to 2^-25.
           const double narrowing = travels_raw && dtype != DType::kF32 ? 0x1p-8 * std::fabs(decoded[i]) + 0x1p-24 : 0.0;
           const double sum = static_cast<double>(x[i]) + old[i],
@@ -53,7 +53,7 @@ void feedback() {
   }
 }
 
-// reduce against the sum in double precision of what decode gives for each rank.
+// reduce against the sum of each rank's decoded numbers in double precision.
 void sums() {
   Random r{23};
   auto all = codecs(100);
@@ -86,7 +86,7 @@ void sums() {
           right &= std::fabs(got[i] - expected[i] / divisor) <= bound / divisor + 0x1p-24 * std::fabs(got[i]);
         CHECK(right, describe(m[0].layout));
 
-        // Encoded, it is the payload that encoding this sum gives.
+        // The encoded result is the payload that encoding this sum gives.
         Message summed(codec, {{777, DType::kF32}}, 1, 1, r);
         summed.leaves[0] = as_leaf(DType::kF32, got);
         summed.ids = sum.own.ids, summed.keys = sum.own.keys;
@@ -96,8 +96,8 @@ void sums() {
   }
 }
 
-// Encoded with feedback, a sum takes in the residual and is encoded as any other numbers; exactly what that loses is
-// left of the residual, and nothing of a residual changes that belongs to another chunk.
+// With feedback, the residual is added to a sum before it is encoded, and becomes exactly the loss. Residuals of other
+// chunks don't change.
 void sums_with_feedback() {
   Random r{31};
   auto all = codecs(100);
