@@ -94,10 +94,12 @@ CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::
 template <class C, int kBits, bool kStochastic>
 CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   const float scaled = x * g.scale;
-  if constexpr (kStochastic) {
+  if constexpr (std::is_same_v<C, Levels> && kStochastic) {
     // 16.16 fixed point: not small with 7 bits and more.
     using V = std::conditional_t<kBits <= 6, Small, Scalar>;
     return MaxMin::quantize<V, kBits>(V::splat(scaled), g, noise);
+  } else if constexpr (kStochastic) {
+    return C::template quantize<Scalar, kBits>(scaled, g, noise);
   } else if constexpr (std::is_same_v<C, Levels>) {
     return MaxMin::quantize<Small, kBits>(Small::splat(scaled), g) + top;
   } else if constexpr (std::is_same_v<C, ByteGrad>) {
