@@ -168,7 +168,10 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
     return failed(invalid(op, "own and feedback don't go together"));
   if (!(divisor >= kLeastDivisor)) return failed(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
 
-  tcp::Allreduce a{l, ranks, message->batch, two_shot, own, feedback, sum_feedback};
+  tcp::Allreduce a{l, ranks, message->batch, two_shot};
+  a.own = own;
+  a.feedback = feedback;
+  a.sum_feedback = sum_feedback;
   a.divisor = divisor;
   a.ids.assign(message->ids.begin(), message->ids.end());
   const int32_t* who = nullptr;

@@ -29,8 +29,8 @@ struct Allreduce {
   bool feedback = false;      // with residuals of the first encoding,
   bool sum_feedback = false;  // and of the sum's
   float divisor = 1.0f;
-  std::vector<int64_t> ids;
-  Buffers first;                 // those of the other messages follow each of its buffers
+  std::vector<int64_t> ids = {};
+  Buffers first = {};            // those of the other messages follow each of its buffers
   uint8_t* workspace = nullptr;  // workspace_bytes()
 
   int64_t pieces() const { return two_shot ? layout.chunks() / ranks : layout.chunks(); }  // of a part of a message
