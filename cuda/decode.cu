@@ -1,12 +1,12 @@
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// kSum: the sum of several payloads, to fp32.
+// kSum: sums several payloads, to fp32.
 template <class C, int kBits, bool kSum>
 __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
   const Place p = place_of(t);
@@ -27,29 +27,29 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
 
 }  // namespace
 
-Status decode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  if (l.codec.kind == Kind::kTopK) return decode_topk(l, batch, leaves, m, stream);
-  if (is_fast(l.codec)) {
-    const Status s = with_decoder(l.codec, [&](auto variant) {
+Status decode_all(const Call& call) {
+  const Codec& codec = call.layout.codec;
+  if (codec.kind == Kind::kTopK) return decode_topk(call);
+  if (is_fast(codec)) {
+    const Status s = with_decode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "decode kernel", kThreads));
+        return launch_fast(call, Launches(call, kernel, "decode kernel", kThreads));
       };
-      return m.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
-                    : launch(decode_kernel<typename V::Codec, V::bits, false>);
+      return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
+                               : launch(decode_kernel<typename V::Codec, V::bits, false>);
     });
     if (s.call != nullptr) return s;
   }
-  return decode_rest(l, batch, leaves, m, stream);
+  return decode_rest(call);
 }
 
 Status decode(const Decode& a, cudaStream_t stream) {
   if (const Status s = check_size(a.layout, a.batch); s.call != nullptr) return s;
-  Message m = message_of(a.layout);
-  m.payloads = a.payload;
-  m.workspace = static_cast<float*>(a.workspace);
-  return decode_all(a.layout, a.batch, {const_cast<const void* const*>(a.leaves), nullptr, nullptr, nullptr}, m,
-                    stream);
+  Call call{a.layout, a.batch, {const_cast<const void* const*>(a.leaves)}, message_of(a.layout), stream};
+  call.message.payloads = a.payload;
+  call.message.workspace = static_cast<float*>(a.workspace);
+  return decode_all(call);
 }
 
 }  // namespace jaxcgx::cuda

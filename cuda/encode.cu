@@ -1,5 +1,5 @@
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
@@ -31,32 +31,32 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
 
 }  // namespace
 
-Status encode_all(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
-                  cudaStream_t stream) {
-  if (is_fast(l.codec)) {
-    const Status s = with_encoder(l.codec, [&](auto variant) {
+Status encode_all(const Call& call) {
+  const Codec& codec = call.layout.codec;
+  if (is_fast(codec)) {
+    const Status s = with_encode_variant(codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(l, batch, leaves, Launches(m, stream, kernel, "encode kernel", kThreads));
+        return launch_fast(call, Launches(call, kernel, "encode kernel", kThreads));
       };
-      return leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                                         : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+      return call.leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                              : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }
-  return encode_rest(l, batch, leaves, m, gaps, stream);
+  return encode_rest(call);
 }
 
 Status encode(const Encode& a, cudaStream_t stream) {
   const Layout& l = a.layout;
-  const Leaves leaves{a.leaves, a.residuals, a.new_residuals, a.leaf_ids};
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
-  Message m = message_of(l);
+  Call call{l, a.batch, {a.leaves, a.residuals, a.new_residuals, a.leaf_ids}, message_of(l), stream};
+  Message& m = call.message;
   m.payload = a.payload;
   m.keys = a.keys;
   m.workspace = static_cast<float*>(a.workspace);
-  if (l.codec.kind == Kind::kTopK) return encode_topk(TopkWork(l, a.batch, 0, true), a.batch, leaves, m, stream);
-  return encode_all(l, a.batch, leaves, m, true, stream);
+  if (l.codec.kind == Kind::kTopK) return encode_topk(TopkWork(l, a.batch, 0, true), call);
+  return encode_all(call);
 }
 
 int64_t workspace_bytes(const Layout& l, int64_t batch, int64_t payloads, bool encodes) {

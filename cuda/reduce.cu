@@ -1,8 +1,8 @@
 #include <cmath>
 
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
@@ -34,9 +34,13 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
 
 Status reduce(const Reduce& a, cudaStream_t stream) {
   const Layout& l = a.layout;
-  const Leaves leaves{a.own, a.residuals, a.payload != nullptr ? a.residuals : a.leaves, a.leaf_ids};
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
-  Message m = message_of(l);
+  Call call{l,
+            a.batch,
+            {a.own, a.residuals, a.payload != nullptr ? a.residuals : a.leaves, a.leaf_ids},
+            message_of(l),
+            stream};
+  Message& m = call.message;
   m.payload = a.payload;
   m.payloads = a.payloads;
   m.ranks = static_cast<uint32_t>(a.ranks);
@@ -49,19 +53,19 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   m.exact = std::frexp(a.divisor, &exponent) == 0.5f && std::isnormal(m.inverse);
   m.sums = true;
   m.own = a.own != nullptr;
-  if (a.payload == nullptr || l.codec.kind == Kind::kTopK) return decode_all(l, a.batch, leaves, m, stream);
+  if (a.payload == nullptr || l.codec.kind == Kind::kTopK) return decode_all(call);
   if (is_fast(l.codec)) {
-    const Status s = with_encoder(l.codec, [&](auto variant) {
+    const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);
       const auto launch = [&](auto kernel) {
-        return launch_fast(l, a.batch, leaves, Launches(m, stream, kernel, "reduce kernel", kThreads));
+        return launch_fast(call, Launches(call, kernel, "reduce kernel", kThreads));
       };
       return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
                                     : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }
-  return encode_rest(l, a.batch, leaves, m, true, stream);
+  return encode_rest(call);
 }
 
 }  // namespace jaxcgx::cuda

@@ -1,10 +1,10 @@
-// TopK's working memory, in 32-bit words, and what its kernels share.
+// TopK's working memory, in 32-bit words, and functions that its kernels share.
 #pragma once
 
 #include <vector>
 
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
@@ -12,8 +12,8 @@ using Pieces = Table<true, true>;  // extra.last: the elements that are sent, at
 
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
-// What encoding needs for a piece. A warp looks through a segment, and blocks of the passes after the first through a
-// group of segments.
+// The memory for encoding a piece. A warp reads a segment. In the passes after the first, a block reads a group of
+// segments.
 constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / 32;
 constexpr int64_t kSegment = 1024, kGroup = 32 * kSegment;
 struct SelectionWords {
@@ -21,8 +21,8 @@ struct SelectionWords {
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
-    // Twice as many as there are on average if all of them are sent, and some. Where they are many the segment is read
-    // again.
+    // Twice the average number of elements that are sent, and some. If that is too many, the segment is read again
+    // instead.
     room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
     if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
@@ -44,7 +44,7 @@ struct SelectionWords {
     return begin;
   }
 
-  // The sample that the first threshold is from. Exact selection may choose one: what it tells is only where to begin.
+  // The sample for the first threshold. Exact selection is free in its choice: the sample only tells where to begin.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
     constexpr int64_t kGuess = 32768, kEvery = 16;
     if (s.select == Select::kExact)
@@ -53,11 +53,11 @@ struct SelectionWords {
   }
 };
 
-// What decoding needs for a list of indices and its values. A block counts the ones of a stretch of the list's row of
-// bits; there are few stretches, so that every block can add the counts of those before its own.
+// The memory for decoding a list of indices and its values. A block counts the ones in a stretch of the list's row of
+// bits. Stretches are few, so that every block can add up the counts of those before its own.
 constexpr uint32_t kListThreads = 128;
 struct ListWords {
-  int64_t each;  // words of the row that a thread has
+  int64_t each;  // words of the row per thread
   int64_t stretches, indices, values, all;
 
   CGX_HD explicit ListWords(const IndexList& list) {
@@ -71,14 +71,14 @@ struct ListWords {
   }
 };
 
-// a * b or, if that is more, what no memory has.
+// a * b, capped at more than any memory has.
 inline int64_t times(int64_t a, int64_t b) {
   constexpr int64_t kTooMuch = int64_t{1} << 50;
   return b > 0 && a > kTooMuch / b ? kTooMuch : a * b;
 }
 
-// Where the memory of each piece begins, in words, if a piece takes `words(piece)`. one_chunk: of a row only one chunk
-// is there, so that pieces of different chunks share.
+// Where the memory of each piece begins, in words; a piece takes `words(piece)`. one_chunk: each row has only one
+// chunk, so that pieces of different chunks share memory.
 struct Memory {
   std::vector<int64_t> begin;  // of the piece in the first row
   int64_t row = 0, end;        // from row to row
@@ -96,7 +96,9 @@ struct Memory {
   }
 };
 
-// `op` of the threads before this one, from 0 on; *all: of those of the block, all of which must come here.
+// Folds x over the threads before this one, from 0 on; *all: over the whole block. Every thread of the block must call
+// this. CUB's BlockScan does the same, but needs the CUDA toolkit: tests run these kernels without it, by emulation
+// (tests/cpp/cuda_emulator). The same holds for the other hand-written scans in this folder.
 template <class Op>
 CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
   __shared__ uint32_t of_warp[32];
@@ -122,13 +124,13 @@ CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
   return fold_before(x, all, [](uint32_t a, uint32_t b) { return a + b; });
 }
 
-// Bits that are set among those of the lanes before this one.
+// The number of lanes before this one whose bit is set.
 CGX_D uint32_t before_lane(uint32_t ballot) {
   return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % 32)) - 1)));
 }
 
-// f(its byte's place in the list, its first bit there, its width, its first bit in the index) for the fields that the
-// low bits of index j are cut into: whole bytes, and those of codec/pack.h.
+// The low bits of index j are cut into fields: whole bytes, and those of codec/pack.h. Calls f(the field's byte in the
+// list, its first bit there, its width, its first bit in the index) for each.
 template <class Fn>
 CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   uint32_t from = 0;
@@ -148,12 +150,12 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   }
 }
 
-// The values of all pieces as a message in the codec that TopK has for them, in the bytes of its message. `memory`: of
-// the pieces; `values(n, k)`: where in it the values are.
+// The values of all pieces as a message in TopK's codec of values, within the bytes of TopK's message. `memory`: of the
+// pieces; `values(n, k)`: where the values are in it.
 struct Values {
   Layout layout;
   std::vector<const void*> leaves;
-  std::vector<int64_t> ids, starts;  // with the ids of the message's leaves only
+  std::vector<int64_t> ids, starts;  // empty without ids of the message's leaves
 
   template <class At>
   Values(const Layout& l, const Memory& memory, const void* workspace, const int64_t* leaf_ids, At values)
@@ -183,10 +185,10 @@ struct Values {
   }
 };
 
-// The workspace of an operation that decodes `payloads` of each row (encode: none) and `encodes`: the states of the
-// selection; the payloads' lists; the sums of a chunk; the selection's memory; what encoding the values needs.
+// The workspace of an operation that decodes `payloads` of each row (encode: 0), and that encodes or not: states of the
+// selection, the payloads' lists, the sums of a chunk, the selection's memory, the workspace for encoding the values.
 struct TopkWork {
-  Layout to;  // what is encoded
+  Layout to;  // of the encoded message
   int64_t states;
   Memory lists, sums, selection;
   int64_t end;
@@ -196,10 +198,9 @@ struct TopkWork {
 
 inline Status too_large() { return {"workspace", cudaErrorInvalidConfiguration}; }
 
-// As work.to, the numbers of the leaves or, with m.sums, the sums.
-Status encode_topk(const TopkWork& work, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
-// To the leaves or, with m.sums, the sum to the fp32 results.
-// As decode_all; with m.payload the sum is encoded again.
-Status decode_topk(const Layout& layout, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream);
+// Encodes as work.to: the numbers of the leaves or, if the message sums, the sums in the workspace. topk_encode.cu
+Status encode_topk(const TopkWork& work, const Call& call);
+// As decode_all. If the message has a payload, the sum is encoded again. topk_decode.cu
+Status decode_topk(const Call& call);
 
 }  // namespace jaxcgx::cuda

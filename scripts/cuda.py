@@ -1,12 +1,9 @@
-"""Builds jaxcgx with its CUDA half, and checks what can be checked without a GPU (`make cuda`).
+"""Builds jaxcgx with its CUDA half, and checks what needs no GPU (`make cuda`).
 
-A wheel with code for every architecture (`make cuda-short`: for few), warnings as errors; the compiler's report on
-registers,
-spills and stack frames; the tests of the CUDA half that need no GPU. Where there is no CUDA compiler, one comes from
-PyPI into
-.venv/build; where that fails, this is skipped, or with JAXCGX_REQUIRE_CUDA=1 an error. Everything else lies in
-build/cuda or
-build/cuda-short.
+It makes a wheel with code for every architecture (`make cuda-short`: for few), warnings as errors; checks the
+compiler's report on registers, spills and stack frames; and runs the tests of the CUDA half that need no GPU. If there
+is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or with
+JAXCGX_REQUIRE_CUDA=1 an error. All results are in build/cuda or build/cuda-short.
 """
 
 import argparse
@@ -21,18 +18,18 @@ import matrix
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD_ENV = ROOT / ".venv/build"
-# What nvcc needs, in wheels that unpack into one folder.
+# nvcc and what it needs, in wheels that unpack into one folder.
 COMPILER = [f"nvidia-{part}==13.0.*" for part in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
 
 
 def nvcc():
-    """The path of a CUDA compiler; None where there is none."""
+    """The path of a CUDA compiler, or None."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     return found and pathlib.Path(found)
 
 
 def nvcc_from_pypi():
-    """The path of PyPI's CUDA compiler, installed into .venv/build; None, and why said, where that fails."""
+    """The path of PyPI's CUDA compiler, installed into .venv/build. Prints why and returns None if that fails."""
     python = BUILD_ENV / "bin/python"
     try:
         matrix.pip(python, "install", *COMPILER)
@@ -119,7 +116,7 @@ def main():
         return
     folder = ROOT / ("build/cuda-short" if short else "build/cuda")
     print(f"== CUDA: compiling for {'few' if short else 'all'} architectures with {compiler}", flush=True)
-    # The kernels differ at sm_80 alone (cuda/memory.cuh).
+    # The kernels differ at sm_80 alone (cuda/load_store.cuh).
     few = {"CMAKE_CUDA_ARCHITECTURES": "75-real;90"} if short else {}
     wheel, report = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON", **few)
     print("== CUDA: registers, spills and stack frames", flush=True)

@@ -1,12 +1,10 @@
-"""Fails where a fast CUDA kernel spills registers or has a stack frame in local memory, or where there is no report on
-it.
+"""Fails if a fast CUDA kernel spills registers or has a stack frame in local memory, or if there is no report on it.
 
     python scripts/cuda_resources.py sm_80,sm_90 LOG...
 
-LOG is what nvcc printed with -Xptxas=-v, for any number of files, and at least for these architectures. The kernels of
-cuda/general.cu and
-cuda/plain.cu may spill: they do what the fast ones leave over; so may those of cuda/select.cu and cuda/scatter.cu that
-see little of the data.
+Each LOG is the output of nvcc with -Xptxas=-v, together for at least these architectures. The kernels of
+cuda/any_bucket.cu and cuda/unbucketed.cu may spill: they take what the fast kernels leave over. So may those TopK
+kernels that see little of the data.
 """
 
 import collections

@@ -93,6 +93,7 @@ def test_a_machine_that_cannot_compile_it(tmp_path, monkeypatch, capfd):
         cuda.build(tmp_path, "/bin/false", "nvcc")
     assert not (tmp_path / "kernels").exists()
     monkeypatch.setattr(cuda, "BUILD_ENV", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["cuda"])
     monkeypatch.setattr(cuda, "nvcc", lambda: None)
     monkeypatch.setattr(cuda.matrix, "pip", lambda *_: subprocess.run("/bin/false", check=True))
     monkeypatch.delenv("JAXCGX_REQUIRE_CUDA", raising=False)
@@ -106,10 +107,10 @@ def test_a_machine_that_cannot_compile_it(tmp_path, monkeypatch, capfd):
 
 def entry(arch, kernel, stores=0):
     return (
-        f"ptxas info    : Compiling entry function '_Z6{kernel}IiE' for '{arch}'\nptxas info    : Function properties "
-        f"for _Z6{kernel}IiE\n"
-        f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\nptxas info    : Used 56 registers, "
-        "400 bytes cmem[0]\n"
+        f"ptxas info    : Compiling entry function '_Z6{kernel}IiE' for '{arch}'\n"
+        f"ptxas info    : Function properties for _Z6{kernel}IiE\n"
+        f"    0 bytes stack frame, {stores} bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 56 registers, 400 bytes cmem[0]\n"
     )
 
 
@@ -117,7 +118,7 @@ def entry(arch, kernel, stores=0):
     ("spills", "missing", "words"),
     [
         ({}, (), None),
-        ({("sm_90", "encode_general_kernel"): 60}, (), None),
+        ({("sm_90", "encode_any_bucket_kernel"): 60}, (), None),
         (
             {("sm_90", "reduce_kernel"): 8},
             (),
@@ -133,7 +134,9 @@ def entry(arch, kernel, stores=0):
 )
 def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
     cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
-    names = [f"{name}_kernel" for name in ("encode", "decode", "reduce", "encode_general", "find", "pick", "scatter")]
+    names = [
+        f"{name}_kernel" for name in ("encode", "decode", "reduce", "encode_any_bucket", "find", "pick", "scatter")
+    ]
     kernels = [(a, k) for a in ("sm_80", "sm_90") for k in names]
     log = tmp_path / "log.txt"
     log.write_text(

@@ -310,7 +310,7 @@ def test_calls(call, error, words):
         ),
         (
             lambda: ops.reduce_fed(LAYOUT, PAYLOADS, LEAVES),
-            "reduce_fed: argument 'residuals', leaf [1]: expected float32[7], got bfloat16[7]",
+            says("reduce_fed", "residuals", at="leaf [1]", expected="float32[7]", got="bfloat16[7]"),
         ),
     ],
 )

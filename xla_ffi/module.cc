@@ -4,12 +4,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <stdexcept>
 
 #include "cpu/kernels.h"
 #include "handlers/cpu.h"
 #include "handlers/shm.h"
 #include "handlers/tcp.h"
+#include "shm/segments.h"
+#include "tcp/process.h"
 #ifdef JAXCGX_CUDA
 #include "cuda/cuda.h"
 #include "handlers/cuda.h"
@@ -27,9 +30,13 @@ nb::capsule capsule(Handler* handler) {
 }
 
 template <class T>
-T value_of(jaxcgx::shm::Or<T> value) {
-  if (const auto* failure = std::get_if<jaxcgx::shm::Failure>(&value)) throw std::runtime_error(failure->what);
+T value_of(jaxcgx::Or<T> value) {
+  if (const auto* failure = std::get_if<jaxcgx::Failure>(&value)) throw std::runtime_error(failure->what);
   return std::get<0>(value);
+}
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
 }  // namespace
@@ -82,33 +89,18 @@ NB_MODULE(_native, m) {
       "workspace_bytes",
       [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
          const std::vector<int64_t>& ids, int64_t chunks, int64_t batch, int64_t payloads, bool encodes) {
-        const auto field = [&](const char* name) { return nb::cast<int64_t>(nb::int_(codec[name])); };
-        const auto flag = [&](const char* name) { return static_cast<int32_t>(field(name)); };
-        const auto share = [&](const char* name) { return nb::cast<double>(nb::float_(codec[name])); };
-        const jaxcgx::CodecAttr attr{flag("kind"),
-                                     flag("bits"),
-                                     field("bucket_size"),
-                                     flag("stochastic"),
-                                     flag("skip_incomplete"),
-                                     flag("compatible"),
-                                     share("ratio"),
-                                     field("lists"),
-                                     flag("top"),
-                                     flag("select"),
-                                     share("share"),
-                                     share("lower"),
-                                     flag("refinements"),
-                                     flag("values_kind"),
-                                     flag("values_bits"),
-                                     field("values_bucket_size"),
-                                     flag("values_stochastic"),
-                                     flag("values_skip_incomplete"),
-                                     flag("values_compatible")};
+        jaxcgx::Description d;
+        jaxcgx::each_field(d.codec, [&](const std::string& name, auto& field) {
+          using T = std::remove_reference_t<decltype(field)>;
+          using Number = std::conditional_t<std::is_floating_point_v<T>, nb::float_, nb::int_>;
+          field = static_cast<T>(nb::cast<jaxcgx::FieldType<T>>(Number(codec[name.c_str()])));
+        });
         const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
-        const auto layout =
-            jaxcgx::make_layout("workspace_bytes", attr, span(sizes), span(dtypes), span(ids), chunks, batch);
-        if (layout.has_error()) throw nb::value_error(layout.error().message().c_str());
-        return jaxcgx::cuda::workspace_bytes(*layout, batch, payloads, encodes);
+        d.sizes = span(sizes), d.dtypes = span(dtypes), d.ids = span(ids);
+        d.chunks = chunks, d.batch = batch;
+        const auto message = jaxcgx::make_message("workspace_bytes", d);
+        if (message.has_error()) throw nb::value_error(message.error().message().c_str());
+        return jaxcgx::cuda::workspace_bytes(message->layout, batch, payloads, encodes);
       },
       "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that "
       "`encodes`.",
@@ -121,18 +113,13 @@ NB_MODULE(_native, m) {
   m.def(
       "shm_attach",
       [](const std::string& name, int64_t rank, int64_t ranks, double timeout) {
-        return value_of(jaxcgx::shm_attach(name, rank, ranks, timeout));
+        return value_of(jaxcgx::shm::attach(name, rank, ranks, milliseconds(timeout)));
       },
       "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"),
       nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
-  m.def("shm_detach", jaxcgx::shm_detach, "Leaves the other ranks.", nb::arg("segment"));
+  m.def("shm_detach", jaxcgx::shm::detach, "Leaves the other ranks.", nb::arg("segment"));
   m.def(
-      "tcp_listen",
-      [] {
-        const auto port = jaxcgx::tcp_listen();
-        if (const auto* failure = std::get_if<jaxcgx::tcp::Failure>(&port)) throw std::runtime_error(failure->what);
-        return std::get<0>(port);
-      },
+      "tcp_listen", [] { return value_of(jaxcgx::tcp::listen()); },
       "The port at which this process waits for the others.");
   m.def(
       "tcp_connect",
@@ -141,7 +128,7 @@ NB_MODULE(_native, m) {
         for (const auto& [host, port] : addresses) all.push_back({host, port});
         const std::string secret(token.c_str(), token.size());
         const nb::gil_scoped_release others_run;
-        if (const auto failure = jaxcgx::tcp_connect(process, all, secret, timeout))
+        if (const auto failure = jaxcgx::tcp::connect(process, all, secret, milliseconds(timeout)))
           throw std::runtime_error(failure->what);
       },
       "Returns when all processes are connected.", nb::arg("process"), nb::arg("addresses"), nb::arg("token"),

@@ -131,7 +131,7 @@ def native_codec(
     values=None,
     **sparse,
 ):
-    """The attribute that tells a kernel its codec: CodecAttr in xla_ffi/handlers/message.h. values: of TopK's that of
+    """The attribute that tells a kernel its codec: each_field in xla_ffi/codec/fields.h. values: of TopK's that of
     its values."""
     given = dict(
         kind=kind,

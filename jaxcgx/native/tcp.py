@@ -17,7 +17,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.native.connections import connect
 
-OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/handlers/tcp.cc numbers them
+OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
 tcp_exchange_p = _compat.Primitive("jaxcgx_tcp_exchange")
 

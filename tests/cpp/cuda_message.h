@@ -12,7 +12,7 @@ namespace jaxcgx::test {
 
 constexpr DType kDTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
-// Copies that begin `elements` elements behind a multiple of 64 bytes, and end where their memory does.
+// Copies that begin `elements` elements behind a multiple of 64 bytes and end with their memory.
 class Shifted {
  public:
   Shifted(const std::vector<Memory>& from, const std::vector<int64_t>& sizes, int64_t elements) {
@@ -61,7 +61,7 @@ inline void compare(const Case& k, Random& r) {
   if (k.feedback) {
     for (const Leaf& leaf : k.shapes) {
       std::vector<float> x = numbers(k.batch * leaf.size, r);
-      // Of two NaNs the processor chooses, and TopK compares what it chose.
+      // In a sum of two NaNs the processor chooses one, and TopK would compare it.
       if (k.codec.kind == Kind::kTopK) std::replace_if(x.begin(), x.end(), [](float v) { return std::isnan(v); }, 0.0f);
       m.residuals.push_back(as_leaf(DType::kF32, x));
     }
@@ -77,7 +77,7 @@ inline void compare(const Case& k, Random& r) {
   };
   DType f32 = DType::kF32;
 
-  // What travels raw may be the NaN of a sum, of which the processor chooses the bits.
+  // Raw elements may be the NaN of a sum, whose bits the processor chooses.
   const bool raw = k.codec.kind == Kind::kRaw || k.codec.kind == Kind::kTopK || k.codec.skip_incomplete;
   const auto same_sum = [&](const Memory& a, const Memory& b) {
     return raw ? same_numbers(DType::kF32, a, b) : a == b;
@@ -113,7 +113,7 @@ inline void compare(const Case& k, Random& r) {
     for (size_t i = 0; i < cleared.size(); ++i) CHECK(clear.copy(i) == cleared[i], "clear " + (what + context));
   };
   compare_decoded(expected, "decode ");
-  // Any bytes decode, products that are not exact with one rounding: as AVX2's kernels have it.
+  // Any bytes decode. Products that are not exact are rounded once, as in AVX2's kernels.
   const char* const best = cpu::kernels().name;
   if (cpu::select_kernels("avx2")) {
     Memory any = expected.copy();

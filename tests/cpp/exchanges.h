@@ -7,24 +7,24 @@
 
 namespace jaxcgx::test {
 
-// What rank `from` sends to rank `to` (all of them, but in an all_to_all, get the same) at a place, in an exchange of a
-// number.
+// The byte at a place that rank `from` sends to rank `to`, in the exchange of a number. Only in an all_to_all does it
+// depend on `to`.
 inline uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) {
   return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5 + (at >> 16) * 11);
 }
 
-// Runs an exchange: its error, or "wrong bytes", or nothing.
+// Runs an exchange. Returns its error, or "wrong bytes", or "".
 inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes,
                        int64_t number = 0) {
   const int64_t ranks = ring.ranks();
   const bool to_each = operation == shm::Operation::kAllToAll,
              from_each = to_each || operation == shm::Operation::kAllGather;
-  // Of exactly as many bytes, so that AddressSanitizer sees one too many.
+  // Exact sizes, so that AddressSanitizer sees one byte too many.
   std::vector<uint8_t> in((to_each ? ranks : 1) * bytes), out((from_each ? ranks : 1) * bytes, 0xee);
   for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) {
     for (int64_t at = 0; at < bytes; ++at) in[to * bytes + at] = sent(number, rank, to, at);
   }
-  if (const shm::Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
+  if (const Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
   for (int64_t row = 0; row < (from_each ? ranks : 1); ++row) {
     const int64_t from = from_each                             ? row
                          : operation == shm::Operation::kShift ? (rank + ranks - argument) % ranks
@@ -36,7 +36,7 @@ inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, 
   return "";
 }
 
-// Every operation with every argument, sizes around those of a slot and its parts.
+// Runs every operation with every argument, with sizes around those of a slot and its parts.
 inline std::string run_all(shm::Ring& ring, int64_t rank) {
   int64_t number = 0;
   for (const int64_t bytes : {0, 1, 17, 1000, 131071, 131072, 131073, 262144, 262145, 1000003}) {

@@ -24,8 +24,8 @@ namespace jaxcgx::test {
 
 inline const char* const kIsas[] = {"portable", "avx2", "avx512"};
 
-// Exactly `size` bytes, filled with garbage. Heap: AddressSanitizer sees accesses around it, but not those of
-// masked vector instructions; guarded: it ends where a page begins that nobody may touch, which stops these too.
+// Exactly `size` bytes, filled with garbage. On the heap, AddressSanitizer sees accesses around them, except those of
+// masked vector instructions. Guarded memory ends before an inaccessible page, which also stops these.
 class Memory {
  public:
   explicit Memory(int64_t size, uint8_t fill = 0xAB, bool guarded = false) : size_(static_cast<size_t>(size)) {
@@ -73,7 +73,7 @@ inline cpu::Pool one_thread() {
   return {1, [](std::function<void()>) { std::abort(); }};
 }
 
-// Flushes denormals, as the threads do that XLA calls from.
+// Flushes denormals, like XLA's threads.
 inline void flush_denormals(bool on) {
 #if defined(__SSE__)
   _mm_setcsr(on ? 0x9fc0 : 0x1f80);
@@ -82,7 +82,7 @@ inline void flush_denormals(bool on) {
 #endif
 }
 
-// A thread for every task. Some begin late, when the call that scheduled them has long returned.
+// A thread for every task. Some start late, after the call that scheduled them has returned.
 class Threads {
  public:
   explicit Threads(int64_t threads)
@@ -126,8 +126,8 @@ struct Random {  // splitmix64
   }
 };
 
-// Stretches of numbers of one magnitude, from denormals to 2^126; constants, zeros of both signs, offsets far
-// larger than the range; now and then an infinity or a NaN.
+// Stretches of numbers of one magnitude, from denormals to 2^126: constants, zeros of both signs, offsets far larger
+// than the range, and rarely an infinity or a NaN.
 inline std::vector<float> numbers(int64_t n, Random& r) {
   std::vector<float> x(static_cast<size_t>(n));
   for (int64_t i = 0; i < n;) {
@@ -161,7 +161,7 @@ inline Memory as_leaf(DType dtype, const std::vector<float>& x, bool guarded = f
   return m;
 }
 
-// The buffers of a message: its leaves, and what encoding them needs.
+// The buffers of a message: its leaves, ids and keys.
 struct Message {
   Layout layout;
   int64_t batch;
@@ -200,7 +200,7 @@ std::vector<T*> pointers(const std::vector<Memory>& memory) {
   return p;
 }
 
-// With feedback the new residuals replace the contents of `residuals`, which may be the message's own.
+// With feedback, the new residuals replace the contents of `residuals`, which may be the message's own.
 inline Memory encode(const Message& m, const cpu::Pool& pool, uint8_t fill = 0xAB,
                      const std::vector<Memory>* residuals = nullptr, bool guarded = false) {
   Memory payload(m.batch * m.layout.chunks() * m.layout.chunk_bytes, fill, guarded);
@@ -223,7 +223,7 @@ inline std::vector<Memory> decode(const Layout& l, int64_t batch, const Memory& 
 
 // The sum of a chunk: as a payload, or as float32 leaves.
 struct Sum {
-  const Message& own;  // its leaves stand in for rank where[1], unless that is -1
+  const Message& own;  // its leaves replace the payload of rank where[1], unless that is -1
   int64_t ranks;
   const Memory& payloads;
   std::vector<int32_t> where;
@@ -254,7 +254,7 @@ struct Sum {
   }
 };
 
-// The payloads that the owner of a chunk receives: [batch, ranks, chunk_bytes] from each rank's message.
+// The payloads that the owner of a chunk receives, from each rank's message: [batch, ranks, chunk_bytes].
 inline Memory gather(const Layout& l, int64_t batch, const std::vector<Memory>& messages,
                      const std::vector<int32_t>& where, bool guarded = false) {
   const auto ranks = static_cast<int64_t>(messages.size());
@@ -276,7 +276,7 @@ inline std::vector<Memory> copies(const std::vector<Memory>& memory) {
   return all;
 }
 
-// Equal bytes, but for which NaN a float32 is: that is up to the processor.
+// Equal bytes, except that any NaN equals any other: the processor chooses.
 inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   if (a == b) return true;
   if (dtype != DType::kF32 || a.size() != b.size()) return false;
@@ -287,18 +287,20 @@ inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   return true;
 }
 
-// Every kind of codec with every setting; bucketed ones with this bucket size.
+// Every codec that has buckets, with every setting and this bucket size.
 inline std::vector<Codec> codecs(int64_t bucket) {
   std::vector<Codec> all;
-  for (int bits = 1; bits <= 8; ++bits) {
-    for (int flags = 0; flags < 4; ++flags)
-      all.push_back({Kind::kMaxMin, bits, bucket, (flags & 1) != 0, (flags & 2) != 0, false});
-    if (bits > 1) all.push_back({Kind::kAbsMax, bits, bucket, false, false, false});
+  for (Kind kind = Kind::kRaw; exists(kind); kind = static_cast<Kind>(static_cast<int32_t>(kind) + 1)) {
+    const Traits t = traits_of(kind);
+    if (!has_buckets(kind)) continue;
+    for (int32_t bits = t.least_bits; bits <= t.most_bits; ++bits) {
+      for (int flags = 0; flags < 8; ++flags) {
+        const bool stochastic = flags & 1, skips = flags & 2, compatible = flags & 4;
+        if ((!stochastic || t.stochastic) && (!skips || t.skips) && (!compatible || t.compatible))
+          all.push_back({kind, bits, bucket, stochastic, skips, compatible});
+      }
+    }
   }
-  for (int exponent = 4; exponent <= 5; ++exponent)
-    all.push_back({Kind::kFloat8, exponent, bucket, false, false, false});
-  all.push_back({Kind::kSign, 1, bucket, false, false, false});
-  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, bucket, false, false, compatible});
   return all;
 }
 inline std::vector<Codec> codecs_without_buckets() {
@@ -307,39 +309,58 @@ inline std::vector<Codec> codecs_without_buckets() {
     for (const bool stochastic : {false, true})
       all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
   }
-  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 8, 0, false, false, compatible});
+  for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
   return all;
 }
 
 inline Codec topk(double ratio, Select select, const Codec& values, bool top = false) {
-  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact, false, false, {}};
-  c.sparse = {ratio,
-              1,
-              top,
-              select,
-              0.01,
-              0.8,
-              10,
-              values.kind,
-              values.bits,
-              values.bucket_size,
-              values.stochastic,
-              values.skip_incomplete,
-              values.compatible};
+  Codec c{Kind::kTopK, 0, 0, values.stochastic || select != Select::kExact};
+  c.sparse.ratio = ratio;
+  c.sparse.lists = 1;
+  c.sparse.top = top;
+  c.sparse.select = select;
+  c.sparse.share = 0.01;
+  c.sparse.lower = 0.8;
+  c.sparse.refinements = 10;
+  c.sparse.values = values;
   return c;
 }
-// Every selection, and values with and without buckets, with noise and with a raw tail. `exact`: only values of which
-// any bytes decode to the same numbers, whether or not products are fused with sums.
+// Every selection; values with and without buckets, with noise and with a raw tail. `exact`: only values whose bytes
+// decode to the same numbers whether or not products are fused with sums.
 inline std::vector<Codec> sparse_codecs(bool exact = false) {
   const Codec raw{Kind::kRaw, 0, 0, false, false, false};
   std::vector<Codec> all{topk(0.0, Select::kExact, raw), topk(0.01, Select::kExact, raw),
                          topk(1.0, Select::kExact, raw),
                          topk(0.3, Select::kExponential, {Kind::kCast, 2, 0, true, false, false}),
-                         topk(0.1, Select::kExact, {Kind::kSign, 1, 33, false, false, false}, true)};
+                         topk(0.1, Select::kExact, {Kind::kSign, 0, 33, false, false, false}, true)};
   if (exact) return all;
   all.push_back(topk(0.05, Select::kQuantile, {Kind::kMaxMin, 3, 20, true, true, false}, true));
-  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}));
+  all.push_back(topk(0.6, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false}));
   return all;
 }
+
+inline std::vector<float> floats(const Memory& m) { return std::vector<float>(m.floats(), m.floats() + m.size() / 4); }
+
+// A float32 vector, encoded as a message of one chunk and decoded.
+struct Trip {
+  Message m;
+  Memory payload;
+  std::vector<float> out;
+
+  Trip(const Codec& codec, const std::vector<float>& x, uint64_t seed = 7) : Trip(codec, x, Random{seed}) {}
+  float meta(int64_t bucket, int which) const {
+    float v;
+    std::memcpy(&v, payload.data() + 4 * (bucket * meta_floats(m.layout.codec.kind) + which), 4);
+    return v;
+  }
+
+ private:
+  Trip(const Codec& codec, const std::vector<float>& x, Random r)
+      : m(codec, {{static_cast<int64_t>(x.size()), DType::kF32}}, 1, 1, r), payload(0) {
+    m.leaves[0] = as_leaf(DType::kF32, x);
+    payload = encode(m, one_thread());
+    out = floats(decode(m.layout, 1, payload, one_thread())[0]);
+  }
+};
 
 }  // namespace jaxcgx::test

@@ -1,5 +1,5 @@
-// The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and touch
-// nothing else.
+// The CUDA kernels, run on the CPU by cuda_emulator/, give the bytes of the CPU kernels, write all of them and nothing
+// else.
 #include "cuda_message.h"
 
 namespace jaxcgx::test {
@@ -37,7 +37,7 @@ void every_codec() {
   }
 }
 
-// Buckets of a whole block and larger ones, which several blocks share; 33000 is more than a group of a sum's blocks.
+// Buckets of a whole block, and larger ones that several blocks share. 33000 is more than a group of a sum's blocks.
 void large_buckets() {
   Random r{2};
   size_t turn = 0;
@@ -56,7 +56,7 @@ void large_buckets() {
     }
   }
   for (const bool compatible : {false, true}) {
-    compare({{Kind::kByteGrad, 8, 0, false, false, compatible},
+    compare({{Kind::kByteGrad, 0, 0, false, false, compatible},
              {{20000, DType::kF32}, {9000, DType::kBF16}},
              2,
              2,
@@ -67,7 +67,7 @@ void large_buckets() {
   }
 }
 
-// More pieces than a table holds, of many rows and chunks.
+// More pieces than fit a table, of many rows and chunks.
 void many_leaves() {
   Random r{3};
   for (const Codec& codec :
@@ -96,14 +96,14 @@ void nothing() {
   }
 }
 
-// A chunk or an own rank that there is not, as `where` may say: it is device memory, which nobody has checked. All is
-// NaN, and nothing of the result is left as it was, but for residuals: all of them are.
+// `where` is device memory that nobody has checked, and may name a chunk or an own rank that is out of range. Then the
+// whole result is NaN, and residuals stay as they were.
 void nowhere() {
   Random r{4};
   std::vector<Codec> all = codecs_without_buckets();
   for (const int64_t bucket : {64, 100, 9000}) {
     const std::vector<Codec> some = codecs(bucket);
-    // The emulation of what waits for other blocks takes long.
+    // Emulating blocks that wait for each other takes long.
     for (size_t i = 0; i < some.size(); i += bucket == 9000 ? 9 : 3) all.push_back(some[i]);
   }
   size_t turn = 0;
@@ -167,7 +167,7 @@ void nowhere() {
   }
 }
 
-// Messages that a table has no room for are refused before anything is touched.
+// Messages that overflow a table are refused before any kernel runs.
 void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};

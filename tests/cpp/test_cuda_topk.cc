@@ -15,7 +15,7 @@ void every_selection() {
                           {Kind::kMaxMin, 4, 64, false, false, false},
                           {Kind::kMaxMin, 3, 128, true, false, false},
                           {Kind::kCast, 1, 0, false, false, false},
-                          {Kind::kByteGrad, 8, 0, false, false, false},
+                          {Kind::kByteGrad, 0, 0, false, false, false},
                           {Kind::kMaxMin, 5, 33, true, true, false}};
   for (int turn = 0; turn < 12; ++turn) {
     Codec c =
@@ -44,7 +44,7 @@ void large() {
            false,
            0},
           r);
-  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 8, 0, false, false, false}),
+  compare({topk(0.45, Select::kQuantile, {Kind::kByteGrad, 0, 0, false, false, false}),
            {{19000, DType::kBF16}},
            1,
            1,

@@ -106,7 +106,7 @@ void single_leaves() {
   for (const int64_t bucket : {3, 128, 1000}) {
     for (const Codec& codec :
          {Codec{Kind::kMaxMin, 4, bucket, false, false, false}, Codec{Kind::kMaxMin, 3, bucket, true, true, false},
-          Codec{Kind::kSign, 1, bucket, false, false, false}, Codec{Kind::kByteGrad, 8, 0, false, false, false},
+          Codec{Kind::kSign, 0, bucket, false, false, false}, Codec{Kind::kByteGrad, 0, 0, false, false, false},
           Codec{Kind::kCast, 2, 0, true, false, false}}) {
       for (const int64_t size : kSizes) {
         for (const int64_t chunks : kChunks)

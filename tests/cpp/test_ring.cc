@@ -21,7 +21,7 @@ std::vector<std::string> on_ranks(int64_t ranks, const Body& body) {
   for (int64_t rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       shm::Ring ring(memory, rank, ranks, std::chrono::seconds(60));
-      const shm::Status error = ring.join();
+      const Status error = ring.join();
       messages[rank] = error ? error->message : body(ring, rank);
     });
   }

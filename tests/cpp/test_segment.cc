@@ -45,7 +45,7 @@ class Processes {
     for (int64_t rank = 0; rank < ranks; ++rank) {
       start([=] {
         auto attached = shm::Segment::attach(name, rank, ranks, timeout);
-        if (const auto* failure = std::get_if<shm::Failure>(&attached)) return failure->what;
+        if (const auto* failure = std::get_if<Failure>(&attached)) return failure->what;
         return body(std::get<0>(attached), rank);
       });
     }
@@ -89,7 +89,7 @@ int64_t open_descriptors() {
 // What attaching says in this process.
 std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
   auto attached = shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(50));
-  const auto* failure = std::get_if<shm::Failure>(&attached);
+  const auto* failure = std::get_if<Failure>(&attached);
   return failure ? failure->what : "";
 }
 
@@ -183,8 +183,7 @@ void disagreements() {
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
 }
 
-// Random bytes in all of the memory end the exchanges of the others, with an error or with wrong bytes, never
-// elsewhere.
+// Random bytes in all of the memory end the exchanges of the others with an error or with wrong bytes, never otherwise.
 void garbage() {
   for (int seed = 0; seed < 20; ++seed) {
     const auto bytes = static_cast<size_t>(shm::Ring::bytes(2));
@@ -192,7 +191,7 @@ void garbage() {
     Processes processes;
     for (int64_t rank = 0; rank < 2; ++rank) {
       processes.start([=] {
-        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(100));
+        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(2000));
         if (ring.join()) return std::string("not joined");
         std::string message;
         if (rank == 0) {

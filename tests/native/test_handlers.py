@@ -179,7 +179,7 @@ def test_a_right_call_passes():
             [jnp.zeros(PAYLOAD, jnp.uint8), WHERE, *LOST],
             [(PAYLOAD[1:], "uint8"), *NEW],
             dict(feedback=True),
-            "new residual 0 does not lie where",
+            "new residual 0 is not in place of the residual",
         ),
         (
             "reduce",
@@ -238,7 +238,7 @@ def test_a_right_call_passes():
             [LISTS, *LEAVES],
             [((100,), "float32"), ((7,), "bfloat16")],
             topk(),
-            "cleared array 0 does not lie where the array does",
+            "cleared array 0 is not in place of the array",
         ),
         (
             "clear",
@@ -264,3 +264,17 @@ def test_a_wrong_call_is_refused(op, operands, results, changes, words):
     assert (
         "INVALID_ARGUMENT" in str(caught.value) and f"jaxcgx_{op}: " in str(caught.value) and words in str(caught.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        (dict(batch=np.float32(0.5)), "batch"),
+        (dict(codec=np.int64(3)), "codec"),
+        (dict(codec={"kind": np.int32(1)}), "bits"),
+    ],
+)
+def test_an_attribute_that_is_missing_or_of_another_type_is_refused(changes, name):
+    jax.clear_caches()  # JAX compares attributes by value: np.float32(1) would find the program of np.int64(1)
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=f"jaxcgx_encode: attribute '{name}': "):
+        call("encode", LEAVES, [(PAYLOAD, "uint8")], **changes)

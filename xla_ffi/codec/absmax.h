@@ -7,6 +7,7 @@
 namespace jaxcgx {
 
 struct AbsMax {
+  static constexpr Kind kKind = Kind::kAbsMax;
   CGX_HD static constexpr int top(int bits) { return (1 << (bits - 1)) - 1; }
 
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {

@@ -1,13 +1,13 @@
-// Words that every codec header shares: what runs on host and device, the dtypes of a leaf, and the scalar
-// version of the operations in which codecs are written.
+// Shared by every codec header: functions for host and device, the dtypes of a leaf, a codec's settings, and the
+// scalar version of the operations in which codecs are written.
 //
-// A codec's arithmetic is a template over a number type. On a GPU thread that type is `float`; on a CPU it is
-// a vector of 16 (cpu/simd.h), which brings the same operations under the same names. So the formula is
-// written once, and CPU and GPU agree byte for byte.
+// A codec's arithmetic is a template over a number type: `float` in a GPU thread, a vector of 16 on a CPU
+// (cpu/simd.h), with the same operations under the same names. The formula is written once, and CPU and GPU agree
+// byte for byte.
 //
-// The rules that keep every implementation in agreement, jnp's included:
+// Rules that keep all implementations in agreement, jnp's included:
 //  - IEEE arithmetic, round to nearest even, denormals kept;
-//  - a product is never added to something unless it is exact, so that fused and separate multiply-add agree;
+//  - a product is added to something only if it is exact, so that fused and separate multiply-add agree;
 //  - no reassociation: the order of every sum is part of the specification.
 #pragma once
 
@@ -17,8 +17,8 @@
 #if defined(__CUDACC__)
 #define CGX_HD __host__ __device__ __forceinline__
 #else
-// always_inline: these functions are compiled once per instruction set, and an out-of-line copy made for
-// AVX-512 must never be the one that the linker keeps for everybody.
+// always_inline: these functions are compiled once per instruction set. The linker must never keep an out-of-line
+// copy made for AVX-512 for everybody.
 #define CGX_HD inline __attribute__((always_inline))
 #endif
 
@@ -28,8 +28,8 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
-// Which codec, and how it is set. The values of Kind cross the FFI boundary: Kind in jaxcgx/codecs/base.py. kRaw has no
-// header of its own: it has no arithmetic.
+// Kind crosses the FFI boundary: Kind in jaxcgx/codecs/base.py has the same values. Every kind has a row in
+// codec/traits.h; those with buckets also have one in codec/dispatch.h. kRaw has no header: it has no arithmetic.
 enum class Kind : int32_t {
   kRaw = 0,
   kMaxMin = 1,
@@ -41,35 +41,36 @@ enum class Kind : int32_t {
   kTopK = 7
 };
 
-// How elements are chosen. These values cross the FFI boundary, too: jaxcgx/codecs/topk.py.
+// How TopK selects elements. Crosses the FFI boundary, too: jaxcgx/codecs/topk.py.
 enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
 
-// What TopK has besides; see codec/topk.h.
+// How each element of a vector becomes a code.
+struct Dense {
+  Kind kind = Kind::kRaw;
+  int32_t bits = 0;         // width of a code; Float8: exponent bits, 4 = e4m3 and 5 = e5m2; Cast: the DType
+  int64_t bucket_size = 0;  // elements that share their metadata; 0: one bucket for the whole piece
+  bool stochastic = false;
+  bool skip_incomplete = false;  // an incomplete last bucket of a leaf travels raw
+  bool compatible = false;
+};
+
+// Which elements TopK sends, and how it codes them; see codec/topk.h. Other codecs leave this zero.
 struct Sparse {
   double ratio = 0;
   int64_t lists = 0;
-  bool top = false;  // of a sum its largest elements are sent, else all that were sent
+  bool top = false;  // a sum keeps its largest elements only; otherwise all that some rank has sent
   Select select = Select::kExact;
   double share = 0, lower = 0;
   int32_t refinements = 0;
-  // The codec of the values.
-  Kind kind = Kind::kRaw;
-  int32_t bits = 0;
-  int64_t bucket_size = 0;
-  bool stochastic = false, skip_incomplete = false, compatible = false;
+  Dense values = {};
 };
 
-struct Codec {
-  Kind kind;
-  int32_t bits;         // width of a code; Float8: 4 = e4m3, 5 = e5m2 (exponent bits); Cast: the DType
-  int64_t bucket_size;  // elements that share their metadata; 0: the whole piece of a leaf in a chunk
-  bool stochastic;
-  bool skip_incomplete;
-  bool compatible;
+// The fields of the FFI attribute "codec" are listed in codec/fields.h.
+struct Codec : Dense {
   Sparse sparse = {};
 };
 
-constexpr int64_t kUnit = 512;              // where chunks of a codec without buckets may begin: a multiple of this
+constexpr int64_t kUnit = 512;              // chunks of a codec without buckets begin at multiples of this
 constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
 
 CGX_HD uint32_t bits_of(float x) {
@@ -105,7 +106,7 @@ CGX_HD bool less(float a, float b) { return a < b; }
 CGX_HD bool less(int32_t a, int32_t b) { return a < b; }
 CGX_HD float select(bool c, float a, float b) { return c ? a : b; }
 CGX_HD int32_t select(bool c, int32_t a, int32_t b) { return c ? a : b; }
-// Nearest integer, ties to even. Adding and taking away 2^23 leaves no fraction; larger numbers have none.
+// Nearest integer, ties to even. Adding and subtracting 2^23 drops the fraction; larger numbers have none.
 CGX_HD float round(float x) {
   const float magic = float_of((bits_of(x) & 0x80000000u) | 0x4b000000u);
   return abs(x) < 8388608.0f ? (x + magic) - magic : x;

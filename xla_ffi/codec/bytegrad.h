@@ -1,5 +1,5 @@
 // ByteGrad: 8 bits on a grid of whole multiples of the unit, so that 0 decodes to exactly 0. Bagua's quantizer.
-// Metadata of a bucket: unit, base (two floats), as MaxMin's, and decoded like it.
+// Metadata of a bucket: unit, base (two floats). It decodes like MaxMin.
 #pragma once
 
 #include "codec/grid.h"
@@ -7,6 +7,7 @@
 namespace jaxcgx {
 
 struct ByteGrad {
+  static constexpr Kind kKind = Kind::kByteGrad;
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
     const float scale = scale_of(largest_of(s));
     float range = s.hi * scale - s.lo * scale;

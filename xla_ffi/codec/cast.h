@@ -1,6 +1,6 @@
-// Cast: every element as bfloat16 or float16, nearest or stochastic, without buckets or metadata. The same
-// conversions read and write leaves of those dtypes. Magnitudes that round past the format's largest become
-// infinity; every NaN becomes the one canonical NaN.
+// Cast: every element as bfloat16 or float16, nearest or stochastic, without buckets or metadata. Leaves of those
+// dtypes are read and written by the same conversions. Magnitudes that round past the format's largest become infinity;
+// every NaN becomes the one canonical NaN.
 #pragma once
 
 #include "codec/base.h"
@@ -11,13 +11,13 @@ template <DType kFormat>
 struct Cast {
   static_assert(kFormat == DType::kBF16 || kFormat == DType::kF16, "Cast goes to a 16-bit format");
 
-  // Adds `noise` (nearest: what rounds half to even) below the bits that stay; carries into the exponent are right.
+  // Adds `noise`, or a constant that rounds half to even, below the bits that stay. A carry into the exponent is right.
   template <class V, bool kStochastic>
   CGX_HD static typename V::I to_bits(typename V::F x, typename V::I noise) {
     using I = typename V::I;
     const I raw = bits(x);
-    const I magnitude =
-        min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));  // of NaNs the first: nothing overflows below
+    // All NaNs become the first one, so that nothing overflows below.
+    const I magnitude = min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));
     constexpr int kDrop = kFormat == DType::kBF16 ? 16 : 13;
     I round_up = shr(magnitude, kDrop) & V::splat(1);
     round_up = kStochastic ? shr(noise, 16 - kDrop) : round_up + V::splat((1 << (kDrop - 1)) - 1);

@@ -1,11 +1,11 @@
-// Where a list of indices lies in bytes: k of n, ascending. n itself stands for none and comes last.
+// A list of indices in bytes: k of n, ascending. The index n means none and comes last.
 //
-// Of two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are,
-// the high ones as a row of bits, in which the one of index j stands at j + high. Or a bit for each of the n elements.
-// Rows of bits are 32-bit words, low bits first; what is behind their end is 0. The low bits follow the row: whole
-// bytes first, of all indices the lowest one, then the next; the bits above them as a bucket of codes (codec/pack.h).
+// There are two forms, and n and k decide which one is shorter. Elias and Fano's has the low bits of each index as they
+// are, and the high bits as a row of bits, in which index j has a one at j + high. The other form has a bit for each of
+// the n elements. Rows of bits are 32-bit words, low bits first, zero behind their end. The low bits follow the row:
+// the lowest whole byte of all indices, then the next, then the bits above as a bucket of codes (codec/pack.h).
 //
-// Of the bytes of a list that no encoder made, an index that is not above all before it, or not below n, is none.
+// In bytes that no encoder wrote, an index that is not above all before it, or not below n, counts as none.
 #pragma once
 
 #include "codec/pack.h"
@@ -17,9 +17,9 @@ CGX_HD int64_t bitmap_bytes(int64_t bits) { return div_up(bits, 32) * 4; }
 struct IndexList {
   int64_t n, k;
   int low = 0;         // low bits of an index
-  bool split = false;  // Elias and Fano's
+  bool split = false;  // Elias and Fano's form
   int64_t bits = 0;    // of the row
-  int64_t bytes = 0;   // of the whole list; none where it is all indices, or none
+  int64_t bytes = 0;   // of the whole list; 0 if k is 0 or n
 
   CGX_HD IndexList(int64_t n, int64_t k) : n(n), k(k) {
     if (is_implied()) return;
@@ -32,7 +32,7 @@ struct IndexList {
   }
 
   CGX_HD bool is_implied() const { return k == 0 || k == n; }
-  // Of Elias and Fano's form: where index j has its one, where its byte i lies, and what the packed codes are.
+  // In Elias and Fano's form: the place of index j's one and of its byte i, and the packed codes.
   CGX_HD int64_t one_of(int64_t j, int64_t index) const { return (index >> low) + j; }
   CGX_HD int64_t byte_at(int i, int64_t j) const { return bitmap_bytes(bits) + i * k + j; }
   CGX_HD int64_t packed_at() const { return byte_at(low / 8, 0); }

@@ -1,50 +1,20 @@
-// Where everything of a message lies. Host only; jaxcgx/native/layout.py computes the same for shapes.
+// The layout of a message in bytes. Host only; jaxcgx/native/layout.py computes the same for shapes.
 //
-// A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Leaves are cut
-// only between units: a bucket, or 512 elements where the codec has no buckets. The cut for chunk c is the first
-// unit boundary at or past c / chunks of the message's bytes. What of a leaf falls into a chunk is a piece.
+// A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Cuts are between
+// units: a bucket, or 512 elements if the codec has no buckets. The cut for chunk c is the first unit boundary at or
+// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece.
 //
-// A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes begin, and
-// each piece of them, on 16 bytes. With skip_incomplete the raw tail of a leaf follows its codes, on 16 bytes too.
-// What lies between and behind is zero. A piece of TopK is one bucket, without metadata, and counts as its elements
-// where a message is cut.
+// A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece
+// are aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All gaps are
+// zero. A piece of TopK is one bucket without metadata; for cutting, it counts as its elements.
 #pragma once
 
 #include <vector>
 
-#include "codec/base.h"
-#include "codec/pack.h"
 #include "codec/topk.h"
+#include "codec/traits.h"
 
 namespace jaxcgx {
-
-CGX_HD int meta_floats(Kind k) {
-  switch (k) {
-    case Kind::kMaxMin:
-    case Kind::kByteGrad:
-      return 2;
-    case Kind::kAbsMax:
-    case Kind::kFloat8:
-    case Kind::kSign:
-      return 1;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return 0;
-}
-CGX_HD bool has_buckets(Kind k) { return meta_floats(k) > 0; }
-
-// The width of a code that is packed; Raw and Cast have none.
-CGX_HD int code_bits(const Codec& c) {
-  if (c.kind == Kind::kMaxMin || c.kind == Kind::kAbsMax) return c.bits;
-  return c.kind == Kind::kSign ? 1 : 8;
-}
-CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
-  if (c.kind == Kind::kRaw) return n * size_of(leaf);
-  return c.kind == Kind::kCast ? n * 2 : packed_bytes(n, code_bits(c));
-}
 
 struct Leaf {
   int64_t size;  // elements
@@ -58,9 +28,9 @@ struct Piece {
   int64_t coded;   // elements that the codec sees
   int64_t raw;     // elements of the raw tail behind them
   int64_t bucket;  // elements of a bucket (the last may be short); 0 without buckets
-  int64_t meta;    // bytes from the chunk's beginning: metadata,
-  int64_t codes;   // codes,
-  int64_t tail;    // and raw tail
+  int64_t meta;    // where its metadata, codes and raw tail begin: bytes from the chunk's beginning
+  int64_t codes;
+  int64_t tail;
 };
 
 int64_t topk_bytes(const Codec& c, int64_t n);
@@ -76,7 +46,7 @@ struct Layout {
   Codec codec;
   std::vector<Leaf> leaves;
   std::vector<Piece> pieces;      // by chunk, then by leaf
-  std::vector<int64_t> first;     // of chunk c: pieces first[c] .. first[c + 1]
+  std::vector<int64_t> first;     // chunk c has pieces first[c] .. first[c + 1]
   std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
   int64_t chunk_bytes = 0;
 
@@ -85,7 +55,7 @@ struct Layout {
   Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks) : codec(codec), leaves(std::move(leaves_in)) {
     const int64_t meta_bytes = 4 * meta_floats(codec.kind);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
-    // One bucket for the whole of a piece: its metadata does not count when bytes are balanced.
+    // One bucket for a whole piece: its metadata does not count when bytes are balanced.
     const bool sparse = codec.kind == Kind::kTopK,
                whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
     const auto weight = [&](DType dtype, int64_t n) {
@@ -156,7 +126,7 @@ struct Layout {
   }
 };
 
-// The layout of a sum of so many ranks' messages: pieces of the same elements.
+// The layout of a sum over `ranks` messages: pieces of the same elements.
 inline Layout of_sum(const Layout& l, int64_t ranks) {
   return l.codec.kind == Kind::kTopK ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks()) : l;
 }
@@ -166,7 +136,7 @@ inline Layout values_layout(const Codec& c, int64_t n) {
   return Layout(values_of(c), {{capacity(c.sparse, n), DType::kF32}}, 1);
 }
 
-// The bytes of a piece of n elements: its list of indices, and its values from values_at on.
+// The bytes of a TopK piece of n elements: its list of indices, and its values from values_at on.
 inline int64_t values_at(const Codec& c, int64_t n) { return align16(IndexList(n, capacity(c.sparse, n)).bytes); }
 inline int64_t topk_bytes(const Codec& c, int64_t n) { return values_at(c, n) + values_layout(c, n).chunk_bytes; }
 

@@ -7,6 +7,7 @@
 namespace jaxcgx {
 
 struct MaxMin {
+  static constexpr Kind kKind = Kind::kMaxMin;
   CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec& c) {
     const float scale = scale_of(largest_of(s)), steps = static_cast<float>((1 << c.bits) - 1);
     const float lo = s.lo * scale, range = s.hi * scale - lo;
@@ -22,7 +23,7 @@ struct MaxMin {
     return round_int((x - V::splat(g.origin)) * V::splat(g.inv));
   }
 
-  // Stochastic: the level in 16.16 fixed point plus 16 random bits. Integers, so that no addition can be fused.
+  // Stochastic: the level in 16.16 fixed point plus 16 random bits. Integer additions can't be fused.
   template <class V, int kBits>
   CGX_HD static typename V::I quantize(typename V::F x, const Grid& g, typename V::I noise) {
     const typename V::I fixed = round_int((x - V::splat(g.origin)) * V::splat(g.inv * 65536.0f));

@@ -1,11 +1,10 @@
 // How the codes of a bucket become bytes.
 //
-// A bucket is cut into blocks of 128 elements: 8 rows of 16 lanes, element = 16 * row + lane. A lane's eight
-// codes are packed together: a code is split into fields of 8, 4, 2 and 1 bits (7 = 4 + 2 + 1, low bits first),
-// and field k of the lane's row r goes to bits k * r of a word of 8 * k bits. So packing is a shift and an or
-// for whole rows at a time, with no transposition, on any vector unit and in a warp. A block holds, for each field
-// in the order 8 or 4, 2, 1, the words of its lanes in order (8-bit fields: rows 0..3, then rows 4..7, as 32-bit
-// words). That is 16 * bits bytes.
+// A bucket is cut into blocks of 128 elements: 8 rows of 16 lanes, element = 16 * row + lane. A lane's eight codes are
+// packed together: a code is split into fields of 8, 4, 2 and 1 bits (7 = 4 + 2 + 1, low bits first), and field k of
+// the lane's row r goes to bits k * r of a word of 8 * k bits. So packing shifts and ors whole rows, without a
+// transposition, on any vector unit and in a warp. A block holds, for each field in the order 8 or 4, 2, 1, the words
+// of its lanes in order (8-bit fields: rows 0..3, then rows 4..7, as 32-bit words): 16 * bits bytes.
 //
 // The last block of a bucket, of n < 128 elements, has ceil(n / 8) lanes instead of 16, and fields of elements
 // past the end are 0.
@@ -19,14 +18,14 @@ constexpr int kRows = 8, kLanes = 16, kBlock = kRows * kLanes;
 
 CGX_HD int64_t packed_bytes(int64_t n, int bits) { return div_up(n, kRows) * bits; }
 
-// The words of a block, a lane each. Fields that kBits does not have are left out by the compiler.
+// The words of a block, one per lane. The compiler removes fields that kBits does not have.
 template <class V, int kBits>
 struct Words {
   typename V::I a, b, c, d;  // a: 8-bit fields, rows 0..3, or 4-bit fields; b: 8-bit fields, rows 4..7; c: 2; d: 1
 
   CGX_HD void clear() { a = b = c = d = V::splat(0); }
 
-  // Each row once: fields are added, which a GPU does in the same instruction as the shift.
+  // Once for each row: fields are added, which a GPU does in the same instruction as the shift.
   CGX_HD void put(int row, typename V::I code) {
     if constexpr (kBits == 8) {
       if (row < 4)

@@ -1,9 +1,9 @@
-// Random bits for stochastic rounding: Philox4x32-10 (Salmon et al., SC'11), counter-based, so that the bits of
-// an element depend on the key, the leaf and the element's index in it, and on nothing else.
+// Random bits for stochastic rounding: Philox4x32-10 (Salmon et al., SC'11). It is counter-based: the bits of an
+// element depend only on the key, the leaf and the element's index in it.
 //
 // Element e belongs to block e / 128, row (e % 128) / 16, lane e % 16. The four words of counter
 // (16 * block + lane as 64 bits, leaf, 0) serve the eight rows of that lane: row r takes the low (r even) or
-// high (r odd) half of word r / 2. So one call gives eight elements 16 bits each, and 16 lanes sit side by side.
+// high (r odd) half of word r / 2. So one call gives eight elements 16 bits each, and 16 lanes are side by side.
 #pragma once
 
 #include "codec/base.h"

@@ -1,8 +1,8 @@
 // Sign: one bit, the sign, and the mean magnitude of the bucket. Metadata of a bucket: the mean (one float).
 //
-// The sum of magnitudes has a fixed order, so that every vector width agrees: in a block the rows of a lane are
-// added in order, then lanes j and j + 8, j + 4, j + 2, j + 1; blocks are added in order, in groups of 256
-// (kSumGroup elements), then the groups.
+// The sum of magnitudes has a fixed order, so that all vector widths agree: in a block, the rows of a lane are added in
+// order, then lanes j and j + 8, j + 4, j + 2, j + 1. Blocks are added in order within groups of 256 (kSumGroup
+// elements), then the groups.
 #pragma once
 
 #include "codec/grid.h"
@@ -10,6 +10,7 @@
 namespace jaxcgx {
 
 struct Sign {
+  static constexpr Kind kKind = Kind::kSign;
   static constexpr int64_t kSumGroup = 32768;
 
   CGX_HD static Grid grid(const Stats& s, float sum, int64_t n, const Codec&) {

@@ -1,12 +1,12 @@
-// TopK: the elements of the largest magnitude, and where they stand. A piece is the list of its indices
-// (codec/indices.h), then, on 16 bytes, a message of one leaf with the values, float32, in the codec that TopK has for
-// them: their j-th element draws the noise of element j of the piece.
+// TopK: the elements of the largest magnitude, and their indices. A piece is a list of indices (codec/indices.h), then,
+// aligned to 16 bytes, a message of one float32 leaf with the values, in TopK's codec of values. Value j draws the
+// noise of element j of the piece.
 //
-// Magnitudes are compared as integers, their bits without the sign; of equal ones the lower index comes first. A value
-// that is not there (index n) is 0.
+// Magnitudes are compared as integers: their bits without the sign. Among equal ones the lower index comes first. A
+// missing value (index n) is 0.
 //
-// Sampled selection takes, of the elements whose magnitude is at least a threshold, the largest. The threshold is the
-// first of a ladder that enough elements reach, or the last.
+// Sampled selection takes the largest elements among those that reach a threshold. The threshold is the first of a
+// ladder that enough elements reach, or the last.
 #pragma once
 
 #include <cmath>
@@ -19,8 +19,7 @@ namespace jaxcgx {
 constexpr int64_t kMostIndices = (int64_t{1} << 31) - 1;  // elements of a piece
 constexpr int32_t kMostRefinements = 100;
 constexpr uint32_t kMagnitude = 0x7fffffffu, kLargest = 0x7f7fffffu;  // bits of a magnitude; the largest finite one
-constexpr uint32_t kAnyNaN =
-    0x7f800001u;  // the magnitude of every NaN: which one a sum of two is depends on the processor
+constexpr uint32_t kAnyNaN = 0x7f800001u;  // the magnitude of every NaN: processors differ in the NaN of a sum
 
 CGX_HD uint32_t magnitude_of(float x) {
   const uint32_t m = bits_of(x) & kMagnitude;
@@ -29,34 +28,32 @@ CGX_HD uint32_t magnitude_of(float x) {
 // An element as it is sent.
 CGX_HD float sent_as(float x) { return magnitude_of(x) == kAnyNaN ? float_of(kNaNBits) : x; }
 
-// The smallest integer that is not less.
+// The smallest integer that is at least x.
 CGX_HD int64_t ceil_of(double x) {
   const auto below = static_cast<int64_t>(x);
   return below + (static_cast<double>(below) < x);
 }
 
-// Elements that are sent of n.
+// How many of n elements are sent, at most.
 CGX_HD int64_t capacity(const Sparse& s, int64_t n) {
   const int64_t one = ceil_of(s.ratio * static_cast<double>(n));
   return one > 0 && s.lists >= div_up(n, one) ? n : s.lists * one;
 }
 
 // The codec of the values.
-CGX_HD Codec values_of(const Codec& c) {
-  return {c.sparse.kind,      c.sparse.bits, c.sparse.bucket_size, c.sparse.stochastic, c.sparse.skip_incomplete,
-          c.sparse.compatible};
-}
+CGX_HD Codec values_of(const Codec& c) { return {c.sparse.values}; }
 
-// The codec of a sum of so many ranks' messages: TopK in jaxcgx/codecs/topk.py.
+// The codec of a sum over `ranks` messages: TopK in jaxcgx/codecs/topk.py.
 CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
   if (c.kind != Kind::kTopK || c.sparse.top) return c;
-  Codec sum{Kind::kTopK, 0, 0, false, false, false};
+  Codec sum{};
+  sum.kind = Kind::kTopK;
   sum.sparse.ratio = c.sparse.ratio;
   sum.sparse.lists = c.sparse.lists * ranks;
   return sum;
 }
 
-// The sample of a piece of n elements of which k are sent: every stride-th from `first` on.
+// The sample of a piece that sends k of n elements: every stride-th element from `first` on.
 struct Sample {
   int64_t count, stride;
 
@@ -68,28 +65,28 @@ struct Sample {
   }
   // `random`: 16 bits, those of the piece's last element.
   CGX_HD int64_t first(int32_t random) const { return random * stride >> 16; }
-  // By quantile: of the sample the magnitude of this rank (1: the largest), at most kLargest, is the first threshold.
+  // By quantile: the first threshold is the sample's magnitude of this rank (1: the largest), at most kLargest.
   CGX_HD int64_t rank(int64_t n, int64_t k) const { return div_up(k * count, n); }
 };
 
 // How many elements must reach a threshold.
 CGX_HD int64_t enough(const Sparse& s, int64_t k) { return ceil_of(s.lower * static_cast<double>(k)); }
-// The ladder: from the first threshold on, `refinements` times the next one. Small ones are multiplied by a power of
-// two, as everything that may be denormal.
+// The ladder: the first threshold, and `refinements` next ones. Small ones are scaled by a power of two, like all
+// numbers that may be denormal.
 CGX_HD float next_threshold(const Sparse& s, float t) {
   const float up = t < 0x1p-60f ? 0x1p80f : 1.0f;
   return t * up * static_cast<float>(s.lower) / up;
 }
 
-// By exponential distributions: with `largest` the sample's largest magnitude, all at most kLargest, x a magnitude
-// times scale_of(largest), denormals then 0, and t = 0: `rounds` times t += sum(x - t) * factor / max(number, 1), over
-// the x > t (in the first round all; elsewhere they count 0), in the order of codec/sign.h. The threshold is t /
-// scale_of(largest).
+// The first threshold by exponential distributions. `largest` is the sample's largest magnitude, at most kLargest; x is
+// a magnitude times scale_of(largest), 0 if that is denormal. From t = 0, `rounds` times: t += sum(x - t) * factor /
+// max(number, 1), over the x > t (over all x in the first round; others count as 0), in the order of codec/sign.h. The
+// threshold is t / scale_of(largest).
 struct Exponential {
   int rounds = 1;
   float last;  // factor of the last round
 
-  // On the host: the logarithm is the C library's.
+  // On the host, with the C library's logarithm.
   Exponential(int64_t n, int64_t k) {
     int64_t wanted = k;
     for (; 4 * wanted < n; wanted *= 4) ++rounds;

@@ -4,7 +4,7 @@
 
 namespace jaxcgx::cpu {
 
-void decode(const Decode& a, const Pool& pool) {
+void decode(const Decode& a, const Pool& pool, int64_t only) {
   const Layout& l = a.layout;
   if (l.codec.kind == Kind::kTopK) return decode_topk(a, pool);
   const Kernels& k = kernels();
@@ -13,7 +13,7 @@ void decode(const Decode& a, const Pool& pool) {
   for (size_t i = 0; i < l.leaves.size(); ++i)
     ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
 
-  const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
+  const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
   const Spans spans(l, a.batch, [&](int64_t) { return first; }, chunks);
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);

@@ -4,13 +4,13 @@
 
 namespace jaxcgx::cpu {
 
-void encode(const Encode& a, const Pool& pool) {
+void encode(const Encode& a, const Pool& pool, int64_t only) {
   const Layout& l = a.layout;
   if (l.codec.kind == Kind::kTopK) return encode_topk(a, pool);
   const Kernels& k = kernels();
   const bool feedback = a.residuals != nullptr;
-  const int64_t first = std::max<int64_t>(a.only, 0), chunks = a.only < 0 ? l.chunks() : 1;
-  const Target target{l, a.payload, chunks * l.chunk_bytes, a.only >= 0, a.leaf_ids, a.keys};
+  const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
+  const Target target{l, a.payload, chunks * l.chunk_bytes, only >= 0, a.leaf_ids, a.keys};
 
   const auto place = [&](const Span& s, int64_t at) {  // in the leaf's buffer, which holds the whole batch
     return s.row * l.leaves[static_cast<size_t>(s.piece->leaf)].size + at;
@@ -28,7 +28,7 @@ void encode(const Encode& a, const Pool& pool) {
     k.add(x, a.residuals[i] + place(s, at), n, buffer);
     return buffer;
   };
-  // What can't be represented (an overflow, a NaN) is not a rounding error: the old residual stays.
+  // A loss that is not finite (an overflow, a NaN) is no rounding error: the old residual stays.
   const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));
@@ -41,7 +41,7 @@ void encode(const Encode& a, const Pool& pool) {
   }
   if (l.codec.kind != Kind::kRaw || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
   if (feedback || !(l.codec.kind == Kind::kRaw || l.codec.skip_incomplete)) return;
-  // What travels raw is copied as it is, NaNs and all.
+  // Raw elements are copied as they are, including NaNs.
   spans.each(pool, [&](const Span& s) {
     if (!s.raw) return;
     const auto i = static_cast<size_t>(s.piece->leaf);

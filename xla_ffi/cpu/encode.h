@@ -1,35 +1,16 @@
 // Encoding from whatever gives fp32 numbers: leaves (encode.cc) or the sum of payloads (reduce.cc).
 #pragma once
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
 
 inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return MaxMin::grid(s, sum, n, c);
-    case Kind::kByteGrad:
-      return ByteGrad::grid(s, sum, n, c);
-    case Kind::kAbsMax:
-      return AbsMax::grid(s, sum, n, c);
-    case Kind::kFloat8:
-      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign:
-      return Sign::grid(s, sum, n, c);
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return Grid{};
+  return with_grid_codec(c, [&](auto type) { return decltype(type)::Codec::grid(s, sum, n, c); });
 }
 
-// What encoding needs beside the numbers.
+// Where encoded numbers go, and their noise.
 struct Target {
   const Layout& layout;
   uint8_t* payload;  // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
@@ -37,7 +18,7 @@ struct Target {
   bool one_chunk;
   const int64_t* leaf_ids;
   const uint32_t* keys;
-  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this one
+  int64_t noise_from = 0;  // element 0 of a leaf draws the noise of this element
 
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
@@ -62,12 +43,12 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   clear_to(l.chunk_bytes);
 }
 
-// What `fetch` may write to: a tile, and one more for what `keep` wants to know besides the numbers.
+// The buffer of `fetch`: a tile, and one more for what `keep` needs besides the numbers.
 constexpr int64_t kBuffer = 2 * kTile;
 
-// `fetch(span, element, n, buffer)` gives n numbers of the leaf from `element` on, in `buffer` or where they are.
-// `keep(span, element, n, numbers, decoded)` is told what was encoded, as it was fetched last, and what it will decode
-// to, where wanted.
+// `fetch(span, element, n, buffer)` returns n numbers of the leaf from `element` on, in `buffer` or in place.
+// `keep(span, element, n, numbers, decoded)` gets the encoded numbers as last fetched, and the numbers that they decode
+// to. It is called only if `keeps`.
 template <class Fetch, class Keep>
 class Encoder {
  public:
@@ -77,6 +58,7 @@ class Encoder {
         fetch_(fetch),
         keep_(keep),
         keeps_(keeps),
+        needs_sums_(traits_of(codec_.kind).sums),
         k_(kernels()),
         encode_(k_.encoder(codec_)),
         decode_(k_.decoder(codec_)) {}
@@ -108,7 +90,7 @@ class Encoder {
         }
       };
       each_part([&](const Span& s, size_t i) { stats[i] = stats_of(s, s.piece->start + s.begin, s.count); });
-      if (codec_.kind == Kind::kSign) {
+      if (needs_sums_) {
         std::vector<float> scales(spans.big.size());
         each_big([&](size_t b, const Stats& all, float, int64_t) { scales[b] = scale_of(largest_of(all)); });
         each_part([&](const Span& s, size_t i) {
@@ -157,7 +139,7 @@ class Encoder {
     return sum;
   }
 
-  // A bucket that fits a span; if it fits a tile, its numbers are fetched once.
+  // A bucket that fits a span. If it fits a tile, its numbers are fetched once.
   void bucket(const Span& s, int64_t index, int64_t at, int64_t n) const {
     alignas(64) float buffer[kBuffer];
     const float* x = nullptr;
@@ -168,7 +150,7 @@ class Encoder {
     } else {
       stats = stats_of(s, at, n);
     }
-    const float sum = codec_.kind == Kind::kSign ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
+    const float sum = needs_sums_ ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
     const Grid g = grid_of(stats, sum, n, codec_);
     put_meta(s, index, g);
     for (int64_t i = 0; i < n; i += kTile) {
@@ -207,7 +189,7 @@ class Encoder {
     }
   }
 
-  // The noise of n elements from `at` on; drawn by whole blocks, so that where it begins does not matter.
+  // The noise of n elements from `at` on. Whole blocks are drawn, so that `at` may be anywhere.
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
     at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;
@@ -240,7 +222,7 @@ class Encoder {
   const Codec codec_;
   const Fetch& fetch_;
   const Keep& keep_;
-  const bool keeps_;
+  const bool keeps_, needs_sums_;
   const Kernels& k_;
   const EncodeFn encode_;
   const DecodeFn decode_;

@@ -1,12 +1,12 @@
-// What is compiled once per instruction set: loops over a stretch of memory that fits the first cache. The
-// drivers (encode.cc, decode.cc, reduce.cc) cut messages into such stretches and call these through a table.
+// Kernels that are compiled once per instruction set: loops over a stretch of memory that fits the first cache. The
+// drivers (encode.cc, decode.cc, reduce.cc) cut messages into such stretches and call the kernels through a table.
 #pragma once
 
 #include "codec/grid.h"
 
 namespace jaxcgx::cpu {
 
-// Codes of one bucket from each of some ranks.
+// The codes of one bucket from several ranks.
 struct Terms {
   static constexpr int64_t kMost = 16;
   const uint8_t* codes[kMost];
@@ -19,8 +19,8 @@ struct Terms {
   }
 };
 
-// out = so far + unit * value(code) of one rank after another; `so far` is `base` or, for kOnto, what out holds.
-// kAround: out will not be read soon, write around the caches.
+// out = so far + unit * value(code), one rank after another; "so far" is `base`, with kOnto the contents of out.
+// kAround: out will not be read soon and is written around the caches.
 enum class Write { kOver, kOnto, kAround };
 using DecodeFn = void (*)(const Terms& terms, int64_t n, float base, float* out, Write write);
 using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
@@ -42,13 +42,13 @@ struct Kernels {
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
-  // How many magnitudes are at least `least` (bits); and these numbers with their indices, x[0] having the index
-  // `first`: both arrays have room for n + 16.
+  // Counts the magnitudes that are at least `least` (bits). `find` also returns these numbers and their indices, of
+  // which x[0] has `first`; both arrays have room for n + 16.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);
   int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
   // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old
   void (*hold)(const float* x, const float* old, int64_t n, uint32_t least, float* out);
-  // n codes of `bits` (1 to 7) bits, as those of a bucket
+  // n codes of `bits` (1 to 7) bits, packed as in a bucket
   void (*pack)(const int32_t* codes, int64_t n, int bits, uint8_t* out);
   void (*unpack)(const uint8_t* in, int64_t n, int bits, int32_t* codes);
   EncodeFn (*encoder)(const Codec& codec);
@@ -56,8 +56,8 @@ struct Kernels {
   CastFn (*caster)(const Codec& codec);
 };
 
-const Kernels& kernels();               // the best that this processor has, or what select_kernels chose
-bool select_kernels(const char* name);  // "avx512", "avx2", "portable"; false where the processor lacks it
+const Kernels& kernels();               // those that select_kernels chose, or the best that this processor runs
+bool select_kernels(const char* name);  // "avx512", "avx2", "portable"; false if the processor can't run them
 
 namespace portable {
 extern const Kernels kKernels;

@@ -1,14 +1,10 @@
 // The kernels of cpu/kernels.h for one instruction set. Included by kernels_<isa>.cc, which defines JAXCGX_ISA.
 #pragma once
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
 #include "codec/cast.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "codec/pack.h"
 #include "codec/rng.h"
-#include "codec/sign.h"
 #include "cpu/kernels.h"
 #include "cpu/simd.h"
 
@@ -18,7 +14,7 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// Calls full(i) for every whole vector of 16 and rest(i, count) for what remains.
+// Calls full(i) for every whole vector of 16 and rest(i, count) for the rest.
 template <class Full, class Rest>
 CGX_HD void each_vector(int64_t n, Full full, Rest rest) {
   int64_t i = 0;
@@ -95,7 +91,7 @@ void residual(const float* x, const float* y, const float* old, int64_t n, float
 void scale(const float* x, int64_t n, float factor, float* out) {
   map(n, out, [=](F a) { return a * splat_f(factor); }, x);
 }
-// Small numbers are divided after an exact multiplication, like everything on the wire that may be denormal.
+// Small numbers are scaled exactly before the division, like all numbers on the wire that may be denormal.
 void divide(const float* x, int64_t n, float divisor, float* out, Write write) {
   const auto op = [=](F a) {
     const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(0x1p-60f)));
@@ -125,7 +121,7 @@ void stats(const float* x, int64_t n, Stats* s) {
     lo0 = min(lo0, filled), hi0 = max(hi0, filled);
     nan = nan | unordered(filled, filled);
   }
-  // A NaN is sticky: min and max with a NaN in `so far` would drop it, so it is kept as an infinite range.
+  // min and max would drop a NaN, so it is kept as an infinite range.
   s->lo = any(nan) ? -__builtin_inff() : lowest(min(lo0, lo1));
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
@@ -150,7 +146,7 @@ int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* 
   const auto take = [&](int64_t i, F v, M m) {
     found += store_where(m, splat_i(first + static_cast<int32_t>(i)) + iota(), v, index + found, values + found);
   };
-  constexpr int kTogether = 4;  // vectors to a branch: those that are taken are few
+  constexpr int kTogether = 4;  // vectors per branch: few elements are taken
   int64_t i = 0;
   for (; i + 16 * kTogether <= n; i += 16 * kTogether) {
     M m[kTogether], some = none();
@@ -170,7 +166,7 @@ void hold(const float* x, const float* old, int64_t n, uint32_t least, float* ou
   map(n, out, [=](F a, F was) { return select(at_least(a, least), was, a); }, x, old);
 }
 
-// How many lanes a block of n elements has, and how many elements row r of it.
+// The number of lanes of a block of n elements, and of elements in a row of it.
 CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
 CGX_HD int in_row(int64_t n, int lanes, int row) {
   const int64_t left = n - static_cast<int64_t>(row) * lanes;
@@ -218,7 +214,7 @@ CGX_HD I quantize(F x, const Grid& g, I random) {
     return C::template quantize<Vector, kBits>(x, g);
 }
 
-// The words of a block to and from memory. `count` is nothing for a whole block, else its number of lanes.
+// The words of a block to and from memory. `count` is empty for a whole block, else its number of lanes.
 template <int kBits, class... Count>
 CGX_HD void put_block(uint8_t* out, const Words<Vector, kBits>& w, int lanes, Count... count) {
   if constexpr (kBits & 12) store_words(out, w.a, count...), out += 4 * lanes;
@@ -271,10 +267,10 @@ void unpack(const uint8_t* in, int64_t n, int bits, int32_t* codes) {
 
 template <class C, int kBits, bool kStochastic>
 void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
-  const Grid g = grid;  // a copy that stores through `codes` cannot change
+  const Grid g = grid;  // stores through `codes` can't change a copy
   const int64_t ahead = n;
   for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
-    // The next bucket arrives while this one, already read for its statistics, keeps memory idle.
+    // This bucket was already read for its statistics, so memory is idle: fetch the next one.
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) __builtin_prefetch(x + ahead + row * kLanes);
     Words<Vector, kBits> words;
@@ -303,14 +299,13 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
-template <class C, int kBits, bool kFused>
+template <class C, int kBits>
 CGX_HD F plus(F so_far, F unit, I code) {
   const F value = C::template value<Vector, kBits>(code);
-  return kFused ? multiply_add(unit, value, so_far) : so_far + unit * value;
+  return traits_of(C::kKind).exact ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
-// kFused: unit * value is always exact, so that one rounding is as good as two.
-template <class C, int kBits, bool kFused>
+template <class C, int kBits>
 void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   int64_t at = 0;  // of the codes
@@ -322,7 +317,7 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
       const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -342,64 +337,25 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
     const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits, kFused>(sum[row], unit, words.get(row));
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
 }
 
-template <class C, bool kStochastic>
-EncodeFn encoder_of_width(int bits) {
-  static constexpr EncodeFn kTable[] = {encode<C, 1, kStochastic>, encode<C, 2, kStochastic>, encode<C, 3, kStochastic>,
-                                        encode<C, 4, kStochastic>, encode<C, 5, kStochastic>, encode<C, 6, kStochastic>,
-                                        encode<C, 7, kStochastic>, encode<C, 8, kStochastic>};
-  return kTable[bits - 1];
-}
-template <class C>
-DecodeFn decoder_of_width(int bits) {
-  static constexpr DecodeFn kTable[] = {decode<C, 1, true>, decode<C, 2, true>, decode<C, 3, true>, decode<C, 4, true>,
-                                        decode<C, 5, true>, decode<C, 6, true>, decode<C, 7, true>, decode<C, 8, true>};
-  return kTable[bits - 1];
-}
-
-// The dispatch table: a row a codec.
 EncodeFn encoder(const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return c.stochastic ? encoder_of_width<MaxMin, true>(c.bits) : encoder_of_width<MaxMin, false>(c.bits);
-    case Kind::kByteGrad:
-      return encode<ByteGrad, 8, false>;
-    case Kind::kAbsMax:
-      return encoder_of_width<AbsMax, false>(c.bits);
-    case Kind::kFloat8:
-      return c.bits == 4 ? encode<Float8<4>, 8, false> : encode<Float8<5>, 8, false>;
-    case Kind::kSign:
-      return encode<Sign, 1, false>;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return nullptr;
+  if (!has_buckets(c.kind)) return nullptr;
+  return with_encoder(c, [](auto variant) -> EncodeFn {
+    using V = decltype(variant);
+    return encode<typename V::Codec, V::bits, V::stochastic>;
+  });
 }
 DecodeFn decoder(const Codec& c) {
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      return decoder_of_width<MaxMin>(c.bits);
-    case Kind::kByteGrad:
-      return decode<ByteGrad, 8, true>;
-    case Kind::kAbsMax:
-      return decoder_of_width<AbsMax>(c.bits);
-    case Kind::kFloat8:
-      return c.bits == 4 ? decode<Float8<4>, 8, false> : decode<Float8<5>, 8, false>;
-    case Kind::kSign:
-      return decode<Sign, 1, true>;
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return nullptr;
+  if (!has_buckets(c.kind)) return nullptr;
+  return with_decoder(c, [](auto variant) -> DecodeFn {
+    using V = decltype(variant);
+    return decode<typename V::Codec, V::bits>;
+  });
 }
 CastFn caster(const Codec& c) {
   if (static_cast<DType>(c.bits) == DType::kBF16)

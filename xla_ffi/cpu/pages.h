@@ -9,9 +9,8 @@
 
 namespace jaxcgx::cpu {
 
-// A result on fresh memory faults once for each page that it touches, which for a decoded message takes longer than the
-// decoding. Where Linux gives large pages to those that ask (transparent_hugepage=madvise), this asks; what is already
-// there stays as it is.
+// A result in fresh memory faults once per page. For a decoded message this takes longer than decoding. With
+// transparent_hugepage=madvise, Linux gives large pages to those that ask, and this asks. Existing contents stay.
 inline void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;

@@ -1,4 +1,4 @@
-// Work in tasks over a pool, and the floating-point mode that the wire is specified in.
+// Tasks over a pool, and the floating-point mode of the wire.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,8 @@ class IeeeMode {
   IeeeMode& operator=(const IeeeMode&) = delete;
 };
 
-// Runs task(0) .. task(count - 1) and returns when all are done. The caller works too, and never waits for a task
-// that nobody has begun: a pool whose threads are all busy, or all waiting here, still makes progress.
+// Runs task(0) .. task(count - 1) and returns when all are done. The caller works too, and never waits for a task that
+// has not begun: a pool whose threads are all busy, or all wait here, still makes progress.
 inline void parallel_for(const Pool& pool, int64_t count, const std::function<void(int64_t)>& task) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
@@ -49,13 +49,13 @@ inline void parallel_for(const Pool& pool, int64_t count, const std::function<vo
     std::condition_variable finished;
   };
   const auto work = [count](Shared& shared, const std::function<void(int64_t)>* task) {
-    // `task` is looked at only while some index is left, and then the caller is still waiting.
+    // `task` is used only while an index is left, and then the caller still waits.
     for (int64_t i; (i = shared.next.fetch_add(1)) < count;) {
       {
         IeeeMode mode;
         (*task)(i);
       }
-      // (This locked addition also completes stores around the caches before anyone can see the task as done.)
+      // This locked addition also completes stores around the caches before the task counts as done.
       if (shared.done.fetch_add(1) + 1 == count) {
         std::lock_guard<std::mutex> lock(shared.mutex);
         shared.finished.notify_all();

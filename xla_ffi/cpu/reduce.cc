@@ -15,8 +15,8 @@ void reduce(const Reduce& a, const Pool& pool) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     return a.residuals[i] + s.row * l.leaves[i].size + at;
   };
-  // base of every rank's bucket first, then unit * value of one rank after another: the order is part of the wire.
-  // `last` is how `out` is written for the last time. Where there is something to divide, `undivided` holds it.
+  // Sums the bases of all ranks, then unit * value of one rank after another: the order is part of the wire. `last` is
+  // how `out` is written last. If there is a divisor, `undivided` gets the sum before the division.
   const auto sum_to = [&](const Span& s, int64_t at, int64_t n, float* out, float* undivided, Write last) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     const uint8_t* payloads = a.payloads + s.row * a.ranks * l.chunk_bytes;
@@ -85,7 +85,7 @@ void reduce(const Reduce& a, const Pool& pool) {
     const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
       float* residual = residual_at(s, at);
       if (a.divisor == 1.0f) return k.residual(x, decoded, residual, n, residual);
-      alignas(64) float multiplied[kTile];  // and behind x lies the sum before its division
+      alignas(64) float multiplied[kTile];  // the undivided sum follows x
       k.scale(decoded, n, a.divisor, multiplied);
       k.residual(x + kTile, multiplied, residual, n, residual);
     };

@@ -1,12 +1,12 @@
-// Which elements TopK sends.
+// TopK's selection of elements.
 //
-// One pass finds the elements that reach a threshold, which a sample gives: most likely all that are sent and not many
-// more, their candidates. What is left to do, is done among these. Where the sample misleads (too few reach the
-// threshold, or more than there is room for) the same is done among all elements instead, in a fixed number of passes:
-// slower, but linear, whatever the numbers are.
+// A sample gives a threshold. One pass finds the candidates, the elements that reach it: most likely all that are sent
+// and not many more. The rest of the work is among these. If the sample misleads (too few candidates, or more than
+// there is room for), the same is done among all elements, in a fixed number of passes: slower, but linear for any
+// numbers.
 //
-// With feedback the pass writes new residuals, too, once it is certain that there will be enough candidates: until then
-// the old ones may still be needed. In place of a candidate the old one remains until it is known whether it is sent.
+// With feedback, the pass also writes new residuals, once there are certainly enough candidates; until then the old
+// ones may still be needed. A candidate keeps its old residual until it is known whether it is sent.
 #include <array>
 #include <cmath>
 #include <memory>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kTogether = 16;  // stretches of a task
 
-// The k-th largest magnitude, from three histograms, each of the next bits of those that are still in question.
+// The k-th largest magnitude, from three histograms, each of the next bits of the remaining magnitudes.
 // `visit(task, f)` calls f(numbers, count) for all numbers of a task.
 template <class Visit>
 uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
@@ -48,8 +48,8 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
-// What element of `count` of n is most likely not among the k largest of all, and not far behind: as many as there
-// would be on average, and six standard deviations more.
+// A rank among `count` of n elements that is most likely behind the k largest of all, and not far behind: the average
+// rank plus six standard deviations.
 int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
   const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
   return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
@@ -90,10 +90,10 @@ class Selection {
     largest();
   }
 
-  // A threshold that the wanted elements most likely reach, and few others: at least 1.
+  // A threshold that the wanted elements and few others most likely reach. At least 1.
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
-    // In runs, which are on fewer pages than single elements would be.
+    // Runs of elements are on fewer pages than single elements.
     constexpr int64_t kRun = 8;
     const int64_t runs = std::min<int64_t>(16384, n_ / 16) / kRun, rank = certain_rank(wanted_, n_, runs * kRun);
     if (rank >= runs * kRun) return 1;
@@ -117,7 +117,7 @@ class Selection {
                            : exponential(numbers.get(), of.count));
     for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
     const int64_t least = enough(how_, wanted_);
-    // The step that it will be, as far as the sample tells.
+    // The likely step, according to the sample.
     size_t step = 0;
     const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.get(), of.count, ladder[i])); };
     while (step + 1 < ladder.size() &&
@@ -178,8 +178,8 @@ class Selection {
     });
     return numbers;
   }
-  // The k-th largest magnitude of n numbers, k of them or more: among those that reach what every 16th suggests, where
-  // k do.
+  // The k-th largest magnitude of n >= k numbers. Every 16th number suggests a threshold; the search is among the
+  // numbers that reach it, if there are k.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
     const auto among = [&](const float* x, int64_t count) {
       return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
@@ -211,7 +211,8 @@ class Selection {
   int64_t length(int64_t at) const { return std::min(kStretch, n_ - at); }
   const float* fetch(int64_t at, float* buffer) const { return numbers_.fetch(at, 1, length(at), buffer); }
 
-  // Candidates: what reaches `least`, as far as there is room. From `certain` candidates on nothing else can be sent.
+  // Finds candidates, the elements that reach `least`, while there is room. With `certain` candidates, nothing else can
+  // be sent.
   void find(uint32_t least, int64_t certain) {
     const int64_t room = std::min(n_, 8 * wanted_ + 16 * kStretch);
     index_.reset(new int32_t[static_cast<size_t>(room)]);
@@ -234,12 +235,12 @@ class Selection {
     least_ = least;
   }
 
-  // What is asked for is not among the candidates. (Then no residual has been updated.)
+  // The wanted elements are not all candidates. No residual was updated then.
   void forget() {
     for (Stretch& s : stretches_) s.has_candidates = false;
   }
 
-  // Calls f(numbers, count, indices or null) for a stretch: its candidates, where it has them, or all its numbers.
+  // Calls f(numbers, count, indices or null) for a stretch: its candidates if it has them, else all its numbers.
   template <class Fn>
   void look(const Stretch& s, int64_t at, Fn f) const {
     alignas(64) float buffer[kStretch];
@@ -261,7 +262,7 @@ class Selection {
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    // Few tasks: candidates are few, and each task has a histogram to add.
+    // Few tasks: there are few candidates, and each task adds a histogram.
     const auto count = static_cast<int64_t>(stretches_.size()),
                each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
     take(kth_largest(wanted_, div_up(count, each), pool_, [&](int64_t task, auto f) {
@@ -272,7 +273,7 @@ class Selection {
     }));
   }
 
-  // What is above the magnitude, and as many of those that have it as are still wanted, the first ones.
+  // Takes the elements above a magnitude, and the first ones that have it, up to the wanted number.
   void take(uint32_t least) {
     const uint32_t above = least < kAnyNaN ? least + 1 : kMagnitude + 1;
     each_stretch([&](Stretch& s, int64_t at) {
@@ -310,7 +311,7 @@ class Selection {
     });
   }
 
-  // The residuals that the pass has not written: of candidates that are not sent after all, and of other stretches.
+  // Writes the residuals that the pass has not: of candidates that are not sent, and of other stretches.
   void update() {
     each_stretch([&](const Stretch& s, int64_t at) {
       if (!s.updated) {

@@ -1,7 +1,7 @@
-// Sixteen numbers at a time, for the instruction set that this file is compiled for: AVX-512, AVX2, or arrays
-// that any compiler turns into what it has (SSE2, NEON). The operations are those of codec/base.h.
+// Sixteen numbers at a time, for the instruction set of the file that includes this: AVX-512, AVX2, or arrays that the
+// compiler turns into its vectors (SSE2, NEON). The operations are those of codec/base.h.
 //
-// Included once per instruction set, inside a namespace of its own (JAXCGX_ISA), never by other files.
+// Included once per instruction set, in a namespace of its own (JAXCGX_ISA), and nowhere else.
 #pragma once
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -79,8 +79,8 @@ CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
-// Philox multiplies 32 by 32 bits, and the units do that for every other lane: its words stay as two vectors of
-// 64-bit lanes, whose upper halves mean nothing.
+// Philox multiplies 32 by 32 bits, which vector units do for every other lane. So its words are two vectors of 64-bit
+// lanes, whose upper halves are ignored.
 struct PhiloxWord {
   __m512i even, odd;
 };
@@ -99,8 +99,8 @@ CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low
   high->odd = _mm512_srli_epi64(low->odd, 32);
 }
 CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
-// Stores the lanes of the mask one behind the other and says how many they are; writes up to 16. (Into a register
-// first: compressing into memory is slow on some processors.)
+// Stores the lanes of the mask one after another and returns their number; writes up to 16. It compresses into a
+// register first: compressing into memory is slow on some processors.
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   _mm512_storeu_si512(to_i, _mm512_maskz_compress_epi32(m.v, i.v));
   _mm512_storeu_ps(to_x, _mm512_maskz_compress_ps(m.v, x.v));
@@ -200,7 +200,7 @@ CGX_HD F select(M m, F x, F y) {
 CGX_HD I select(M m, I x, I y) { return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)}; }
 struct PhiloxWord {
   __m256i part[4];
-};  // of a's lanes the even and the odd ones, then b's: see AVX-512
+};  // the even and the odd lanes of a, then of b: see AVX-512
 CGX_HD PhiloxWord philox_word(I x) { return {{x.a, _mm256_srli_epi64(x.a, 32), x.b, _mm256_srli_epi64(x.b, 32)}}; }
 CGX_HD I lanes_in_order(PhiloxWord w) {
   return {_mm256_blend_epi32(w.part[0], _mm256_slli_epi64(w.part[1], 32), 0xaa),
@@ -333,7 +333,7 @@ CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{
 #endif
 
 #if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
-// Without mask registers the few lanes of a short block go through a buffer.
+// Without mask registers, the lanes of a short block go through a buffer.
 template <int kSize>
 CGX_HD void copy_in(uint8_t (&buffer)[16 * kSize], const void* p, int n) {
   memset(buffer, 0, sizeof buffer);

@@ -11,10 +11,10 @@
 namespace jaxcgx::cpu {
 
 constexpr int64_t kSpan = Sign::kSumGroup;  // elements of a span, at most
-constexpr int64_t kTile = 2048;             // elements that are handled while they sit in the first cache
-constexpr int64_t kTask = 32768;            // elements that are worth a task
+constexpr int64_t kTile = 2048;             // elements that fit the first cache while they are handled
+constexpr int64_t kTask = 32768;            // elements of a task, at least
 
-// How float32 leaves of the layout are written: from some size on around the caches, where they would not stay anyway.
+// How float32 leaves are written. Large ones would not stay in the caches, and are written around them.
 inline Write write_of_leaves(const Layout& layout, int64_t batch) {
   constexpr int64_t kStreamElements = int64_t{2} << 20;
   int64_t elements = 0;
@@ -31,7 +31,7 @@ struct Span {
   int64_t part_of;       // which big bucket this is a part of; -1: none
 };
 
-// Buckets larger than a span are shared among threads: their statistics first, then their codes.
+// A bucket larger than a span, which threads share: first its statistics, then its codes.
 struct BigBucket {
   int64_t first, last;  // its spans
 };
@@ -39,7 +39,7 @@ struct BigBucket {
 struct Spans {
   std::vector<Span> spans;
   std::vector<BigBucket> big;
-  std::vector<int64_t> tasks;  // of task t: spans tasks[t] .. tasks[t + 1]
+  std::vector<int64_t> tasks;  // task t has spans tasks[t] .. tasks[t + 1]
 
   Spans(const Layout& layout, int64_t batch, const std::function<int64_t(int64_t)>& first_chunk, int64_t chunks) {
     for (int64_t row = 0; row < batch; ++row) {
@@ -83,8 +83,8 @@ struct Spans {
   }
 };
 
-// Calls f(bucket's index in the piece, offset in the bucket, element in the leaf, count) for every stretch of a
-// span that lies in one bucket and is at most `most` long. Offsets are multiples of `most`.
+// Calls f(bucket's index in the piece, offset in the bucket, element in the leaf, count) for the stretches of a span.
+// Each is in one bucket and has at most `most` elements. Offsets are multiples of `most`.
 template <class Fn>
 void each_bucket(const Span& s, int64_t most, Fn f) {
   const int64_t bucket = s.bucket > 0 ? s.bucket : s.count + s.begin;
@@ -96,14 +96,14 @@ void each_bucket(const Span& s, int64_t most, Fn f) {
   }
 }
 
-// Where the codes, the raw elements and the metadata of a span lie in its chunk.
+// Where the codes and the metadata of a span are in its chunk.
 inline int64_t codes_at(const Layout& l, const Piece& p, int64_t bucket_index, int64_t offset) {
   return p.codes + bucket_index * packed_bytes(p.bucket, code_bits(l.codec)) + offset / kRows * code_bits(l.codec);
 }
 inline int64_t meta_at(const Layout& l, const Piece& p, int64_t bucket_index) {
   return p.meta + bucket_index * 4 * meta_floats(l.codec.kind);
 }
-// Elements without buckets: `at` counts from the piece's first.
+// Where elements without buckets are. `at` counts from the piece's first.
 inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
   const DType dtype = l.leaves[static_cast<size_t>(s.piece->leaf)].dtype;
   if (s.raw)
@@ -111,7 +111,7 @@ inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
                                : s.piece->tail + (at - s.piece->coded) * size_of(dtype);
   return s.piece->codes + at * 2;
 }
-// The dtype in which such elements travel.
+// The dtype of such elements on the wire.
 inline DType plain_dtype(const Layout& l, const Span& s) {
   return s.raw ? l.leaves[static_cast<size_t>(s.piece->leaf)].dtype : static_cast<DType>(l.codec.bits);
 }

@@ -33,7 +33,7 @@ void put_indices(const IndexList& l, const int32_t* index, uint8_t* out) {
   kernels().pack(codes.data(), l.k, l.packed_bits(), out + l.packed_at());
 }
 
-// Which of the values stand where: indices that rise, and what their places in the list are.
+// A decoded list: ascending indices, and their places in the list.
 struct Listed {
   std::vector<int32_t> index, place;
 };
@@ -59,7 +59,7 @@ Listed read_indices(const IndexList& l, const uint8_t* in) {
       int64_t index = bit;
       if (l.split) {
         const int64_t high = bit - place;
-        if (high > l.n >> l.low) break;  // none, and all that follow, too
+        if (high > l.n >> l.low) break;  // this index and all that follow are none
         index = high << l.low | int64_t{low[static_cast<size_t>(place)]} << l.low / 8 * 8;
         for (int i = 0; i < l.low / 8; ++i) index |= int64_t{in[l.byte_at(i, place)]} << 8 * i;
       }
@@ -90,7 +90,7 @@ Elements read(const Codec& c, int64_t n, const uint8_t* bytes, const Pool& pool)
   return {std::move(listed.index), std::move(values)};
 }
 
-// Calls f(piece, row) for the pieces of `chunks` chunks from first_chunk(row) on; small ones several to a task.
+// Calls f(piece, row) for the pieces of `chunks` chunks from first_chunk(row) on. A task has several small pieces.
 template <class FirstChunk, class Fn>
 void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t chunks, const Pool& pool, Fn f) {
   struct Task {
@@ -125,7 +125,7 @@ void each_stretch(int64_t n, const Pool& pool, Fn f) {
       f(at, std::min(kStretch, n - at));
   });
 }
-// Calls f(index, place) for those of the elements that are among n from `first` on.
+// Calls f(index, place) for the elements among the n from `first` on.
 template <class Fn>
 void each_within(const Elements& e, int64_t first, int64_t n, Fn f) {
   const auto from = [&](int64_t index) {
@@ -134,7 +134,7 @@ void each_within(const Elements& e, int64_t first, int64_t n, Fn f) {
   for (size_t i = from(first), end = from(first + n); i < end; ++i) f(e.index[i], i);
 }
 
-// Where a piece is encoded to, and what its noise is drawn from.
+// Where a piece is encoded to, and the source of its noise.
 struct Piecewise {
   const Layout& layout;
   uint8_t* chunk;
@@ -144,8 +144,8 @@ struct Piecewise {
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + 2 * row; }
 
-// What is sent of a piece, which becomes as long as a list is: that list and its values. `keep(first, n, decoded)` is
-// told what the n values from `first` on will decode to, where it is wanted.
+// Writes the list of indices and the values of a piece; `sent` grows to the list's length. If `keeps`, calls
+// keep(first, n, decoded) with the numbers that the n values from `first` on decode to.
 template <class Keep>
 void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
   const Codec& c = to.layout.codec;
@@ -184,7 +184,7 @@ Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, flo
   return select(numbers, capacity(s, p.coded), s, random, new_residual, pool);
 }
 
-// Residuals of elements that have been sent: of n from `first` on, which were the numbers x.
+// Updates the residuals of elements that were sent: n from `first` on, which had the numbers x.
 void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x, const float* decoded,
                  float* residual) {
   float old[kTile];
@@ -194,7 +194,7 @@ void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x,
   for (int64_t i = 0; i < n; ++i) residual[index[i]] = old[i];
 }
 
-// The sum of one piece of the payloads of all ranks, with the own leaf and the residual, as far as there are any.
+// The sum of a piece over the payloads of all ranks, with the own leaf and the residual if there are any.
 void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool& pool) {
   const Layout& l = a.layout;
   const Kernels& k = kernels();
@@ -292,7 +292,7 @@ void reduce_topk(const Reduce& a, const Pool& pool) {
     });
   }
   const Layout sum = of_sum(l, a.ranks);
-  // The pieces of both layouts are of the same elements, in the same order.
+  // The pieces of both layouts have the same elements, in the same order.
   each_piece(sum, a.batch, first_chunk, 1, pool, [&](const Piece& p, int64_t row) {
     const std::unique_ptr<float[]> total(new float[static_cast<size_t>(p.coded)]);
     ask_for_large_pages(total.get(), p.coded * int64_t{sizeof(float)});

@@ -1,4 +1,4 @@
-// TopK on a CPU: what encode, decode and reduce do where that is the codec, and the selection that they share.
+// TopK on a CPU: encode, decode and reduce of this codec, and the selection that they share.
 #pragma once
 
 #include <vector>
@@ -19,7 +19,7 @@ struct Numbers {
   const float* residual;  // may be null
   float divisor;
 
-  // `count` of them, every stride-th from `first` on: in `buffer`, or where they are.
+  // `count` numbers, every stride-th from `first` on: in `buffer`, or in place.
   const float* fetch(int64_t first, int64_t stride, int64_t count, float* buffer) const;
 };
 
@@ -33,13 +33,12 @@ constexpr int64_t kStretch = 4096;  // elements that a thread selects from at a 
 
 // The elements of `numbers` that are sent, at most k.
 //
-// new_residual: null, or where numbers.residual is to be updated, which may be the same memory: there become all that
-// are not sent the numbers themselves where they are finite; all others, and those that are sent, remain what they
-// were.
+// new_residual: null, or the new residuals, which may be the memory of numbers.residual. A number that is not sent
+// becomes its residual if it is finite. All other elements keep the old residual.
 Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual,
                 const Pool& pool);
 
-// The same for the n numbers x from element `first` on: old to updated.
+// Updates residuals likewise, for the n numbers x from element `first` on.
 void update_unsent(const float* x, const float* old, int64_t first, int64_t n, const Elements& sent, float* updated);
 
 }  // namespace jaxcgx::cpu

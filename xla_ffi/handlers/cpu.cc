@@ -1,7 +1,5 @@
-// XLA FFI handlers of platform CPU.
 #include "handlers/cpu.h"
 
-#include "cpu/cpu.h"
 #include "handlers/operations.h"
 
 namespace jaxcgx {
@@ -10,14 +8,11 @@ namespace {
 struct Cpu {
   using Context = ffi::ThreadPool;
 
-  static cpu::Pool pool_of(Context& pool) {
-    return {pool.num_threads(), [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); }};
-  }
-
   static int64_t workspace_bytes(const Layout&, int64_t, int64_t, bool) { return 0; }
 
-  static ffi::Error check_where(const int32_t* where, int64_t batch, int64_t chunks, int64_t ranks, bool own) {
-    for (int64_t row = 0; row < batch; ++row) {
+  static ffi::Error check_where(const int32_t* where, const Message& m, int64_t ranks, bool own) {
+    const int64_t chunks = m.layout.chunks();
+    for (int64_t row = 0; row < m.batch; ++row) {
       const int32_t chunk = where[2 * row], rank = where[2 * row + 1];
       if (chunk < 0 || chunk >= chunks)
         return invalid("reduce", "chunk " + std::to_string(chunk) + " of " + std::to_string(chunks));
@@ -27,33 +22,31 @@ struct Cpu {
     return ffi::Error::Success();
   }
 
-  template <class... Fields>
-  static ffi::Error encode(Context& threads, void*, const Fields&... fields) {
-    cpu::encode({fields...}, pool_of(threads));
+  static ffi::Error encode(Context& threads, const Encode& args) {
+    cpu::encode(args, pool_of(threads));
     return ffi::Error::Success();
   }
-  template <class... Fields>
-  static ffi::Error decode(Context& threads, void*, const Fields&... fields) {
-    cpu::decode({fields...}, pool_of(threads));
+  static ffi::Error decode(Context& threads, const Decode& args) {
+    cpu::decode(args, pool_of(threads));
     return ffi::Error::Success();
   }
-  template <class... Fields>
-  static ffi::Error reduce(Context& threads, void*, const Fields&... fields) {
-    cpu::reduce({fields...}, pool_of(threads));
+  static ffi::Error reduce(Context& threads, const Reduce& args) {
+    cpu::reduce(args, pool_of(threads));
     return ffi::Error::Success();
   }
-  template <class... Fields>
-  static ffi::Error clear(Context& threads, void*, const Fields&... fields) {
-    cpu::clear({fields...}, pool_of(threads));
+  static ffi::Error clear(Context& threads, const Clear& args) {
+    cpu::clear(args, pool_of(threads));
     return ffi::Error::Success();
   }
 };
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cpu, encode<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_ENCODE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cpu, decode<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_DECODE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cpu, reduce<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_REDUCE);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cpu, clear<Cpu>, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().CGX_CLEAR);
+#define CGX_ON_THREADS ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cpu, encode<Cpu>, CGX_ON_THREADS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cpu, decode<Cpu>, CGX_ON_THREADS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cpu, reduce<Cpu>, CGX_ON_THREADS);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cpu, clear<Cpu>, CGX_ON_THREADS);
 
 }  // namespace jaxcgx

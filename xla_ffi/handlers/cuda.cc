@@ -1,4 +1,4 @@
-// XLA FFI handlers of platform CUDA. They launch kernels and do nothing else, so that XLA may capture them into graphs.
+// Handlers launch kernels and do nothing else, so that XLA may capture them into graphs.
 #include "handlers/cuda.h"
 
 #include "cuda/cuda.h"
@@ -15,25 +15,19 @@ struct Cuda {
     return cuda::workspace_bytes(layout, batch, payloads, encodes);
   }
 
-  // It lies on the device: the kernel checks it, and answers with NaNs.
-  static ffi::Error check_where(const int32_t*, int64_t, int64_t, int64_t, bool) { return ffi::Error::Success(); }
+  // `where` is on the device: the kernel checks it, and answers with NaNs.
+  static ffi::Error check_where(const int32_t*, const Message&, int64_t, bool) { return ffi::Error::Success(); }
 
-  template <class... Fields>
-  static ffi::Error encode(Context stream, void* workspace, const Fields&... fields) {
-    return error_of("encode", cuda::encode({fields..., workspace}, stream));
+  static ffi::Error encode(Context stream, const Encode& args) {
+    return error_of("encode", cuda::encode(args, stream));
   }
-  template <class... Fields>
-  static ffi::Error decode(Context stream, void* workspace, const Fields&... fields) {
-    return error_of("decode", cuda::decode({fields..., workspace}, stream));
+  static ffi::Error decode(Context stream, const Decode& args) {
+    return error_of("decode", cuda::decode(args, stream));
   }
-  template <class... Fields>
-  static ffi::Error reduce(Context stream, void* workspace, const Fields&... fields) {
-    return error_of("reduce", cuda::reduce({fields..., workspace}, stream));
+  static ffi::Error reduce(Context stream, const Reduce& args) {
+    return error_of("reduce", cuda::reduce(args, stream));
   }
-  template <class... Fields>
-  static ffi::Error clear(Context stream, void* workspace, const Fields&... fields) {
-    return error_of("clear", cuda::clear({fields..., workspace}, stream));
-  }
+  static ffi::Error clear(Context stream, const Clear& args) { return error_of("clear", cuda::clear(args, stream)); }
 
   static ffi::Error error_of(const std::string& op, cuda::Status status) {
     switch (status.error) {
@@ -49,7 +43,7 @@ struct Cuda {
     }
   }
 
-  // As in "NVIDIA H200 (sm_90)". Asks the device.
+  // Such as "NVIDIA H200 (sm_90)".
   static std::string this_gpu() {
     int device = 0;
     cudaDeviceProp gpu;
@@ -60,15 +54,11 @@ struct Cuda {
 
 }  // namespace
 
-#define CGX_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
+#define CGX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_STREAM.CGX_ENCODE,
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_STREAM.CGX_DECODE,
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_STREAM.CGX_REDUCE,
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_STREAM.CGX_CLEAR,
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_encode_cuda, encode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_decode_cuda, decode<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_reduce_cuda, reduce<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_clear_cuda, clear<Cuda>, CGX_ON_STREAM, {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxcgx

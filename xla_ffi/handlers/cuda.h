@@ -1,3 +1,4 @@
+// The operations on platform CUDA.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"

@@ -1,12 +1,11 @@
-// What is said when CUDA fails.
+// Messages for failures of CUDA.
 #pragma once
 
 #include <string>
 
 namespace jaxcgx {
 
-// `built`: the architectures that the build has code for, as in "sm_80, sm_90, compute_90"; `gpu`: "NVIDIA H200
-// (sm_90)".
+// `built`: the architectures of this build, such as "sm_80, sm_90, compute_90"; `gpu`: such as "NVIDIA H200 (sm_90)".
 inline std::string no_code_message(const std::string& op, const std::string& built, const std::string& gpu) {
   return "jaxcgx_" + op + ": this build has code for " + built + "; this GPU is " + gpu +
          ": build jaxcgx with a CUDA compiler that knows that GPU, or name its architecture in "

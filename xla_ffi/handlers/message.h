@@ -1,9 +1,10 @@
-// What every handler is told about its message, checked: handlers never trust their caller.
+// The attributes of a call, decoded and checked: handlers never trust their caller.
 #pragma once
 
-#include <optional>
 #include <string>
+#include <vector>
 
+#include "codec/fields.h"
 #include "codec/layout.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -11,64 +12,35 @@ namespace jaxcgx {
 
 namespace ffi = xla::ffi;
 
-// The attribute "codec", a dictionary; jaxcgx/codecs/base.py makes it.
-struct CodecAttr {
-  int32_t kind, bits;
-  int64_t bucket_size;
-  int32_t stochastic, skip_incomplete, compatible;
-  // What TopK has besides, zeros elsewhere; values_...: of the codec of its values.
-  double ratio;
-  int64_t lists;
-  int32_t top, select;
-  double share, lower;
-  int32_t refinements, values_kind, values_bits;
-  int64_t values_bucket_size;
-  int32_t values_stochastic, values_skip_incomplete, values_compatible;
-};
-
 using Sizes = ffi::Span<const int64_t>;
+
+constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
+constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
+constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
   return ffi::Error::InvalidArgument("jaxcgx_" + op + ": " + what);
 }
 
-constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes stay far from overflow
+#define CGX_RETURN_IF_ERROR(expression)                                 \
+  do {                                                                  \
+    if (ffi::Error error = (expression); error.failure()) return error; \
+  } while (false)
 
 // What is wrong with a codec; empty: nothing.
 inline std::string fault_of(const Codec& c) {
-  const auto range = [&](int32_t low, int32_t high) { return c.bits >= low && c.bits <= high; };
-  bool good = false;
-  switch (c.kind) {
-    case Kind::kMaxMin:
-      good = range(1, 8);
-      break;
-    case Kind::kAbsMax:
-      good = range(2, 8);
-      break;
-    case Kind::kFloat8:
-      good = range(4, 5);
-      break;
-    case Kind::kCast:
-      good = range(static_cast<int32_t>(DType::kBF16), static_cast<int32_t>(DType::kF16));
-      break;
-    case Kind::kRaw:
-    case Kind::kByteGrad:
-    case Kind::kSign:
-    case Kind::kTopK:
-      good = true;
-      break;
-  }
-  if (!good)
+  const Traits traits = traits_of(c.kind);
+  if (c.bits < traits.least_bits || c.bits > traits.most_bits) {
     return "no codec of kind " + std::to_string(static_cast<int32_t>(c.kind)) + " with " + std::to_string(c.bits) +
            " bits";
-  if (c.bucket_size < 0 || c.bucket_size > kMost) return "bucket_size out of range: " + std::to_string(c.bucket_size);
-  if (has_buckets(c.kind) && c.kind != Kind::kByteGrad && c.bucket_size == 0) return "bucket_size is 0";
-  if (!has_buckets(c.kind) && c.bucket_size != 0) return "a codec without buckets has a bucket_size";
-  if (c.skip_incomplete && c.kind != Kind::kMaxMin) return "this codec has no skip_incomplete";
-  if (c.kind != Kind::kTopK) {
-    return c.stochastic && c.kind != Kind::kMaxMin && c.kind != Kind::kCast ? "this codec has no stochastic rounding"
-                                                                            : "";
   }
+  if (c.bucket_size < 0 || c.bucket_size > kMost) return "bucket_size out of range: " + std::to_string(c.bucket_size);
+  if (has_buckets(c.kind) && !traits.whole && c.bucket_size == 0) return "bucket_size is 0";
+  if (!has_buckets(c.kind) && c.bucket_size != 0) return "a codec without buckets has a bucket_size";
+  if (c.skip_incomplete && !traits.skips) return "this codec has no skip_incomplete";
+  if (c.compatible && !traits.compatible) return "this codec has no compatible mode";
+  if (c.stochastic && !traits.stochastic) return "this codec has no stochastic rounding";
+  if (c.kind != Kind::kTopK) return "";
   const Sparse& s = c.sparse;
   const auto share = [](double x) { return x >= 0x1p-15 && x <= 1.0; };
   if (!(s.ratio >= 0.0 && s.ratio <= 1.0)) return "ratio out of range: " + std::to_string(s.ratio);
@@ -81,83 +53,101 @@ inline std::string fault_of(const Codec& c) {
     if (s.refinements < 0 || s.refinements > kMostRefinements)
       return "refinements out of range: " + std::to_string(s.refinements);
   }
-  if (s.kind == Kind::kTopK) return "values of kind 7, which keeps some only";
-  if (c.stochastic != (s.stochastic || s.select != Select::kExact))
+  if (s.values.kind == Kind::kTopK) return "values of kind 7, which drops elements";
+  if (c.stochastic != (s.values.stochastic || s.select != Select::kExact))
     return "stochastic where nothing is random, or not where something is";
   const std::string values = fault_of(values_of(c));
   return values.empty() ? values : "values: " + values;
 }
 
-// The message's layout, or what is wrong with its description.
-inline ffi::ErrorOr<Layout> make_layout(const std::string& op, const CodecAttr& a, Sizes sizes, Sizes dtypes, Sizes ids,
-                                        int64_t chunks, int64_t batch) {
+// What a message is. `ids` are the caller's.
+struct Message {
+  Layout layout;
+  Sizes ids;
+  int64_t batch;
+};
+
+// What describes a message, not yet checked.
+struct Description {
+  Codec codec;
+  Sizes sizes, dtypes, ids;
+  int64_t chunks, batch;
+};
+
+inline ffi::ErrorOr<Message> make_message(const std::string& op, const Description& d) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
-  const Codec c{static_cast<Kind>(a.kind),
-                a.bits,
-                a.bucket_size,
-                a.stochastic != 0,
-                a.skip_incomplete != 0,
-                a.compatible != 0,
-                {a.ratio, a.lists, a.top != 0, static_cast<Select>(a.select), a.share, a.lower, a.refinements,
-                 static_cast<Kind>(a.values_kind), a.values_bits, a.values_bucket_size, a.values_stochastic != 0,
-                 a.values_skip_incomplete != 0, a.values_compatible != 0}};
-  if (const std::string fault = fault_of(c); !fault.empty()) return bad(fault);
-  if (sizes.size() != dtypes.size() || sizes.size() != ids.size()) return bad("sizes, dtypes and ids differ in length");
-  if (chunks < 1 || chunks > (1 << 20)) return bad("chunks out of range: " + std::to_string(chunks));
-  if (batch < 0 || batch > kMost) return bad("batch out of range: " + std::to_string(batch));
+  if (const std::string fault = fault_of(d.codec); !fault.empty()) return bad(fault);
+  if (d.sizes.size() != d.dtypes.size() || d.sizes.size() != d.ids.size())
+    return bad("sizes, dtypes and ids differ in length");
+  if (d.chunks < 1 || d.chunks > kMostChunks) return bad("chunks out of range: " + std::to_string(d.chunks));
+  if (d.batch < 0 || d.batch > kMost) return bad("batch out of range: " + std::to_string(d.batch));
   std::vector<Leaf> leaves;
   int64_t total = 0;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] < 0 || sizes[i] > kMost)
-      return bad("leaf " + std::to_string(i) + " has size " + std::to_string(sizes[i]));
-    if (dtypes[i] < 0 || dtypes[i] > static_cast<int64_t>(DType::kF16))
+  for (size_t i = 0; i < d.sizes.size(); ++i) {
+    if (d.sizes[i] < 0 || d.sizes[i] > kMost)
+      return bad("leaf " + std::to_string(i) + " has size " + std::to_string(d.sizes[i]));
+    if (d.dtypes[i] < 0 || d.dtypes[i] > static_cast<int64_t>(DType::kF16))
       return bad("leaf " + std::to_string(i) + " has an unknown dtype");
-    leaves.push_back({sizes[i], static_cast<DType>(dtypes[i])});
-    total += sizes[i];
+    leaves.push_back({d.sizes[i], static_cast<DType>(d.dtypes[i])});
+    total += d.sizes[i];
     if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
-  Layout layout(c, std::move(leaves), chunks);
-  if (c.kind == Kind::kTopK) {
+  Layout layout(d.codec, std::move(leaves), d.chunks);
+  if (d.codec.kind == Kind::kTopK) {
     for (const Piece& p : layout.pieces) {
       if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
     }
   }
-  return layout;
+  return Message{std::move(layout), d.ids, d.batch};
 }
 
-// Expects batch * count elements of `type` in a buffer.
-template <class Buffer>
-ffi::Error expect(const std::string& op, const std::string& name, const Buffer& buffer, ffi::DataType type,
-                  int64_t batch, int64_t count) {
-  if (buffer.element_type() != type) return invalid(op, name + " has another dtype than expected");
-  int64_t expected;
-  if (__builtin_mul_overflow(batch, count, &expected)) return invalid(op, name + ": its size overflows");
-  if (static_cast<int64_t>(buffer.element_count()) != expected) {
-    return invalid(op, name + " has " + std::to_string(buffer.element_count()) + " elements, expected " +
-                           std::to_string(expected));
+// The attributes of a call, by name. error() and message() tell of the first that is missing or of a wrong type.
+class Attributes {
+ public:
+  Attributes(std::string op, const ffi::Dictionary& all) : op_(std::move(op)), all_(all) {}
+
+  template <class T>
+  T get(const std::string& name) {
+    return get<T>(all_, name);
   }
-  return ffi::Error::Success();
-}
 
-inline ffi::DataType type_of(DType d) {
-  return d == DType::kF32 ? ffi::DataType::F32 : d == DType::kBF16 ? ffi::DataType::BF16 : ffi::DataType::F16;
-}
+  ffi::Error error() const { return fault_.empty() ? ffi::Error::Success() : invalid(op_, fault_); }
 
-#define CGX_RETURN_IF_ERROR(expression)                                 \
-  do {                                                                  \
-    if (ffi::Error error = (expression); error.failure()) return error; \
-  } while (false)
+  // After all other attributes.
+  ffi::ErrorOr<Message> message() {
+    Description d;
+    const auto codec = get<ffi::Dictionary>("codec");
+    each_field(d.codec, [&](const std::string& name, auto& field) {
+      using T = std::remove_reference_t<decltype(field)>;
+      field = static_cast<T>(get<FieldType<T>>(codec, name));
+    });
+    d.sizes = get<Sizes>("sizes");
+    d.dtypes = get<Sizes>("dtypes");
+    d.ids = get<Sizes>("ids");
+    d.chunks = get<int64_t>("chunks");
+    d.batch = get<int64_t>("batch");
+    return fault_.empty() ? make_message(op_, d) : ffi::Unexpected(invalid(op_, fault_));
+  }
+
+ private:
+  static inline const XLA_FFI_Attrs kNone{};
+
+  template <class T>
+  T get(const ffi::Dictionary& from, const std::string& name) {
+    if (fault_.empty()) {
+      auto found = from.get<T>(name);
+      if (found.has_value()) return *found;
+      fault_ = "attribute '" + name + "': " + found.error().message();
+    }
+    if constexpr (std::is_same_v<T, ffi::Dictionary>)
+      return T(&kNone);
+    else
+      return T{};
+  }
+
+  const std::string op_;
+  const ffi::Dictionary all_;
+  std::string fault_;
+};
 
 }  // namespace jaxcgx
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jaxcgx::CodecAttr, xla::ffi::StructMember<int32_t>("kind"), xla::ffi::StructMember<int32_t>("bits"),
-    xla::ffi::StructMember<int64_t>("bucket_size"), xla::ffi::StructMember<int32_t>("stochastic"),
-    xla::ffi::StructMember<int32_t>("skip_incomplete"), xla::ffi::StructMember<int32_t>("compatible"),
-    xla::ffi::StructMember<double>("ratio"), xla::ffi::StructMember<int64_t>("lists"),
-    xla::ffi::StructMember<int32_t>("top"), xla::ffi::StructMember<int32_t>("select"),
-    xla::ffi::StructMember<double>("share"), xla::ffi::StructMember<double>("lower"),
-    xla::ffi::StructMember<int32_t>("refinements"), xla::ffi::StructMember<int32_t>("values_kind"),
-    xla::ffi::StructMember<int32_t>("values_bits"), xla::ffi::StructMember<int64_t>("values_bucket_size"),
-    xla::ffi::StructMember<int32_t>("values_stochastic"), xla::ffi::StructMember<int32_t>("values_skip_incomplete"),
-    xla::ffi::StructMember<int32_t>("values_compatible"));

@@ -1,50 +1,18 @@
 #include "handlers/shm.h"
 
-#include <map>
-#include <mutex>
-
 #include "cpu/pages.h"
+#include "handlers/engine_error.h"
 #include "handlers/message.h"
+#include "shm/segments.h"
 
 namespace jaxcgx {
 namespace {
-
-// A handler has no state of its own: its segment is an attribute.
-struct Segments {
-  std::mutex mutex;
-  std::map<int64_t, std::shared_ptr<shm::Segment>> of;
-  int64_t last = 0;
-};
-
-Segments& segments() {
-  // Never destroyed: a program may still run when the process ends.
-  static Segments& all = *new Segments;
-  return all;
-}
-
-std::shared_ptr<shm::Segment> find_segment(int64_t number) {
-  std::lock_guard<std::mutex> lock(segments().mutex);
-  const auto found = segments().of.find(number);
-  return found == segments().of.end() ? nullptr : found->second;
-}
-
-ffi::ErrorCode code_of(shm::Error::Kind kind) {
-  switch (kind) {
-    case shm::Error::Kind::kGone:
-      return ffi::ErrorCode::kUnavailable;
-    case shm::Error::Kind::kLate:
-      return ffi::ErrorCode::kDeadlineExceeded;
-    case shm::Error::Kind::kDifferent:
-      return ffi::ErrorCode::kInvalidArgument;
-  }
-  return ffi::ErrorCode::kInternal;
-}
 
 // The tokens order a program's exchanges; they hold nothing.
 ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
                     int64_t segment, int64_t operation, int64_t argument) {
   const std::string op = "exchange";
-  const auto found = find_segment(segment);
+  const auto found = shm::find(segment);
   if (!found) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed");
   shm::Ring& ring = found->ring();
   if (operation < 0 || operation >= shm::kOperations) return invalid(op, "no operation " + std::to_string(operation));
@@ -63,29 +31,11 @@ ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
   }
   cpu::ask_for_large_pages(y->untyped_data(), out);
   const auto* from = static_cast<const uint8_t*>(x.untyped_data());
-  const shm::Status error = ring.run({kind, argument, bytes, from, static_cast<uint8_t*>(y->untyped_data())});
-  return error ? ffi::Error(code_of(error->kind), "jaxcgx_exchange: " + error->message) : ffi::Error::Success();
+  const Status error = ring.run({kind, argument, bytes, from, static_cast<uint8_t*>(y->untyped_data())});
+  return error ? error_of(op, *error) : ffi::Error::Success();
 }
 
 }  // namespace
-
-shm::Or<int64_t> shm_attach(const std::string& name, int64_t rank, int64_t ranks, double timeout) {
-  auto attached =
-      shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
-  if (const auto* failure = std::get_if<shm::Failure>(&attached)) return *failure;
-  std::lock_guard<std::mutex> lock(segments().mutex);
-  segments().of[++segments().last] = std::get<0>(attached);
-  return segments().last;
-}
-
-void shm_detach(int64_t segment) {
-  std::shared_ptr<shm::Segment> detached;  // the last of it goes without the lock
-  std::lock_guard<std::mutex> lock(segments().mutex);
-  const auto found = segments().of.find(segment);
-  if (found == segments().of.end()) return;
-  detached.swap(found->second);
-  segments().of.erase(found);
-}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_exchange_cpu, exchange,
                               ffi::Ffi::Bind()

@@ -1,11 +1,15 @@
 #include "handlers/tcp.h"
 
-#include <cstring>
 #include <limits>
 #include <set>
 
 #include "cpu/pages.h"
-#include "handlers/message.h"
+#include "handlers/buffers.h"
+#include "handlers/cpu.h"
+#include "handlers/engine_error.h"
+#include "tcp/allreduce.h"
+#include "tcp/collectives.h"
+#include "tcp/process.h"
 #include "tcp/threads.h"
 
 #if defined(__SSE__)
@@ -15,9 +19,8 @@
 namespace jaxcgx {
 namespace {
 
-enum class Operation : int64_t { kAllToAll, kAllGather, kPermute };
-constexpr int64_t kOperations = 3;
-// As XLA's threads do: what it goes on with in this one must have the same bits.
+// As in XLA's own threads. XLA continues a program in the thread that completes a result, and its bits must not depend
+// on which one that is.
 void flush_denormals() {
 #if defined(__SSE__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -28,76 +31,18 @@ void flush_denormals() {
 #endif
 }
 
-const char* const kNames[kOperations] = {"all_to_all", "all_gather", "permute"};
-
-// The tokens order a program's exchanges; they hold nothing.
-ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
-                     ffi::Result<ffi::Token>, int64_t operation, Sizes targets, int64_t timeout_ms) {
-  const std::string op = "tcp_exchange";
-  auto made = exchange_among(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
-  if (made.has_error()) return failed(made.error());
-  tcp::Exchange& e = *made;
-  const auto ranks = static_cast<int64_t>(e.processes.size());
-  if (operation < 0 || operation >= kOperations)
-    return failed(invalid(op, "no operation " + std::to_string(operation)));
-  const auto kind = static_cast<Operation>(operation);
-  const int64_t in = static_cast<int64_t>(x.size_bytes()), out = static_cast<int64_t>(y->size_bytes());
-  const int64_t bytes = kind == Operation::kAllToAll ? in / ranks : in;
-  if (x.element_type() != y->element_type()) return failed(invalid(op, "a result of another dtype than the operand"));
-  if ((kind == Operation::kAllToAll && bytes * ranks != in) ||
-      out != (kind == Operation::kPermute ? bytes : bytes * ranks)) {
-    return failed(invalid(
-        op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in)));
-  }
-  if (static_cast<int64_t>(targets.size()) != (kind == Operation::kPermute ? ranks : 0))
-    return failed(invalid(op, "targets: not one for each rank"));
-  for (const int64_t target : targets) {
-    if (target < -1 || target >= ranks)
-      return failed(invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
-  }
-
-  e.name = std::string(kNames[operation]) + " of " + std::to_string(bytes) + " bytes";
-  e.kind = operation;
-  const auto* from = static_cast<const uint8_t*>(x.untyped_data());
-  auto* to = static_cast<uint8_t*>(y->untyped_data());
-  const bool to_each = kind == Operation::kAllToAll, permutes = kind == Operation::kPermute;
-  const auto goes = [&](int64_t source, int64_t target) { return !permutes || targets[source] == target; };
-  std::vector<int64_t> others;  // those that come behind this one first, so that not all send to the same rank at once
-  for (int64_t i = 1; i < ranks; ++i) {
-    const int64_t other = (e.rank + i) % ranks;
-    if (goes(e.rank, other)) others.push_back(other);
-    if (goes(other, e.rank)) e.receives.push_back({other, 0, permutes ? to : to + other * bytes, bytes});
-  }
-  e.sends = static_cast<int64_t>(others.size());
-  const int64_t rank = e.rank;
-  const bool waits = !e.receives.empty();
-  auto completion = std::make_shared<Completion>(2);
-  e.done = [completion](const tcp::Status& status) { completion->part(status); };
-  cpu::ask_for_large_pages(to, out);
-  const auto running = the_net()->begin(std::move(e));
-  for (const int64_t other : others) the_net()->send(running, other, 0, from + (to_each ? other * bytes : 0), bytes);
-  // Its own part, while the others' are on their way.
-  uint8_t* own = permutes ? to : to + rank * bytes;
-  if (bytes > 0 && goes(rank, rank))
-    std::memcpy(own, from + (to_each ? rank * bytes : 0), bytes);
-  else if (bytes > 0 && !waits)
-    std::memset(to, 0, bytes);
-  completion->part();
-  return completion->future();
-}
-
-}  // namespace
-
-std::shared_ptr<tcp::Net>& the_net() {
-  static auto& net = *new std::shared_ptr<tcp::Net>;
-  return net;
-}
-
-ffi::Error error_of(const tcp::Error& error) {
-  const auto code = error.kind == tcp::Error::Kind::kGone   ? ffi::ErrorCode::kUnavailable
-                    : error.kind == tcp::Error::Kind::kLate ? ffi::ErrorCode::kDeadlineExceeded
-                                                            : ffi::ErrorCode::kInvalidArgument;
-  return ffi::Error(code, "jaxcgx_tcp: " + error.message);
+// Completes a result, in a thread that nobody else needs: XLA continues the program in it.
+tcp::Done completes(ffi::Promise promise) {
+  return [promise](const Status& status) {
+    static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
+    threads.run([promise, status]() mutable {
+      flush_denormals();
+      if (status)
+        promise.SetError(error_of("tcp", *status));
+      else
+        promise.SetAvailable();
+    });
+  };
 }
 
 ffi::Future failed(const ffi::Error& error) {
@@ -106,59 +51,141 @@ ffi::Future failed(const ffi::Error& error) {
   return ffi::Future(promise);
 }
 
-void Completion::part(const tcp::Status& status) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (status && !error_) error_ = error_of(*status);
-  if (--left_ > 0) return;
-  static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
-  threads.run([promise = promise_, error = error_]() mutable {
-    flush_denormals();
-    if (error)
-      promise.SetError(*error);
-    else
-      promise.SetAvailable();
-  });
-}
+#define CGX_FAIL_IF_ERROR(expression)                                           \
+  do {                                                                          \
+    if (ffi::Error error = (expression); error.failure()) return failed(error); \
+  } while (false)
 
-ffi::ErrorOr<tcp::Exchange> exchange_among(const std::string& op, const int32_t* who, int64_t ranks,
-                                           int64_t timeout_ms) {
+// `who`: this process's rank, then the process of every rank.
+ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, int64_t ranks, int64_t timeout_ms) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
-  if (!the_net() || the_net()->process() < 0) {
+  const auto& net = tcp::the_net();
+  if (!net || net->process() < 0) {
     return ffi::Unexpected(
         ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_" + op + ": the processes have not connected"));
   }
   if (ranks < 1) return bad("no ranks");
   if (timeout_ms < 1) return bad("a timeout of " + std::to_string(timeout_ms) + " ms");
-  tcp::Exchange e{};
-  e.rank = who[0];
-  e.processes.assign(who + 1, who + 1 + ranks);
-  e.timeout = std::chrono::milliseconds(timeout_ms);
-  if (e.rank < 0 || e.rank >= ranks) return bad("rank " + std::to_string(e.rank) + " of " + std::to_string(ranks));
-  for (const int64_t p : e.processes) {
-    if (p < 0 || p >= the_net()->processes())
-      return bad("process " + std::to_string(p) + " of " + std::to_string(the_net()->processes()));
+  const tcp::Group group{{who + 1, who + 1 + ranks}, who[0], std::chrono::milliseconds(timeout_ms)};
+  if (group.rank < 0 || group.rank >= ranks)
+    return bad("rank " + std::to_string(group.rank) + " of " + std::to_string(ranks));
+  for (const int64_t p : group.processes) {
+    if (p < 0 || p >= net->processes())
+      return bad("process " + std::to_string(p) + " of " + std::to_string(net->processes()));
   }
-  if (std::set<int64_t>(e.processes.begin(), e.processes.end()).size() != e.processes.size() ||
-      e.processes[e.rank] != the_net()->process()) {
+  if (std::set<int64_t>(group.processes.begin(), group.processes.end()).size() != group.processes.size() ||
+      group.processes[static_cast<size_t>(group.rank)] != net->process()) {
     return bad("the ranks are not processes of their own");
   }
-  return e;
+  return group;
 }
 
-tcp::Or<int> tcp_listen() {
-  if (the_net()) return tcp::Failure{"this process listens already"};
-  auto made = tcp::Net::listen();
-  if (const auto* failure = std::get_if<tcp::Failure>(&made)) return *failure;
-  the_net() = std::get<0>(made);
-  return the_net()->port();
+// The tokens order a program's exchanges; they hold nothing.
+ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
+                     ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
+  const std::string op = "tcp_exchange";
+  Attributes attributes(op, dictionary);
+  const auto operation = attributes.get<int64_t>("operation"), timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const auto targets = attributes.get<Sizes>("targets");
+  CGX_FAIL_IF_ERROR(attributes.error());
+  const auto group = make_group(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
+  if (group.has_error()) return failed(group.error());
+  const int64_t ranks = group->size();
+  if (operation < 0 || operation >= tcp::kOperations)
+    return failed(invalid(op, "no operation " + std::to_string(operation)));
+  const auto kind = static_cast<tcp::Operation>(operation);
+  const int64_t in = static_cast<int64_t>(x.size_bytes()), out = static_cast<int64_t>(y->size_bytes());
+  const int64_t bytes = kind == tcp::Operation::kAllToAll ? in / ranks : in;
+  if (x.element_type() != y->element_type()) return failed(invalid(op, "a result of another dtype than the operand"));
+  if ((kind == tcp::Operation::kAllToAll && bytes * ranks != in) ||
+      out != (kind == tcp::Operation::kPermute ? bytes : bytes * ranks)) {
+    return failed(invalid(
+        op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in)));
+  }
+  if (static_cast<int64_t>(targets.size()) != (kind == tcp::Operation::kPermute ? ranks : 0))
+    return failed(invalid(op, "targets: not one for each rank"));
+  for (const int64_t target : targets) {
+    if (target < -1 || target >= ranks)
+      return failed(invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
+  }
+
+  cpu::ask_for_large_pages(y->untyped_data(), out);
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  tcp::run(tcp::the_net(), *group,
+           {kind,
+            bytes,
+            {targets.begin(), targets.end()},
+            static_cast<const uint8_t*>(x.untyped_data()),
+            static_cast<uint8_t*>(y->untyped_data())},
+           completes(promise));
+  return future;
 }
 
-std::optional<tcp::Failure> tcp_connect(int64_t process, std::vector<tcp::Address> addresses, const std::string& token,
-                                        double timeout) {
-  if (!the_net()) return tcp::Failure{"this process does not listen"};
-  return the_net()->connect(process, std::move(addresses), token,
-                            std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
+// Operands: leaves, residuals (with feedback), who takes part, keys (stochastic: the first, and with two_shot the
+// sum's), a token. Results: the sums, as fp32 (one_shot) or as the leaves are (two_shot), new residuals (with
+// feedback), workspace, a token. The tokens order a program's exchanges.
+ffi::Error take_buffers(const Message& message, ffi::RemainingArgs args, ffi::RemainingRets rets, tcp::Allreduce* a,
+                        const int32_t** who) {
+  const std::string op = "tcp_allreduce";
+  const size_t leaves = message.layout.leaves.size() * (a->feedback ? 2 : 1),
+               keys = message.layout.codec.stochastic ? 1 + a->two_shot : 0;
+  tcp::Allreduce::Buffers& b = a->first;
+  Buffers operands(op, message, args);
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), leaves + 1 + keys + 1));
+  CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &b.leaves));
+  if (a->feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &b.residuals));
+  CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + a->ranks, who));
+  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, 2, &b.first_key));
+  if (keys > 1) CGX_RETURN_IF_ERROR(operands.take_batch("key of the sum", ffi::DataType::U32, 2, &b.sum_key));
+
+  Buffers results(op, message, rets);
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), leaves + 2));
+  if (a->two_shot)
+    CGX_RETURN_IF_ERROR(results.take_leaves("result", std::nullopt, &b.results));
+  else
+    CGX_RETURN_IF_ERROR(results.take_leaves("sum", DType::kF32, &b.sums));
+  if (a->feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &b.new_residuals));
+  return results.take("workspace", ffi::DataType::U8, a->workspace_bytes(), &a->workspace);
 }
+
+ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      ffi::Dictionary dictionary) {
+  const std::string op = "tcp_allreduce";
+  Attributes attributes(op, dictionary);
+  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const bool two_shot = attributes.get<bool>("two_shot"), own = attributes.get<bool>("own"),
+             feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback");
+  const auto divisor = attributes.get<float>("divisor");
+  const auto message = attributes.message();
+  if (message.has_error()) return failed(message.error());
+  const Layout& l = message->layout;
+  if (l.codec.kind == Kind::kTopK) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
+  if (ranks < 1 || ranks > tcp::kMostProcesses || (two_shot && l.chunks() % ranks != 0))
+    return failed(invalid(op, std::to_string(l.chunks()) + " chunks for " + std::to_string(ranks) + " ranks"));
+  if (message->batch > kMostChunks) return failed(invalid(op, "batch out of range: " + std::to_string(message->batch)));
+  if ((own && (feedback || !two_shot)) || (sum_feedback && !(feedback && two_shot)))
+    return failed(invalid(op, "own and feedback don't go together"));
+  if (!(divisor >= kLeastDivisor)) return failed(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
+
+  tcp::Allreduce a{l, ranks, message->batch, two_shot};
+  a.own = own;
+  a.feedback = feedback;
+  a.sum_feedback = sum_feedback;
+  a.divisor = divisor;
+  a.ids.assign(message->ids.begin(), message->ids.end());
+  const int32_t* who = nullptr;
+  CGX_FAIL_IF_ERROR(take_buffers(*message, args, rets, &a, &who));
+  const auto group = make_group(op, who, ranks, timeout_ms);
+  if (group.has_error()) return failed(group.error());
+  cpu::ask_for_large_pages(a.workspace, a.workspace_bytes());
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  tcp::run(tcp::the_net(), *group, std::move(a), pool_of(threads), completes(promise));
+  return future;
+}
+
+}  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
                               ffi::Ffi::Bind()
@@ -167,8 +194,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
                                   .Arg<ffi::Token>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Token>()
-                                  .Attr<int64_t>("operation")
-                                  .Attr<Sizes>("targets")
-                                  .Attr<int64_t>("timeout_ms"));
+                                  .Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cpu, allreduce,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

@@ -21,15 +21,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A rank that fills its slot for round r + 1 has seen everybody's for r - 1. Before they filled those, they were done
-// with round r - 3, whose slot it is: with four of them no rank need say what it has read.
+// With four slots, no rank needs to tell what it has read. A rank that fills its slot for round r + 1 has seen the
+// others' slots for r - 1. Before filling those, they were done with round r - 3, which had the same slot.
 constexpr int64_t kSlots = 4;
-// Large enough that a round's waiting is little beside its copying, small enough for the caches
+// Large enough that a round waits little compared to its copying, small enough for the caches
 // (benchmarks/notes/shm.md).
 constexpr int64_t kSlotBytes = 256 << 10;
 constexpr int64_t kLine = 128;                 // processors fetch cache lines in pairs
-constexpr int kSpins = 2000;                   // some 20 us: what a sleep and a wake cost
-constexpr std::chrono::milliseconds kNap{50};  // after which a waiting rank looks whether the other one still lives
+constexpr int kSpins = 2000;                   // about 20 us, the cost of a sleep and a wake
+constexpr std::chrono::milliseconds kNap{50};  // a waiting rank checks this often whether the other one lives
 
 enum State : uint32_t { kAbsent, kHere, kLeft, kFailed };
 
@@ -54,12 +54,12 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
 void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // there may be no memory where there are no bytes
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // pointers to no bytes may be null
 }
 
 }  // namespace
 
-// What ranks must agree on. In every slot, so that those who don't find out before they take a byte.
+// What ranks must agree on. It is in every slot, so that a rank sees a difference before it takes a byte.
 struct Ring::Terms {
   int64_t operation, argument, bytes;
 
@@ -80,7 +80,7 @@ struct Ring::Control {
   alignas(kLine) Word state;
   Word process;
   alignas(kLine) Word written;  // rounds
-  Word sleepers;                // ranks that wait for this one and must be woken
+  Word sleepers;                // ranks that wait for this one
 };
 
 struct Ring::Slot {
@@ -95,7 +95,7 @@ Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds 
 
 Ring::~Ring() {
   uint32_t here = kHere;
-  // The child of a fork has the mapping too, but is no rank.
+  // The child of a fork also has the mapping, but is no rank.
   if (control(rank_).process.load() == static_cast<uint32_t>(getpid()))
     control(rank_).state.compare_exchange_strong(here, kLeft);
   for (int process : processes_) {
@@ -114,7 +114,7 @@ Ring::Slot& Ring::slot(int64_t rank, uint32_t round) const {
   return reinterpret_cast<Slot*>(memory_ + ranks_ * sizeof(Control))[rank * kSlots + round % kSlots];
 }
 
-// Why another rank gives up, if it is because of a third one.
+// Why another rank gave up: a third one that died, if there is one.
 std::string Ring::why() const {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     if (died(rank)) return ": " + name(rank) + " has ended";
@@ -182,7 +182,7 @@ uint8_t* target(const Exchange& e, int64_t rank) {
   return e.out + (e.operation == Operation::kAllToAll || e.operation == Operation::kAllGather ? rank * e.bytes : 0);
 }
 
-// Of a row, the most that fits into a slot.
+// The most bytes of a row that fit into a slot.
 int64_t step_of(const Exchange& e, int64_t ranks) {
   return e.operation == Operation::kAllToAll ? kSlotBytes / std::max<int64_t>(ranks - 1, 1) / 64 * 64 : kSlotBytes;
 }
@@ -192,8 +192,8 @@ int64_t step_of(const Exchange& e, int64_t ranks) {
 Status Ring::exchange(const Exchange& e, const Terms& terms) {
   const int64_t step = step_of(e, ranks_);
   int64_t ahead = 0;
-  // One slot ahead of the reading: while the others take the last one, this rank fills the next. Without bytes there is
-  // a round all the same, in which the ranks agree.
+  // Writing is one slot ahead of reading: while the others take the last slot, this rank fills the next one. An
+  // exchange of no bytes also has a round, in which the ranks compare terms.
   for (int64_t offset = 0; offset == 0 || offset < e.bytes; offset += step) {
     for (; ahead <= offset + step && (ahead == 0 || ahead < e.bytes); ahead += step) write(e, terms, ahead);
     if (Status error = read(e, terms, offset)) return error;
@@ -211,17 +211,17 @@ void Ring::write(const Exchange& e, const Terms& terms, int64_t offset) {
     copy(s.data, e.in + offset, bytes);
   }
   Control& mine = control(rank_);
-  // In one order with the two of a rank that waits: it counts itself among the sleepers, then looks at the word.
+  // Sequentially consistent with a waiting rank, which counts itself among the sleepers, then reads the word.
   mine.written.store(++written_);
   if (mine.sleepers.load() > 0) wake(mine.written);
-  // Its own part while, if it is the same, it is in the caches.
+  // The rank's own part, while it may be in the caches.
   if (comes_from(e, rank_, rank_, ranks_)) copy(target(e, rank_) + offset, source(e, rank_) + offset, bytes);
 }
 
 Status Ring::read(const Exchange& e, const Terms& terms, int64_t offset) {
   const int64_t step = step_of(e, ranks_), bytes = std::min(step, e.bytes - offset);
   for (int64_t i = 1; i < ranks_; ++i) {
-    const int64_t rank = (rank_ + ranks_ - i) % ranks_;  // of which this one is number i in its slots
+    const int64_t rank = (rank_ + ranks_ - i) % ranks_;  // this rank's part is number i in its slots
     if (Status error = wait(rank, terms)) return error;
     const Slot& s = slot(rank, read_);
     if (const Terms found = s.terms; !(found == terms)) {
@@ -261,7 +261,7 @@ Status Ring::wait(int64_t rank, const Terms& terms) {
       gone = error_of(Error::Kind::kGone, "gave up" + why());
     else if (Clock::now() >= deadline)
       gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
-    // Of what a rank did before it went it is not missed.
+    // A rank that finished the round before it went is not missed.
     if (gone && !reached(w.load(), target)) error = gone;
     if (!gone) sleep_on(w, value);
   }

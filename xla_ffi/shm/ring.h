@@ -1,27 +1,28 @@
 // Exchanges among processes that share memory, each a rank.
 //
-// Every rank has a ring of slots, which it alone writes and the others read. An exchange is a number of rounds, the
-// same on every rank; in a round a rank fills its next slot and takes its part of everybody else's. So a byte is
-// written once and read once by each that wants it, through a few slots that stay in the caches. Exchanges need nothing
-// in between: the next one's rounds follow.
+// Every rank has a ring of slots that it alone writes and the others read. An exchange is a number of rounds, the same
+// on every rank. In a round, a rank fills its next slot and takes its part of the others' slots. So a byte is written
+// once and read once by each receiver, through a few slots that stay in the caches. The rounds of the next exchange
+// follow directly.
 //
-// What lies in the shared memory is never trusted: it is compared with what this rank expects, and decides neither a
-// size nor an address. No wait is without an end: a rank that died, left or gave up, and one that doesn't come, is an
-// error that names it.
+// The contents of shared memory are never trusted: they are compared with what this rank expects, and decide neither a
+// size nor an address. Every wait ends: a rank that died, left, gave up or is late is an error that names it.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
+
+#include "status.h"
 
 namespace jaxcgx::shm {
 
 // all_to_all: `bytes` for each rank, [ranks, bytes] -> [ranks, bytes]; row r goes to and comes from rank r.
-// all_gather: [bytes] -> [ranks, bytes]. shift: from the rank `argument` before. broadcast: from rank `argument`.
+// all_gather: [bytes] -> [ranks, bytes]. shift: from the rank that is `argument` lower. broadcast: from rank
+// `argument`.
 enum class Operation : int64_t { kAllToAll, kAllGather, kShift, kBroadcast };
 constexpr int64_t kOperations = 4;
 
@@ -32,28 +33,22 @@ struct Exchange {
   uint8_t* out;
 };
 
-struct Error {
-  enum class Kind { kGone, kLate, kDifferent } kind;
-  std::string message;
-};
-using Status = std::optional<Error>;
-
 constexpr int64_t kMostRanks = 1024;
 
 class Ring {
  public:
   static int64_t bytes(int64_t ranks);
 
-  // memory: bytes(ranks), the same for every rank, zero before the first comes.
+  // memory: of bytes(ranks), shared by all ranks, zero before the first one joins.
   Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Before the first exchange: returns when every rank has come.
+  // Call before the first exchange. Returns when every rank has joined.
   Status join();
 
-  // After an error every further exchange is that error: the ranks may be in different rounds.
+  // After an error, every further exchange returns it: the ranks may be in different rounds.
   Status run(const Exchange& exchange);
 
   int64_t ranks() const { return ranks_; }

@@ -1,28 +1,21 @@
-// The memory that the processes of a host share: without a name in any file system, so that it is gone with the last of
-// them however they end.
+// Memory that the processes of a host share. It has no name in any file system, so that it is gone with the last of
+// them, however they end.
 #pragma once
 
 #include <memory>
 #include <string>
-#include <variant>
 
 #include "shm/ring.h"
 
 namespace jaxcgx::shm {
 
-struct Failure {
-  std::string what;
-};
-template <class T>
-using Or = std::variant<T, Failure>;
-
-// Shared memory for a number of ranks, and what a process needs to find it: "PROCESS:DESCRIPTOR:RANDOM". The creator
-// keeps it open until it attaches.
+// Makes shared memory for a number of ranks, and returns its name, "PROCESS:DESCRIPTOR:RANDOM". The creator keeps it
+// open until it attaches.
 Or<std::string> create(int64_t ranks);
 
 class Segment {
  public:
-  // Returns when all ranks have come.
+  // Returns when all ranks have joined.
   static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank, int64_t ranks,
                                              std::chrono::milliseconds timeout);
   ~Segment();

@@ -1,16 +1,14 @@
 // Exchanges among processes, each of which has a TCP connection to every other.
 //
-// One thread, which nobody else waits for, moves what is to be sent and what is to come, on all connections at once: a
-// link is used in both directions. Memory is the caller's, to send from and to receive into; nothing is copied in
-// between.
+// One thread moves all bytes, on all connections at once: a link is used in both directions. It sends from and receives
+// into the caller's memory, without copies.
 //
-// Two processes begin the exchanges that they share in the same order. So what comes on a connection belongs to an
-// exchange that has begun here, too, or to one that will, and then it waits in the socket, and behind it what follows:
-// nothing is kept that nobody has asked for, and what an exchange still lacks never stands behind what belongs to a
-// later one.
+// Two processes begin the exchanges that they share in the same order. So a message belongs to an exchange that has
+// begun here, too, or to a later one. A message for a later exchange waits in the socket, and so does everything behind
+// it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
 //
-// What comes is never trusted: it is compared with what is expected, and decides neither a size nor an address. No wait
-// is without an end: a process that ended, left or gave up, and one that doesn't come, is an error that names it.
+// Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
+// Every wait ends: a process that ended, left, gave up or is late is an error that names it.
 #pragma once
 
 #include <chrono>
@@ -21,22 +19,11 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <variant>
 #include <vector>
 
+#include "status.h"
+
 namespace jaxcgx::tcp {
-
-struct Failure {
-  std::string what;
-};
-template <class T>
-using Or = std::variant<T, Failure>;
-
-struct Error {
-  enum class Kind { kGone, kLate, kDifferent } kind;
-  std::string message;
-};
-using Status = std::optional<Error>;
 
 struct Address {
   std::string host;
@@ -60,7 +47,16 @@ class Socket {
   int number_;
 };
 
-// What a process takes part in together with others. Between two of them messages have slots, which tell them apart.
+// The ranks that take part in an exchange.
+struct Group {
+  std::vector<int64_t> processes;  // of the ranks, this one among them
+  int64_t rank;                    // of this process
+  std::chrono::milliseconds timeout;
+
+  int64_t size() const { return static_cast<int64_t>(processes.size()); }
+};
+
+// What a process takes part in together with others. Between two of them, slots tell messages apart.
 struct Exchange {
   struct Receive {
     int64_t rank, slot;
@@ -68,16 +64,14 @@ struct Exchange {
     int64_t bytes;
   };
 
-  std::string name;                // for errors
-  int64_t kind;                    // on which all must agree
-  std::vector<int64_t> processes;  // of the ranks, this one among them
-  int64_t rank;
-  std::chrono::milliseconds timeout;
+  std::string name;  // for errors
+  int64_t kind;      // on which all must agree
+  Group group;
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
 
-  // By the thread that moves the bytes, which must not be kept waiting: that receives[i] is complete; and, once and
-  // last, that everything is, or what went wrong. After it no memory is touched.
+  // Called by the thread that moves the bytes, and must not block it. `received`: receives[i] is complete. `done`, once
+  // and last: everything is complete, or has failed; no memory is used after it.
   std::function<void(size_t i)> received;
   std::function<void(const Status&)> done;
 };
@@ -87,11 +81,11 @@ constexpr int64_t kMostProcesses = 1024;
 
 class Net {
  public:
-  // Waits for connections at a port that `port` tells.
+  // Waits for connections at port().
   static Or<std::shared_ptr<Net>> listen();
   int port() const { return port_; }
 
-  // Returns when every process has connected. Those that don't know the token are turned away.
+  // Returns when every process has connected. Strangers that don't know the token are turned away.
   std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token,
                                  std::chrono::milliseconds timeout);
   ~Net();
@@ -100,9 +94,9 @@ class Net {
   int64_t processes() const { return static_cast<int64_t>(peers_.size()); }
 
   class Running;
-  // From the first error on every exchange is that error: the processes may stand at different places.
+  // After the first error, every exchange fails with it: the processes may be at different exchanges.
   std::shared_ptr<Running> begin(Exchange exchange);
-  // To another rank. The memory stays the exchange's until it is done.
+  // Sends to another rank. The exchange uses `data` until it is done.
   void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes);
 
  private:
@@ -134,7 +128,7 @@ class Net {
   int64_t process_ = -1;
   std::vector<std::unique_ptr<Peer>> peers_;  // by process; none for this one
 
-  // What other threads leave for the one that moves the bytes, to which all that is below alone belongs.
+  // Commands from other threads. Everything below them belongs to the thread that moves the bytes.
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   bool stopping_ = false;

@@ -1,5 +1,4 @@
-// Threads that run tasks, begun when they are needed: at most `most`, each after the other's beginning in the order of
-// the calls.
+// Threads that run tasks. A thread starts when it is needed, up to `most`. Tasks start in the order of the calls.
 #pragma once
 
 #include <condition_variable>

@@ -1,10 +1,10 @@
-// Runs CUDA kernels on the CPU: stands in for the toolkit's header, so that .cu files compile as C++. As much of CUDA
-// as cuda/ uses.
+// Runs CUDA kernels on the CPU. It replaces the toolkit's header, so that .cu files compile as C++, and has the part of
+// CUDA that cuda/ uses.
 //
-// Every thread of a block is a fiber. It runs until it has to wait for others, at a shuffle or a barrier; of those that
-// can go on, one is drawn by lot, so that what depends on an order that CUDA does not promise comes out differently now
-// and then. A shuffle waits for all threads that its mask names, a barrier for all of the block; should one of them
-// never come, the program ends with a message. Sanitizers see every access.
+// Every thread of a block is a fiber. It runs until it waits for others, at a shuffle or a barrier. The next fiber is
+// drawn at random, so that results that depend on an order that CUDA does not promise vary. A shuffle waits for all
+// threads in its mask, a barrier for the whole block. If one of them never comes, the program ends with a message.
+// Sanitizers see every access.
 #pragma once
 
 #include <ucontext.h>
@@ -66,7 +66,7 @@ struct Thread {
 };
 
 struct Warp {
-  uint64_t value[2][32];  // of this shuffle and of the one before, which some may not have read yet
+  uint64_t value[2][32];  // of this shuffle, and of the one before, which some threads may not have read yet
   unsigned mask = 0, arrived = 0;
   std::vector<Thread*> waiting;
 };
@@ -213,7 +213,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
-// Threads take turns only where they wait, so that what is atomic on a GPU is here anyway.
+// Threads switch only where they wait, so that every function here is atomic.
 inline unsigned atomicAdd(unsigned* p, unsigned x) { return std::exchange(*p, *p + x); }
 inline unsigned atomicOr(unsigned* p, unsigned x) { return std::exchange(*p, *p | x); }
 inline unsigned atomicMax(unsigned* p, unsigned x) { return std::exchange(*p, *p < x ? x : *p); }

@@ -1,12 +1,12 @@
-#include "cuda/general.cuh"
+#include "cuda/any_bucket.cuh"
 
-#include "cuda/rest.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
 template <class C, int kBits, bool kStochastic>
-__global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -43,19 +43,19 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
     spread_poison(bad, &lo, &hi);
     widen_bucket(l, m.threads, &lo, &hi);
     if (m.stage == kStats) {
-      if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + 2 * l.part) = {lo, hi};
+      if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * l.part) = {lo, hi};
       return;
     }
   }
   float sum = 0.0f;
-  if constexpr (std::is_same_v<C, Sign>) {
+  if constexpr (traits_of(C::kKind).sums) {
     if (m.stage <= kSums) {
       const float scale =
           m.stage == kSums ? reinterpret_cast<const Grid*>(work)->scale : scale_of(largest_of({lo, hi}));
       sum = sum_of_block(l, m.threads, x, scale);
       if (m.stage == kSums) {
         if (l.lane == 0)
-          work[kGridFloats + 2 * Lane::parts_of(m, e, extra) + l.part * (kMostStaged / kBlock) + l.block] = sum;
+          work[kGridFloats + kRangeFloats * Lane::parts_of(m, e, extra) + l.part * kSumFloats + l.block] = sum;
         return;
       }
       if (m.threads > kLanes) {
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
   }
   const Grid g = m.stage == kCodes ? *reinterpret_cast<const Grid*>(work) : C::grid({lo, hi}, sum, l.size, m.codec);
 
-  // Noise belongs to the blocks of the leaf, which are not those of the bucket.
+  // Noise belongs to the blocks of the leaf; those of the bucket begin elsewhere.
   int64_t first_noise = 0;
   __shared__ std::conditional_t<kStochastic, Noise, NoNoise> noise;
   if constexpr (kStochastic) {
-    // What the whole block encodes.
+    // All elements that the CUDA block encodes.
     const int64_t first =
         extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
     const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_general_kernel(const __gr
 }
 
 template <class C, int kBits>
-__global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kMostThreads) decode_any_bucket_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -137,21 +137,8 @@ __global__ void __launch_bounds__(kMostThreads) decode_general_kernel(const __gr
   }
 }
 
-CGX_D Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
-  switch (c.kind) {
-    case Kind::kByteGrad:
-      return ByteGrad::grid(s, sum, n, c);
-    case Kind::kFloat8:
-      return c.bits == 4 ? Float8<4>::grid(s, sum, n, c) : Float8<5>::grid(s, sum, n, c);
-    case Kind::kSign:
-      return Sign::grid(s, sum, n, c);
-    default:
-      return Levels::grid(s, sum, n, c);
-  }
-}
-
-// The grid of each large bucket, from its parts, a block each. For Sign twice: the scale, and when there are sums, the
-// grid.
+// The grid of each large bucket from its parts, in one block. It runs twice for a codec that needs sums: first for the
+// scale, then with the sums for the grid.
 __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
@@ -159,7 +146,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   const Entry& e = t.entries[p.index];
   const Extra& extra = t.extras[p.index];
   const int64_t parts = Lane::parts_of(m, e, extra), n = p.tile + 1 == e.count ? extra.last : m.codec.bucket_size;
-  float* work = m.workspace + extra.work + p.tile * work_of(m.codec.kind, parts);
+  float* work = m.workspace + extra.work + p.tile * workspace_floats(m.codec.kind, parts);
   const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
@@ -167,10 +154,11 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   widen_stats(&lo, &hi, 32);
   __shared__ float of_warp[2][kMostThreads / 32];
   if (threadIdx.x % 32 == 0) of_warp[0][threadIdx.x / 32] = lo, of_warp[1][threadIdx.x / 32] = hi;
-  float* sums = work + kGridFloats + 2 * parts;
+  float* sums = work + kGridFloats + kRangeFloats * parts;
+  const bool needs_sums = traits_of(m.codec.kind).sums;
   constexpr int64_t kGroup = Sign::kSumGroup / kBlock;
   const int64_t blocks = div_up(n, kBlock);
-  if (m.codec.kind == Kind::kSign && m.stage == kSums) {
+  if (needs_sums && m.stage == kSums) {
     for (int64_t first = threadIdx.x * kGroup; first < blocks; first += blockDim.x * kGroup) {
       float sum = 0.0f;
       for (int64_t b = first; b < first + kGroup && b < blocks; ++b) sum += sums[b];
@@ -181,17 +169,18 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   if (threadIdx.x != 0) return;
   for (uint32_t i = 0; i < blockDim.x / 32; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   float sum = 0.0f;
-  if (m.codec.kind == Kind::kSign) {
+  if (needs_sums) {
     if (m.stage != kSums) {
       reinterpret_cast<Grid*>(work)->scale = scale_of(largest_of({lo, hi}));
       return;
     }
     for (int64_t first = 0; first < blocks; first += kGroup) sum += sums[first];
   }
-  *reinterpret_cast<Grid*>(work) = grid_of({lo, hi}, sum, n, m.codec);
+  *reinterpret_cast<Grid*>(work) =
+      with_grid_codec(m.codec, [&](auto type) { return decltype(type)::Codec::grid({lo, hi}, sum, n, m.codec); });
 }
 
-// Threads for a bucket of n elements: a lane each, a power of two or whole warps.
+// Threads for a bucket of n elements: one a lane, a power of two or whole warps.
 uint32_t threads_for(int64_t n) {
   const int64_t lanes = div_up(n, kRows);
   if (lanes > 32) return static_cast<uint32_t>(div_up(lanes, 32) * 32);
@@ -200,11 +189,12 @@ uint32_t threads_for(int64_t n) {
   return threads;
 }
 
-constexpr uint32_t kGeneralThreads = 256;  // of a block of small buckets
+constexpr uint32_t kSmallThreads = 256;  // of a block of small buckets
 
-// Hands the buckets that are not for the fast kernels to `kernel`: those that fit a block, or the others.
-Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Message m, Stage stage,
-                      void (*kernel)(Table<true, true>), const char* name, cudaStream_t stream) {
+// Hands the buckets that are not for the fast kernels to `kernel`: those that fit a block, or for the other stages the
+// larger ones.
+Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<true, true>), const char* name) {
+  const Layout& l = given.layout;
   const Codec& c = l.codec;
   const bool fast = is_fast(c), large = stage != kWhole;
   const auto size_of_first = [&](const Piece& p) { return std::min(p.bucket, p.coded); };
@@ -212,20 +202,22 @@ Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Mess
   for (const Piece& p : l.pieces) {
     if (p.bucket <= kMostStaged) largest = std::max(largest, fast ? p.coded % p.bucket : size_of_first(p));
   }
+  Call call = given;
+  Message& m = call.message;
   m.stage = stage;
   m.threads = large ? kMostThreads : threads_for(largest);
-  // Of the fast kernels' buckets only a last one is left of each piece.
-  m.groups = large ? 1 : std::max(1u, (fast ? 32 : kGeneralThreads) / m.threads);
-  Launches launches(m, stream, kernel, name, m.groups * m.threads < 32 ? 32 : m.groups * m.threads);
+  // The fast kernels leave only the last bucket of each piece.
+  m.groups = large ? 1 : std::max(1u, (fast ? 32 : kSmallThreads) / m.threads);
+  Launches launches(call, kernel, name, m.groups * m.threads < 32 ? 32 : m.groups * m.threads);
   int64_t work = 0;
-  for (int64_t row = 0; row < batch; ++row) {
+  for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {
       if (p.coded == 0 || (p.bucket > kMostStaged) != large) continue;
       const int64_t whole = fast ? p.coded / p.bucket : 0, rest = p.coded - whole * p.bucket;
       if (rest == 0) continue;
       const int64_t count = div_up(rest, p.bucket), bits = code_bits(c);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)),
+      Item item(l, call.leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)),
                 whole * meta_floats(c.kind));
       item.entry.count = static_cast<uint32_t>(count);
       item.extra.last = rest - (count - 1) * p.bucket;
@@ -240,20 +232,19 @@ Status launch_general(const Layout& l, int64_t batch, const Leaves& leaves, Mess
 
 }  // namespace
 
-Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return with_encoder(l.codec, [&](auto variant) {
+Status encode_buckets(const Call& call) {
+  const Codec& codec = call.layout.codec;
+  return with_encode_variant(codec, [&](auto variant) {
     using V = decltype(variant);
-    const auto kernel = encode_general_kernel<typename V::Codec, V::bits, V::stochastic>;
+    const auto kernel = encode_any_bucket_kernel<typename V::Codec, V::bits, V::stochastic>;
     const auto launch = [&](Stage stage) {
-      return launch_general(l, batch, leaves, m, stage, kernel, "general encode kernel", stream);
+      return launch_any_bucket(call, stage, kernel, "encode kernel of any bucket");
     };
-    const auto grids = [&](Stage stage) {
-      return launch_general(l, batch, leaves, m, stage, grid_kernel, "grid kernel", stream);
-    };
+    const auto grids = [&](Stage stage) { return launch_any_bucket(call, stage, grid_kernel, "grid kernel"); };
     Status s = launch(kWhole);
     if (s.call == nullptr) s = launch(kStats);
     if (s.call == nullptr) s = grids(kStats);
-    if (l.codec.kind == Kind::kSign) {
+    if (traits_of(codec.kind).sums) {
       if (s.call == nullptr) s = launch(kSums);
       if (s.call == nullptr) s = grids(kSums);
     }
@@ -261,12 +252,12 @@ Status encode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, cons
   });
 }
 
-Status decode_buckets(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return with_decoder(l.codec, [&](auto variant) {
+Status decode_buckets(const Call& call) {
+  return with_decode_variant(call.layout.codec, [&](auto variant) {
     using V = decltype(variant);
-    const auto kernel = decode_general_kernel<typename V::Codec, V::bits>;
+    const auto kernel = decode_any_bucket_kernel<typename V::Codec, V::bits>;
     const auto launch = [&](Stage stage) {
-      return launch_general(l, batch, leaves, m, stage, kernel, "general decode kernel", stream);
+      return launch_any_bucket(call, stage, kernel, "decode kernel of any bucket");
     };
     const Status s = launch(kWhole);
     return s.call == nullptr ? launch(kCodes) : s;

@@ -1,13 +1,13 @@
-// What payloads decode to, one or the sum of several, in registers.
+// Decoding one payload, or the sum of several, into registers.
 #pragma once
 
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
-// a / divisor, rounded once, without a division: the quotient by the rounded reciprocal is corrected twice by its exact
-// remainder (Markstein). Small numbers are scaled first, as in cpu/.
+// a / divisor, rounded once, without a division: the product with the rounded reciprocal is corrected twice by its
+// exact remainder (Markstein). Small numbers are scaled first, as on the CPU.
 CGX_D float divide(float a, float divisor, float inverse) {
   const bool tiny = fabsf(a) < 0x1p-60f;
   const float scaled = tiny ? a * 0x1p80f : a, first = scaled * inverse;
@@ -43,7 +43,7 @@ struct Metadata {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
   CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
-  // The bases of all ranks are summed before anything else is added. Of a single payload it is the base itself.
+  // The bases of all ranks are summed before anything else is added. A single payload's base is taken as it is.
   CGX_D float base(const Message& m, uint32_t own) const {
     if (own == kNowhere) return float_of(kNaNBits);
     if (floats < 2) return 0.0f;
@@ -58,7 +58,7 @@ struct Metadata {
   }
 };
 
-// What is decoded: the payload of rank 0, the others chunk_bytes apart.
+// The payload of rank 0; the others follow, chunk_bytes apart.
 CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
   return m.payloads + (m.where != nullptr ? p.row : p.slot) * static_cast<int64_t>(m.ranks) * m.chunk_bytes;
 }
@@ -72,7 +72,7 @@ CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t
   }
 }
 
-// What a quad decodes to, kSum: summed over the ranks, not yet divided.
+// Decodes a quad. kSum: sums it over the ranks; the caller divides.
 template <class C, int kBits, bool kSum>
 CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_t unit, float (&x)[kRows][4]) {
   const Quad q(unit, m.log_bucket);

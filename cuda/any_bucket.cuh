@@ -1,27 +1,25 @@
-// Buckets of any size. A thread has one lane of a block of codec/pack.h, its eight elements in registers; as many
-// threads as a bucket has lanes do it together. Buckets of more than kMostStaged elements are cut into parts of that
-// size, which are read twice: for the statistics and, when those of the other parts are known, for the codes.
+// Buckets of any size. A thread has one lane of a block of codec/pack.h, with its eight elements in registers; a bucket
+// takes as many threads as it has lanes. Buckets of more than kMostStaged elements are cut into parts of that size.
+// Parts are read twice: for the statistics and, after those of all parts are known, for the codes.
 #pragma once
 
-#include "cuda/encode.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
 
 namespace jaxcgx::cuda {
 
 constexpr uint32_t kMostThreads = kMostStaged / kRows;
 
-// What a launch does with the parts of large buckets; kWhole: with whole buckets, everything.
+// What a launch does. kWhole: everything, for whole buckets. The others: one stage, for the parts of large buckets.
 enum Stage : int32_t { kWhole, kStats, kSums, kCodes };
 
-// The workspace of a large bucket, in floats: its grid, the range of each part, and for Sign the sum of each block.
-constexpr int64_t kGridFloats = 8;
 static_assert(sizeof(Grid) <= kGridFloats * sizeof(float), "");
-CGX_HD int64_t work_of(Kind kind, int64_t parts) { return kGridFloats + parts * (kind == Kind::kSign ? 66 : 2); }
+static_assert(sizeof(float2) == kRangeFloats * sizeof(float), "");
 
-// The lane of this thread, and the bucket or part of one that it belongs to.
+// The lane of this thread, and its bucket or part of a bucket.
 struct Lane {
   int64_t bucket;   // counted from the entry's first
-  int64_t element;  // the bucket's or part's first, counted from the entry's first
+  int64_t element;  // first of the bucket or part, counted from the entry's first
   int64_t size;     // elements of the whole bucket
   int64_t part;
   int32_t count;                  // elements of the bucket or part
@@ -55,16 +53,16 @@ struct Lane {
     return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
   }
 
-  // Whether the thread's whole block has something to do.
+  // Whether any thread of the block has something to do.
   CGX_D bool there(const Message& m, const Entry& e) const { return bucket - threadIdx.x / m.threads < e.count; }
   CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
 
-  // Where the words of the block begin, in the codes of the entry.
+  // Where the words of the block begin in the codes of the entry.
   CGX_D int64_t codes(int bits, const Message& m) const {
     return bucket * packed_bytes(m.codec.bucket_size, bits) + (part * kMostStaged / kRows + block * kLanes) * bits;
   }
   CGX_D float* work(const Message& m, const Entry& e, const Extra& extra) const {
-    return m.workspace + extra.work + bucket * work_of(m.codec.kind, parts_of(m, e, extra));
+    return m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts_of(m, e, extra));
   }
 };
 
@@ -86,7 +84,7 @@ CGX_D void store_word(uint8_t* p, int32_t word) {
     for (uint32_t i = 0; i < sizeof(U); ++i) p[i] = static_cast<uint8_t>(static_cast<uint32_t>(word) >> (8 * i));
   }
 }
-// f(a word's size as a type, the word, where it lies behind the block's beginning) for each word of a lane.
+// Calls f(a type of the word's size, the word, its offset in the block) for each word of a lane.
 template <int kBits, class W, class Fn>
 CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
   int32_t at = 0;
@@ -96,12 +94,12 @@ CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
   if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
 }
 
-// The numbers of a lane: of a leaf,
+// Loads the numbers of a lane from a leaf.
 CGX_D void load_lane(const void* leaf, DType dtype, const Lane& l, float (&x)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = r < l.rows ? load_element(leaf, dtype, l.at(r)) : 0.0f;
 }
-// or what payloads decode to, their sum, not yet divided.
+// Decodes the numbers of a lane from payloads and sums them; the caller divides.
 template <class C, int kBits>
 CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane& l, float (&x)[kRows]) {
 #pragma unroll
@@ -132,7 +130,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
   }
 }
 
-// Over the threads of a bucket, in the order of warps; every thread of the block must come here.
+// The range over the threads of a bucket. Every thread of the block must call this.
 CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
   widen_stats(lo, hi, threads);
   if (threads <= 32) return;
@@ -145,7 +143,8 @@ CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
   widen_stats(lo, hi, 32);
 }
 
-// The sum of the magnitudes of a block, in the order of codec/sign.h: in every thread that has a lane of it.
+// The sum of the magnitudes of a block, in every thread that has a lane of it. The order is that of codec/sign.h, which
+// CUB's reductions don't promise.
 CGX_D float sum_of_block(const Lane& l, uint32_t threads, const float (&x)[kRows], float scale) {
   float sum = 0.0f;
 #pragma unroll

@@ -1,15 +1,14 @@
-// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, as what they are: a
-// message in another codec. Then each block makes a stretch of the numbers, with what of each list falls into it, rank
-// after rank.
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, which are a message in
+// another codec. Then each block makes a stretch of the numbers from the part of each list in it, rank after rank.
+#include "cuda/decode_sum.cuh"
+#include "cuda/launchers.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// A list of indices. Decoded, an index is the largest one so far: of the bytes of no encoder, too, they ascend, and one
-// that is not above the one before is none.
+// A list of indices. A decoded index is the largest one so far: even from bytes that no encoder wrote, indices ascend,
+// and one that is not above the one before counts as none.
 struct List {
   IndexList list;
   ListWords words;
@@ -25,7 +24,7 @@ struct List {
   CGX_D uint32_t count() const { return list.is_implied() ? static_cast<uint32_t>(list.k) : memory[words.stretches]; }
   CGX_D uint32_t index(uint32_t j) const { return list.is_implied() ? j : indices()[j]; }
   CGX_D bool is_there(uint32_t j) const { return index(j) < list.n && (j == 0 || index(j) > index(j - 1)); }
-  // How many indices are below.
+  // How many indices are below a bound.
   CGX_D uint32_t below(int64_t bound) const {
     uint32_t from = 0, to = count();
     while (from < to) {
@@ -38,14 +37,14 @@ struct List {
     return from;
   }
 
-  // A word of the row of bits.
+  // A word of the list's row of bits.
   CGX_D uint32_t row(const uint8_t* bytes, int64_t word) const {
     const int64_t left = list.bits - 32 * word;
     if (left <= 0) return 0;
     const uint32_t bits = reinterpret_cast<const uint32_t*>(bytes)[word];
     return left < 32 ? bits & ((1u << left) - 1) : bits;
   }
-  // Index j, whose one is this bit.
+  // Index j, whose one is at this bit.
   CGX_D uint32_t read(const uint8_t* bytes, int64_t j, int64_t bit) const {
     if (!list.split) return static_cast<uint32_t>(bit);
     const int64_t high = bit - j;
@@ -58,6 +57,7 @@ struct List {
   }
 };
 
+// Counts the ones of each stretch.
 __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
   if (threadIdx.x == 0) l.stretches()[p.tile] = all;
 }
 
+// Reads the indices of each stretch, and makes them ascend.
 __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   if (threadIdx.x == 0 && p.tile + 1 == l.words.stretches) {
     l.stretches()[l.words.stretches] = static_cast<uint32_t>(int64_t{before} + all < k ? int64_t{before} + all : k);
   }
-  // f(j, its bit) for those of this thread.
+  // Calls f(j, its bit) for the indices of this thread.
   const auto each = [&](auto f) {
     int64_t j = first_j;
     for (int64_t word = first; word < first + l.words.each; ++word) {
@@ -106,8 +107,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   uint32_t largest = 0;
   each([&](int64_t j, int64_t bit) { largest = larger(largest, l.indices()[j] = l.read(bytes, j, bit)); });
   largest = fold_before(largest, &all, larger);
-  // Indices with the same high bits have ones side by side. Only they can be out of order, so that of those before this
-  // stretch no others matter. Every warp looks for itself.
+  // Only indices with the same high bits can be out of order, and their ones are side by side. So only the run of ones
+  // right before this stretch matters. Every warp reads it by itself.
   const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
   if (l.list.split && is_one(first_bit) && before < k) {
     uint32_t run = 0;
@@ -123,11 +124,10 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   each([&](int64_t j, int64_t) { largest = l.indices()[j] = larger(largest, l.indices()[j]); });
 }
 
-constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // lists that are searched at a time
+constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: lists searched at a time
 constexpr int64_t kStretch = 4096;
 
-// Numbers from lists, their sum in rank order, or NaN. The memory of a rank's list is e.meta words behind that of the
-// one before.
+// Numbers from lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in memory.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   const auto here = static_cast<uint32_t>(e.count - first < kStretch ? e.count - first : kStretch);
   List l(m, e, t.extras[p.index]);
   __shared__ float x[kStretch];
-  __shared__ uint32_t from[kScatterThreads];  // of a list, and of what is behind
+  __shared__ uint32_t from[kScatterThreads];  // by list: its first index in the stretch, and the first behind it
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
   for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += e.meta) {
     __syncthreads();
@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   }
 }
 
+// Sets the elements of a list to 0.
 __global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -181,18 +182,24 @@ __global__ void __launch_bounds__(kScatterThreads) zero_kernel(const __grid_cons
     store_element(const_cast<void*>(e.leaf), static_cast<DType>(e.dtype), l.index(j), 0.0f);
 }
 
-// A kernel on all pieces, of each row as many `lists` as lie one after another in the memory; `blocks(row, piece, k,
-// item)` of it.
+// A kernel that runs on lists of indices.
+struct ListKernel {
+  void (*function)(Pieces);
+  const char* name;
+  uint32_t threads;
+};
+
+// Launches a kernel on all pieces, with `blocks(row, piece, k, item)` blocks each. In `memory`, `lists` lists follow
+// one another for each row.
 template <class Blocks>
-Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const Message& m, const Memory& memory,
-                    int64_t lists, void (*kernel)(Pieces), const char* name, uint32_t threads, cudaStream_t stream,
-                    Blocks blocks) {
-  Launches launches(m, stream, kernel, name, threads);
-  for (int64_t row = 0; row < rows; ++row) {
+Status launch_lists(const Call& call, const Memory& memory, int64_t lists, const ListKernel& kernel, Blocks blocks) {
+  const Layout& l = call.layout;
+  Launches launches(call, kernel.function, kernel.name, kernel.threads);
+  for (int64_t row = 0; row < call.batch; ++row) {
     for (size_t i = 0; i < l.pieces.size(); ++i) {
       const Piece& p = l.pieces[i];
       const int64_t k = capacity(l.codec.sparse, p.coded);
-      Item item(l, leaves, row, p);
+      Item item(l, call.leaves, row, p);
       item.entry.meta = static_cast<uint32_t>(memory.row);
       item.entry.count = static_cast<uint32_t>(p.coded);
       item.extra.last = k;
@@ -204,48 +211,49 @@ Status launch_lists(const Layout& l, int64_t rows, const Leaves& leaves, const M
 }
 
 // The indices of all lists of a message.
-Status decode_indices(const Layout& l, int64_t rows, Message m, const Memory& memory, cudaStream_t stream) {
-  m.ranks = 1;
-  m.own = false;
+Status decode_indices(const Layout& l, int64_t rows, const Memory& memory, const Message& m, cudaStream_t stream) {
+  Call call{l, rows, {}, m, stream};
+  call.message.ranks = 1;
+  call.message.own = false;
   const auto stretches = [&](int64_t, size_t i, int64_t k, Item*) {
     return ListWords(IndexList(l.pieces[i].coded, k)).stretches;
   };
-  const auto launch = [&](auto kernel, const char* name) {
-    return launch_lists(l, rows, {}, m, memory, 1, kernel, name, kListThreads, stream, stretches);
-  };
-  const Status s = launch(ones_kernel, "ones kernel");
-  return s.call == nullptr ? launch(indices_kernel, "indices kernel") : s;
+  const Status s = launch_lists(call, memory, 1, {ones_kernel, "ones kernel", kListThreads}, stretches);
+  if (s.call != nullptr) return s;
+  return launch_lists(call, memory, 1, {indices_kernel, "indices kernel", kListThreads}, stretches);
 }
 
 }  // namespace
 
-Status decode_topk(const Layout& l, int64_t batch, const Leaves& leaves, const Message& given, cudaStream_t stream) {
-  Message m = given;
+Status decode_topk(const Call& given) {
+  Call call = given;
+  const Layout& l = call.layout;
+  Message& m = call.message;
   const bool encodes = m.payload != nullptr;
-  const int64_t lists = m.ranks, rows = batch * lists;
-  const TopkWork work(l, batch, lists, encodes);
+  const int64_t lists = m.ranks, rows = call.batch * lists;
+  const TopkWork work(l, call.batch, lists, encodes);
   if (work.end > UINT32_MAX) return too_large();
   m.lists = m.ranks;
-  Status s = decode_indices(l, rows, m, work.lists, stream);
+  Status s = decode_indices(l, rows, work.lists, m, call.stream);
   if (s.call != nullptr) return s;
 
   const Values values(l, work.lists, m.workspace, nullptr,
                       [](int64_t n, int64_t k) { return ListWords(IndexList(n, k)).values; });
   if (s = check_size(values.layout, rows); s.call != nullptr) return s;
-  Message of_values = message_of(values.layout);
-  of_values.payloads = m.payloads;
-  of_values.where = m.where;
-  of_values.lists = m.lists;
-  if (s = decode_all(values.layout, rows, {values.leaves.data()}, of_values, stream); s.call != nullptr) return s;
+  Call decode_values{values.layout, rows, {values.leaves.data()}, message_of(values.layout), call.stream};
+  decode_values.message.payloads = m.payloads;
+  decode_values.message.where = m.where;
+  decode_values.message.lists = m.lists;
+  if (s = decode_all(decode_values); s.call != nullptr) return s;
 
   m.lists = 1;
   if (encodes) m.divisor = m.inverse = 1.0f, m.exact = true;  // the sum's encoding divides
-  s = launch_lists(l, batch, leaves, m, work.lists, lists, scatter_kernel, "scatter kernel", kScatterThreads, stream,
+  s = launch_lists(call, work.lists, lists, {scatter_kernel, "scatter kernel", kScatterThreads},
                    [&](int64_t row, size_t i, int64_t, Item* item) {
                      if (encodes) item->residual.lost = m.workspace + work.sums.begin[i] + row * work.sums.row;
                      return div_up(l.pieces[i].coded, kStretch);
                    });
-  return s.call == nullptr && encodes ? encode_topk(work, batch, leaves, given, stream) : s;
+  return s.call == nullptr && encodes ? encode_topk(work, given) : s;
 }
 
 Status clear(const Clear& a, cudaStream_t stream) {
@@ -253,13 +261,12 @@ Status clear(const Clear& a, cudaStream_t stream) {
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
   const TopkWork work(l, a.batch, 1, false);
   if (work.end > UINT32_MAX) return too_large();
-  Message m = message_of(l);
-  m.payloads = a.payload;
-  m.workspace = static_cast<float*>(a.workspace);
-  const Status s = decode_indices(l, a.batch, m, work.lists, stream);
+  Call call{l, a.batch, {const_cast<const void* const*>(a.arrays)}, message_of(l), stream};
+  call.message.payloads = a.payload;
+  call.message.workspace = static_cast<float*>(a.workspace);
+  const Status s = decode_indices(l, a.batch, work.lists, call.message, stream);
   if (s.call != nullptr) return s;
-  return launch_lists(l, a.batch, {const_cast<const void* const*>(a.arrays)}, m, work.lists, 1, zero_kernel,
-                      "zero kernel", kScatterThreads, stream,
+  return launch_lists(call, work.lists, 1, {zero_kernel, "zero kernel", kScatterThreads},
                       [](int64_t, size_t, int64_t k, Item*) { return div_up(k, kScatterThreads); });
 }
 

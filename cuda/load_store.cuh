@@ -2,7 +2,7 @@
 #pragma once
 
 #include "codec/cast.h"
-#include "cuda/numbers.cuh"
+#include "cuda/arithmetic.cuh"
 
 namespace jaxcgx::cuda {
 
@@ -10,7 +10,7 @@ constexpr uint32_t kWarp = 0xffffffffu;
 
 CGX_D bool aligned(const void* p, uint32_t bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
 
-// codec/cast.h in one instruction, where there is one.
+// codec/cast.h, in one instruction if the GPU has one.
 CGX_D float widen(DType dtype, uint32_t half) {
   if (dtype == DType::kBF16) return float_of(half << 16);
 #if defined(__CUDA_ARCH__)
@@ -48,12 +48,11 @@ CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
     static_cast<uint16_t*>(leaf)[i] = static_cast<uint16_t>(narrow(dtype, x));
 }
 
-// What a thread of the fast kernels handles: four neighbouring lanes of one block of codec/pack.h, all eight rows. So
-// it makes whole words of codes by itself, without a shuffle, 16 bytes of 4-bit codes beside the next thread's 16; one
-// draw of Philox serves the eight rows of each of its lanes; and it reads four elements of each row, 16 bytes,
-// beside the next thread's: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes.
-// Rows read across a whole warp would be whole lines, but their codes lie in eight threads
-// (benchmarks/notes/gpu-kernels.md).
+// The elements of a thread of the fast kernels: four neighbouring lanes of one block of codec/pack.h, all eight rows.
+// The thread makes whole words of codes without a shuffle, 16 bytes of 4-bit codes next to the next thread's 16. One
+// draw of Philox serves the eight rows of a lane. The thread reads 16 bytes of each row, next to the next thread's: the
+// 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes. Reading rows across a whole
+// warp would give whole lines, but would spread their codes over eight threads (benchmarks/notes/gpu-kernels.md).
 struct Quad {
   int64_t block;   // counted from the piece's first
   uint32_t place;  // of the quad in its block
@@ -65,14 +64,14 @@ struct Quad {
     place = unit & ((1u << log_quads) - 1);
     lanes = 4u << log_quads;
   }
-  CGX_D int64_t codes(int bits) const {
-    return block * (lanes * static_cast<uint32_t>(bits));
-  }                                                                            // where its block's begin
-  CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }  // of row 0; the next row is `lanes` away
+  // Where the codes of its block begin.
+  CGX_D int64_t codes(int bits) const { return block * (lanes * static_cast<uint32_t>(bits)); }
+  // The first element, of row 0; the next row is `lanes` away.
+  CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }
 };
 
-// f(row, its four elements) for the eight rows at `from`. Every load is under way before the first is used, where
-// registers suffice.
+// Calls f(row, its four elements) for the eight rows. All loads are under way before the first is used, if registers
+// suffice.
 template <class Fn>
 CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t lanes, Fn f) {
   if (dtype == DType::kF32) {
@@ -159,8 +158,8 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
   }
 }
 
-// kWords neighbouring words of 4 bytes. kAligned: as a whole; else they may be, as blocks of fewer than 16 lanes of
-// codes of several fields are.
+// kWords neighbouring words of 4 bytes. kAligned: aligned as a whole. Otherwise they may not be: blocks of fewer than
+// 16 lanes whose codes have several fields are not.
 template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
   if (kWords == 4 && (kAligned || aligned(at, 16))) {
@@ -186,7 +185,7 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
   }
 }
 
-// The words of a quad, from and to its block.
+// The words of a quad, to and from its block.
 template <int kBits>
 CGX_D void load_codes(const uint8_t* block, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
   constexpr bool kAligned = (kBits & (kBits - 1)) == 0;

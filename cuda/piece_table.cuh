@@ -1,23 +1,23 @@
-// Many pieces in one launch: a table of them travels in the kernel's parameters, and each block finds its own.
+// Many pieces in one launch: a table of pieces is a parameter of the kernel, and each block finds its own.
 #pragma once
 
 #include <algorithm>
 
+#include "cuda/arithmetic.cuh"
 #include "cuda/cuda.h"
-#include "cuda/numbers.cuh"
 
 namespace jaxcgx::cuda {
 
-// A piece, or the part of one that a kernel is to do. `slot` is row * chunks + chunk.
+// A piece, or the part of one that a kernel handles. `slot` is row * chunks + chunk.
 struct Entry {
   const void* leaf;  // the piece's first element
   uint64_t codes;    // bytes from the chunk's beginning,
   uint32_t meta;     // and floats
   uint32_t slot : 30, dtype : 2;
-  uint32_t tile;   // its first, counted from the slot's first in this launch
-  uint32_t count;  // of what the kernel counts in
+  uint32_t tile;   // its first tile, counted from the slot's first in this launch
+  uint32_t count;  // in the kernel's own unit
 };
-// What some kernels want besides.
+// What only some kernels need.
 struct Extra {
   int64_t start;  // of the piece in its leaf
   int64_t last;   // elements of the last bucket
@@ -29,10 +29,10 @@ struct Residual {
   float* lost;
 };
 
-constexpr uint32_t kThreads = 128;  // of a block of the fast kernels, 32 elements each: the largest bucket
+constexpr uint32_t kThreads = 128;  // of a block of the fast kernels, 32 elements each: the largest fast bucket
 constexpr int64_t kTile = kThreads * kRows * 4;
 
-// What is the same for all pieces.
+// The same for all pieces.
 struct Message {
   Codec codec;
   int32_t meta;      // floats of a bucket's metadata
@@ -42,7 +42,7 @@ struct Message {
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
   const int32_t* where;  // null: all chunks; else those of the one that it names,
-  uint32_t lists;        // of so many rows the same one
+  uint32_t lists;        // this many rows have the same one
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
@@ -54,7 +54,7 @@ struct Message {
   int32_t stage;             // of a bucket that is larger than a block
 };
 
-// That a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests want fewer.
+// Bytes of parameters that a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests set fewer.
 #if !defined(JAXCGX_PARAMETER_BYTES)
 #define JAXCGX_PARAMETER_BYTES 32764
 #endif
@@ -76,9 +76,9 @@ static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<tru
 
 constexpr uint32_t kNowhere = 0xffffffffu;
 
-// Where a block is. Blocks of the same y share a slot.
+// The work of a block. Blocks of the same y share a slot.
 struct Place {
-  uint32_t row, slot, rank;  // rank: the own one; ranks: none; kNowhere: `where` names what there is not
+  uint32_t row, slot, rank;  // rank: the own one; ranks: none; kNowhere: `where` is out of range
   int index;                 // in the table; -1: nothing to do
   uint32_t tile;             // counted from the entry's first
 };
@@ -95,12 +95,12 @@ CGX_D Place place_of(const T& t) {
     const auto chunk = static_cast<uint32_t>(where[0]);
     if (m.own) p.rank = static_cast<uint32_t>(where[1]);
     const bool nowhere = chunk >= m.chunks || (m.own && p.rank >= m.ranks);
-    if (nowhere) p.rank = kNowhere;  // of chunk 0, which every layout has, and NaN
+    if (nowhere) p.rank = kNowhere;  // the result is NaN, in the layout of chunk 0
     p.slot = p.row * m.chunks + (nowhere ? 0 : chunk);
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
-  // The last entry that is not behind (slot, blockIdx.x).
+  // The last entry at or before (slot, blockIdx.x).
   int from = 0, to = static_cast<int>(t.count);
   while (from < to) {
     const int middle = (from + to) >> 1;
@@ -119,25 +119,25 @@ CGX_D Place place_of(const T& t) {
 
 // The buffers of a message on the host: leaves[i] is leaf i of the first row.
 struct Leaves {
-  const void* const* leaves = nullptr;      // what is encoded; the own rank's of a sum; what is decoded to
+  const void* const* leaves = nullptr;      // encode: the input; reduce: the own rank's; decode: the output
   const float* const* residuals = nullptr;  // null: no feedback
   float* const* results = nullptr;          // new residuals, or the fp32 sum
   const int64_t* ids = nullptr;
-  const int64_t* starts = nullptr;  // which element of its noise a leaf begins with; null: with the first
+  const int64_t* starts = nullptr;  // the first element of each leaf's noise; null: 0
 };
 
 inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) {
   return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu;
 }
 
-// Everything of a piece but for the kernel's count.
+// A piece, except the kernel's count.
 struct Item {
   Entry entry = {};
   Extra extra = {};
   Residual residual = {};
 
   Item() = default;
-  // From element `at` of the piece on, whose codes and metadata lie `codes` bytes and `meta` floats from the piece's.
+  // From element `at` of the piece on. Its codes and metadata are `codes` bytes and `meta` floats behind the piece's.
   Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0,
        int64_t meta = 0) {
     const auto i = static_cast<size_t>(p.leaf);
@@ -155,7 +155,7 @@ struct Item {
   }
 };
 
-// An error where the numbers in a table, of 30 and 32 bits, do not suffice for a message.
+// An error if a message overflows the table's numbers of 30 and 32 bits.
 inline Status check_size(const Layout& l, int64_t batch) {
   const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
   bool fits = batch <= (int64_t{1} << 30) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
@@ -177,19 +177,28 @@ inline Message message_of(const Layout& l) {
   return m;
 }
 
+// A message and its buffers, as launchers hand them on.
+struct Call {
+  const Layout& layout;
+  int64_t batch;
+  Leaves leaves;
+  Message message;
+  cudaStream_t stream;
+  bool clears_gaps = true;  // encoding: the bytes of a chunk that no element writes become 0
+};
+
 // Collects pieces, in the order of slots, and launches a kernel whenever the table is full.
 template <class T>
 class Launches {
  public:
-  Launches(const Message& m, cudaStream_t stream, void (*kernel)(T), const char* name, uint32_t threads)
-      : kernel_(kernel), name_(name) {
-    table_.message = m;
+  Launches(const Call& call, void (*kernel)(T), const char* name, uint32_t threads) : kernel_(kernel), name_(name) {
+    table_.message = call.message;
     table_.count = 0;
     config_.blockDim = dim3(threads);
-    config_.stream = stream;
+    config_.stream = call.stream;
   }
 
-  // As so many blocks.
+  // A piece, which gets `tiles` blocks.
   void add(const Item& item, int64_t tiles) {
     Entry entry = item.entry;
     const uint32_t y = line(entry.slot);

@@ -1,14 +1,14 @@
-// Encoding in the fast kernels: buckets of 32 to 4096 elements, a power of two, that stay in registers from the numbers
-// to the codes.
+// Encoding in the fast kernels, for buckets of 32 to 4096 elements that are a power of two. A bucket stays in registers
+// from the numbers to the codes.
 #pragma once
 
 #include "codec/rng.h"
-#include "cuda/memory.cuh"
-#include "cuda/table.cuh"
+#include "cuda/load_store.cuh"
+#include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
-// Blocks of such buckets of stochastic codecs must be blocks of noise too.
+// With stochastic rounding, blocks of the buckets must also be blocks of noise.
 inline bool is_fast(const Codec& c) {
   return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
          c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
@@ -16,13 +16,14 @@ inline bool is_fast(const Codec& c) {
 
 // Hands the whole buckets of all pieces to a fast kernel.
 template <class T>
-Status launch_fast(const Layout& l, int64_t batch, const Leaves& leaves, Launches<T> launches) {
+Status launch_fast(const Call& call, Launches<T> launches) {
+  const Layout& l = call.layout;
   const int64_t bucket = l.codec.bucket_size;
-  for (int64_t row = 0; row < batch; ++row) {
+  for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {
       const int64_t units = p.coded / bucket * bucket / (kRows * 4);
       if (units == 0) continue;
-      Item item(l, leaves, row, p);
+      Item item(l, call.leaves, row, p);
       item.entry.count = static_cast<uint32_t>(units);
       launches.add(item, div_up(units, kThreads));
     }
@@ -30,7 +31,7 @@ Status launch_fast(const Layout& l, int64_t batch, const Leaves& leaves, Launche
   return launches.finish();
 }
 
-// Widens lo and hi over `threads` neighbours, a power of two.
+// The range over `threads` neighbours, a power of two.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < 32; m *= 2) {
@@ -39,13 +40,13 @@ CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
     *hi = fmaxf(*hi, __shfl_xor_sync(kWarp, *hi, m));
   }
 }
-// A NaN, which minimum and maximum drop, or an infinity leaves a NaN here, and then makes the range infinite.
+// Minimum and maximum drop NaNs. A NaN or an infinity leaves a NaN here, which then makes the range infinite.
 CGX_D void poison(float x, float* so_far) { *so_far = __fmaf_rn(x, 0.0f, *so_far); }
 CGX_D void spread_poison(float poison, float* lo, float* hi) {
   if (poison != poison) *lo = -INFINITY, *hi = INFINITY;
 }
 
-// The grid of the bucket that this thread's quad belongs to; every thread of the block must come here.
+// The grid of this thread's bucket. Every thread of the block must call this.
 template <class C>
 CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
   const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / 32, first_warp = warp & ~((threads >> 5) - 1);
@@ -66,7 +67,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
-  if constexpr (std::is_same_v<C, Sign>) {  // in the order of codec/sign.h
+  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h
     const float scale = scale_of(largest_of({lo, hi}));
     float lane[4];
 #pragma unroll
@@ -94,7 +95,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
   return C::grid({lo, hi}, sum, int64_t{1} << log_bucket, codec);
 }
 
-// Metadata as it is written. Beside codes of 0 a NaN makes the whole bucket NaN.
+// Metadata as written. With codes of 0, a NaN makes the whole bucket NaN.
 CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBits); }
 CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
@@ -111,7 +112,8 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Encodes x, a quad of the piece, and leaves its codes in `lanes`, its grid in the result. `there`: the quad exists.
+// Encodes x, a quad of the piece: its codes to `lanes` and the payload, its grid to the result. `there`: the quad
+// exists.
 template <class C, int kBits, bool kStochastic, class T>
 CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
                        Words<Scalar, kBits> (&lanes)[4]) {
@@ -164,62 +166,22 @@ CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q,
   store_quad(residual.lost, DType::kF32, q.element(), q.lanes, x);
 }
 
-// A codec as kernels are compiled for it.
-template <class C, int kBits, bool kStochastic>
-struct Variant {
-  using Codec = C;
-  static constexpr int bits = kBits;
-  static constexpr bool stochastic = kStochastic;
-};
-
-// The dispatch table: a row a codec. Decoding knows no rounding, and ByteGrad as MaxMin.
-template <bool kEncode, class Fn>
-Status with_variant(const Codec& c, Fn f) {
-  const auto width = [&](auto stochastic) {
-    constexpr bool kStochastic = decltype(stochastic)::value;
-    switch (c.bits) {
-      case 1:
-        return f(Variant<Levels, 1, kStochastic>());
-      case 2:
-        return f(Variant<Levels, 2, kStochastic>());
-      case 3:
-        return f(Variant<Levels, 3, kStochastic>());
-      case 4:
-        return f(Variant<Levels, 4, kStochastic>());
-      case 5:
-        return f(Variant<Levels, 5, kStochastic>());
-      case 6:
-        return f(Variant<Levels, 6, kStochastic>());
-      case 7:
-        return f(Variant<Levels, 7, kStochastic>());
-      default:
-        return f(Variant<Levels, 8, kStochastic>());
-    }
-  };
-  switch (c.kind) {
-    case Kind::kMaxMin:
-    case Kind::kAbsMax:
-      return kEncode && c.stochastic ? width(std::bool_constant<kEncode>()) : width(std::false_type());
-    case Kind::kByteGrad:
-      return f(Variant<std::conditional_t<kEncode, ByteGrad, Levels>, 8, false>());
-    case Kind::kFloat8:
-      return c.bits == 4 ? f(Variant<Float8<4>, 8, false>()) : f(Variant<Float8<5>, 8, false>());
-    case Kind::kSign:
-      return f(Variant<Sign, 1, false>());
-    case Kind::kRaw:
-    case Kind::kCast:
-    case Kind::kTopK:
-      break;
-  }
-  return {};
+// codec/dispatch.h, with the types that the kernels are instantiated for. A codec without buckets launches nothing.
+template <class Fn>
+Status with_encode_variant(const Codec& c, Fn f) {
+  if (!has_buckets(c.kind)) return {};
+  return jaxcgx::with_encoder(c, [&](auto variant) {
+    using V = decltype(variant);
+    return f(Variant<EncodesAs<typename V::Codec>, V::bits, V::stochastic>());
+  });
 }
 template <class Fn>
-Status with_encoder(const Codec& c, Fn f) {
-  return with_variant<true>(c, f);
-}
-template <class Fn>
-Status with_decoder(const Codec& c, Fn f) {
-  return with_variant<false>(c, f);
+Status with_decode_variant(const Codec& c, Fn f) {
+  if (!has_buckets(c.kind)) return {};
+  return jaxcgx::with_decoder(c, [&](auto variant) {
+    using V = decltype(variant);
+    return f(Variant<DecodesAs<typename V::Codec>, V::bits, false>());
+  });
 }
 
 }  // namespace jaxcgx::cuda

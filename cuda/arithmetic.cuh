@@ -1,24 +1,19 @@
-// The number types in which a GPU thread evaluates codec/*.h, where Scalar's conversions between integers and floats
-// would be the bottleneck: their unit is four to eight times slower than addition. Same results.
+// Number types in which a GPU thread evaluates codec/*.h, with the results of Scalar. Scalar's conversions between
+// integers and floats would be the bottleneck: their unit is four to eight times slower than addition.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <type_traits>
 
-#include "codec/absmax.h"
-#include "codec/bytegrad.h"
-#include "codec/float8.h"
-#include "codec/maxmin.h"
+#include "codec/dispatch.h"
 #include "codec/pack.h"
-#include "codec/sign.h"
 
 #define CGX_D __device__ __forceinline__
 
 namespace jaxcgx::cuda {
 
-// Encoding, where what is rounded lies within +-2^22: added to 1.5 * 2^23 it loses its fraction, to nearest even, and
-// leaves the integer in the low bits.
+// For encoding numbers within +-2^22: adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
 struct SmallFloat {
   float v;
 };
@@ -36,8 +31,8 @@ struct Small {
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
 
-// Decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit counts 1.
-// What is added to it goes to `magic`, at compile time where it can.
+// For decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit counts 1.
+// Constants are added to `magic`, at compile time if possible.
 struct Level {
   float sum, magic;
 };
@@ -51,7 +46,7 @@ struct Counted {
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
 
-// (a & mask) | bits in one instruction; of two constants the compiler makes two.
+// (a & mask) | bits in one instruction; with two constants the compiler would make two.
 CGX_D uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   uint32_t result;
@@ -68,7 +63,7 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
     return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))),
             0x1p23f};
   } else if constexpr ((kBits & (kBits - 1)) == 0) {
-    // Taken where it stands: at bit `at`, the last bit of a float of 2^(23 - at). Bits 23 and up are not a mantissa's.
+    // The field stays at bit `at`, the last bit of a float of 2^(23 - at). Bits 23 and up are not in a mantissa.
     const auto word = static_cast<uint32_t>(kBits == 4   ? w.a
                                             : kBits == 2 ? w.c
                                                          : w.d << 1);  // << 1: 2 * magic + 1 must be exact
@@ -80,21 +75,31 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   }
 }
 
-// MaxMin, and AbsMax with it: the same arithmetic from an origin of 0, its codes `top` more.
+// MaxMin and AbsMax in the same kernels: AbsMax has an origin of 0, and codes that are `top` more.
 struct Levels {
+  static constexpr Kind kKind = Kind::kMaxMin;
   CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
     return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
   }
 };
+// The type that a kernel is instantiated for, for each codec of codec/dispatch.h: itself, unless a type above has a
+// faster form. ByteGrad decodes like MaxMin.
+template <class C>
+using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
+template <class C>
+using DecodesAs = std::conditional_t<std::is_same_v<C, ByteGrad>, Levels, EncodesAs<C>>;
+
 CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
 
 template <class C, int kBits, bool kStochastic>
 CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   const float scaled = x * g.scale;
-  if constexpr (kStochastic) {
-    // 16.16 fixed point: of 7 bits and more it is not small.
+  if constexpr (std::is_same_v<C, Levels> && kStochastic) {
+    // 16.16 fixed point: not small with 7 bits and more.
     using V = std::conditional_t<kBits <= 6, Small, Scalar>;
     return MaxMin::quantize<V, kBits>(V::splat(scaled), g, noise);
+  } else if constexpr (kStochastic) {
+    return C::template quantize<Scalar, kBits>(scaled, g, noise);
   } else if constexpr (std::is_same_v<C, Levels>) {
     return MaxMin::quantize<Small, kBits>(Small::splat(scaled), g) + top;
   } else if constexpr (std::is_same_v<C, ByteGrad>) {
@@ -104,7 +109,7 @@ CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   }
 }
 
-// so_far + unit * the value of a code. The product is exact but for Float8, so that one rounding is as good as two.
+// so_far + unit * the value of a code. Fused if the product is exact (codec/traits.h) and there is a fast form.
 template <class C, int kBits>
 CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top) {
   if constexpr (std::is_same_v<C, Levels>) {

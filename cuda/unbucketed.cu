@@ -1,15 +1,15 @@
-// Elements without buckets: Cast, Raw and raw tails. And the gaps of a chunk, which are zero.
-#include "cuda/encode.cuh"
-#include "cuda/rest.cuh"
-#include "cuda/sum.cuh"
+// Elements without buckets: Cast, Raw and raw tails. Also the gaps of a chunk, which are zero.
+#include "cuda/decode_sum.cuh"
+#include "cuda/encode_quad.cuh"
+#include "cuda/launchers.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// What is to be done with an entry, in extra.work. extra.last: its elements, of gaps bytes.
+// What a kernel does with an entry: extra.work. extra.last is the number of elements, of bytes for a gap.
 enum Task : uint32_t { kCoded, kRaw, kGap };
 
-// 32 elements of an entry, those of a quad in a block of 128; of the last block, not all are there.
+// 32 elements of an entry: a quad in a block of 128. The last block may be short.
 struct Elements {
   Quad q;
   int64_t count;
@@ -18,7 +18,7 @@ struct Elements {
   CGX_D bool whole() const { return (q.block + 1) * kBlock <= count; }
   CGX_D int64_t at(int r, int j) const { return q.element() + r * kLanes + j; }
 
-  // f(row, four elements)
+  // Calls f(row, four elements).
   template <class Fn>
   CGX_D void load(const void* from, DType dtype, Fn f) const {
     if (whole()) {
@@ -48,7 +48,7 @@ CGX_D DType wire_of(const Message& m, const Entry& e, const Extra& extra) {
   return static_cast<DType>(extra.work == kRaw ? static_cast<int32_t>(e.dtype) : m.codec.bits);
 }
 
-// A tile of n elements at most, as it is, NaNs and all.
+// Copies a tile as it is, including NaNs.
 CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int64_t count) {
   const int64_t size = dtype == DType::kF32 ? 4 : 2, first = tile * kTile * size;
   const int64_t left = count * size - first;
@@ -68,9 +68,9 @@ CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int6
   }
 }
 
-// The sum of what payloads hold, in rank order, not yet divided.
-CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire,
-                     float (&x)[kRows][4]) {
+// Sums payloads in rank order; the caller divides.
+CGX_D void sum_unbucketed(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire,
+                          float (&x)[kRows][4]) {
   const uint8_t* payload = payloads_of(m, p) + e.codes;
   for (uint32_t rank = 0; rank < m.ranks; ++rank, payload += m.chunk_bytes) {
     const bool own = rank == p.rank;
@@ -86,7 +86,7 @@ CGX_D void sum_plain(const Message& m, const Entry& e, const Place& p, const Ele
   }
 }
 
-__global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   if (elements.q.block * kBlock >= extra.last) return;
   float x[kRows][4];
   if (m.payloads != nullptr) {
-    sum_plain(m, e, p, elements, wire, x);
+    sum_unbucketed(m, e, p, elements, wire, x);
   } else {
     elements.load(e.leaf, static_cast<DType>(e.dtype),
                   [&](int r, const float4& y) { x[r][0] = y.x, x[r][1] = y.y, x[r][2] = y.z, x[r][3] = y.w; });
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   float undivided[kRows][4];
   copy_quad(x, undivided);
   divide(m, x);
-  // x becomes what arrives, and `undivided` what is lost.
+  // x becomes the decoded numbers, and `undivided` the loss.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     int32_t word[4];
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) encode_plain_kernel(const __grid_con
   elements.store(residual.lost, DType::kF32, undivided);
 }
 
-__global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_constant__ Table<true, true> t) {
+__global__ void __launch_bounds__(kThreads) decode_unbucketed_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Message& m = t.message;
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_con
   const Elements elements(extra, p.tile);
   if (elements.q.block * kBlock >= extra.last) return;
   float x[kRows][4];
-  sum_plain(m, e, p, elements, wire, x);
+  sum_unbucketed(m, e, p, elements, wire, x);
   divide(m, x);
   if (m.sums)
     elements.store(t.residuals[p.index].lost, DType::kF32, x);
@@ -173,10 +173,10 @@ __global__ void __launch_bounds__(kThreads) decode_plain_kernel(const __grid_con
     elements.store(leaf, static_cast<DType>(e.dtype), x);
 }
 
-Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m,
-                    void (*kernel)(Table<true, true>), const char* name, bool gaps, cudaStream_t stream) {
+Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), const char* name, bool clears_gaps) {
+  const Layout& l = call.layout;
   const Codec& c = l.codec;
-  Launches launches(m, stream, kernel, name, kThreads);
+  Launches launches(call, kernel, name, kThreads);
   const auto add = [&](Item item, Task task, int64_t at, int64_t count) {
     if (count == 0) return;
     item.entry.codes = static_cast<uint64_t>(at);
@@ -184,22 +184,23 @@ Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const 
     item.extra.work = task;
     launches.add(item, div_up(count, kTile));
   };
-  for (int64_t row = 0; row < batch; ++row) {
+  for (int64_t row = 0; row < call.batch; ++row) {
     for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
-      // The bytes that no element writes begin here.
+      // Bytes that no element writes begin here.
       int64_t at = l.meta_end[static_cast<size_t>(chunk)];
       Item gap;
       gap.entry.slot = slot_of(l, row, chunk);
       const auto clear_to = [&](int64_t end) {
-        if (gaps) add(gap, kGap, at, end - at);
+        if (clears_gaps) add(gap, kGap, at, end - at);
       };
       for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
         const Piece& p = l.pieces[static_cast<size_t>(k)];
         const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
-        if (!has_buckets(c.kind)) add(Item(l, leaves, row, p), c.kind == Kind::kRaw ? kRaw : kCoded, p.codes, p.coded);
+        if (!has_buckets(c.kind))
+          add(Item(l, call.leaves, row, p), c.kind == Kind::kRaw ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
-        add(Item(l, leaves, row, p, p.coded), kRaw, p.tail, p.raw);
+        add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
         clear_to(p.tail);
         at = p.tail + p.raw * size_of(dtype);
       }
@@ -211,12 +212,11 @@ Status launch_plain(const Layout& l, int64_t batch, const Leaves& leaves, const 
 
 }  // namespace
 
-Status encode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, bool gaps,
-                    cudaStream_t stream) {
-  return launch_plain(l, batch, leaves, m, encode_plain_kernel, "plain encode kernel", gaps, stream);
+Status encode_unbucketed(const Call& call) {
+  return launch_unbucketed(call, encode_unbucketed_kernel, "encode kernel of unbucketed elements", call.clears_gaps);
 }
-Status decode_plain(const Layout& l, int64_t batch, const Leaves& leaves, const Message& m, cudaStream_t stream) {
-  return launch_plain(l, batch, leaves, m, decode_plain_kernel, "plain decode kernel", false, stream);
+Status decode_unbucketed(const Call& call) {
+  return launch_unbucketed(call, decode_unbucketed_kernel, "decode kernel of unbucketed elements", false);
 }
 
 }  // namespace jaxcgx::cuda

@@ -1,0 +1,33 @@
+// The launchers that encode and decode parts of a message, and all of it.
+//
+// encode_*: the numbers of the leaves or, if the call's message has payloads, their sum.
+// decode_*: to the leaves or, if the call's message sums, the sum to the fp32 results.
+#pragma once
+
+#include "cuda/piece_table.cuh"
+
+namespace jaxcgx::cuda {
+
+// Buckets that the fast kernels don't take: of any size, and a short one behind whole ones. any_bucket.cu
+Status encode_buckets(const Call& call);
+Status decode_buckets(const Call& call);
+
+// Elements without buckets: Cast, Raw and raw tails; and gaps. unbucketed.cu
+Status encode_unbucketed(const Call& call);
+Status decode_unbucketed(const Call& call);
+
+// All that the fast kernels don't take.
+inline Status encode_rest(const Call& call) {
+  const Status s = encode_buckets(call);
+  return s.call == nullptr ? encode_unbucketed(call) : s;
+}
+inline Status decode_rest(const Call& call) {
+  const Status s = decode_buckets(call);
+  return s.call == nullptr ? decode_unbucketed(call) : s;
+}
+
+// Everything. encode_all is for leaves, and codecs other than TopK. encode.cu, decode.cu
+Status encode_all(const Call& call);
+Status decode_all(const Call& call);
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,132 @@
+// TopK's encoding: the selected elements (topk_threshold.cu, topk_select.cu) become a list of indices, and a message of
+// values in another codec.
+#include "cuda/launchers.cuh"
+#include "cuda/topk_selection.cuh"
+
+namespace jaxcgx::cuda {
+namespace {
+
+// Sets two stretches of memory to 0.
+__global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t a_count, uint4* b, int64_t b_count) {
+  const int64_t first = int64_t{blockIdx.x} * kSelectThreads + threadIdx.x,
+                stride = int64_t{gridDim.x} * kSelectThreads;
+  for (int64_t i = first; i < a_count; i += stride) a[i] = {0, 0, 0, 0};
+  for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
+}
+
+// Sets bits of a byte of the payload, which was 0. Other threads may set other bits.
+CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
+  const auto at = reinterpret_cast<uintptr_t>(byte);
+  atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
+}
+
+// Writes the list of indices, one a thread. Missing elements have index n and value 0.
+__global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Selection s(t, p);
+  const int64_t j = int64_t{p.tile} * kSelectThreads + threadIdx.x;
+  if (j >= s.k) return;
+  uint32_t& index = s.memory[s.words.indices + j];
+  if (j >= s.state->taken) index = s.n, s.memory[s.words.values + j] = 0;
+  const IndexList list(s.n, s.k);
+  if (list.is_implied()) return;
+  uint8_t* bytes = s.m.payload + (s.m.where != nullptr ? p.row : p.slot) * s.m.chunk_bytes + s.e.codes;
+  const int64_t one = list.split ? list.one_of(j, index) : index;
+  if (one < list.bits) set_bits(bytes + one / 8, 1u << (one % 8));
+  if (!list.split) return;
+  each_field(list, j, [&](int64_t at, uint32_t bit, uint32_t width, uint32_t from) {
+    set_bits(bytes + at, (index >> from & ((1u << width) - 1)) << bit);
+  });
+}
+
+// Writes to the residuals what encoding lost of the elements that were sent.
+__global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_constant__ Pieces t) {
+  const Place p = place_of(t);
+  if (p.index < 0) return;
+  const Selection s(t, p);
+  const int64_t j = int64_t{p.tile} * kSelectThreads + threadIdx.x;
+  if (j >= s.k || j >= s.state->taken) return;
+  const uint32_t i = s.memory[s.words.indices + j];
+  const float lost = s.undivided(i) - s.m.divisor * float_of(s.memory[s.words.decoded + j]);
+  t.residuals[p.index].lost[i] = is_finite(lost) ? lost : s.old[i];
+}
+
+}  // namespace
+
+TopkWork::TopkWork(const Layout& l, int64_t batch, int64_t payloads, bool encodes)
+    : to(payloads > 0 ? of_sum(l, payloads) : l),
+      states(encodes ? times(batch, static_cast<int64_t>(to.pieces.size()) * kStateWords) : 0),
+      lists(l, batch * payloads, encodes, states,
+            [&](const Piece& p) { return ListWords(IndexList(p.coded, capacity(l.codec.sparse, p.coded))).all; }),
+      sums(l, encodes && payloads > 0 ? batch : 0, true, lists.end, [](const Piece& p) { return p.coded; }),
+      selection(to, encodes ? batch : 0, payloads > 0, sums.end,
+                [&](const Piece& p) {
+                  const Sparse& sparse = to.codec.sparse;
+                  return SelectionWords(sparse, static_cast<uint32_t>(p.coded),
+                                        static_cast<uint32_t>(capacity(sparse, p.coded)))
+                      .all;
+                }),
+      end(selection.end) {
+  if (!encodes) return;
+  for (const Piece& p : to.pieces) {
+    for (const Piece& v : values_layout(to.codec, p.coded).pieces)
+      end += times(batch, workspace_floats(values_of(to.codec), v));
+  }
+}
+
+Status encode_topk(const TopkWork& work, const Call& given) {
+  const Layout& l = work.to;
+  const Sparse& sparse = l.codec.sparse;
+  const int64_t batch = given.batch;
+  if (work.end > UINT32_MAX) return too_large();
+  if (batch == 0 || l.pieces.empty()) return {};
+  Call call{l, batch, given.leaves, given.message, given.stream};
+  Message& m = call.message;
+  m.codec = l.codec;
+  m.chunk_bytes = l.chunk_bytes;
+  m.payloads = nullptr;
+  m.own = false;
+  const int64_t bytes = batch * (m.where != nullptr ? 1 : l.chunks()) * l.chunk_bytes;
+  constexpr int64_t kMostBlocks = 1024;
+  cudaLaunchConfig_t config = {};
+  config.gridDim =
+      dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
+  config.blockDim = dim3(kSelectThreads);
+  config.stream = call.stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, clear_kernel, reinterpret_cast<uint4*>(m.payload), bytes / 16,
+                                               reinterpret_cast<uint4*>(m.workspace), work.states / 4);
+  if (error != cudaSuccess) return {"clear kernel", error};
+  SelectionLaunches launches(work, call);
+  const auto of_list = [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); };
+  launch_threshold(launches);
+  launch_selection(launches);
+  launches.launch(list_kernel, "list kernel", 0, of_list);
+  Status status = launches.status;
+  if (status.call != nullptr) return status;
+
+  const auto part = [&](int64_t SelectionWords::* of) {
+    return [&sparse, of](int64_t n, int64_t k) {
+      return SelectionWords(sparse, static_cast<uint32_t>(n), static_cast<uint32_t>(k)).*of;
+    };
+  };
+  const Values values(l, work.selection, m.workspace, call.leaves.ids, part(&SelectionWords::values));
+  if (status = check_size(values.layout, batch); status.call != nullptr) return status;
+  const Leaves encoded{values.leaves.data(), nullptr, nullptr, values.ids.data(), values.starts.data()};
+  Call encode_values{values.layout, batch, encoded, message_of(values.layout), call.stream, false};
+  Message& of_values = encode_values.message;
+  of_values.payload = m.payload;
+  of_values.where = m.where;
+  of_values.keys = m.keys;
+  of_values.workspace = m.workspace + work.selection.end;
+  status = encode_all(encode_values);
+  if (call.leaves.residuals == nullptr || status.call != nullptr) return status;
+  const Values decoded(l, work.selection, m.workspace, nullptr, part(&SelectionWords::decoded));
+  of_values.payloads = m.payload;
+  status = decode_all({decoded.layout, batch, {decoded.leaves.data()}, of_values, call.stream});
+  if (status.call != nullptr) return status;
+  launches.launch(lost_kernel, "lost kernel", 0, of_list);
+  return launches.status;
+}
+
+}  // namespace jaxcgx::cuda

@@ -1,0 +1,229 @@
+// What the kernels that select TopK's elements share: the state of a selection, a piece as its blocks see it, radix
+// digits, and the launches.
+#pragma once
+
+#include "cuda/decode_sum.cuh"
+#include "cuda/topk.cuh"
+
+namespace jaxcgx::cuda {
+
+constexpr uint32_t kBins = 2048;  // of a digit of 11 bits; the second and the third have 10
+constexpr int kDigits = 3;
+static_assert(kMostRefinements < kBins, "");
+
+// What the passes over a piece tell each other. All 0 before the first pass.
+struct State {
+  uint32_t bins[kBins];
+  uint32_t blocks;           // that have finished this pass
+  uint32_t prefix;           // the known digits of the wanted magnitude
+  uint32_t rank;             // its rank among the magnitudes with these digits; 1: the largest
+  uint32_t threshold;        // candidates reach it
+  uint32_t reached, taken;   // how many elements reach it, and how many are sent
+  uint32_t reread;           // the candidates that were kept belong to another threshold
+  uint32_t largest, number;  // of the sample, and of a round, for exponential distributions;
+  float t;                   // and their current threshold
+};
+constexpr int64_t kStateWords = align_words(sizeof(State) / 4);
+
+// A piece, as the kernels see it.
+struct Selection {
+  const Message& m;
+  const Entry& e;
+  const Extra& extra;
+  const float* old;
+  uint32_t n, k;
+  SelectionWords words;
+  State* state;
+  uint32_t* memory;  // the piece's
+
+  CGX_D Selection(const Pieces& t, const Place& p)
+      : m(t.message),
+        e(t.entries[p.index]),
+        extra(t.extras[p.index]),
+        old(t.residuals[p.index].old),
+        n(e.count),
+        k(static_cast<uint32_t>(extra.last)),
+        words(m.codec.sparse, n, k) {
+    state = reinterpret_cast<State*>(m.workspace + e.meta * kStateWords);
+    memory = reinterpret_cast<uint32_t*>(m.workspace) + extra.work;
+  }
+  CGX_D uint2* candidates(uint32_t segment) const {
+    return reinterpret_cast<uint2*>(memory + words.candidates) + segment * words.room;
+  }
+  CGX_D uint2* picked() const { return reinterpret_cast<uint2*>(memory + words.picked); }
+  CGX_D uint2* groups() const { return reinterpret_cast<uint2*>(memory + words.groups); }
+
+  CGX_D float undivided(uint32_t i) const {
+    const float x = load_element(e.leaf, static_cast<DType>(e.dtype), i);
+    return old != nullptr ? x + old[i] : x;
+  }
+  CGX_D float divided(float undivided) const {
+    float x[1] = {undivided};
+    if (m.sums) divide(m, x);
+    return x[0];
+  }
+  // Calls f(whether it exists, undivided, number) for 32 elements of a segment at a time, in order, by all lanes of a
+  // warp.
+  template <class Fn>
+  CGX_D void each_element(uint32_t segment, Fn f) const {
+    constexpr uint32_t kAhead = 8;  // loads under way before one is used
+    const uint32_t first = segment * kSegment;
+    for (uint32_t i = first + threadIdx.x % 32; i < first + kSegment; i += 32 * kAhead) {
+      float x[kAhead];
+      const auto load = [&](const auto* leaf, auto convert) {
+        std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) raw[a] = i + 32 * a < n ? __ldcs(leaf + i + 32 * a) : 0;
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
+      };
+      const DType dtype = static_cast<DType>(e.dtype);
+      if (dtype == DType::kF32)
+        load(static_cast<const float*>(e.leaf), [](float number) { return number; });
+      else
+        load(static_cast<const uint16_t*>(e.leaf), [&](uint16_t half) { return widen(dtype, half); });
+      if (old != nullptr) {
+        float y[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) y[a] = i + 32 * a < n ? old[i + 32 * a] : 0.0f;
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; ++a) x[a] += y[a];
+      }
+#pragma unroll
+      for (uint32_t a = 0; a < kAhead; ++a) f(i + 32 * a < n, x[a], i + 32 * a);
+    }
+  }
+  // Calls f(whether it exists, x, number) for candidates, likewise.
+  template <class Fn>
+  CGX_D void each_candidate(uint32_t segment, Fn f) const {
+    const uint32_t found = memory[words.found + segment];
+    if (state->reread || found > words.room) {
+      each_element(segment, [&](bool there, float undivided, uint32_t i) {
+        const float x = divided(undivided);
+        f(there && magnitude_of(x) >= state->threshold, x, i);
+      });
+      return;
+    }
+    for (uint32_t i = threadIdx.x % 32; i - threadIdx.x % 32 < found; i += 32) {
+      const uint2 candidate = i < found ? candidates(segment)[i] : uint2{0, 0};
+      f(i < found, float_of(candidate.x), candidate.y);
+    }
+  }
+  // Calls f(segment) for the segments of a group that are this warp's.
+  template <class Fn>
+  CGX_D void each_segment(uint32_t group, Fn f) const {
+    for (uint32_t i = threadIdx.x / 32; i < 32; i += kSelectWarps) {
+      if (const uint32_t segment = group * 32 + i; segment * kSegment < n) f(segment);
+    }
+  }
+};
+
+// Whether this block is the last of `blocks` to call this. It then sees everything that the others have written.
+CGX_D bool is_last(State* s, int64_t blocks) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&s->blocks, 1u) + 1 == blocks;
+    if (last) s->blocks = 0;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// A histogram of the block, which is added to the piece's. CUB's radix select and histograms need the CUDA toolkit, and
+// the emulation of these kernels has none (see fold_before in topk.cuh).
+CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
+  for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
+  __syncthreads();
+}
+CGX_D void add_bins(State* s, const uint32_t (&bins)[kBins]) {
+  __syncthreads();
+  for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) {
+    if (bins[i] > 0) atomicAdd(&s->bins[i], bins[i]);
+  }
+}
+
+CGX_D uint32_t shift_of(int digit) { return 20u - 10u * static_cast<uint32_t>(digit); }
+CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, uint32_t prefix) {
+  const uint32_t code = magnitude >> shift_of(digit);
+  if (digit == 0)
+    atomicAdd(&bins[code], 1u);
+  else if (code >> 10 == prefix)
+    atomicAdd(&bins[code & 1023], 1u);
+}
+// The whole block finds the digit of the magnitude of this rank in the histogram of a digit. Rank 0 is above all
+// magnitudes.
+CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
+  constexpr uint32_t kEach = kBins / kSelectThreads;
+  uint32_t* bins = s->bins + kBins - kEach * (threadIdx.x + 1);
+  uint32_t sum = 0, all;
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) sum += bins[i];
+  uint32_t above = sum_before(sum, &all);
+#pragma unroll
+  for (uint32_t i = kEach; i-- > 0;) {
+    const uint32_t count = bins[i];
+    if (above < rank && rank <= above + count) {
+      s->prefix = prefix << 10 | (kBins - kEach * (threadIdx.x + 1) + i);
+      s->rank = rank - above;
+    }
+    above += count;
+    bins[i] = 0;
+  }
+  if (rank == 0 && threadIdx.x == 0) s->prefix = kMagnitude >> shift_of(digit), s->rank = 0;
+  __syncthreads();
+}
+
+// Launches kernels on all pieces of a message, until one fails.
+class SelectionLaunches {
+ public:
+  Status status;
+
+  SelectionLaunches(const TopkWork& work, const Call& call) : work_(work), call_(call) {}
+
+  const Sparse& sparse() const { return work_.to.codec.sparse; }
+
+  // With `blocks(n, k, item)` blocks for each piece, which may change the piece's item. Whether there are any.
+  template <class Blocks>
+  bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Blocks blocks) {
+    if (status.call != nullptr) return false;
+    const Layout& l = work_.to;
+    call_.message.stage = stage;
+    Launches launches(call_, kernel, name, kSelectThreads);
+    bool any = false;
+    for (int64_t row = 0; row < call_.batch; ++row) {
+      for (size_t i = 0; i < l.pieces.size(); ++i) {
+        const Piece& p = l.pieces[i];
+        const int64_t k = capacity(sparse(), p.coded);
+        Item item(l, call_.leaves, row, p);
+        if (call_.message.sums) {
+          item.entry.leaf = call_.message.workspace + work_.sums.begin[i] + row * work_.sums.row;
+          item.entry.dtype = static_cast<uint32_t>(DType::kF32);
+        }
+        item.entry.meta = static_cast<uint32_t>(row * static_cast<int64_t>(l.pieces.size()) + static_cast<int64_t>(i));
+        item.entry.count = static_cast<uint32_t>(p.coded);
+        item.extra.last = k;
+        item.extra.work = static_cast<uint32_t>(work_.selection.begin[i] + row * work_.selection.row);
+        const int64_t count = blocks(p.coded, k, item);
+        if (count == 0) continue;
+        launches.add(item, count);
+        any = true;
+      }
+    }
+    status = launches.finish();
+    return any;
+  }
+
+ private:
+  const TopkWork& work_;
+  Call call_;
+};
+
+// The first threshold of each piece, from a sample: topk_threshold.cu.
+void launch_threshold(SelectionLaunches& launches);
+// The elements that are sent, in order, and with feedback the residuals of all others: topk_select.cu.
+void launch_selection(SelectionLaunches& launches);
+
+}  // namespace jaxcgx::cuda

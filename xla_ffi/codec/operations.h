@@ -1,0 +1,57 @@
+// The four operations on messages: their arguments, the same on every platform. cpu/cpu.h and cuda/cuda.h run them.
+//
+// Every buffer may hold `batch` messages one after another. Callers check sizes: handlers do.
+#pragma once
+
+#include "codec/layout.h"
+
+namespace jaxcgx {
+
+struct Encode {
+  const Layout& layout;
+  int64_t batch;
+  const void* const* leaves = nullptr;
+  const int64_t* leaf_ids = nullptr;        // key the noise of each leaf
+  const uint32_t* keys = nullptr;           // [batch, 2]; null where the codec draws no noise
+  const float* const* residuals = nullptr;  // with feedback: added to the leaves before encoding
+  float* const* new_residuals = nullptr;    // with feedback: what encoding lost; may be the same memory
+  uint8_t* payload = nullptr;               // [batch, chunks, chunk_bytes]
+  void* workspace = nullptr;                // CUDA only: workspace_bytes(), on 16 bytes
+};
+
+struct Decode {
+  const Layout& layout;
+  int64_t batch;
+  const uint8_t* payload = nullptr;  // [batch, chunks, chunk_bytes]
+  void* const* leaves = nullptr;
+  void* workspace = nullptr;
+};
+
+// Sums one chunk of `ranks` messages in rank order, in fp32, and divides by `divisor`. The result is either fp32 leaves
+// (only where the layout has one chunk) or a new payload.
+struct Reduce {
+  const Layout& layout;
+  int64_t batch, ranks;
+  const uint8_t* payloads = nullptr;  // [batch, ranks, chunk_bytes]
+  const int32_t* where = nullptr;     // [batch, 2]: which chunk the payloads are; which rank's `own` replaces
+  const void* const* own = nullptr;   // that rank's whole leaves, raw; null: every payload counts
+  float divisor = 1.0f;
+  float* const* leaves = nullptr;
+  uint8_t* payload = nullptr;         // [batch, of_sum(layout, ranks).chunk_bytes]
+  float* const* residuals = nullptr;  // with feedback: of whole leaves. The chunk's are added to the sum before the
+                                      // division, and replaced by what encoding lost
+  const int64_t* leaf_ids = nullptr;
+  const uint32_t* keys = nullptr;
+  void* workspace = nullptr;
+};
+
+// Sets to 0 the elements that a TopK payload has.
+struct Clear {
+  const Layout& layout;
+  int64_t batch;
+  const uint8_t* payload = nullptr;  // [batch, chunks, chunk_bytes]
+  void* const* arrays = nullptr;     // sizes and dtypes of the leaves
+  void* workspace = nullptr;
+};
+
+}  // namespace jaxcgx

@@ -1,0 +1,72 @@
+// The buffers of a call on a message, each checked before a kernel sees it.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "handlers/message.h"
+
+namespace jaxcgx {
+
+inline ffi::DataType type_of(DType d) {
+  return d == DType::kF32 ? ffi::DataType::F32 : d == DType::kBF16 ? ffi::DataType::BF16 : ffi::DataType::F16;
+}
+
+inline ffi::Error expect_count(const std::string& op, const char* name, size_t got, size_t expected) {
+  if (got == expected) return ffi::Error::Success();
+  return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
+}
+
+// The operands (ffi::RemainingArgs) or the results (ffi::RemainingRets), taken one after another.
+template <class All>
+class Buffers {
+ public:
+  Buffers(std::string op, const Message& message, const All& all) : op_(std::move(op)), message_(message), all_(all) {}
+
+  // `count` elements of `type`.
+  template <class T>
+  ffi::Error take(const std::string& name, ffi::DataType type, int64_t count, T** out) {
+    auto found = all_.template get<ffi::AnyBuffer>(next_++);
+    if (found.has_error()) return found.error();
+    ffi::AnyBuffer& buffer = buffer_of(*found);
+    if (buffer.element_type() != type) return invalid(op_, name + " has another dtype than expected");
+    if (static_cast<int64_t>(buffer.element_count()) != count) {
+      return invalid(op_, name + " has " + std::to_string(buffer.element_count()) + " elements, expected " +
+                              std::to_string(count));
+    }
+    *out = static_cast<T*>(buffer.untyped_data());
+    return ffi::Error::Success();
+  }
+
+  // `count` elements of `type` for each message of the batch.
+  template <class T>
+  ffi::Error take_batch(const std::string& name, ffi::DataType type, int64_t count, T** out) {
+    int64_t expected;
+    if (__builtin_mul_overflow(message_.batch, count, &expected)) return invalid(op_, name + ": its size overflows");
+    return take(name, type, expected, out);
+  }
+
+  // A buffer for each leaf, of the leaf's dtype or of `dtype`.
+  template <class T>
+  ffi::Error take_leaves(const std::string& name, std::optional<DType> dtype, std::vector<T*>* out) {
+    const std::vector<Leaf>& leaves = message_.layout.leaves;
+    out->resize(leaves.size());
+    for (size_t i = 0; i < leaves.size(); ++i) {
+      const ffi::DataType type = type_of(dtype.value_or(leaves[i].dtype));
+      CGX_RETURN_IF_ERROR(take_batch(name + " " + std::to_string(i), type, leaves[i].size, &(*out)[i]));
+    }
+    return ffi::Error::Success();
+  }
+
+ private:
+  static ffi::AnyBuffer& buffer_of(ffi::AnyBuffer& operand) { return operand; }
+  static ffi::AnyBuffer& buffer_of(ffi::Result<ffi::AnyBuffer>& result) { return *result; }
+
+  const std::string op_;
+  const Message& message_;
+  const All& all_;
+  size_t next_ = 0;
+};
+
+}  // namespace jaxcgx

@@ -1,0 +1,43 @@
+// The sum of messages over ranks, in pieces: while some are under way, others are encoded, summed or decoded. The time
+// is little more than that on the wire. The bits are those of the operations one after another.
+//
+// one_shot: every rank sends its message to all, which sum them. The pieces are the layout's chunks.
+// two_shot: piece p of rank r's part is chunk r * pieces + p of the layout. Every rank sends it to its owner, which
+// sums, encodes the sum and sends it to all, which decode it.
+#pragma once
+
+#include "cpu/cpu.h"
+#include "tcp/completion.h"
+#include "tcp/net.h"
+
+namespace jaxcgx::tcp {
+
+struct Allreduce {
+  // The buffers of one message, by leaf.
+  struct Buffers {
+    std::vector<const void*> leaves;
+    std::vector<const float*> residuals;      // with feedback
+    std::vector<float*> new_residuals, sums;  // sums: the result of one_shot
+    std::vector<void*> results;               // of two_shot
+    const uint32_t *first_key = nullptr, *sum_key = nullptr;
+  };
+
+  Layout layout;
+  int64_t ranks, batch;
+  bool two_shot;
+  bool own = false;           // two_shot: an owner adds its own part as it is
+  bool feedback = false;      // with residuals of the first encoding,
+  bool sum_feedback = false;  // and of the sum's
+  float divisor = 1.0f;
+  std::vector<int64_t> ids = {};
+  Buffers first = {};            // those of the other messages follow each of its buffers
+  uint8_t* workspace = nullptr;  // workspace_bytes()
+
+  int64_t pieces() const { return two_shot ? layout.chunks() / ranks : layout.chunks(); }  // of a part of a message
+  int64_t workspace_bytes() const { return (two_shot ? 3 : 1) * batch * pieces() * ranks * layout.chunk_bytes; }
+};
+
+// Returns when this rank's messages are encoded, by the pool. All buffers are in use until `done` is called.
+void run(std::shared_ptr<Net> net, Group group, Allreduce allreduce, const cpu::Pool& pool, Done done);
+
+}  // namespace jaxcgx::tcp
