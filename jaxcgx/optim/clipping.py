@@ -56,5 +56,5 @@ def _scale(limit: Any, squares: Any) -> jax.Array:
 def _square(g: jax.Array, names: tuple[Any, ...]) -> jax.Array:
     """The sum of a leaf's squares, over all of its shards: the axes of the mesh other than the ranks' `names`."""
     found = jnp.square(g.astype(jnp.float32)).sum()
-    axes = tuple(_compat.varying_axes(found) - set(names))
-    return lax.psum(found, axes) if axes else found
+    shards = tuple(sorted(_compat.varying_axes(found) - set(names), key=str))  # in the same order in every process
+    return lax.psum(found, shards) if shards else found

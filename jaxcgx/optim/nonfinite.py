@@ -12,7 +12,8 @@ from jaxcgx import _compat
 def count_nonfinite(mean: list[jax.Array]) -> Any:
     """How many leaves are not finite somewhere, the same number on all ranks and shards."""
     bad = sum((~jnp.isfinite(x)).any().astype(jnp.int32) for x in mean)
-    shards = tuple(_compat.varying_axes(bad))  # the axes of the mesh that the gradients are sharded over
+    # The axes of the mesh that the gradients are sharded over, in the same order in every process.
+    shards = tuple(sorted(_compat.varying_axes(bad), key=str))
     return lax.psum(bad, shards) if shards else bad
 
 

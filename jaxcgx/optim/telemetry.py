@@ -67,8 +67,9 @@ def measure(
     if encoded:
         each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean[i], lost[i])) for i in encoded)
         rows = jnp.stack(_compat.match_varying(*each))
-        # Over the ranks, and over the axes of the mesh that leaves are sharded over.
-        rows = lax.psum(rows, tuple({*names, *_compat.varying_axes(rows)}))
+        # Over the ranks and the axes of the mesh that leaves are sharded over, in the same order in every process.
+        shards = sorted(_compat.varying_axes(rows) - set(names), key=str)
+        rows = lax.psum(rows, (*names, *shards))
         sums = {i: Sums(*row) for i, row in zip(encoded, rows)}
     nothing = jnp.zeros((), jnp.float32)
     share = lambda part, whole: part / jnp.maximum(whole, TINY)
