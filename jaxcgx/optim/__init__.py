@@ -1,8 +1,11 @@
 """optax transformations and training steps."""
 
-from jaxcgx.optim.compress import CompressState, compress_gradients, compressed
-from jaxcgx.optim.dgc import bsc, dgc
-from jaxcgx.optim.state import reshard_state, state_specs
+from jaxcgx.optim.bsc import bsc
+from jaxcgx.optim.compress import compress_gradients, compressed
+from jaxcgx.optim.dgc import dgc
+from jaxcgx.optim.reshard import reshard_state
+from jaxcgx.optim.specs import state_specs
+from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.telemetry import Telemetry
 from jaxcgx.optim.train import Metrics, TrainStep, make_train_step
 

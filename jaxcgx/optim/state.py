@@ -1,132 +1,115 @@
-"""States of optimizers with arrays per rank: how they are sharded, and how they move to another number of ranks."""
+"""CompressState: what compress_gradients keeps from step to step, described and checked."""
 
-import itertools
-import numbers
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from jaxcgx.optim.extra import import_optax
-from jaxcgx.transports.axes import axis_names
-
-
-def _ours(node):
-    """Whether it is a state with fields per rank."""
-    return hasattr(type(node), "per_rank")
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.leaves import encoders, flatten
+from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.telemetry import Telemetry
+from jaxcgx.plan.leaves import factor_shape
 
 
-def state_specs(opt_state, axis_name):
-    """PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
+class CompressState(NamedTuple):
+    """The state of compress_gradients.
 
-    opt_state: a state, or its jax.eval_shape, in which states of jaxcgx stand anywhere. axis_name: the axis of the
-    ranks, or the
-    tuple of axes, that their transformations were given. What is per rank is sharded over it, all else replicated.
-    (optax.tree_map_params doesn't know of the axis of the ranks.)
+    A field is None where the arguments have no use for it; count and key are None where nothing is compressed. Arrays
+    per rank have a leading axis of the ranks and are sharded over it (`state_specs`). Inside shard_map its size is 1.
     """
-    _check_order("state_specs", opt_state)
-    return specs_per_rank(opt_state, axis_names(axis_name), None)
+
+    count: Any  # int32[]: the number of steps until now
+    key: Any  # uint32[2], the same on every rank and in every step
+    residuals: Any  # like the gradients, float32[ranks, *shape]; None for a leaf that always travels raw
+    momentum: Any  # like the gradients, [ranks, *shape]; None for a leaf that always travels raw
+    telemetry: Any  # Telemetry of the last step
+    # like the gradients, [*shape]: momentum of what is the same on every rank, the means of raw leaves and weight decay
+    trace: Any = None
+    factors: Any = None  # PowerSGD's, like the gradients, float32[rank, n], the same on every rank
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        return {"residuals": "sum", "momentum": "mean"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields like the parameters."""
+        return ("trace",)
 
 
-def specs_per_rank(opt_state, rows, param_specs):
-    """`rows`: of the leading axis of what is per rank. param_specs: PartitionSpecs of the parameters over other axes,
-    or None."""
+def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
+    """The state for gradients or parameters `tree`, of jax.ShapeDtypeStructs."""
+    leaves = flatten(tree)
+    # For each leaf, its codecs under each plan.
+    codecs = list(zip(*(encoders(settings, plan, leaves) for plan in settings.plans)))
+    encoded = [any(by_plan) for by_plan in codecs]
+    moving = settings.momentum is not None
+    traced = [moving and (settings.weight_decay is not None or not has) for has in encoded]
+    # Plans of different ranks share the longest factor; each takes the part that it needs.
+    shapes = [[factor_shape(x, each) for each in by_plan] for x, by_plan in zip(leaves.values, codecs)]
+    factors = [max(filter(None, by_plan), default=None) for by_plan in shapes]
+    # A state fits all plans that compress the same leaves: those without noise have a key too, those without phases a
+    # count. optax also asks with a tree without leaves.
+    raw = all(codec.raw for plan in settings.plans for codec in plan.codecs)
+    compresses = any(encoded) if leaves.values else not raw
 
-    def specs(node):
-        if not _ours(node):
-            return P()
-        found = jax.tree_util.tree_map(lambda _: P(), node)
-        for name, front in [*((name, (rows,)) for name in node.per_rank), *((name, ()) for name in node.replicated)]:
-            field = getattr(node, name)
-            if param_specs is None or field is None:
-                field = jax.tree_util.tree_map(lambda _: P(*front), field)
-            else:
-                field = jax.tree_util.tree_map(lambda spec, x: x if x is None else P(*front, *spec), param_specs, field)
-            found = found._replace(**{name: field})
-        if (
-            param_specs is not None and node.factors is not None
-        ):  # a factor is of a shard: side by side, along their long dimension
-            beside = lambda spec, x: x if x is None else P(None, _named(spec))
-            found = found._replace(factors=jax.tree_util.tree_map(beside, param_specs, node.factors))
-        return found
+    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    return jax.tree_util.tree_map(specs, opt_state, is_leaf=_ours)
+    def for_leaves(describe: Callable[..., Any], wanted: list[Any]) -> Any:
+        return leaves.tree([describe(x) if want else None for x, want in zip(leaves.values, wanted)])
 
-
-def _named(spec):
-    """The axes of a mesh that a spec mentions."""
-    return tuple(name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,)))
+    fed = [settings.feedback and has for has in encoded]
+    scalars = leaves.tree([array(jnp.float32)] * len(leaves.values))
+    factor_tree = leaves.tree([shape and array(jnp.float32, *shape) for shape in factors])
+    return CompressState(
+        count=array(jnp.int32) if compresses else None,
+        key=array(jnp.uint32, 2) if compresses else None,
+        residuals=for_leaves(lambda x: array(jnp.float32, ranks, *x.shape), fed),
+        momentum=for_leaves(lambda x: array(x.dtype, ranks, *x.shape), encoded) if moving else None,
+        telemetry=Telemetry(scalars, scalars, scalars, scalars) if settings.telemetry else None,
+        trace=for_leaves(lambda x: array(x.dtype, *x.shape), traced) if any(traced) else None,
+        factors=factor_tree if any(factors) else None,
+    )
 
 
-def _check_order(op, opt_state):
-    """That nothing stands around compress_gradients, or before it, that keeps what it makes of every rank's own
-    gradients in states
-    without an axis for ranks."""
-    optax = import_optax(op)
-    for wrapper, name in ((optax.MultiStepsState, "MultiSteps"), (optax.ApplyIfFiniteState, "apply_if_finite")):
-        around = lambda node: (
-            isinstance(node, wrapper) and any(map(_ours, jax.tree_util.tree_leaves(node, is_leaf=_ours)))
+def check_state(settings: Settings, state: Any, expected: CompressState) -> None:
+    """Checks that a state is one for these gradients and plans: its structure, shapes and dtypes."""
+    if not isinstance(state, CompressState):
+        got = type(state).__name__
+        raise wrong(OP, "state", "what its init returns, a CompressState", got, kind=TypeError)
+    flatten_all = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
+    (wanted, structure), (found, other) = flatten_all(expected), flatten_all(state)
+    if structure != other:
+        raise wrong(OP, "state", f"the structure {structure}", other, _OTHER)
+    for (path, want), (_, got) in zip(wanted, found):
+        if not _fits(path[0].name, want, got):
+            remedy = _remedy(settings, want, got, path[0].name in expected.per_rank)
+            raise wrong(OP, "state", spell_array(want), spell_array(got), remedy, path=path)
+
+
+_OTHER = "it was made with another plan or other options; go on with those, or take a new one from init"
+
+
+def _fits(field: str, want: Any, got: Any) -> bool:
+    same_shape = want is not None and got is not None and got.shape == want.shape
+    # Momentum has the dtype of its parameters, which gradients may not have.
+    return spell_array(want) == spell_array(got) or (same_shape and field in ("momentum", "trace"))
+
+
+def _remedy(settings: Settings, want: Any, got: Any, rows: bool) -> str:
+    """What to do with a leaf of a state that doesn't fit; `rows`: it is one per rank."""
+    if want is None or got is None:
+        return _OTHER
+    if got.shape == want.shape:
+        return "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
+    if rows and got.shape[1:] == want.shape[1:]:
+        return (
+            f"that is of several ranks; shard the state over {settings.axis_name!r}, as jaxcgx.state_specs(state, "
+            f"{settings.axis_name!r}) says; one of another number of ranks is for jaxcgx.reshard_state"
         )
-        if any(map(around, jax.tree_util.tree_leaves(opt_state, is_leaf=around))):
-            raise ValueError(
-                f"{op}: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients are the "
-                f"same on every rank, got it around; write optax.chain(jaxcgx.compress_gradients(...), "
-                f"optax.{name}(optimizer, ...))"
-            )
-    for chain in jax.tree_util.tree_leaves(opt_state, is_leaf=_is_chain):
-        before = itertools.takewhile(lambda node: not _ours(node), chain) if _is_chain(chain) else ()
-        for node in before:
-            if isinstance(node, tuple) and any(
-                _like_gradients(leaf) for leaf in jax.tree_util.tree_leaves(node, is_leaf=_ours)
-            ):
-                raise ValueError(
-                    f"{op}: argument 'opt_state': expected transformations with a state like the gradients behind "
-                    "compress_gradients, where gradients are the same on every rank, got "
-                    f"{type(node).__name__} before it; put it behind (in place of optax.trace before it, give "
-                    "compress_gradients momentum=)"
-                )
-
-
-def _is_chain(node):
-    """Whether it is optax.chain's tuple of states with one of ours."""
-    return type(node) is tuple and any(map(_ours, node))
-
-
-def _like_gradients(leaf):
-    return not _ours(leaf) and len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def reshard_state(opt_state, new_size):
-    """An optimizer's state for another number of ranks. Its arrays per rank are NumPy's: put them where the new mesh
-    wants them,
-
-        jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
-
-    and the parameters, too.
-
-    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today's on a
-    rank
-    with as many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly.
-    """
-    if isinstance(new_size, bool) or not isinstance(new_size, numbers.Integral) or new_size < 1:
-        raise ValueError(f"reshard_state: argument 'new_size': expected a positive integer, got {new_size!r}")
-
-    def spread(rows, keep):
-        if rows.shape[0] == new_size:
-            return rows
-        total = jnp.asarray(rows, jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype).sum(0)
-        each = total / (new_size if keep == "sum" else rows.shape[0])
-        return np.broadcast_to(np.asarray(each.astype(rows.dtype)), (new_size, *each.shape))
-
-    def reshard(node):
-        if not _ours(node):
-            return node
-        return node._replace(
-            **{
-                name: jax.tree_util.tree_map(lambda rows: spread(rows, keep), getattr(node, name))
-                for name, keep in node.per_rank.items()
-            }
-        )
-
-    return jax.tree_util.tree_map(reshard, opt_state, is_leaf=_ours)
+    return _OTHER

@@ -2,59 +2,84 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
+from jaxcgx.codecs.base import Codec
+from jaxcgx.optim.leaves import Leaves
 
 TINY = 2.0**-126
 
 
 class Telemetry(NamedTuple):
-    """Of each leaf, over all ranks; trees like the gradients, of float32[].
+    """What a step lost, per leaf and over all ranks: trees like the gradients, of float32[].
 
-    vnmse: the squared error of what was sent over the squares of what was meant, gradients and residuals: |lost|^2 /
-    |meant|^2.
-    Lost is what feedback keeps: with own="raw" both roundings of an exchange together, with own="encoded" the first
-    alone, and of a
-    hierarchy those over the outermost axis alone. saturation: the share of elements that were lost altogether, off by
-    as much as
-    they are or more, or not finite, and not 0 themselves. (Codecs take their scale from the range and clip nothing: it
-    is the
-    small elements beside a large one that they have no step for.) bytes: of the leaf as it is encoded, for the
-    outermost axis of a
-    hierarchy. uncompressed: of the leaf.
+    Lost is what feedback keeps: with own="raw" both roundings of an exchange, with own="encoded" the first one alone,
+    in a hierarchy those over the outermost axis. Meant are the gradients with the residuals.
     """
 
-    vnmse: Any
+    vnmse: Any  # |lost|^2 / |meant|^2
+    # The share of elements that are not 0 and whose error is at least as large as they are, or not finite. Codecs take
+    # their scale from the range and clip nothing: these are the small elements beside a large one.
     saturation: Any
-    bytes: Any
-    uncompressed: Any
+    bytes: Any  # of the encoded leaf, in a hierarchy for the outermost axis
+    uncompressed: Any  # bytes of the leaf
 
 
-def measure(net, tree, leaves, codecs, residuals, mean, lost):
-    """Telemetry of leaves with their residuals, [1, ...], before and after. codecs: of each leaf, outermost first;
-    none: raw."""
+class Sums(NamedTuple):
+    """What is added up over a leaf and over all ranks."""
 
-    def one(leaf, residual, mean, lost):
-        meant = leaf.astype(jnp.float32) + residual[0]
-        lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # there the residual says nothing: it stayed as it was
-        gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
-        return jnp.stack([(lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size)])
+    lost: jax.Array  # squares
+    meant: jax.Array  # squares
+    gone: jax.Array  # elements that were lost altogether
+    size: jax.Array  # elements
 
-    coded = [i for i, codec in enumerate(codecs) if codec]
-    found = {}
-    if coded:
-        rows = jnp.stack(_compat.match_varying(*(one(leaves[i], residuals[i], mean[i], lost[i]) for i in coded)))
-        found = dict(
-            zip(coded, lax.psum(rows, tuple({*net.names, *_compat.varying_axes(rows)})))
-        )  # and over the axes of shards
+
+def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array) -> Sums:
+    meant = leaf.astype(jnp.float32) + residual[0]
+    lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # elsewhere the residual says nothing: it stayed as it was
+    gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
+    return Sums((lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size))
+
+
+def measure(
+    names: tuple[Any, ...],
+    leaves: Leaves,
+    codecs: list[list[Codec]],
+    residuals: list[Any],
+    mean: list[Any],
+    lost: list[Any],
+) -> Telemetry:
+    """The telemetry of one exchange.
+
+    Args:
+      names: the axes of the ranks.
+      leaves: the gradients that were sent.
+      codecs: for each leaf the codecs that encode it, outermost axis first; none: raw.
+      residuals: those before the exchange, [1, *shape].
+      mean: what came back.
+      lost: the residuals after the exchange.
+    """
+    encoded = [i for i, given in enumerate(codecs) if given]
+    sums = {}
+    if encoded:
+        each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean[i], lost[i])) for i in encoded)
+        rows = jnp.stack(_compat.match_varying(*each))
+        # Over the ranks and the axes of the mesh that leaves are sharded over, in the same order in every process.
+        shards = sorted(_compat.varying_axes(rows) - set(names), key=str)
+        rows = lax.psum(rows, (*names, *shards))
+        sums = {i: Sums(*row) for i, row in zip(encoded, rows)}
     nothing = jnp.zeros((), jnp.float32)
-    share = lambda i, part, whole: found[i][part] / jnp.maximum(found[i][whole], TINY) if i in found else nothing
-    vnmse, saturation = ([share(i, *parts) for i in range(len(leaves))] for parts in ((0, 1), (2, 3)))
-    uncompressed = [x.size * x.dtype.itemsize for x in leaves]
+    share = lambda part, whole: part / jnp.maximum(whole, TINY)
+    each = [sums.get(i) for i in range(len(leaves.values))]
+    vnmse = [nothing if found is None else share(found.lost, found.meant) for found in each]
+    saturation = [nothing if found is None else share(found.gone, found.size) for found in each]
+    uncompressed = [x.size * x.dtype.itemsize for x in leaves.values]
     sent = [
-        codec[0].wire_bytes(x.shape, x.dtype) if codec else size for x, codec, size in zip(leaves, codecs, uncompressed)
+        given[0].wire_bytes(x.shape, x.dtype) if given else size
+        for x, given, size in zip(leaves.values, codecs, uncompressed)
     ]
-    scalars = lambda values: tree.unflatten([jnp.float32(value) for value in values])
-    return Telemetry(tree.unflatten(vnmse), tree.unflatten(saturation), scalars(sent), scalars(uncompressed))
+    scalars = lambda numbers: leaves.tree([jnp.float32(number) for number in numbers])
+    return Telemetry(leaves.tree(vnmse), leaves.tree(saturation), scalars(sent), scalars(uncompressed))

@@ -224,9 +224,11 @@ def test_what_never_is_compressed_has_no_residual():
 
 
 def test_a_quadratic_with_error_feedback():
-    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them: u = g + e, e <- u - Q(u), x
-    <- x - lr mean Q(u).
-    All numbers but those of Q are multiplied by powers of two, so that every rounding is that of an addition."""
+    """1,000 steps on the sum of every rank's a/2 |x - c|^2, bit for bit as numpy has them.
+
+    u = g + e, e <- u - Q(u), x <- x - lr mean Q(u). All numbers except those of Q are multiplied by powers of two, so
+    that every rounding is that of an addition.
+    """
     n, steps, rate = 40, 1000, 2.0**-4
     centers = np.asarray(normal((RANKS, n), 5))
     curvature = np.float32([0.5, 1, 0.25, 1])
@@ -653,17 +655,17 @@ def test_rules_without_a_leaf():
         (
             lambda: compress(cgx.Plan(CODEC, min_size=100)).init(PARAMS),
             ValueError,
-            says("compress_gradients", "state", at=".residuals['b']", expected="float32[1 40]", got="None"),
+            says("compress_gradients", "state", at="leaf .residuals['b']", expected="float32[1 40]", got="None"),
         ),
         (
             lambda: compress(CODEC, feedback=False).init(PARAMS),
             ValueError,
-            says("compress_gradients", "state", at=".residuals['b']", expected="float32[1 40]", got="None"),
+            says("compress_gradients", "state", at="leaf .residuals['b']", expected="float32[1 40]", got="None"),
         ),
         (
             lambda: compress(cgx.Raw()).init(PARAMS),
             ValueError,
-            says("compress_gradients", "state", at=".count", expected="int32[]", got="None"),
+            says("compress_gradients", "state", at="leaf .count", expected="int32[]", got="None"),
         ),
         (
             lambda: compress(CODEC).init({**PARAMS, "w": jnp.zeros((30, 41))}),
@@ -671,7 +673,7 @@ def test_rules_without_a_leaf():
             says(
                 "compress_gradients",
                 "state",
-                at=".residuals['w']",
+                at="leaf .residuals['w']",
                 expected="float32[1 30 40]",
                 got="float32[1, 30, 41]",
             ),
@@ -697,7 +699,7 @@ def test_rules_without_a_leaf():
             says(
                 "compress_gradients",
                 "state",
-                at=".residuals['b']",
+                at="leaf .residuals['b']",
                 expected="float32[1 40]",
                 got="float32[2, 40]",
                 remedy="'data' jaxcgx.state_specs(state, 'data') jaxcgx.reshard_state",
@@ -708,7 +710,13 @@ def test_rules_without_a_leaf():
                 lambda x: x if x.dtype != jnp.float32 else x.astype(jnp.bfloat16), compress(CODEC).init(PARAMS)
             ),
             ValueError,
-            says("compress_gradients", "state", at=".residuals['b']", expected="float32[1 40]", got="bfloat16[1, 40]"),
+            says(
+                "compress_gradients",
+                "state",
+                at="leaf .residuals['b']",
+                expected="float32[1 40]",
+                got="bfloat16[1, 40]",
+            ),
         ),
     ],
     ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"],
@@ -735,8 +743,7 @@ def test_training_with_error_feedback_reaches_what_training_without_compression_
 
 
 def test_feedback_matters():
-    """A large element in the bucket rounds the small ones to nothing in every step: without feedback they never
-    move."""
+    """Small elements beside a large one in the bucket round to 0 in every step: without feedback they never move."""
     ranks, rate, steps = 8, 0.02, 1000
     curvature = jnp.where(jnp.arange(64) == 0, 5.0, 0.2)
     centers = normal((ranks, 64), 6) + jnp.where(jnp.arange(64) == 0, 0.0, 1.0)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from training import PARAMS, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
-from jaxcgx.optim.dgc import warm_up
+from jaxcgx.optim.warmup import warm_up
 
 RANKS, STEPS, RATE, SEED = 4, 200, 2.0**-4, 6
 SHAPES = {"bias": (6,), "kernel": (3, 2, 2, 3), "scalar": (), "weights": (5, 7)}
@@ -29,12 +29,21 @@ def numbers(seed, *front):
 
 
 def published(grads, params, ratios, knobs, nesterov, momentum_masking, dense, dtype):
-    """Deep Gradient Compression as it is published: the parameters after each step, {leaf: [steps, settings, size]},
-    and how close the
-    last element that was sent came to the next one, if not equal. grads: of each leaf, [steps, ranks, ...]. ratios: of
-    each step.
-    knobs: numbers, [settings, 1]. dtype: what values travel as. Of equal magnitudes the first are taken, and what the
-    dtype rounds is kept."""
+    """Deep Gradient Compression as it is published: (parameters after each step, the closest choice).
+
+    The parameters are {leaf: [steps, settings, size]}. The closest choice is the smallest relative distance between
+    the last element that was sent and the next one, where they are not equal. Among equal magnitudes the first are
+    taken. What the dtype rounds is kept.
+
+    Args:
+      grads: the gradients of each leaf, [steps, ranks, ...].
+      params: the parameters at first.
+      ratios: the ratio of each step.
+      knobs: numbers, [settings, 1].
+      nesterov, momentum_masking: as in dgc.
+      dense: whether a leaf travels raw, by its name.
+      dtype: the dtype of values on the wire.
+    """
     count, closest, path = len(knobs["momentum"]), math.inf, []
     flat = {name: g.reshape(len(ratios), RANKS, 1, -1) for name, g in grads.items()}
     zeros = lambda *front: {name: np.zeros((*front, count, p.size), np.float32) for name, p in params.items()}
@@ -90,8 +99,7 @@ CROSSED = dict(**CLIPS, weight_decay=(0.0, 2.0**-7), momentum=(0.5, 0.875))
 @pytest.mark.parametrize("momentum_masking", [True, False], ids=["masking", "no masking"])
 @pytest.mark.parametrize("nesterov", [True, False], ids=["Nesterov", "plain"])
 def test_the_published_recursion(nesterov, momentum_masking, values):
-    """200 steps, all knobs with all others; to the bit where the numbers are only added and multiplied by powers of
-    two."""
+    """200 steps, all knobs crossed; to the bit where numbers are only added and multiplied by powers of two."""
     grads, params = numbers(SEED, STEPS, RANKS), numbers(2)
     settings = {name: np.float32(x) for name, x in zip(CROSSED, np.array(list(itertools.product(*CROSSED.values()))).T)}
     # Which leaves travel raw is crossed with all that a leaf is told: some do, and others don't.
@@ -132,20 +140,23 @@ def test_the_published_recursion(nesterov, momentum_masking, values):
     )
     assert closest > 1e-6  # else rounding would decide what is sent: SEED is one of which it does not
     exact = (settings["momentum"] == 0.5) & np.isinf(settings["clip_norm"]) & np.isinf(settings["clip_global_norm"])
-    for name, p in params.items():
+    for name in params:
         got, want = np.asarray(found[name]).reshape(expected[name].shape), expected[name]
         if not dense(name):  # there weight decay and the mean have one momentum together
             assert_same_bytes(got[:, exact], want[:, exact])
-        # A value may lie so that float32 decides what it is in float16: up to 8 * 2**-10, divided by the ranks, times
-        # the rate.
+        # Where a value is close to the middle of two float16 numbers, its rounding to float32 decides: a difference of
+        # up to 8 * 2**-10, divided by the ranks, times the rate.
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2.0**-13 if values == HALF else 1e-5)
 
 
 def test_warm_up():
     """The original's table, the paper's, and a list."""
-    np.testing.assert_allclose(warm_up(0.001, 5, None, 1), [0.316, 0.1, 0.0316, 0.01, 0.00316], rtol=1e-2)
-    assert warm_up(0.001, 5, 0.25, 1) == [0.25, 0.0625, 0.015625, 0.00390625, 0.001]
-    assert warm_up(0.001, 2, (1, 0.5), 1) == [1, 0.5] and warm_up(0.001, 0, None, None) == []
+    np.testing.assert_allclose(
+        list(warm_up(0.001, 5, None, 1).values()), [0.316, 0.1, 0.0316, 0.01, 0.00316, 0.001], rtol=1e-2
+    )
+    # The last epoch's ratio is the final one: no phase of its own follows.
+    assert warm_up(0.001, 5, 0.25, 1) == {0: 0.25, 1: 0.0625, 2: 0.015625, 3: 0.00390625, 4: 0.001}
+    assert warm_up(0.001, 2, (1, 0.5), 7) == {0: 1, 7: 0.5, 14: 0.001} and warm_up(0.001, 0, None, None) == {0: 0.001}
 
 
 AXES = "dc", "local"
@@ -163,8 +174,7 @@ SPARSIFIERS = {
 
 @pytest.mark.parametrize("name", SPARSIFIERS)
 def test_conservation(name):
-    """Over all ranks sent + kept = given + kept before, at every step and to the bit: of numbers of so few bits sums
-    are exact."""
+    """Over all ranks sent + kept = given + kept before, at every step, to the bit: sums of these numbers are exact."""
     axes, transformation = SPARSIFIERS[name]
     shape = (2, 2) if axes == AXES else (RANKS,)
     mesh = jax.make_mesh(
@@ -239,8 +249,7 @@ def test_an_overflow_does_not_stay():
 
 
 def test_sparse_local_steps():
-    """SparseLoCo's combination: ranks train by themselves for a while, and send of the way they went 1.6 %, in 2 bits,
-    and later the rest."""
+    """SparseLoCo's combination: ranks train alone for some steps, then send 1.6 % of the change in 2 bits."""
 
     def train(codec, rounds=150, steps=10, **options):
         outer = cgx.compressed(optax.sgd(0.7), "data", codec, **options)

@@ -56,7 +56,7 @@ def test_flax_nnx():
         return ((nnx.merge(graph, params)(x) - x.mean(-1, keepdims=True)) ** 2).mean()
 
     plan = cgx.Plan(CODEC, [("first/kernel", cgx.MaxMin(4, 64))], min_size=100)
-    found, state, losses = train(
+    _, state, losses = train(
         optax.chain(cgx.compress_gradients("data", plan, axis_size=4), optax.adam(1e-2)), 30, params, loss_fn=loss
     )
     assert losses[-1] < 0.5 * losses[0]

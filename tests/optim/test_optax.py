@@ -120,8 +120,7 @@ def test_inject_hyperparams_around_compressed():
 
 
 def test_a_skipped_step_costs_nothing():
-    """One rank overflows once: apply_if_finite skips the step everywhere, and with skip_nonfinite it is as if it had
-    not been."""
+    """One rank overflows once: apply_if_finite skips the step everywhere; with skip_nonfinite it leaves no trace."""
 
     def optimizer(skip):
         first = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=skip)
@@ -147,9 +146,10 @@ def test_a_skipped_step_costs_nothing():
 
 
 def test_dynamic_loss_scaling():
-    """float16 gradients of a scaled loss, unscaled before they are compressed: when one rank overflows, all halve the
-    scale, nobody steps, and
-    residuals stay."""
+    """float16 gradients of a scaled loss, unscaled before they are compressed.
+
+    When one rank overflows, all halve the scale, nobody steps, and residuals stay.
+    """
     transformation = cgx.compress_gradients("data", CODEC, axis_size=4, skip_nonfinite=True)
     optimizer = optax.sgd(0.5)
 

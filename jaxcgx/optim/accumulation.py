@@ -1,0 +1,84 @@
+"""The gradients of one rank's batch, added up over micro-batches."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.collectives import local_value_and_grad
+from jaxcgx.transports.axes import axis_names
+
+
+class Found(NamedTuple):
+    """What a rank finds of a batch."""
+
+    loss: Any
+    aux: Any  # None without has_aux
+    gradients: Any
+
+
+def local_gradients(
+    loss_fn: Callable[..., Any], axis_name: Any, *, has_aux: bool, accumulate: int
+) -> Callable[..., Any]:
+    """A function (params, batch, key) -> Found, of one rank's own batch.
+
+    Args:
+      loss_fn: a function (params, batch), or (params, batch, key) where there is a key, that returns the loss.
+      axis_name: the axis of the ranks. Every rank draws a key of its own.
+      has_aux: whether `loss_fn` returns (loss, aux).
+      accumulate: the number of micro-batches, each with a key of its own.
+    """
+    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=has_aux)
+    names = axis_names(axis_name)
+
+    def of_micro_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
+        value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
+        loss, aux = jax.tree_util.tree_map(jnp.asarray, value if has_aux else (value, None))
+        return Found(loss, aux, grads)
+
+    def of_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
+        if key is not None:
+            key = jax.random.fold_in(key, lax.axis_index(names))
+        if accumulate == 1:
+            return of_micro_batch(params, batch, key)
+        parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), batch)
+
+        def of_part(i: Any) -> Found:
+            part = jax.tree_util.tree_map(lambda x: x[i], parts)
+            return of_micro_batch(params, part, None if key is None else jax.random.fold_in(key, i))
+
+        return _mean(of_part, accumulate, _compat.tracked_axes(names))
+
+    return of_batch
+
+
+def _mean(find: Callable[..., Any], parts: int, tracked: frozenset[Any]) -> Found:
+    """The mean of find(i) over all parts, added up in at least float32; it varies over the axes `tracked`."""
+
+    def add(total: Found, i: jax.Array) -> tuple[Found, None]:
+        return jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), total, find(i)), None
+
+    shapes = jax.eval_shape(find, 0)
+    zeros = jax.tree_util.tree_map(lambda x: _compat.vary(jnp.zeros(x.shape, _wide(x.dtype)), tracked), shapes)
+    total, _ = lax.scan(add, zeros, jnp.arange(parts))
+    mean = jax.tree_util.tree_map(lambda x: x / parts, total)
+    narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), mean.gradients, shapes.gradients)
+    return mean._replace(gradients=narrow)
+
+
+def _split(parts: int, x: jax.Array) -> jax.Array:
+    """[parts, size / parts, ...]"""
+    if x.ndim == 0 or x.shape[0] % parts:
+        expected = f"batches that every rank can split into {parts}"
+        raise wrong("make_train_step", "accumulate", expected, f"{spell_array(x)} on a rank")
+    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype that numbers of a dtype are added up in."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)

@@ -1,0 +1,41 @@
+"""GeoMX's bidirectional sparsification: compress_gradients with its plan and momentum."""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.dgc import refuse_plan
+from jaxcgx.plan import Plan
+
+if TYPE_CHECKING:
+    import jax
+    import optax
+
+
+def bsc(
+    axis_name: Any,
+    threshold: float = 0.01,
+    size_bound: int = 200_000,
+    *,
+    momentum: "float | jax.Array" = 0.9,
+    momentum_masking: bool = True,
+    pull: str = "all",
+    select: Any = "sampled",
+    **options: Any,
+) -> "optax.GradientTransformation":
+    """GeoMX's bidirectional sparsification: every rank sends the largest elements of each large leaf.
+
+    The largest are those after momentum and with all that was not sent before, as in `dgc`. The optimizer behind can be
+    any, but should have no momentum of its own: optax.adam(rate, b1=0).
+
+    Args:
+      axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
+      threshold: the share of a leaf's elements that is sent.
+      size_bound: leaves of up to `size_bound` elements travel raw.
+      momentum, momentum_masking: as in `compress_gradients`.
+      pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
+      select: as in `TopK`.
+      **options: all other options of `compress_gradients`.
+    """
+    refuse_plan("bsc", options, "threshold, size_bound, pull and select")
+    plan = Plan.bsc(threshold, size_bound, axis_name, pull, select)
+    return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

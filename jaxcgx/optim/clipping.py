@@ -1,0 +1,60 @@
+"""Clipping of every rank's own gradients, before they have momentum and are sent (DGC's)."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.checks import check_positive
+from jaxcgx.optim.settings import check_hyperparameter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """The limits of `dgc`, which explains them; None: no limit."""
+
+    clip_value: Any
+    clip_norm: Any
+    clip_global_norm: Any
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            limit = getattr(self, field.name)
+            if limit is not None:
+                check_hyperparameter("dgc", field.name, limit, check_positive)
+
+    def clip(self, grads: Any, names: tuple[Any, ...], ranks: int) -> Any:
+        """This rank's gradients, clipped; there are `ranks` of them over the axes `names`."""
+        square = lambda g: _square(g, names)
+        if (limit := self.clip_value) is not None:
+            grads = _map(lambda g: jnp.clip(g, jnp.asarray(-limit, g.dtype), jnp.asarray(limit, g.dtype)), grads)
+        if (norm := self.clip_norm) is not None:
+            grads = _map(lambda g: g * _scale(norm, square(g)).astype(g.dtype), grads)
+        if self.clip_global_norm is not None:
+            # The paper adds up gradients that are already divided by the number of ranks N, and clips these to N^-1/2
+            # of the limit.
+            limit = self.clip_global_norm * math.sqrt(ranks)
+            share = _scale(limit, sum(map(square, jax.tree_util.tree_leaves(grads))))
+            grads = _map(lambda g: g * share.astype(g.dtype), grads)
+        return grads
+
+
+def _map(change: Callable[..., Any], grads: Any) -> Any:
+    return jax.tree_util.tree_map(lambda g: change(g).astype(g.dtype), grads)
+
+
+def _scale(limit: Any, squares: Any) -> jax.Array:
+    """What makes a norm at most `limit`."""
+    return jnp.minimum(1, limit / jnp.maximum(jnp.sqrt(squares), jnp.finfo(jnp.float32).tiny))
+
+
+def _square(g: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+    """The sum of a leaf's squares, over all of its shards: the axes of the mesh other than the ranks' `names`."""
+    found = jnp.square(g.astype(jnp.float32)).sum()
+    shards = tuple(sorted(_compat.varying_axes(found) - set(names), key=str))  # in the same order in every process
+    return lax.psum(found, shards) if shards else found

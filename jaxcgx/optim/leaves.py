@@ -1,0 +1,43 @@
+"""A pytree as lists with an entry for each leaf, and the codecs that encode each leaf."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxcgx.codecs.base import Codec
+from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.plan import Plan, why_raw
+from jaxcgx.transports.axes import axis_names
+
+
+class Leaves(NamedTuple):
+    """A flattened pytree."""
+
+    paths: list[Any]  # of JAX
+    values: list[Any]  # arrays, or jax.ShapeDtypeStructs
+    structure: Any  # jax.tree_util.PyTreeDef
+
+    def tree(self, values: list[Any]) -> Any:
+        """A tree of this structure with other values."""
+        return self.structure.unflatten(values)
+
+    def match(self, field: Any) -> list[Any]:
+        """The entries of a tree like this one, or of None, which has None for every leaf."""
+        return [None] * len(self.values) if field is None else self.structure.flatten_up_to(field)
+
+
+def flatten(tree: Any) -> Leaves:
+    """A pytree, flattened."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return Leaves([path for path, _ in found], [leaf for _, leaf in found], structure)
+
+
+def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]]:
+    """For each leaf the codecs that encode it, outermost axis first; none where it travels raw."""
+    if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
+        return []
+    names, found = axis_names(settings.axis_name), []
+    for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", leaves.paths, leaves.values)):
+        codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
+        found.append([] if guarded or why_raw(leaf, codecs) else codecs)
+    return found

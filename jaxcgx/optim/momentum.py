@@ -1,0 +1,53 @@
+"""Momentum: of every rank's own gradients before they are sent, and of what is the same on all ranks after it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.optim.settings import Settings
+
+
+class Accelerated(NamedTuple):
+    """A leaf's momentum with a gradient in it, and what takes the gradient's place."""
+
+    momentum: Any  # None for a leaf without
+    gradient: jax.Array
+
+
+def accelerate(settings: Settings, u: Any, g: jax.Array) -> Accelerated:
+    """Adds a gradient to the momentum `u` of a leaf; None: the leaf has none."""
+    if u is None:
+        return Accelerated(u, g)
+    rate, new = jnp.asarray(settings.momentum, u.dtype), g.astype(u.dtype)
+    u = rate * (u + new) if settings.nesterov else rate * u + new
+    return Accelerated(u, (u + new if settings.nesterov else u).reshape(g.shape).astype(g.dtype))
+
+
+def hold(old: Any, new: Any, mean: jax.Array) -> jax.Array | None:
+    """The new momentum of a leaf, or the old one where the mean or the new one is not finite.
+
+    What overflowed once would stay in the momentum for good. The mean alone doesn't tell: of a leaf that overflows,
+    TopK sends some elements as NaN and the others not.
+    """
+    return None if new is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)
+
+
+def accelerate_mean(settings: Settings, trace: Any, u: Any, x: jax.Array, p: Any) -> Accelerated:
+    """Gives the mean of a leaf the momentum that an optimizer would give it, except what had momentum on its rank.
+
+    Args:
+      settings: the arguments of compress_gradients.
+      trace: the momentum of what is the same on every rank; None: the leaf has none.
+      u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean has momentum here.
+      x: the mean.
+      p: the parameter; needed for weight decay only.
+    """
+    if trace is None:
+        return Accelerated(trace, x)
+    rest = x if u is None else jnp.zeros_like(x)
+    if settings.weight_decay is not None:
+        rest = rest + (jnp.asarray(settings.weight_decay, p.dtype) * p).astype(x.dtype)
+    moved = accelerate(settings, trace, rest)
+    after = jnp.where(jnp.isfinite(moved.momentum), moved.momentum, trace)
+    return Accelerated(after, moved.gradient if u is None else x + moved.gradient)

@@ -1,0 +1,65 @@
+"""Where compress_gradients may be in an optimizer: what is before it sees gradients that differ from rank to rank."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import wrong
+from jaxcgx.optim.require import import_optax
+
+
+def has_rows(node: Any) -> bool:
+    """Whether a node of an optimizer's state has fields per rank."""
+    return hasattr(type(node), "per_rank")
+
+
+def check_nesting(function: str, opt_state: Any) -> None:
+    """Refuses transformations that keep what they make of a rank's own gradients in a state without an axis of ranks.
+
+    These are wrappers around compress_gradients, and transformations before it in a chain.
+    """
+    optax = import_optax(function)
+    _check_around(function, opt_state, optax.MultiStepsState, "MultiSteps")
+    _check_around(function, opt_state, optax.ApplyIfFiniteState, "apply_if_finite")
+    for chain in jax.tree_util.tree_leaves(opt_state, is_leaf=_is_chain):
+        if _is_chain(chain):
+            _check_before(function, chain)
+
+
+def _check_around(function: str, opt_state: Any, wrapper: type[Any], name: str) -> None:
+    def wraps(node: Any) -> bool:
+        return isinstance(node, wrapper) and any(map(has_rows, jax.tree_util.tree_leaves(node, is_leaf=has_rows)))
+
+    if any(map(wraps, jax.tree_util.tree_leaves(opt_state, is_leaf=wraps))):
+        raise wrong(
+            function,
+            "opt_state",
+            f"optax.{name} behind compress_gradients, where gradients are the same on every rank",
+            "it around",
+            f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))",
+        )
+
+
+def _check_before(function: str, chain: tuple[Any, ...]) -> None:
+    for node in itertools.takewhile(lambda node: not has_rows(node), chain):
+        leaves = jax.tree_util.tree_leaves(node, is_leaf=has_rows) if isinstance(node, tuple) else ()
+        if any(map(_like_gradients, leaves)):
+            raise wrong(
+                function,
+                "opt_state",
+                "transformations with a state like the gradients behind compress_gradients, where gradients are the "
+                "same on every rank",
+                f"{type(node).__name__} before it",
+                "put it behind (in place of optax.trace before it, give compress_gradients momentum=)",
+            )
+
+
+def _is_chain(node: Any) -> bool:
+    """Whether a node is optax.chain's tuple of states, with one that has fields per rank."""
+    return type(node) is tuple and any(map(has_rows, node))
+
+
+def _like_gradients(leaf: Any) -> bool:
+    return not has_rows(leaf) and len(leaf.shape) > 0 and jnp.issubdtype(leaf.dtype, jnp.inexact)

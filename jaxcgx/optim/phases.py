@@ -1,0 +1,48 @@
+"""The plans of a training run, {first step: plan}, and the choice among them inside one compiled program."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.checks import is_integer, wrong
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import check_codecs
+
+
+class Phase(NamedTuple):
+    """The steps from `start` on have this plan, until the next phase starts."""
+
+    start: int
+    plan: Plan
+
+
+def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
+    """The phases in order: one for a plan, or one for each entry of {first step: plan}."""
+    plans = {0: plan}
+    if isinstance(plan, dict) and any(map(is_integer, plan)):
+        if 0 not in plan or not all(is_integer(step) and step >= 0 for step in plan):
+            expected = "a schedule {first step: plan} that begins with step 0"
+            raise wrong(function, "plan", expected, f"steps {list(plan)}")
+        plans = plan
+    return tuple(Phase(start, _check_plan(function, plans[start])) for start in sorted(plans))
+
+
+def _check_plan(function: str, plan: Any) -> Plan:
+    """A codec, or {axis: codec}, is a plan without guards."""
+    return plan if isinstance(plan, Plan) else Plan(check_codecs(function, "plan", plan), min_size=0, skip_1d=False)
+
+
+def switch(
+    phases: Sequence[Phase], count: jax.Array | None, branches: Sequence[Callable[..., Any]], *operands: Any
+) -> Any:
+    """Calls the branch of the phase that step `count` is in; `branches` has one for each phase.
+
+    A state without a count is one of plans that compress nothing: all of them do the same.
+    """
+    if len(branches) == 1 or count is None:
+        return branches[0](*operands)
+    now = sum((count >= phase.start).astype(jnp.int32) for phase in phases[1:])
+    return lax.switch(now, branches, *operands)

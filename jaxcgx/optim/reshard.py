@@ -1,0 +1,45 @@
+"""States of optimizers with arrays per rank, moved to another number of ranks."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_integer
+from jaxcgx.optim.nesting import has_rows
+
+
+def reshard_state(opt_state: Any, new_size: int) -> Any:
+    """An optimizer's state for another number of ranks.
+
+    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today on a
+    rank with as many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly.
+
+    The new arrays per rank are NumPy's. Put them where the new mesh wants them, and the parameters too:
+
+        jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(mesh, spec), cgx.state_specs(state, axis_name)))
+
+    Args:
+      opt_state: the state.
+      new_size: the new number of ranks.
+    """
+    size = check_integer("reshard_state", "new_size", new_size, 1)
+
+    def reshard(node: Any) -> Any:
+        if not has_rows(node):
+            return node
+        spread = lambda name, keep: jax.tree_util.tree_map(functools.partial(_spread, size, keep), getattr(node, name))
+        return node._replace(**{name: spread(name, keep) for name, keep in node.per_rank.items()})
+
+    return jax.tree_util.tree_map(reshard, opt_state, is_leaf=has_rows)
+
+
+def _spread(size: int, keep: str, rows: Any) -> Any:
+    """`size` equal rows with the sum, or the mean, of `rows`."""
+    if rows.shape[0] == size:
+        return rows
+    total = jnp.asarray(rows, jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype).sum(0)
+    each = total / (size if keep == "sum" else rows.shape[0])
+    return np.broadcast_to(np.asarray(each.astype(rows.dtype)), (size, *each.shape))

@@ -1,0 +1,113 @@
+"""The arguments of compress_gradients, checked."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcgx.checks import check_flag, check_integer, check_number, wrong
+from jaxcgx.optim.phases import Phase, check_phases
+from jaxcgx.plan import Plan
+from jaxcgx.transports.axes import axis_names
+
+OP = "compress_gradients"
+
+
+def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
+    """Checks a number, unless it is an array: optax.inject_hyperparams passes arrays, of unknown value under jit."""
+    if not isinstance(value, jax.Array):
+        check(function, argument, value, *args)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `compress_gradients`, which explains them. `phases` is what `plan` says."""
+
+    axis_name: Any
+    plan: Any
+    feedback: bool
+    beta: Any
+    reset_every: Any
+    momentum: Any
+    nesterov: bool
+    momentum_masking: bool
+    weight_decay: Any
+    skip_nonfinite: bool
+    telemetry: bool
+    seed: Any
+    axis_size: Any
+    schedule: Any
+    own: str
+    leader: bool
+    strict: bool
+    fusion_mb: Any
+    phases: tuple[Phase, ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "phases", check_phases(OP, self.plan))
+        for name in ("feedback", "nesterov", "momentum_masking", "skip_nonfinite", "telemetry"):
+            check_flag(OP, name, getattr(self, name))
+        self._check_numbers()
+        self._check_combinations()
+        if self.feedback or self.telemetry:
+            self._check_rings()
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [phase.plan for phase in self.phases]
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any codec of any plan rounds stochastically."""
+        return any(codec.stochastic for plan in self.plans for codec in plan.codecs)
+
+    @property
+    def collective(self) -> dict[str, Any]:
+        """The options that go on to compressed_pmean as they are."""
+        return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
+
+    def _check_numbers(self) -> None:
+        check_hyperparameter(OP, "seed", self.seed, check_integer)
+        optional = dict(
+            beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+            momentum=(check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1"),
+            weight_decay=(check_number, lambda x: x >= 0, "a number of at least 0"),
+            reset_every=(check_integer, 1),
+            axis_size=(check_integer, 1),
+        )
+        for name, (check, *args) in optional.items():
+            if getattr(self, name) is not None:
+                check_hyperparameter(OP, name, getattr(self, name), check, *args)
+
+    def _check_combinations(self) -> None:
+        """Checks arguments that need one another."""
+        if self.momentum is None and (self.nesterov or self.momentum_masking or self.weight_decay is not None):
+            raise wrong(
+                OP,
+                "momentum",
+                "a number with 'nesterov', 'momentum_masking' or 'weight_decay'",
+                None,
+                "optax.add_decayed_weights is weight decay without momentum",
+            )
+        fed = self.momentum_masking or self.beta is not None or self.reset_every is not None
+        if fed and not self.feedback:
+            raise wrong(OP, "feedback", "True with 'beta', 'reset_every' or 'momentum_masking'", False)
+        if self.momentum_masking and not any(codec.sparse for plan in self.plans for codec in plan.codecs):
+            expected = "False without jaxcgx.TopK, the codec that sends some elements and not others"
+            raise wrong(OP, "momentum_masking", expected, True)
+
+    def _check_rings(self) -> None:
+        """Refuses a ring over the outermost axis: no rank knows what the sums that it encodes on the way lose."""
+        outermost = axis_names(self.axis_name)[0]
+        for plan in self.plans:
+            argument, given = ("plan", plan.schedule) if self.schedule == "auto" else ("schedule", self.schedule)
+            over = given.get(outermost) if isinstance(given, dict) else given
+            if over == "ring" and not all(codec.raw or codec.low_rank for codec in plan.codecs):
+                raise wrong(
+                    OP,
+                    argument,
+                    f'the schedule "two_shot" or "one_shot" over {outermost!r} with feedback or telemetry',
+                    '"ring", which encodes sums of several ranks on the way',
+                    'pass schedule="two_shot", or feedback=False without telemetry',
+                )

@@ -1,0 +1,57 @@
+"""How the states of optimizers with arrays per rank are sharded."""
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.optim.nesting import check_nesting, has_rows
+from jaxcgx.transports.axes import axis_names
+
+
+def state_specs(opt_state: Any, axis_name: Any) -> Any:
+    """The PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
+
+    Arrays per rank are sharded over the axis of the ranks, all others are replicated. optax.tree_map_params doesn't
+    know that axis.
+
+    Args:
+      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth.
+      axis_name: the axis of the ranks, or the tuple of axes, that their transformations were given.
+    """
+    check_nesting("state_specs", opt_state)
+    return specs_per_rank(opt_state, axis_names(axis_name), None)
+
+
+def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:
+    """The PartitionSpecs of a state.
+
+    Args:
+      opt_state: the state.
+      rows: the spec of the leading axis of arrays per rank.
+      param_specs: the PartitionSpecs of the parameters over other axes of the mesh, or None.
+    """
+
+    def like_params(field: Any, *front: Any) -> Any:
+        """The specs of arrays [*front, *shape of the parameter]."""
+        if param_specs is None or field is None:
+            return jax.tree_util.tree_map(lambda _: P(*front), field)
+        return jax.tree_util.tree_map(lambda spec, x: x if x is None else P(*front, *spec), param_specs, field)
+
+    def of_node(node: Any) -> Any:
+        if not has_rows(node):
+            return P()
+        found = {name: like_params(getattr(node, name), rows) for name in node.per_rank}
+        found |= {name: like_params(getattr(node, name)) for name in node.replicated}
+        if param_specs is not None and node.factors is not None:
+            # A factor is that of a shard: they are side by side along their long dimension.
+            beside = lambda spec, x: x if x is None else P(None, _named(spec))
+            found["factors"] = jax.tree_util.tree_map(beside, param_specs, node.factors)
+        return jax.tree_util.tree_map(lambda _: P(), node)._replace(**found)
+
+    return jax.tree_util.tree_map(of_node, opt_state, is_leaf=has_rows)
+
+
+def _named(spec: P) -> tuple[Any, ...]:
+    """The axes of a mesh that a spec mentions."""
+    return tuple(name for part in spec if part is not None for name in (part if isinstance(part, tuple) else (part,)))
