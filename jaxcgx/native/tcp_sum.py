@@ -93,7 +93,7 @@ def _lower(ctx, *operands, tree, layout, batch, how, net):
     places = tree.unflatten(range(tree.num_leaves))
     operands, messages = list(operands), math.prod(batch)
     operands[places.who] = with_processes(ctx, operands[places.who], ctx.avals_in[places.who])
-    # As xla_ffi/tcp/allreduce.cc counts them.
+    # As xla_ffi/tcp/allreduce.h counts them.
     payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
     aliases = {
