@@ -177,3 +177,12 @@ def test_versions_of_jax_are_compared_in_compat():
 
 def test_the_package_is_typed():
     assert (ROOT / "jaxcgx/py.typed").exists()
+
+
+def test_the_architecture_page_shows_the_storeys():
+    """The arrows of the picture go from the first storey to the last, in order."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    built = {name.split(".")[1] for name in modules() if name != "jaxcgx"}
+    shown = [names[0] for names in STOREYS[1:-1] if names[0] in built]
+    assert f"    {' --> '.join([*shown, 'ground'])}\n" in page
+    assert all(f"**{name}**" in page for name in shown)
