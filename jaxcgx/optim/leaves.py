@@ -38,6 +38,6 @@ def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]
         return []
     names, found = axis_names(settings.axis_name), []
     for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", leaves.paths, leaves.values)):
-        codecs = [codec[name] for name in names if name in codec] if isinstance(codec, dict) else [codec]
+        codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found

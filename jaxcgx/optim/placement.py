@@ -21,7 +21,7 @@ OP = "make_train_step"
 class Placement:
     """A mesh, and what is split over its axes. `make_train_step` explains the fields."""
 
-    mesh: Mesh
+    mesh: Any
     data_axis: Any
     param_specs: Any
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
@@ -43,7 +43,7 @@ class TrainStep(NamedTuple):
 def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: "optax.GradientTransformation",
-    mesh: Mesh,
+    mesh: Any,  # jax.sharding.Mesh has a decorator without types: for type checkers it is unknown
     *,
     data_axis: Any = "data",
     compress: Callable[..., Any] = compress_gradients,
