@@ -135,7 +135,7 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
         (
             {"w@0": np.ones((64, 64), np.float32), "w@2": np.ones((64, 65), np.float32)},
             [],
-            "expected the same arrays in every step, but 'w' of step 2 is not as in step 0",
+            "expected the same arrays in every step, got another 'w' in step 2 than in step 0",
         ),
         (
             {"w": np.ones((64, 64))},
