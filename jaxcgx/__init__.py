@@ -1,6 +1,8 @@
 """jaxcgx: compressed gradient exchange for JAX."""
 
 import importlib
+import importlib.metadata
+import types
 
 from jaxcgx.codecs import (
     AbsMax,
@@ -73,7 +75,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    if name == "mpi":  # starts MPI, which who doesn't ask for it may not have
+__version__ = importlib.metadata.version("jaxcgx")
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name == "mpi":  # not imported before it is asked for: it starts MPI, which not everybody has
         return importlib.import_module("jaxcgx.mpi")
     raise AttributeError(f"module 'jaxcgx' has no attribute {name!r}")

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Sequence
 
 
-def doctor(_):
+def doctor(_: argparse.Namespace) -> int:
+    """python -m jaxcgx doctor. 1 if there are problems."""
     from jaxcgx.report import doctor
 
     report = doctor.examine()
@@ -12,7 +14,8 @@ def doctor(_):
     return 1 if report.problems else 0
 
 
-def tune(options):
+def tune(options: argparse.Namespace) -> None:
+    """python -m jaxcgx tune."""
     from jaxcgx.report import tune
 
     try:
@@ -23,17 +26,20 @@ def tune(options):
     print(f"{words}\n\nsaved to {options.out}")
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int | None:
+    """Runs a command, by default the one of sys.argv, and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(run, words):
-        added = commands.add_parser(run.__name__, help=words, description=words.capitalize() + ".")
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int | None], description: str
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=description, description=description.capitalize() + ".")
         added.set_defaults(run=run)
         return added
 
-    command(doctor, "say what this installation has, and what is wrong with it")
-    added = command(tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
+    command("doctor", doctor, "say what this installation has, and what is wrong with it")
+    added = command("tune", tune, "choose the bits of every leaf by what its gradients lose, and save the plan")
     added.add_argument(
         "gradients",
         help="an .npz of arrays named by the leaf's path, block/0/kernel; of several steps block/0/kernel@0, "

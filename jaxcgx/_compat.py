@@ -1,127 +1,161 @@
 """Every branch on a JAX version and every private import of JAX. Supported: 0.9 to 0.12."""
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
 import jax
 from jax import lax
 from jax._src import effects
 from jax._src.core import (
-    NamedAxisEffect,  # what makes jit and scan ask which axes are bound; public nowhere
-    abstract_token,  # public from 0.11 on
+    NamedAxisEffect,  # tells jit and scan which axes must be bound; it is public nowhere
+    abstract_token,  # it is public from 0.11 on
 )
-from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax._src.distributed import global_state as distributed
-from jax._src.effects import remat_allowed_effects
-from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh
-from jax.extend.core import Primitive  # noqa: F401  (re-exported)
-from jax.interpreters import ad, batching, mlir  # noqa: F401  (re-exported)
+from jax._src.dispatch import prim_requires_devices_during_lowering  # it is public nowhere
+from jax._src.distributed import global_state as distributed  # its store of keys and values is public nowhere
+from jax._src.effects import remat_allowed_effects  # it is public nowhere
+from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh; it is public nowhere
+from jax.core import ShapedArray
+from jax.extend.core import Primitive  # JAX promises nothing about jax.extend between versions
+from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
+
+__all__ = [
+    "CalledByPython",
+    "OrderedEffect",
+    "OrderedOnEachDevice",
+    "Primitive",
+    "ad",
+    "all_gather",
+    "allow_in_remat",
+    "axis_effects",
+    "batching",
+    "devices_of",
+    "lower_ordered",
+    "match_varying",
+    "mlir",
+    "needs_devices",
+    "partitioner_decides",
+    "rendezvous",
+    "result_aval",
+    "tracked_axes",
+    "vary",
+    "varying_axes",
+    "whole",
+    "zero_tangent",
+]
 
 
-def varying_axes(x) -> frozenset:
-    """The manual mesh axes that `x` varies over: what shard_map's check_vma tracks."""
-    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+def varying_axes(x: Any) -> frozenset[Any]:
+    """The manual mesh axes that `x` varies over, which shard_map's check_vma tracks."""
+    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if hasattr(aval, "vma"):  # until 0.9
         return aval.vma
     return aval.manual_axis_type.varying
 
 
-def match_varying(*arrays):
+def match_varying(*arrays: Any) -> list[jax.Array]:
     """The arrays, all varying over the union of the axes that any of them varies over."""
-    axes = frozenset().union(*map(varying_axes, arrays))
+    axes = frozenset[Any]().union(*map(varying_axes, arrays))
     return [vary(x, axes) for x in arrays]
 
 
-def vary(x, axes):
-    """x, varying over `axes` besides what it varies over."""
+def vary(x: Any, axes: frozenset[Any]) -> jax.Array:
+    """x, varying over `axes` too."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def tracked_axes(names) -> frozenset:
-    """Those of some named axes over which JAX tracks what varies: a mesh's, under check_vma."""
+def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
+    """The named axes over which JAX tracks what varies: those of a mesh, under check_vma."""
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
 
 
-def result_aval(operands, shape, dtype, rows=0, invarying=()):
-    """A result of `shape` and `dtype` that varies over the axes its operands vary over, but for those of `invarying`.
-    It is
-    whole on every device but for its first `rows` dimensions, which are sharded like an operand's (Explicit meshes)."""
+def result_aval(
+    operands: Sequence[Any], shape: Sequence[int], dtype: Any, rows: int = 0, invarying: Iterable[Any] = ()
+) -> ShapedArray:
+    """A result that varies over the axes that its operands vary over, except those of `invarying`.
+
+    With Explicit meshes it is whole on every device, except that its first `rows` dimensions are sharded like an
+    operand's.
+    """
     like = operands[0]
     mesh = like.sharding.mesh
     lead = next((spec for spec in (x.sharding.spec[:rows] for x in operands) if any(spec)), (None,) * rows)
     spec = jax.sharding.PartitionSpec(*lead, *(None,) * (len(shape) - rows))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
     axes = varying_axes(like) - frozenset(invarying)
-    manual = (
-        dict(vma=axes) if hasattr(like, "vma") else dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
-    )
-    return like.update(
-        shape=tuple(shape), dtype=dtype, weak_type=False, sharding=jax.sharding.NamedSharding(mesh, spec), **manual
-    )
+    if hasattr(like, "vma"):  # until 0.9
+        manual = dict(vma=axes)
+    else:
+        manual = dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding, **manual)
 
 
-def all_gather(x, axes, *, axis, tiled, to):
+def all_gather(x: Any, axes: Any, *, axis: int, tiled: bool, to: str) -> jax.Array:
     """lax.all_gather, which in 0.9 doesn't take to="invarying"."""
     if to == "invarying" and jax.__version_info__ < (0, 10):
-        from jax._src.lax.parallel import all_gather_invariant
+        from jax._src.lax.parallel import all_gather_invariant  # later versions lack it
 
         return all_gather_invariant(x, axes, axis=axis, tiled=tiled)
     return lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
 
-def axis_effects(axes):
+def axis_effects(axes: Iterable[Hashable]) -> set[Any]:
     """The effects of a primitive that communicates over named axes."""
     return {NamedAxisEffect(axis) for axis in axes}
 
 
-def allow_in_remat(effects):
-    """Lets jax.checkpoint recompute what has these effects: a collective is sent again, by all ranks alike."""
+def allow_in_remat(effects: Iterable[Any]) -> None:
+    """Lets jax.checkpoint recompute operations with these effects: all ranks then send a collective again."""
     for effect in effects:
         remat_allowed_effects.add_type(type(effect))
 
 
-def whole(x):
-    """x on every device where its type says that it is sharded (Explicit meshes), as `result_aval` promises of
-    results."""
-    sharding = jax.typeof(x).sharding
+def whole(x: Any) -> jax.Array:
+    """x, whole on every device as `result_aval` promises, also if its type is sharded (Explicit meshes)."""
+    sharding: Any = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*(None,) * x.ndim))
 
 
-def zero_tangent(primal):
+def zero_tangent(primal: Any) -> Any:
     """The symbolic zero that is the tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
-def needs_devices(primitive):
-    """Has JAX tell the lowering rules of a primitive the devices, which a partitioning rule must know."""
+def needs_devices(primitive: Primitive) -> None:
+    """Makes JAX tell the lowering rules of a primitive the devices, which a partitioning rule must know."""
     prim_requires_devices_during_lowering.add(primitive)
 
 
-def partitioner_decides(ctx) -> bool:
-    """Whether XLA's partitioner (Shardy) distributes what is being lowered: jit on several devices, outside
-    shard_map."""
+def partitioner_decides(ctx: Any) -> bool:
+    """Whether XLA's partitioner (Shardy) distributes the program: jit on several devices, outside shard_map."""
     context = ctx.module_context.axis_context
+    shardy: Any = jax.config
     return (
         isinstance(context, ShardingContext)
         and context.num_devices > 1
         and context.device_assignment is not None
         and context.abstract_mesh is not None
         and not context.abstract_mesh.empty
-        and jax.config.jax_use_shardy_partitioner
+        and shardy.jax_use_shardy_partitioner
     )
 
 
 class OrderedEffect(effects.Effect):
-    """Operations that have it run in the order of the program, and programs in the order in which they are called."""
+    """Operations with it run in the order of the program, and programs in the order in which they are called."""
 
 
 class OrderedOnEachDevice(OrderedEffect):
-    """The same for programs on several devices, on each by itself."""
+    """The same for programs on several devices, on each device by itself."""
 
 
 class CalledByPython(effects.Effect):
-    """Beside an ordered effect: the second call of a program that was compiled ahead of time forgets the tokens of
-    that, unless
-    there is one that is not ordered (JAX 0.9 to 0.12)."""
+    """It has no order, and goes beside an ordered effect.
+
+    In JAX 0.9 to 0.12, the second call of a program that was compiled ahead of time forgets the tokens of ordered
+    effects, unless the program has an effect without an order.
+    """
 
 
 for _allowed in (
@@ -136,25 +170,25 @@ effects.ordered_effects.add_type(OrderedEffect)
 effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
 
-def devices_of(ctx):
+def devices_of(ctx: Any) -> list[Any] | None:
     """The devices of the mesh that shard_map is being lowered for, in its order; None where JAX doesn't say."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
-def rendezvous():
-    """jax.distributed's store of keys and values, this process, their number, and the coordinator's address; the store
-    is None
-    before jax.distributed.initialize."""
+def rendezvous() -> tuple[Any, int, int, str | None]:
+    """jax.distributed's store of keys and values, this process, the number of processes, the coordinator's address.
+
+    The store is None before jax.distributed.initialize.
+    """
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
 
 
-def lower_ordered(target, effect, **options):
-    """A lowering rule to an FFI call in the order of an effect: JAX's own calls of handlers take no tokens before
-    0.11."""
-    call = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
+def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:
+    """A lowering rule to an FFI call in the order of an effect. JAX's own rules take tokens from 0.11 on."""
+    call: Any = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
-    def rule(ctx, *operands, **attributes):
+    def rule(ctx: Any, *operands: Any, **attributes: Any) -> Sequence[Any]:
         with_token = ctx.replace(avals_in=[*ctx.avals_in, abstract_token], avals_out=[*ctx.avals_out, abstract_token])
         *results, token = call(with_token, *operands, ctx.tokens_in.get(effect), **attributes)
         ctx.set_tokens_out(mlir.TokenSet({effect: token}))

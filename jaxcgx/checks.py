@@ -4,10 +4,10 @@ Every error names the function that the user called, the argument, what was expe
 instead where that is known. A check returns the value in the form that the rest of the package uses.
 """
 
+import inspect
 import numbers
 import operator
-import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -64,13 +64,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
 
 
-def check_choice(function: str, argument: str, value: Any, choices: Collection) -> Any:
+def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
+    """One of some values."""
     if value not in choices:
         raise wrong(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
 
 
 def check_flag(function: str, argument: str, value: Any) -> bool:
+    """The value as a bool."""
     if not isinstance(value, bool | np.bool_):
         raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
     return bool(value)
@@ -105,11 +107,12 @@ def check_number(function: str, argument: str, value: Any, fits: Callable[[Any],
 
 
 def check_positive(function: str, argument: str, value: Any) -> Any:
+    """A real number greater than 0."""
     return check_number(function, argument, value, lambda x: x > 0, "a positive number")
 
 
 def check_hashable(function: str, argument: str, value: Any, remedy: str) -> Any:
-    """What jit treats as static must be hashable."""
+    """Something hashable, as jit requires of everything static."""
     try:
         hash(value)
     except TypeError:
@@ -117,7 +120,7 @@ def check_hashable(function: str, argument: str, value: Any, remedy: str) -> Any
     return value
 
 
-def check_field(instance: Any, name: str, check: Callable, *args: Any) -> None:
+def check_field(instance: Any, name: str, check: Callable[..., Any], *args: Any) -> None:
     """Checks a field of a frozen dataclass, and stores the value that the check returns."""
     object.__setattr__(instance, name, check(type(instance).__name__, name, getattr(instance, name), *args))
 
@@ -130,7 +133,9 @@ def check_array(function: str, argument: str, value: Any, path: Any = ()) -> jax
         raise wrong(function, argument, "an array", repr(value), path=path, kind=TypeError) from None
 
 
-def check_varying(function: str, names: tuple, paths: Collection, leaves: Collection, argument: str = "x") -> None:
+def check_varying(
+    function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
+) -> None:
     """Checks that every leaf varies over the axes `names`, where JAX tracks that (shard_map's check_vma)."""
     tracked = _compat.tracked_axes(names)
     for path, leaf in zip(paths, leaves):
@@ -150,7 +155,7 @@ def check_varying(function: str, names: tuple, paths: Collection, leaves: Collec
 
 def callers_level() -> int:
     """The stacklevel of a warning that points to the first line outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
+    level, frame = 0, inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
         level, frame = level + 1, frame.f_back
     return level

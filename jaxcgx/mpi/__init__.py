@@ -38,10 +38,10 @@ try:
         compressed_reduce_scatter,
     )
     from jaxcgx.mpi.nodes import hierarchy
-except ModuleNotFoundError as error:
-    raise ImportError(f"jaxcgx.mpi: {error}; {_MISSING}") from error
-except (ImportError, RuntimeError) as error:
-    raise ImportError(f"jaxcgx.mpi: {error}; {_MISMATCH}") from error
+except ModuleNotFoundError as _error:
+    raise ImportError(f"jaxcgx.mpi: {_error}; {_MISSING}") from _error
+except (ImportError, RuntimeError) as _error:
+    raise ImportError(f"jaxcgx.mpi: {_error}; {_MISMATCH}") from _error
 
 # The processes that mpirun started, as Open MPI's says it and as MPICH's does.
 _started = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))

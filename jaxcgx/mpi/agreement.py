@@ -13,11 +13,14 @@ from mpi4py import MPI
 
 from jaxcgx.checks import spell_array, unexpected
 
+# mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types of mpi4py's extension module.
+Communicator = Any
+
 _SHOWN = 5  # differences that an error names
 _LATE = MPI.Comm.Create_keyval()  # the request that a checked call gave up: MPI may still write to its buffers
 
 
-def agree(op: str, comm: MPI.Intracomm, x: Any, arguments: Mapping[str, Any]) -> None:
+def agree(op: str, comm: Communicator, x: Any, arguments: Mapping[str, Any]) -> None:
     """Raises an error on every rank if the ranks pass different things. `x` is the tree, whose leaves are compared."""
     mine = {"function": op, "version of jaxcgx": importlib.metadata.version("jaxcgx")}
     mine |= {f"argument '{argument}'": describe(value) for argument, value in arguments.items()}
@@ -37,7 +40,7 @@ def agree(op: str, comm: MPI.Intracomm, x: Any, arguments: Mapping[str, Any]) ->
         compare(op, comm.allgather(mine))
 
 
-def wait(op: str, comm: MPI.Intracomm, request: MPI.Request) -> None:
+def wait(op: str, comm: Communicator, request: Any) -> None:
     """Waits for a request of all ranks; an error after `jaxcgx.mpi.WAIT` seconds."""
     from jaxcgx import mpi  # when it is needed: a program may have set another WAIT
 

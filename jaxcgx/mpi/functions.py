@@ -1,18 +1,17 @@
 """The collectives over a communicator. Each is its namesake in `jaxcgx`, except that ranks are processes."""
 
 import operator
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from mpi4py import MPI
+from jax.core import Tracer
 
 from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.arguments import Options, check_leaf
 from jaxcgx.collectives.state import State
-from jaxcgx.mpi.agreement import agree
+from jaxcgx.mpi.agreement import Communicator, agree
 from jaxcgx.mpi.nodes import check_communicator
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
@@ -24,14 +23,14 @@ Net = Comm | Nodes | Shared
 def compressed_allreduce(
     x: Any,
     codec: Codecs | Plan,
-    comm: MPI.Intracomm | Net | None = None,
+    comm: Communicator | Net | None = None,
     *,
     key: Any = None,
     op: Literal["sum", "mean"] = "sum",
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | Mapping[str, str] = "auto",
+    schedule: str | dict[str, str] = "auto",
     own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -83,12 +82,12 @@ def compressed_allreduce(
 def compressed_reduce_scatter(
     x: Any,
     codec: Codecs | Plan,
-    comm: MPI.Intracomm | Net | None = None,
+    comm: Communicator | Net | None = None,
     *,
     key: Any = None,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    schedule: str | Mapping[str, str] = "auto",
+    schedule: str | dict[str, str] = "auto",
     own: Literal["raw", "encoded"] = "raw",
     backward_codec: Codecs | None = None,
     strict: bool = False,
@@ -136,7 +135,7 @@ def compressed_reduce_scatter(
 def compressed_allgather(
     x: Any,
     codec: Codecs | Plan,
-    comm: MPI.Intracomm | Net | None = None,
+    comm: Communicator | Net | None = None,
     *,
     key: Any = None,
     axis: int = 0,
@@ -181,7 +180,7 @@ def compressed_allgather(
 def compressed_alltoall(
     x: Any,
     codec: Codecs | Plan,
-    comm: MPI.Intracomm | Net | None = None,
+    comm: Communicator | Net | None = None,
     *,
     key: Any = None,
     split_axis: int = 0,
@@ -226,7 +225,7 @@ def compressed_alltoall(
     return all_to_all.exchange(name, x, net, codec, options, (split_axis, concat_axis), tiled)
 
 
-def broadcast(x: Any, root: int = 0, comm: MPI.Intracomm | Net | None = None, *, check: bool = False) -> Any:
+def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:
     """The `x` of the rank `root`, bit for bit, on every rank: parameters, before the first step.
 
     Args:
@@ -272,7 +271,7 @@ def _check_one_device(name: str, x: Any) -> None:
     devices = {
         device
         for leaf in jax.tree_util.tree_leaves(x)
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         for device in leaf.devices()
     }
     if (count := max(len(devices), 1 if mesh.empty else mesh.size)) > 1:

@@ -8,14 +8,14 @@ import jax
 from mpi4py import MPI
 
 from jaxcgx.checks import unexpected, wrong
-from jaxcgx.mpi.agreement import compare
+from jaxcgx.mpi.agreement import Communicator, compare
 from jaxcgx.plan import environment
 from jaxcgx.transports.mpi import Comm, Nodes, Shared
 
 _NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
 
 
-def check_communicator(op: str, argument: str, comm: Any) -> MPI.Intracomm:
+def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
     """The communicator; None is all ranks."""
     if comm is None:
         return MPI.COMM_WORLD
@@ -26,7 +26,7 @@ def check_communicator(op: str, argument: str, comm: Any) -> MPI.Intracomm:
     return comm
 
 
-def hierarchy(comm: MPI.Intracomm | None = None, inner: MPI.Intracomm | None = None) -> Nodes:
+def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
     """The ranks of `comm` by nodes, to be passed as `comm` where the network between nodes is slower than within.
 
     CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. If the first isn't set, the
@@ -40,23 +40,24 @@ def hierarchy(comm: MPI.Intracomm | None = None, inner: MPI.Intracomm | None = N
       inner: the ranks of this rank's node. By default they are the ranks that share its memory, as MPI says. Every node
         must have as many.
     """
-    comm = check_communicator("hierarchy", "comm", comm)
+    ranks: Communicator = check_communicator("hierarchy", "comm", comm)
     if inner is not None:
         inner = check_communicator("hierarchy", "inner", inner)
-    env, variables = _check_variables(comm)
+    env, variables = _check_variables(ranks)
     _check_not_nccl(env)
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank) if inner is None else inner
-    places = comm.allgather((node.bcast(comm.rank), node.rank))
+    node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank) if inner is None else inner
+    places = ranks.allgather((node.bcast(ranks.rank), node.rank))
     if inner is None:
         node.Free()
-    made, key = comm.Get_attr(_NODES) or {}, (*variables, *places)
+    made: dict[Any, Nodes] = ranks.Get_attr(_NODES) or {}
+    key = (*variables, *places)
     if key not in made:
-        made[key] = _make(comm, env, places)
-        comm.Set_attr(_NODES, made)
+        made[key] = _make(ranks, env, places)
+        ranks.Set_attr(_NODES, made)
     return made[key]
 
 
-def _check_variables(comm: MPI.Intracomm) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
+def _check_variables(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
     """CGX's variables and their text. An error on every rank if one rank has other variables or a bad one."""
     text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
     env = error = None
@@ -87,7 +88,7 @@ def _check_not_nccl(env: environment.Environment) -> None:
             )
 
 
-def _make(comm: MPI.Intracomm, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
+def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
     """places: for each rank the first rank of its node, and its own rank there."""
     firsts, (_, place) = [first for first, _ in places], places[comm.rank]
     nodes = sorted(set(firsts))
@@ -100,7 +101,7 @@ def _make(comm: MPI.Intracomm, env: environment.Environment, places: Sequence[tu
     return Nodes(inner if len(nodes) == 1 else Comm.over(comm.Split(0, number * sizes[0] + place)), cross, inner)
 
 
-def _within(comm: MPI.Intracomm, env: environment.Environment, inner: MPI.Intracomm) -> Comm | Shared:
+def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | Shared:
     """The transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)

@@ -1,12 +1,12 @@
 """One value for all axes, or {axis name: value}, outermost first: how codecs and schedules are given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec, check_codec
 
-Codecs = Codec | Mapping[Any, Codec]
+Codecs = Codec | dict[Any, Any]  # {axis name: codec}
 
 
 class ByAxis(dict[Any, Any]):
@@ -21,7 +21,14 @@ class ByAxis(dict[Any, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"a plan's {dict(self)} can't be changed: make another plan, of dict(...) of it")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __setitem__: Any = _refuse
+    __delitem__: Any = _refuse
+    __ior__: Any = _refuse
+    clear: Any = _refuse
+    pop: Any = _refuse
+    popitem: Any = _refuse
+    setdefault: Any = _refuse
+    update: Any = _refuse
 
 
 def by_axis(names: Sequence[Any], outer: Any, inner: Any) -> Any:

@@ -12,10 +12,9 @@ from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.plan.rules import Rule
 
+_EXPORTED: dict[str, Any] = {name: getattr(codecs, name) for name in codecs.__all__ if name != "Codec"}
 CODECS: dict[str, type[Codec]] = {
-    name: found
-    for name in codecs.__all__
-    if isinstance(found := getattr(codecs, name), type) and issubclass(found, Codec) and found is not Codec
+    name: found for name, found in _EXPORTED.items() if isinstance(found, type) and issubclass(found, Codec)
 }
 PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled}  # and the values that a codec's field may have
 
@@ -42,9 +41,8 @@ def _value(where: str, value: Any) -> str:
     if isinstance(value, Codec | codecs.Sampled):
         if PARTS.get(type(value).__name__) is not type(value):
             raise unexpected(f"Plan.save: {where}", "a codec of jaxcgx", f"{value!r}, which no file can hold")
-        value = {"name": type(value).__name__} | {
-            field.name: getattr(value, field.name) for field in dataclasses.fields(value)
-        }
+        part: Any = value
+        value = {"name": type(part).__name__} | {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     if isinstance(value, dict):
         if other := [key for key in value if not isinstance(key, str)]:
             raise unexpected(f"Plan.save: {where}", "axis names that are strings", repr(other[0]))

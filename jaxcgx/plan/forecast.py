@@ -46,7 +46,7 @@ class Forecast(Totals):
     """The result of `Plan.explain`. str() is a table."""
 
     rows: tuple[Row, ...]
-    totals: dict[tuple[Any, ...], tuple[int, int]]  # {axes: (bytes in messages, the same elements uncompressed)}
+    totals: dict[Any, tuple[int, int]]  # {axes: (bytes in messages, the same elements uncompressed)}
 
     def __repr__(self) -> str:
         leaves = len({row.leaf for row in self.rows})
@@ -89,7 +89,7 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
             raise unexpected(place, "an array or a jax.ShapeDtypeStruct", repr(leaf), kind=TypeError)
 
     rows: list[list[Row]] = [[] for _ in leaves]
-    totals: dict[tuple[Any, ...], tuple[int, int]] = {}
+    totals: dict[Any, tuple[int, int]] = {}
 
     def add(i: int, axes: tuple[Any, ...], **fields: Any) -> None:
         leaf = leaves[i]

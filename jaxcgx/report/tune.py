@@ -1,120 +1,118 @@
-"""A plan from saved gradients: python -m jaxcgx tune."""
+"""python -m jaxcgx tune: a plan from saved gradients."""
 
 import dataclasses
 import functools
 import math
 import operator
+import os
 import re
 import zipfile
 import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxcgx.codecs.base import spell
+from jaxcgx.checks import unexpected
+from jaxcgx.codecs.base import Codec, spell
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.native.layout import DTYPES
-from jaxcgx.plan import Plan, gradient_statistics, why_raw
+from jaxcgx.plan import GradientStatistics, Plan, gradient_statistics, why_raw
 from jaxcgx.plan.by_axis import compressing
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.text import spell_sizes, table
 
 _KEY = jax.random.key(0)
 
+Path = str | os.PathLike[str]
+Step = dict[str, np.ndarray[Any, Any]]  # {leaf's path: gradient}
+Assigned = list[tuple[Codec, str | None]]  # for each leaf its codec, and why it travels raw
 
-def tune(gradients, plan, method, alpha, bits):
-    """(the plan adapted to the gradients of an .npz file, what to say about it). plan: the file of the one to adapt."""
+
+def tune(gradients: Path, plan: Path | None, method: str, alpha: float, bits: Sequence[int]) -> tuple[Plan, str]:
+    """A plan adapted to saved gradients, and text about it.
+
+    Args:
+      gradients: an .npz file.
+      plan: a TOML file with the plan to adapt; by default it is Plan.cgx().
+      method: as in Plan.adapt.
+      alpha: as in Plan.adapt.
+      bits: the candidates, besides the plan's own.
+    """
     base = Plan.cgx() if plan is None else Plan.load(plan)
-    found = compressing(base.default)
+    found: list[Any] = compressing(base.default)
     if len(found) != 1 or not hasattr(found[0], "bits"):
-        raise ValueError(
-            f"argument '--plan': expected a plan whose default has one codec that compresses, and that one bits, got "
-            f"{spell(base.default)}"
-        )
+        expected = "a plan whose default has one codec that compresses, and that one bits"
+        raise unexpected("argument '--plan'", expected, spell(base.default))
     steps = read(gradients)
-    before = _assign(base, steps[0])  # what is wrong with the rules is said before anything is measured
-    candidates = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
+    before = _assign(base, steps[0])  # errors in the rules come before anything is measured
+    candidates: list[Codec] = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
     measured = statistics(steps, candidates)
     adapted = base.adapt(measured, method=method, alpha=alpha)
     return adapted, describe(steps, measured, {"before": before, "adapted": _assign(adapted, steps[0])})
 
 
-def read(path):
-    """The steps of an .npz file, {leaf's path: gradient} each."""
-    found = {}
+def read(path: Path) -> list[Step]:
+    """The steps of an .npz file."""
+    found: dict[int, Step] = {}
     for key, leaf in _load(path).items():
-        name, step = re.fullmatch("(.*?)(?:@([0-9]+))?", key, re.DOTALL).groups()
+        name, step = re.findall(r"\A(.*?)(?:@([0-9]+))?\Z", key, re.DOTALL)[0]
         arrays = found.setdefault(int(step or 0), {})
+        place = f"{path}, array {key!r}"
         if name in arrays:
-            raise ValueError(
-                f"{path}, array {key!r}: expected one array of a path in a step, got another of {name!r} in step "
-                f"{int(step or 0)}"
-            )
+            got = f"another of {name!r} in step {int(step or 0)}"
+            raise unexpected(place, "one array of a path in a step", got)
         if leaf.dtype not in DTYPES and leaf.dtype.kind not in "biuc":
-            raise ValueError(
-                f"{path}, array {key!r}: expected float32 or float16, or integers, got {leaf.dtype}; save it as "
-                ".astype(numpy.float32)"
-            )
+            raise unexpected(place, "float32 or float16, or integers", leaf.dtype, "save it as .astype(numpy.float32)")
         arrays[name] = leaf
     steps = [found[n] for n in sorted(found)]
     if not steps:
-        raise ValueError(f"{path}: expected gradients, got none")
+        raise unexpected(str(path), "gradients", "none")
     types = [{name: (leaf.shape, leaf.dtype) for name, leaf in step.items()} for step in steps]
     for n, step in zip(sorted(found), types):
         if other := sorted(name for name, _ in step.items() ^ types[0].items()):
-            raise ValueError(
-                f"{path}: expected the same arrays in every step, but {other[0]!r} of step {n} is not as in step "
-                f"{min(found)}"
-            )
+            got = f"another {other[0]!r} in step {n} than in step {min(found)}"
+            raise unexpected(str(path), "the same arrays in every step", got)
     return steps
 
 
-def _load(path):
+def _load(path: Path) -> Step:
     try:
         with open(path, "rb") as stream, np.load(stream) as file:  # NumPy would leave a broken file open
             return {key: np.asarray(file[key]) for key in file}
-    except (
-        EOFError,
-        TypeError,
-        ValueError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ):  # TypeError: of a lone .npy np.load makes an array
-        raise ValueError(
-            f"{path}: expected an .npz file of numbers, as numpy.savez writes it, got another or a part of one"
-        ) from None
+    except (EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):  # TypeError: a lone .npy is an array
+        expected = "an .npz file of numbers, as numpy.savez writes it"
+        raise unexpected(str(path), expected, "another or a part of one") from None
 
 
-def statistics(steps, codecs):
+def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatistics:
+    """The sum of the statistics of all steps."""
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
     return functools.reduce(
         operator.add, (measure(step, key=jax.random.fold_in(_KEY, i)) for i, step in enumerate(steps))
     )
 
 
-def _assign(plan, step):
-    """[(codec, of several by axis the one that compresses; why the leaf travels raw)]."""
+def _assign(plan: Plan, step: Step) -> Assigned:
+    """What a plan makes of each leaf; of codecs by axis, the one that compresses."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(step)[0])
     codecs, reasons = zip(*plan.assign("tune", "gradients", paths, leaves))
     codecs = [next(iter(compressing(codec)), Raw()) for codec in codecs]
     return [(codec, why or why_raw(leaf, [codec])) for codec, why, leaf in zip(codecs, reasons, leaves)]
 
 
-def describe(steps, measured, plans):
-    """Tables: what becomes of every leaf under the last of the plans, and of all of them under each. measured:
-    statistics."""
+def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping[str, Assigned]) -> str:
+    """Two tables: every leaf under the last of the plans, and the sum over all leaves under each plan."""
     found = jax.tree_util.tree_flatten_with_path(steps[0])[0]
     names, leaves = [spell_path(path) for path, _ in found], [leaf for _, leaf in found]
-    codecs, errors, norms = (
-        list(measured.codecs),
-        np.asarray(measured.errors, np.float64),
-        np.asarray(measured.norms, np.float64),
-    )
+    codecs = list(measured.codecs)
+    errors, norms = np.asarray(measured.errors, np.float64), np.asarray(measured.norms, np.float64)
     used = dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not why)
     if more := [codec for codec in used if codec not in codecs]:
         codecs, errors = codecs + more, np.hstack([errors, np.asarray(statistics(steps, more).errors, np.float64)])
 
-    def numbers(i, codec, why):
+    def numbers(i: int, codec: Codec, why: str | None) -> tuple[int, int, float, float]:
         """(bytes, bytes uncompressed, squared error, squared norm)."""
         leaf = leaves[i]
         if why:
@@ -122,7 +120,7 @@ def describe(steps, measured, plans):
         row = measured.paths.index(names[i])
         return codec.wire_bytes(leaf.shape, leaf.dtype), leaf.nbytes, errors[row, codecs.index(codec)], norms[row]
 
-    def spelled(sent, raw, error, norm):
+    def spelled(sent: int, raw: int, error: float, norm: float) -> tuple[str, ...]:
         return *spell_sizes(sent, raw), f"{math.sqrt(error / norm) if norm else 0:.4f}"
 
     *_, last = plans.values()
