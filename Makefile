@@ -29,7 +29,17 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
-.PHONY: help demo check test build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean interpreter
+# Where each part of the tests says how long each test took.
+TIMES := $(CURDIR)/build/tests
+# XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator for fusions. The
+# programs of USUAL it compiles as those of users. Their tests compare bits that XLA's own arithmetic makes, which optimization may change.
+USUAL := tests/native tests/codecs tests/test_golden.py tests/optim/test_compress.py tests/optim/test_dgc.py
+CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+# Unknown flags end a process: an XLA without these compiles as usual.
+CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null && echo '$(CHEAP)')"
+PYTEST := .venv/bin/python -m pytest -n 2 --dist worksteal
+
+.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -51,13 +61,25 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python --verifytypes jaxcgx --ignoreexternal; \
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
 
-test: cpptest pytest mpi-short cuda-short matrix-short ## build and install into .venv, then run every test
+test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build and install into .venv, then run every test
+
+# Every example of a property, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and JAX.
+test-full: export HYPOTHESIS_PROFILE := full
+test-full: CHEAP :=
+test-full: begin cpptest pytest mpi cuda matrix slowest ## the same with everything that takes long
+
+begin:
+	@rm -rf $(TIMES) && mkdir -p $(TIMES)
+
+slowest: # the tests that took longest, of all parts since `begin`
+	@.venv/bin/python scripts/slowest.py $(TIMES)
 
 build: $(INSTALLED) ## build and install into .venv
 
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
-	@.venv/bin/python -m pytest -n 2 --dist loadfile --ignore tests/mpi
+	@$(PYTEST) --junitxml=$(TIMES)/python-1.xml $(USUAL)
+	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml --ignore tests/mpi $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
 mpi: ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
@@ -65,11 +87,12 @@ mpi-short: RANKS = 2 3
 mpi-short: ## the same on 2 and 3 ranks
 mpi mpi-short: $(INSTALLED)
 	@echo "== MPI, launching"
-	@.venv/bin/python -m pytest -n 2 tests/mpi/test_launch.py
-	@for n in $(RANKS); do \
+	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/launch.xml tests/mpi/test_launch.py
+	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \
-		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 || exit 1; \
+		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 \
+			--junitxml="$(TIMES)/mpi-$$n.\$$OMPI_COMM_WORLD_RANK.xml" || exit 1; \
 	done
 
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
@@ -77,7 +100,7 @@ cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
 	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF -DJAXCGX_WERROR=ON >/dev/null && \
 	cmake --build build/cpp -- --quiet && \
-	ctest --test-dir build/cpp --output-on-failure --parallel 2
+	ctest --test-dir build/cpp --output-on-failure --parallel 2 --output-junit $(TIMES)/cpp.xml
 
 cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what can be checked without a GPU
 	@.venv/bin/python scripts/cuda.py

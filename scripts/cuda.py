@@ -124,7 +124,7 @@ def main():
         sys.exit(1)
     print("== CUDA: tests without a GPU", flush=True)
     inside = environment(folder, wheel)
-    if not test(inside, "tests/native/test_cuda.py"):
+    if not test(inside, "tests/native/test_cuda.py", f"--junitxml={matrix.TIMES / 'cuda.xml'}"):
         sys.exit(1)
 
 

@@ -21,6 +21,7 @@ import xml.etree.ElementTree as xml
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = ROOT / ".matrix"
+TIMES = ROOT / "build/tests"  # where each part of the tests says how long each test took
 PYTHONS = ["3.11", "3.12", "3.13"]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The jaxlib that the native module is compiled against is the oldest that is supported.
@@ -166,7 +167,7 @@ def test(version, python, age, short):
     versions = "import platform, jax, jaxlib; print(platform.python_version(), jax.__version__, jaxlib.__version__)"
     row["python"], row["jax"], row["jaxlib"] = output(inside, "-c", versions).split()
     print(f"== Python {row['python']}, jax {row['jax']}: testing", flush=True)
-    report = WORK / f"{version}-{age}.xml"
+    report = TIMES / f"matrix-{version}-{age}.xml"
     report.unlink(missing_ok=True)
     start = time.monotonic()
     # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
@@ -177,7 +178,7 @@ def test(version, python, age, short):
         "-n",
         2,
         "--dist",
-        "loadfile",
+        "worksteal",
         f"--junitxml={report}",
         *(["-m", "short"] if short else []),
         cwd=ROOT,

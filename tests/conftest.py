@@ -1,8 +1,12 @@
-"""Eight CPU devices in every test, strict dtypes, and the hypothesis profiles. GPUs are for `pytest -m gpu` alone."""
+"""Eight CPU devices in every test, strict dtypes, the hypothesis profiles, and XLA's programs kept in build/programs.
+GPUs are for `pytest -m gpu` alone."""
 
 import functools
+import hashlib
 import os
+import pathlib
 import re
+import shutil
 
 import hypothesis
 import jax
@@ -11,9 +15,36 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=60)
+# "default" has fewer examples of each property than "full", which is for `make test-full`.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, max_examples=20)
+hypothesis.settings.register_profile("full", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def keep_programs(first):
+    """Compiled programs are kept for all processes of a run, and for the next run of the same sources.
+
+    JAX finds a program by its operations, XLA's flags and version. These don't tell what a kernel does: a program has
+    only its name, and calls the kernel of today. Nor do they tell how jaxcgx partitions an operation or names a scope:
+    hence a folder for each state of its Python files. first: whether to remove the other folders."""
+    digest = hashlib.sha256()
+    for file in sorted((ROOT / "jaxcgx").rglob("*.py")):
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    programs = ROOT / "build/programs"
+    folder = programs / digest.hexdigest()[:16]
+    if first:
+        for old in set(programs.glob("*")) - {folder}:
+            shutil.rmtree(old, ignore_errors=True)
+    for name, value in dict(
+        jax_compilation_cache_dir=str(folder),
+        jax_persistent_cache_min_compile_time_secs=0,
+        jax_persistent_cache_min_entry_size_bytes=-1,
+    ).items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # of the processes that tests start
 
 
 def for_gpu(config):
@@ -24,6 +55,7 @@ def pytest_configure(config):
     if not for_gpu(config):
         jax.config.update("jax_platforms", "cpu")
         os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start
+        keep_programs(first=not {"PYTEST_XDIST_WORKER", "OMPI_COMM_WORLD_RANK"} & set(os.environ))
 
 
 @functools.cache
@@ -35,6 +67,11 @@ def why_no_gpu(config):
     except RuntimeError as error:
         return f"JAX sees no GPU ({error})"
     return None
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that wait for processes of their own come first: others run meanwhile, and none is left for the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("multiprocess", "transports"))
 
 
 def pytest_runtest_setup(item):

@@ -97,11 +97,10 @@ def assert_same_bytes(a, b):
     np.testing.assert_array_equal(as_bits(a), as_bits(b))
 
 
-def assert_trees(check, got, expected):
-    """check(leaf, leaf) of all leaves of two trees of one structure. Without leaves nothing would be compared: it
-    fails."""
-    assert jax.tree.leaves(got), "no leaves to compare"
-    jax.tree.map(check, got, expected)
+def assert_trees(check, *trees):
+    """check(leaf, ...) of the leaves of trees of one structure. Without leaves nothing would be compared: it fails."""
+    assert jax.tree.leaves(trees[0]), "no leaves to compare"
+    jax.tree.map(check, *trees)
 
 
 def assert_same_trees(got, expected):

@@ -40,7 +40,9 @@ class Processes:
 
     def __enter__(self):
         self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": self.flags}
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {self.flags}"
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # as in transports/test_tcp.py
         self.running = []
         for rank, (action, output) in enumerate(zip(self.actions, self.outputs)):
             command = [sys.executable, RANKS, action, self.port, rank, len(self.actions), HEARTBEAT]

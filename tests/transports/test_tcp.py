@@ -30,7 +30,8 @@ LIMIT = 300  # seconds, after which processes count as hung; they take a tenth o
 def results(action, processes):
     """What comes of an action on each rank; None for one that ended without a result."""
     port = random.randrange(20_000, 32_000)  # of those that no connection gets by itself
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    # XLA crashes where it is to keep a program of several processes.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     running = [
         subprocess.Popen(
             [sys.executable, RANK, action, str(port), str(rank), str(processes)],
