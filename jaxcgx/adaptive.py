@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import check_varying
-from jaxcgx.codecs.base import check_codec, check_key, roundtrip
+from jaxcgx.codecs.checks import check_codec, check_key
+from jaxcgx.codecs.coding import roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.plan.statistics import TOP, GradientStatistics

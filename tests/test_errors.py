@@ -144,7 +144,7 @@ def test_codecs(make, error, words):
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
             ValueError,
-            "rounds stochastically and needs a random key, got None; pass key=jax.random.key(",
+            "rounds stochastically, got None; pass key=jax.random.key(",
         ),
         (
             lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)),

@@ -8,7 +8,8 @@ import jax
 
 from jaxcgx import _compat, plan
 from jaxcgx.checks import at, callers_level, check_array, check_choice, check_flag, check_positive, check_varying, wrong
-from jaxcgx.codecs.base import check_codec, check_encodes, spell
+from jaxcgx.codecs.checks import check_codec, check_encodes
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import schedules, scopes
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.rng import key_words

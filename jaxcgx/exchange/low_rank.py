@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.codecs.base import check_codec
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.powersgd import begin, left, matrix, multiply, orthonormal, right
 from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.plan import Plan

@@ -524,14 +524,14 @@ def _roundtrip_lowered(*leaves, tree, codec, batch):
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Whether shards consist of whole buckets: the elements behind the last axis that is cut must. Noise depends on an
-    element's place in the leaf, which a shard doesn't know."""
+    """Whether every shard rounds to the same numbers on its own. The elements of a shard from the last axis on that is
+    cut are consecutive in the leaf."""
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True
-    if codec.stochastic or codec.whole or any(size % n for size, n in zip(shape, shards)):
+    if any(size % n for size, n in zip(shape, shards)):
         return False
-    return math.prod(shape[last:]) // shards[last] % (codec.bucket_size or 1) == 0
+    return codec.may_cut(math.prod(shape[last:]) // shards[last])
 
 
 roundtrip_p.multiple_results = True

@@ -75,9 +75,6 @@ def _encode_chunk(layout, pieces, fetch, draw):
     for p in pieces:
         body = []
         for first, number, size in p.buckets():
-            if codec.raw:
-                body.append(plain(p, first, size))
-                continue
             x = widen(fetch(p, first, number * size)).reshape(number, size)
             drawn = None
             if codec.stochastic:
@@ -145,9 +142,6 @@ def _read(layout, chunk, p):
         width = codec.code_bytes(size, dtype)
         codes = chunk[code_at : code_at + number * width]
         code_at += number * width
-        if codec.raw:
-            yield first, size, None, codes, None
-            continue
         meta = from_bytes(chunk[meta_at : meta_at + number * 4 * codec.meta], jnp.float32).reshape(number, codec.meta)
         meta_at += number * 4 * codec.meta
         yield first, number * size, meta, codes.reshape(number, width), size
@@ -191,7 +185,6 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
     payloads, where = operands.payloads, operands.where
     ranks = payloads.shape[0]
     sum_layout = layout.of_sum(ranks)
-    bucketed = layout.codec.meta or layout.codec.whole
     own = None if operands.own is None else _flat(operands.own)
     lost = _flat(operands.residuals or [])
 
@@ -211,7 +204,7 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
                 else:
                     split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
                     terms = [value.reshape(-1) for _, value in split]
-                if meta is not None and bucketed:
+                if meta is not None and p.bucket:
                     bases = [
                         base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)
                     ]
@@ -223,7 +216,7 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
                     if own is not None:
                         term = jnp.where(is_own(r), mine, term)
                     total = term if total is None else ieee.add(total, term)
-                if meta is not None and bucketed:
+                if meta is not None and p.bucket:
                     total = ieee.positive_zero(total)  # see decode_buckets in codecs/grid.py
                 if lost:
                     total = ieee.add(total, lost[p.leaf][p.start + first :][:count])

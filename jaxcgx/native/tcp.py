@@ -20,7 +20,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import in_front
-from jaxcgx.native.shm import module
+from jaxcgx.native.registration import module
 
 CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/handlers/tcp.cc numbers them

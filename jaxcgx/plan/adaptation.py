@@ -7,8 +7,8 @@ import numbers
 
 import numpy as np
 
-from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.plan import allocation
 
 _BUCKETS = {2: 128, 3: 256, 4: None}  # CGX's, of the clusters' bits; None: the reference's

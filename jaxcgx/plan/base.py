@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import MOST, check_field, check_flag, check_integer
-from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.codecs.topk import TopK
 from jaxcgx.plan import adaptation, environment, file, forecast
 from jaxcgx.plan.leaves import spell_path, why_unfit

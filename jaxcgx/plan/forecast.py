@@ -8,8 +8,9 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.leaves import messages, spell_path, why_raw
 from jaxcgx.text import Totals, ratio, spell_sizes, table

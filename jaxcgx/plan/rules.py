@@ -8,7 +8,9 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxcgx.checks import check_field, check_flag, check_integer
-from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec
+from jaxcgx.codecs.spelling import spell
 
 
 class ByAxis(dict):

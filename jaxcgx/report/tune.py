@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jaxcgx.adaptive import gradient_statistics
-from jaxcgx.codecs.base import spell
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.leaves import spell_path

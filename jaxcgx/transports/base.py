@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxcgx.native.shm import add
+from jaxcgx.native.rows import add
 from jaxcgx.transports.rows import join, split
 
 
