@@ -36,7 +36,7 @@ _SPARSE: dict[str, type[np.generic]] = dict(
 FIELDS: dict[str, type[np.generic]] = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
 
 
-def native_codec(kind: Kind, *, values: dict | None = None, **fields: float) -> dict[str, np.generic]:
+def native_codec(kind: Kind, *, values: dict[str, np.generic] | None = None, **fields: float) -> dict[str, np.generic]:
     """The attribute of a codec.
 
     Args:

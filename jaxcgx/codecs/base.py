@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxcgx.checks import check_shape
 from jaxcgx.native import ops
 from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.typing import DType, DTypeLike
 
 
 class Codec:
@@ -34,6 +34,7 @@ class Codec:
       contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
         bounded only then.
       most: elements of a leaf in a chunk, at most.
+      state: what a sum can keep from call to call, by the names of compressed_psum's arguments.
       native: the attribute that tells the kernels their codec (attribute.py). None: jnp runs. A subclass of a codec
         with kernels has none, unless it sets `native` itself: the kernels don't know what it changes.
     """
@@ -48,6 +49,7 @@ class Codec:
     low_rank: bool = False
     contracts: bool = True
     most: int = 2**40
+    state: tuple[str, ...] = ("residuals",)
     native: dict[str, np.generic] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -57,7 +59,7 @@ class Codec:
 
     # What a codec defines
 
-    def code_bytes(self, n: int, dtype: np.dtype) -> int:
+    def code_bytes(self, n: int, dtype: DType) -> int:
         """Bytes of the codes of n elements of one bucket, for a leaf of that dtype."""
         raise NotImplementedError(f"{type(self).__name__}.code_bytes")
 
@@ -82,7 +84,7 @@ class Codec:
         """Which of the n elements of a bucket a sparse codec has sent: int32, ascending. Entries of n mean none."""
         raise NotImplementedError(f"{type(self).__name__}.indices")
 
-    def weight(self, n: int, dtype: np.dtype) -> int:
+    def weight(self, n: int, dtype: DType) -> int:
         """What n elements count. A message is cut into chunks of equal weight."""
         return self.code_bytes(n, dtype)
 
@@ -90,7 +92,7 @@ class Codec:
         """The codec of the sum of what `ranks` ranks sent with this one."""
         return self
 
-    def why_raw(self, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
         """Why an array of that shape and dtype travels as it is. None: this codec takes it."""
         return None
 

@@ -12,6 +12,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.reference import to_bits16, widen
+from jaxcgx.typing import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Cast(Codec):
     def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.CAST, bits=DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
 
-    def code_bytes(self, n: int, dtype: np.dtype) -> int:
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return 2 * n
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:

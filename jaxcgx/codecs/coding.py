@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxcgx.checks import check_shape, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec, check_encodes, check_key, check_leaf
 from jaxcgx.native import ops
 from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.typing import ArrayLike, DTypeLike
 
 
 def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:

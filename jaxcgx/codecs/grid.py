@@ -4,12 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import pack, packed_bytes, unpack
+from jaxcgx.typing import ArrayLike, DType
 
 
 @dataclasses.dataclass
@@ -86,7 +85,7 @@ class GridCodec(Codec):
     def code_bits(self) -> int:
         return self.bits
 
-    def code_bytes(self, n: int, dtype: np.dtype) -> int:
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return packed_bytes(n, self.code_bits)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:

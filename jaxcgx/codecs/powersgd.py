@@ -12,13 +12,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxcgx.checks import MOST, check_field, check_integer, check_shape
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import check_dtype
+from jaxcgx.typing import DType, DTypeLike
 
 _TINY = 2.0**-126  # the smallest normal number: smaller ones count as 0, as XLA flushes them on CPUs anyway
 _NOTHING = 2.0**-20  # the rest of a column of norm 1 that is smaller is rounding
@@ -40,11 +39,12 @@ class PowerSGD(Codec):
     rank: int = 4
 
     low_rank = True
+    state = ("residuals", "factors")
 
     def __post_init__(self) -> None:
         check_field(self, "rank", check_integer, 1, MOST)
 
-    def why_raw(self, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
+    def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
         if len(shape) < 2:
             return f"it has {'one' if shape else 'no'} dimension, and PowerSGD is for matrices"
         m, n = matrix(shape)

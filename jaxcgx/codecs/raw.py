@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
+from jaxcgx.typing import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,5 +19,5 @@ class Raw(Codec):
     def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.RAW)
 
-    def code_bytes(self, n: int, dtype: np.dtype) -> int:
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return n * dtype.itemsize

@@ -20,6 +20,7 @@ from jaxcgx.native import ieee, reference
 from jaxcgx.native.indices import from_list, index_bytes, to_list
 from jaxcgx.native.layout import Layout, align16
 from jaxcgx.native.operands import Decode
+from jaxcgx.typing import DType
 
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
 _ESTIMATES = ("quantile", "exponential")
@@ -87,6 +88,7 @@ class TopK(Codec):
 
     whole = True
     sparse = True
+    state = ("residuals", "momentum")
     most = 2**31 - 1  # an index has 32 bits
 
     def __post_init__(self) -> None:
@@ -134,10 +136,10 @@ class TopK(Codec):
             return self
         return dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
 
-    def weight(self, n: int, dtype: np.dtype) -> int:
+    def weight(self, n: int, dtype: DType) -> int:
         return n  # independent of the other fields, so that a sum is cut where the messages were
 
-    def code_bytes(self, n: int, dtype: np.dtype) -> int:
+    def code_bytes(self, n: int, dtype: DType) -> int:
         if n > self.most:
             raise ValueError(f"TopK: expected at most 2^31 - 1 elements of a leaf in a chunk, got {n}")
         return align16(index_bytes(n, self.capacity(n))) + self._values(n).chunk_bytes

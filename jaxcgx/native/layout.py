@@ -1,6 +1,7 @@
 """Where everything of a message is, from its shapes alone. In C++ it is xla_ffi/codec/layout.h; docs/wire-format.md
 describes it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxcgx.checks import wrong
+from jaxcgx.typing import DType, DTypeLike
 
 if TYPE_CHECKING:  # codecs are above this module
     from jaxcgx.codecs.base import Codec
@@ -24,12 +25,10 @@ def align16(n: int) -> int:
     return -(-n // 16) * 16
 
 
-def check_dtype(function: str, argument: str, dtype: Any) -> np.dtype:
+def check_dtype(function: str, argument: str, dtype: Any) -> DType:
     """A dtype that the leaves of a message may have."""
-    try:
+    with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype)
-    except TypeError:
-        pass
     if dtype not in DTYPES:
         raise wrong(function, argument, "float32, bfloat16 or float16", dtype, kind=TypeError)
     return dtype
@@ -72,7 +71,7 @@ class Layout:
 
     codec: "Codec"
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
+    dtypes: tuple[DType, ...]
     chunks: int = 1
     ids: tuple[int, ...] | None = None
 
@@ -82,7 +81,9 @@ class Layout:
             object.__setattr__(self, "ids", tuple(range(len(self.shapes))))
 
     @classmethod
-    def of(cls, codec: "Codec", leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None) -> "Layout":
+    def of(
+        cls: Any, codec: "Codec", leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None
+    ) -> "Layout":
         leaves = list(leaves)
         return cls(
             codec,
@@ -116,7 +117,7 @@ class Layout:
             before += full * weight + last
         total = before
 
-        def cut(c, before, weight, full, count):
+        def cut(c: int, before: int, weight: int, full: int, count: int) -> int:
             if c == self.chunks:
                 return count
             target = -(-c * total // self.chunks)

@@ -19,7 +19,7 @@ from jaxcgx.native.rows import add
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
 
-exchange_p = _compat.Primitive("jaxcgx_exchange")
+exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.Array:
