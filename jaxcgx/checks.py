@@ -71,6 +71,16 @@ def check_choice(function: str, argument: str, value: Any, choices: Collection[A
     return value
 
 
+def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(operator.index(n) for n in value)
+    except TypeError:
+        raise wrong(function, argument, "a tuple of integers", repr(value), kind=TypeError) from None
+    if any(n < 0 for n in sizes):
+        raise wrong(function, argument, "sizes of at least 0", sizes)
+    return sizes
+
+
 def check_flag(function: str, argument: str, value: Any) -> bool:
     """The value as a bool."""
     if not isinstance(value, bool | np.bool_):

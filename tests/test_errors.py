@@ -51,9 +51,9 @@ class Wrong(cgx.Codec):
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
             ValueError,
-            "encode: argument 'key': MaxMin(bits=4, bucket_size=512, rounding='stochastic', skip_incomplete=False) "
-            "rounds stochastically and needs a random key, got None; pass key=jax.random.key(...), another one every "
-            "step",
+            "encode: argument 'key': expected a random key, because MaxMin(bits=4, bucket_size=512, "
+            "rounding='stochastic', skip_incomplete=False) rounds stochastically, got None; pass "
+            "key=jax.random.key(...), another one every step",
         ),
         (
             lambda: cgx.decode(jnp.zeros(31, jnp.uint8), cgx.MaxMin(), (9,), "float32"),
@@ -191,12 +191,18 @@ def test_codecs(make, error, words):
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
             ValueError,
-            says("encode", "key", expected="MaxMin(bits=4 stochastic key", got="None", remedy="key=jax.random.key("),
+            says(
+                "encode",
+                "key",
+                expected="random key MaxMin(bits=4 stochastically",
+                got="None",
+                remedy="key=jax.random.key(",
+            ),
         ),
         (
             lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)),
             ValueError,
-            says("roundtrip", "key", expected="MaxMin(bits=4 stochastic key", got="None"),
+            says("roundtrip", "key", expected="random key MaxMin(bits=4 stochastically", got="None"),
         ),
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3),

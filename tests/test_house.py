@@ -20,7 +20,7 @@ STOREYS = (
     ("codecs",),
     ("transports",),
     ("native",),
-    ("checks", "text", "_compat"),
+    ("checks", "text", "typing", "_compat"),
 )
 # (importer, imported): why this import may point upward or close a circle.
 EXCEPTIONS = {("jaxcgx.mpi.agreement", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}

@@ -1,9 +1,10 @@
 """What travels: one file a codec, and the contract in base.py."""
 
 from jaxcgx.codecs.absmax import AbsMax
-from jaxcgx.codecs.base import Codec, decode, encode, roundtrip
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs.coding import decode, encode, roundtrip
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.powersgd import PowerSGD

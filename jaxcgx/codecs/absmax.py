@@ -2,41 +2,46 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import MOST, check_field, check_integer
-from jaxcgx.codecs.base import Kind, native_codec
-from jaxcgx.codecs.grid import GridCodec, symmetric_grid
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(GridCodec):
-    """2^bits - 1 levels from -m to m, m the largest magnitude of the bucket. 0 decodes to exactly 0.
+    """2^bits - 1 levels from -m to m, where m is the largest magnitude of the bucket. 0 decodes to exactly 0.
 
-    bits: 2 to 8. bucket_size: elements that share a scale.
+    Args:
+      bits: 2 to 8.
+      bucket_size: elements that share a scale.
     """
 
     bits: int = 8
     bucket_size: int = 256
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 2, 8)
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
-    def native(self):
-        return native_codec(Kind.ABSMAX, self.bits, self.bucket_size)
+    def native(self) -> dict[str, np.generic]:
+        return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size)
 
     @property
-    def top(self):
+    def top(self) -> int:
+        """The largest code on either side of 0."""
         return 2 ** (self.bits - 1) - 1
 
-    def grid(self, lo, hi, x):
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         return symmetric_grid(lo, hi, self.top)
 
-    def quantize(self, x, grid, noise):
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return ieee.round_int(x * grid.inv) + self.top
 
-    def value(self, codes):
+    def value(self, codes: jax.Array) -> jax.Array:
         return (codes - self.top).astype(jnp.float32)

@@ -1,258 +1,123 @@
-"""What a codec is, and encoding and decoding one array."""
+"""The contract of a codec. CONTRIBUTING.md shows a codec from the first line to its test."""
 
-import dataclasses
-import enum
-import functools
-import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import check_array
+from jaxcgx.checks import check_shape
 from jaxcgx.native import ops
-from jaxcgx.native.layout import DTYPES, Layout
-from jaxcgx.native.rng import key_words
+from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.typing import DType, DTypeLike
 
 
 class Codec:
     """How a vector becomes bytes and back. Subclass it as a frozen dataclass: codecs are static under jit.
 
-    A codec sees buckets of float32 and never needs to know about messages, ranks or dtypes. To write one:
+    A codec sees buckets of float32. It never needs to know about messages, ranks or dtypes, and no code outside its
+    file asks which codec it has: that code reads the traits below and calls the methods. Every trait is a class
+    attribute, a field or a property.
 
-    - ``bucket_size``: elements that share metadata (a field or an attribute), and ``meta``, how many float32 of
-      metadata a bucket has. Without metadata leave both: the codec then sees stretches of any length; or, with
-      ``whole = True``, all of a leaf in a chunk at once.
-    - ``code_bytes(n, dtype)``: bytes of the codes of n elements of one bucket, for a leaf of that dtype.
-    - ``encode_buckets(x, noise)``: ``x`` is float32[buckets, n], every element valid; the result is
-      (float32[buckets, meta], uint8[buckets, code_bytes(n)]).
-    - ``decode_buckets(meta, codes, n)``: the way back, float32[buckets, n]. Any bytes must give defined values.
-    - ``stochastic = True`` if it draws noise: ``noise`` is then int32[buckets, n], uniform in [0, 65536), else None.
+    A codec must define `code_bytes`, `encode_buckets` and `decode_buckets`. Everything else has a default. A bucket
+    with a NaN or an infinity should decode to NaN, and a constant bucket exactly.
 
-    A bucket with a NaN or an infinity should decode to NaN, and a constant bucket exactly.
+    Attributes:
+      bucket_size: elements that share metadata. None: there are no buckets, and the codec gets stretches of any length.
+      meta: float32 numbers of metadata of a bucket.
+      whole: a bucket is all of a leaf in a chunk; `bucket_size` is then None.
+      stochastic: encoding draws noise, and needs a key.
+      skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
+      raw: all elements travel as they are.
+      sparse: only some elements are sent; `indices` says which.
+      low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py).
+      contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
+        bounded only then.
+      most: elements of a leaf in a chunk, at most.
+      state: what a sum can keep from call to call, by the names of compressed_psum's arguments.
+      native: the attribute that tells the kernels their codec (attribute.py). None: jnp runs. A subclass of a codec
+        with kernels has none, unless it sets `native` itself: the kernels don't know what it changes.
     """
 
-    bucket_size = None
-    meta = 0
-    whole = False  # a bucket is all of a leaf in a chunk
-    stochastic = False
-    skip_incomplete = False  # the elements after the last whole bucket of a leaf travel as they are
-    raw = False  # all elements travel as they are
-    contracts = (
-        True  # of normally distributed numbers it loses less than it is given (squares), so feedback stays bounded
-    )
-    native = None  # what the kernels are told; None: this codec has no kernel, jnp runs
-    most = 2**40  # elements of a leaf in a chunk
-    state = ("residuals",)  # what a sum with it can keep from call to call, by the names of compressed_psum's arguments
-    sparse = False  # it sends some elements only, `indices` says which
-    low_rank = False  # it makes no bytes: sums add up factors of it (PowerSGD)
+    bucket_size: int | None = None
+    meta: int = 0
+    whole: bool = False
+    stochastic: bool = False
+    skip_incomplete: bool = False
+    raw: bool = False
+    sparse: bool = False
+    low_rank: bool = False
+    contracts: bool = True
+    most: int = 2**40
+    state: tuple[str, ...] = ("residuals",)
+    native: dict[str, np.generic] | None = None
 
-    def __init_subclass__(cls, **kwargs):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "native" not in cls.__dict__:
-            cls.native = None  # what a subclass of a built-in codec changes, that codec's kernel doesn't know
+            cls.native = None
 
-    def code_bytes(self, n: int, dtype) -> int:
+    # What a codec defines
+
+    def code_bytes(self, n: int, dtype: DType) -> int:
+        """Bytes of the codes of n elements of one bucket, for a leaf of that dtype."""
         raise NotImplementedError(f"{type(self).__name__}.code_bytes")
 
-    def weight(self, n: int, dtype) -> int:
-        """What n elements count where a message is cut into chunks of the same weight."""
-        return self.code_bytes(n, dtype)
+    def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Metadata and codes: (float32[buckets, meta], uint8[buckets, code_bytes(n)]).
 
-    def of_sum(self, ranks: int):
-        """The codec of a sum of what so many ranks sent with this one."""
-        return self
-
-    def encode_buckets(self, x, noise):
+        Args:
+          x: float32[buckets, n].
+          noise: int32[buckets, n], uniform in [0, 65536), if the codec is stochastic, else None.
+        """
         raise NotImplementedError(f"{type(self).__name__}.encode_buckets")
 
-    def decode_buckets(self, meta, codes, n: int):
+    def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
+        """float32[buckets, n] from the results of `encode_buckets`. Any bytes must give defined values."""
         raise NotImplementedError(f"{type(self).__name__}.decode_buckets")
 
-    def split_buckets(self, meta, codes, n: int):
-        """(base, value) with base + value the decoded bucket: sums over ranks add the bases first."""
+    def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+        """(base, value), where base + value is the decoded bucket. Sums over ranks add the bases first."""
         return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
 
-    def why_raw(self, shape, dtype):
-        """Why an array of that shape and dtype travels as it is; None where this codec takes it."""
-        return
+    def indices(self, codes: jax.Array, n: int) -> jax.Array:
+        """Which of the n elements of a bucket a sparse codec has sent: int32, ascending. Entries of n mean none."""
+        raise NotImplementedError(f"{type(self).__name__}.indices")
 
-    def wire_bytes(self, shape, dtype) -> int:
+    def weight(self, n: int, dtype: DType) -> int:
+        """What n elements count. A message is cut into chunks of equal weight."""
+        return self.code_bytes(n, dtype)
+
+    def of_sum(self, ranks: int) -> "Codec":
+        """The codec of the sum of what `ranks` ranks sent with this one."""
+        return self
+
+    def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
+        """Why an array of that shape and dtype travels as it is. None: this codec takes it."""
+        return None
+
+    def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        """What the other end gets of x; `key` is uint32[2] if the codec is stochastic."""
+        return ops.roundtrip(self, x, key)
+
+    # What follows from the traits
+
+    def bucket_of(self, n: int) -> int:
+        """Elements of a bucket where a chunk has n elements of a leaf; 0 without buckets."""
+        return n if self.whole else self.bucket_size or 0
+
+    def raw_tail(self, n: int) -> int:
+        """How many of the last of n elements, counted from the start of a bucket, travel as they are."""
+        if self.raw:
+            return n
+        return n % self.bucket_size if self.skip_incomplete and self.bucket_size else 0
+
+    def may_cut(self, n: int) -> bool:
+        """Whether a leaf that is cut every n elements rounds to the same numbers, each part on its own. It doesn't if a
+        bucket is cut, nor if noise depends on an element's place in the leaf."""
+        return not (self.stochastic or self.whole or n % (self.bucket_size or 1))
+
+    def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Bytes on the wire of an array of that shape and dtype."""
         name = f"{type(self).__name__}.wire_bytes"
-        return layout_of(self, check_shape(name, shape), check_dtype(name, "dtype", dtype)).chunk_bytes
-
-
-class Kind(enum.IntEnum):
-    """Kind in xla_ffi/codec/base.h."""
-
-    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK = range(8)
-
-
-def spell(value):
-    """A codec, or what has codecs in it, as somebody would write it: without what it is by default."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
-    if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):
-        return repr(value)
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
-    said = [f for i, f in enumerate(fields) if i == 0 or getattr(value, f.name) != f.default]
-    return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"
-
-
-_DENSE = dict(
-    kind=np.int32,
-    bits=np.int32,
-    bucket_size=np.int64,
-    stochastic=np.int32,
-    skip_incomplete=np.int32,
-    compatible=np.int32,
-)
-_SPARSE = dict(
-    ratio=np.float64,
-    lists=np.int64,
-    top=np.int32,
-    select=np.int32,
-    share=np.float64,
-    lower=np.float64,
-    refinements=np.int32,
-)
-_NATIVE = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
-
-
-def native_codec(
-    kind: Kind,
-    bits=0,
-    bucket_size=0,
-    stochastic=False,
-    skip_incomplete=False,
-    compatible=False,
-    *,
-    values=None,
-    **sparse,
-):
-    """The attribute that tells a kernel its codec: each_field in xla_ffi/codec/fields.h. values: of TopK's that of
-    its values."""
-    given = dict(
-        kind=kind,
-        bits=bits,
-        bucket_size=bucket_size,
-        stochastic=stochastic,
-        skip_incomplete=skip_incomplete,
-        compatible=compatible,
-    )
-    given |= sparse | {f"values_{name}": values[name] for name in _DENSE if values}
-    return {name: dtype(given.get(name, 0)) for name, dtype in _NATIVE.items()}
-
-
-def check_codec(name: str, codec, argument="codec") -> Codec:
-    if not isinstance(codec, Codec):
-        raise TypeError(f"{name}: argument '{argument}': expected a codec such as jaxcgx.MaxMin(bits=4), got {codec!r}")
-    try:
-        hash(codec)
-    except TypeError:
-        raise TypeError(
-            f"{name}: argument '{argument}': expected something hashable, got {codec!r}; make {type(codec).__name__} a "
-            "dataclass(frozen=True)"
-        ) from None
-    return codec
-
-
-def check_encodes(name: str, codec: Codec, argument="codec"):
-    """That a codec makes bytes."""
-    if codec.low_rank:
-        raise ValueError(
-            f"{name}: argument '{argument}': expected a codec that makes bytes of an array, such as "
-            "jaxcgx.MaxMin(bits=4), got "
-            f"{spell(codec)}, which is for sums; pass it to compressed_psum, compressed_pmean or what is made of them"
-        )
-
-
-def check_dtype(name: str, argument: str, dtype):
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        pass
-    if dtype not in DTYPES:
-        raise TypeError(f"{name}: argument '{argument}': expected float32, bfloat16 or float16, got {dtype}")
-    return dtype
-
-
-def check_shape(name: str, shape):
-    try:
-        sizes = tuple(operator.index(n) for n in shape)
-    except TypeError:
-        raise TypeError(f"{name}: argument 'shape': expected a tuple of integers, got {shape!r}") from None
-    if any(n < 0 for n in sizes):
-        raise ValueError(f"{name}: argument 'shape': expected sizes of at least 0, got {sizes}")
-    return sizes
-
-
-def check_key(name: str, codec: Codec, key):
-    """The key's words where the codec draws noise; an error where there is no key."""
-    if not codec.stochastic:
-        return None
-    if key is None:
-        raise ValueError(
-            f"{name}: argument 'key': {codec} rounds stochastically and needs a random key, got None; "
-            "pass key=jax.random.key(...), another one every step"
-        )
-    return key_words(name, key)
-
-
-def check_leaf(name: str, x):
-    """x as an array that codecs take."""
-    if not hasattr(x, "dtype"):
-        x = check_array(name, "x", x)
-    check_dtype(name, "x", x.dtype)  # before JAX makes a float32 of NumPy's float64
-    return jnp.asarray(x)
-
-
-@functools.lru_cache
-def layout_of(codec: Codec, shape, dtype) -> Layout:
-    return Layout(codec, (shape,), (dtype,))
-
-
-def encode(x, codec: Codec, key=None):
-    """The bytes of `x`: uint8[codec.wire_bytes(x.shape, x.dtype)].
-
-    x: an array of any shape, float32, bfloat16 or float16. key: a random key, for codecs that round stochastically.
-    """
-    check_encodes("encode", check_codec("encode", codec))
-    x = check_leaf("encode", x)
-    return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
-
-
-def decode(payload, codec: Codec, shape, dtype):
-    """The array of that shape and dtype that `payload` holds. Any bytes of the right number decode to something."""
-    check_encodes("decode", check_codec("decode", codec))
-    dtype = check_dtype("decode", "dtype", dtype)
-    shape = check_shape("decode", shape)
-    layout = layout_of(codec, shape, dtype)
-    got = getattr(payload, "dtype", type(payload).__name__), getattr(payload, "shape", None)
-    if got != (jnp.uint8, (layout.chunk_bytes,)):
-        raise ValueError(
-            f"decode: argument 'payload': expected uint8[{layout.chunk_bytes}], which is what {codec} makes of "
-            f"{dtype}{list(shape)}, got {got[0]}{list(got[1]) if got[1] is not None else ''}"
-        )
-    return ops.decode(layout, jnp.asarray(payload).reshape(1, layout.chunk_bytes))[0]
-
-
-def roundtrip(x, codec: Codec, key=None):
-    """decode(encode(x)): what the other end will see; of a codec for sums, the sum over one rank. Its gradient is the
-    identity (straight-through)."""
-    check_codec("roundtrip", codec)
-    x = check_leaf("roundtrip", x)
-    return _roundtrip(codec, x, check_key("roundtrip", codec, key))
-
-
-# Quantization is a staircase: its derivative is zero almost everywhere and tells an optimizer nothing. What is
-# wanted is the derivative of what it stands for, x -> x, so the tangent passes as it is. The key has no tangent.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _roundtrip(codec, x, key):
-    return codec.approximate(x) if codec.low_rank else ops.roundtrip(codec, x, key)
-
-
-@_roundtrip.defjvp
-def _roundtrip_jvp(codec, primals, tangents):
-    return _roundtrip(codec, *primals), tangents[0]
+        return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes

@@ -2,20 +2,24 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import check_field, check_flag
-from jaxcgx.codecs.base import Kind, native_codec
-from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
 from jaxcgx.native import ieee
 
 
 @dataclasses.dataclass(frozen=True)
 class ByteGrad(GridCodec):
-    """Bagua's ByteGrad: 256 levels at whole multiples of (max - min) / 255, one minimum and maximum for each leaf in
-    each chunk of a message (one chunk a rank). 0 decodes to exactly 0.
+    """Bagua's ByteGrad: 256 levels at whole multiples of (max - min) / 255. 0 decodes to exactly 0.
 
-    compatible: adds Bagua's absolute 1e-7 to the range, which flattens small gradients.
+    There is one minimum and one maximum for each leaf in each chunk of a message (one chunk a rank).
+
+    Args:
+      compatible: add Bagua's absolute 1e-7 to the range, which flattens small gradients.
     """
 
     compatible: bool = False
@@ -24,14 +28,14 @@ class ByteGrad(GridCodec):
     whole = True
     code_bits = 8
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "compatible", check_flag)
 
     @property
-    def native(self):
+    def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.BYTEGRAD, compatible=self.compatible)
 
-    def grid(self, lo, hi, x):
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))
         top = scaled(hi, scale)
         range_ = top - scaled(lo, scale)
@@ -44,5 +48,5 @@ class ByteGrad(GridCodec):
         grid.finite &= jnp.isfinite(grid.base + grid.unit * 255)
         return grid
 
-    def quantize(self, x, grid, noise):
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return jnp.clip(ieee.round_even(x * grid.inv) - grid.origin, 0, 255).astype(jnp.int32)

@@ -2,45 +2,51 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import check_choice, check_field
-from jaxcgx.codecs.base import Codec, Kind, native_codec
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.reference import to_bits16, widen
+from jaxcgx.typing import DType
 
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Codec):
-    """Every element as bfloat16 or float16. rounding: "nearest", or "stochastic", which is unbiased and needs a key.
+    """Every element as bfloat16 or float16. Numbers beyond float16's largest become infinity.
 
-    What lies past float16's largest number becomes infinity.
+    Args:
+      dtype: "bfloat16" or "float16".
+      rounding: "nearest", or "stochastic", which is unbiased and needs a key.
     """
 
     dtype: str = "bfloat16"
     rounding: str = "nearest"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dtype in (jnp.bfloat16, jnp.float16):
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         check_field(self, "dtype", check_choice, ("bfloat16", "float16"))
         check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
 
     @property
-    def stochastic(self):
+    def stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
-    def native(self):
-        return native_codec(Kind.CAST, DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
+    def native(self) -> dict[str, np.generic]:
+        return native_codec(Kind.CAST, bits=DTYPES.index(jnp.dtype(self.dtype)), stochastic=self.stochastic)
 
-    def code_bytes(self, n, dtype):
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return 2 * n
 
-    def encode_buckets(self, x, noise):
+    def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         bits = to_bits16(x, jnp.dtype(self.dtype), noise).astype(jnp.uint16)
         return jnp.zeros((x.shape[0], 0), jnp.float32), to_bytes(bits)
 
-    def decode_buckets(self, meta, codes, n):
+    def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
         return widen(from_bytes(codes, jnp.dtype(self.dtype)))

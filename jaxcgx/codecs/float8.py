@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_integer
-from jaxcgx.codecs.base import Kind, native_codec
-from jaxcgx.codecs.grid import GridCodec, symmetric_grid
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
 from jaxcgx.native import ieee
 
 _EXPONENT_BITS = {"e4m3": 4, "e5m2": 5}
@@ -14,9 +16,11 @@ _EXPONENT_BITS = {"e4m3": 4, "e5m2": 5}
 
 @dataclasses.dataclass(frozen=True)
 class Float8(GridCodec):
-    """8-bit floating point times a scale per bucket, which puts the largest magnitude at the format's maximum.
+    """8-bit floating point times a scale per bucket, which maps the largest magnitude to the format's largest number.
 
-    format: "e4m3" (3 bits of mantissa, to 448) or "e5m2" (2 bits, to 57344). bucket_size: elements that share a scale.
+    Args:
+      format: "e4m3" (3 bits of mantissa, up to 448) or "e5m2" (2 bits, up to 57344).
+      bucket_size: elements that share a scale.
     """
 
     format: str = "e4m3"
@@ -24,23 +28,23 @@ class Float8(GridCodec):
 
     code_bits = 8
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "format", check_choice, tuple(_EXPONENT_BITS))
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
-    def native(self):
-        return native_codec(Kind.FLOAT8, _EXPONENT_BITS[self.format], self.bucket_size)
+    def native(self) -> dict[str, np.generic]:
+        return native_codec(Kind.FLOAT8, bits=_EXPONENT_BITS[self.format], bucket_size=self.bucket_size)
 
     @property
-    def _shape(self):
-        """(bits of the mantissa, exponent bias, code of the largest number, that number)."""
+    def _shape(self) -> tuple[int, int, int, float]:
+        """(bits of the mantissa, exponent bias, code of the largest number, largest number)."""
         return (3, 7, 0x7E, 448.0) if self.format == "e4m3" else (2, 15, 0x7B, 57344.0)
 
-    def grid(self, lo, hi, x):
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         return symmetric_grid(lo, hi, self._shape[3])
 
-    def quantize(self, x, grid, noise):
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         mantissa, bias, largest, _ = self._shape
         drop = 23 - mantissa
         y = x * grid.inv
@@ -50,7 +54,7 @@ class Float8(GridCodec):
         code = jnp.minimum(jnp.where(m < ((128 - bias) << 23), denormal, normal), largest)
         return code | (ieee.shr(ieee.bits(y), 24) & 0x80)
 
-    def value(self, codes):
+    def value(self, codes: jax.Array) -> jax.Array:
         mantissa, bias, _, _ = self._shape
         m = codes & 0x7F
         normal = ieee.as_float((m << (23 - mantissa)) + ((127 - bias) << 23))

@@ -2,47 +2,60 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import pack, packed_bytes, unpack
+from jaxcgx.typing import ArrayLike, DType
 
 
 @dataclasses.dataclass
 class Grid:
-    """Per bucket; see xla_ffi/codec/grid.h."""
+    """The levels of each bucket, as float32[buckets, 1].
 
-    unit: object
-    base: object
-    inv: object
-    origin: object
-    scale: object
-    finite: object
+    Attributes:
+      unit: the distance of two levels.
+      base: decodes the code of value 0.
+      inv: 1 / unit, in the scaled bucket.
+      origin: the code of 0 is there, in the scaled bucket.
+      scale: the factor that keeps tiny and huge buckets in the range of normal numbers.
+      finite: bool; a bucket that isn't decodes to NaN.
+    """
+
+    unit: jax.Array
+    base: jax.Array
+    inv: jax.Array
+    origin: jax.Array
+    scale: jax.Array
+    finite: jax.Array
 
 
-def scale_of(largest):
-    # 0 < largest < 2^-60 as one comparison of integers: LLVM would make `m > 0` one of floats, and flush.
+def scale_of(largest: jax.Array) -> jax.Array:
+    """The scale of buckets with this largest magnitude."""
+    # 0 < largest < 2^-60 as one comparison of integers: LLVM turns `m > 0` into a comparison of floats, which flushes.
     tiny = (ieee.magnitude_bits(largest) - 1).astype(jnp.uint32) < ((127 - 60) << 23) - 1
     power = jnp.where(tiny, jnp.float32(2.0**80), jnp.float32(1))
     return jnp.where(largest >= 2.0**100, jnp.float32(2.0**-40), power)
 
 
-def scaled(x, scale):
+def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(scale > 1, ieee.up(x), x * jnp.minimum(scale, 1))
 
 
-def unscaled(x, scale):
+def unscaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.where(scale > 1, ieee.down(x), x / jnp.minimum(scale, 1))
 
 
-def unit_of(range_, steps, scale):
+def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
+    """The range / steps, rounded up to 16 significant bits, so that unit * code is exact."""
     unit = ieee.as_float((ieee.bits(ieee.divide(range_, steps)) + 0xFF) & ~0xFF)
     whole = jnp.ceil(unit * 2.0**69) * 2.0**-69
     return jnp.where((scale > 1) & (unit < 2.0**-53), whole, unit)
 
 
-def make_grid(lo, hi, unit, steps, scale):
+def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, scale: jax.Array) -> Grid:
     inv = jnp.where(unit > 0, 1 / unit, 0)
     real = unscaled(unit, scale)
     zero = jnp.zeros_like(lo)
@@ -50,8 +63,8 @@ def make_grid(lo, hi, unit, steps, scale):
     return Grid(real, zero, inv, zero, scale, finite)
 
 
-def symmetric_grid(lo, hi, steps, unit=None):
-    """A grid whose unit is the largest magnitude / steps, or `unit`; of a constant bucket the constant itself."""
+def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: float, unit: jax.Array | None = None) -> Grid:
+    """A grid whose unit is the largest magnitude / steps, or `unit`. The unit of a constant bucket is its magnitude."""
     largest = ieee.largest(lo, hi)
     scale = scale_of(largest)
     top = scaled(largest, scale)
@@ -63,7 +76,8 @@ def symmetric_grid(lo, hi, steps, unit=None):
 
 
 class GridCodec(Codec):
-    """`code_bits` wide codes; meta 2: unit and base, meta 1: unit."""
+    """A codec whose codes are `code_bits` wide. Its metadata is the unit (meta = 1), or the unit and the base (meta =
+    2)."""
 
     meta = 1
 
@@ -71,19 +85,22 @@ class GridCodec(Codec):
     def code_bits(self) -> int:
         return self.bits
 
-    def code_bytes(self, n, dtype):
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return packed_bytes(n, self.code_bits)
 
-    def grid(self, lo, hi, x) -> Grid:
-        raise NotImplementedError
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
+        """The levels of buckets x with these minima and maxima."""
+        raise NotImplementedError(f"{type(self).__name__}.grid")
 
-    def quantize(self, x, grid, noise):
-        raise NotImplementedError
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
+        """The codes of scaled buckets, int32."""
+        raise NotImplementedError(f"{type(self).__name__}.quantize")
 
-    def value(self, codes):
+    def value(self, codes: jax.Array) -> jax.Array:
+        """The numbers that codes mean, in units."""
         return codes.astype(jnp.float32)
 
-    def encode_buckets(self, x, noise):
+    def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         lo, hi = (e[:, None] for e in ieee.extremes(x))
         bad = (ieee.magnitude_bits(x) >= 0x7F800000).any(-1, keepdims=True)
         lo, hi = jnp.where(bad, -jnp.inf, lo), jnp.where(bad, jnp.inf, hi)
@@ -92,11 +109,11 @@ class GridCodec(Codec):
         meta = jnp.concatenate([grid.unit, grid.base][: self.meta], -1)
         return jnp.where(grid.finite, meta, jnp.nan), pack(jnp.where(grid.finite, codes, 0), self.code_bits)
 
-    def split_buckets(self, meta, codes, n):
+    def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         value = self.value(unpack(codes, self.code_bits, n))
         base = meta[:, 1:] if self.meta == 2 else jnp.zeros_like(meta)
         return base, ieee.multiply(meta[:, :1], value)
 
-    def decode_buckets(self, meta, codes, n):
-        # Kernels add to a base of +0; XLA drops such an addition, and with it the end of -0.
+    def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
+        # Kernels add a base of +0, which makes -0 a +0. XLA drops such an addition.
         return ieee.positive_zero(ieee.add(*self.split_buckets(meta, codes, n)))

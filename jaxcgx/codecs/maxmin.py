@@ -3,11 +3,13 @@
 import dataclasses
 import statistics
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer
-from jaxcgx.codecs.base import Kind, native_codec
-from jaxcgx.codecs.grid import GridCodec, make_grid, scale_of, scaled, unit_of
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, scale_of, scaled, unit_of
 from jaxcgx.native import ieee
 
 
@@ -15,8 +17,11 @@ from jaxcgx.native import ieee
 class MaxMin(GridCodec):
     """2^bits levels from each bucket's minimum to its maximum.
 
-    bits: 1 to 8. bucket_size: elements that share a minimum and a maximum. rounding: "nearest", or "stochastic", which
-    is unbiased and needs a key. skip_incomplete: the elements after the last whole bucket travel as they are.
+    Args:
+      bits: 1 to 8.
+      bucket_size: elements that share a minimum and a maximum.
+      rounding: "nearest", or "stochastic", which is unbiased and needs a key.
+      skip_incomplete: the elements after the last whole bucket travel as they are.
     """
 
     bits: int = 4
@@ -26,29 +31,34 @@ class MaxMin(GridCodec):
 
     meta = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 1, 8)
         check_field(self, "bucket_size", check_integer, 1, MOST)
         check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
         check_field(self, "skip_incomplete", check_flag)
 
     @property
-    def stochastic(self):
+    def stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
     @property
-    def contracts(self):
-        # Rounding loses unit^2 / 12, stochastic rounding twice that, of numbers whose square is 1. Their range in a
-        # bucket
-        # is about twice the quantile that the largest of so many has; 0.5264 is Blom's approximation.
+    def contracts(self) -> bool:
+        # For numbers of variance 1 rounding loses unit^2 / 12, stochastic rounding twice that. Their range in a bucket
+        # of n is about twice the quantile of the largest of n; 0.5264 is from Blom's approximation.
         range_ = 2 * statistics.NormalDist().inv_cdf(0.5264 ** (1 / max(self.bucket_size, 2)))
         return (range_ / (2**self.bits - 1)) ** 2 / (6 if self.stochastic else 12) < 1
 
     @property
-    def native(self):
-        return native_codec(Kind.MAXMIN, self.bits, self.bucket_size, self.stochastic, self.skip_incomplete)
+    def native(self) -> dict[str, np.generic]:
+        return native_codec(
+            Kind.MAXMIN,
+            bits=self.bits,
+            bucket_size=self.bucket_size,
+            stochastic=self.stochastic,
+            skip_incomplete=self.skip_incomplete,
+        )
 
-    def grid(self, lo, hi, x):
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1
         origin = scaled(lo, scale)
         range_ = scaled(hi, scale) - origin
@@ -57,7 +67,7 @@ class MaxMin(GridCodec):
         grid.finite &= jnp.isfinite(grid.base + grid.unit * steps)
         return grid
 
-    def quantize(self, x, grid, noise):
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         if noise is None:
             return ieee.round_int((x - grid.origin) * grid.inv)
         fixed = ieee.round_int((x - grid.origin) * (grid.inv * 65536))

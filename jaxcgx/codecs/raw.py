@@ -2,7 +2,11 @@
 
 import dataclasses
 
-from jaxcgx.codecs.base import Codec, Kind, native_codec
+import numpy as np
+
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.base import Codec
+from jaxcgx.typing import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,8 +16,8 @@ class Raw(Codec):
     raw = True
 
     @property
-    def native(self):
+    def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.RAW)
 
-    def code_bytes(self, n, dtype):
+    def code_bytes(self, n: int, dtype: DType) -> int:
         return n * dtype.itemsize

@@ -2,52 +2,59 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcgx.checks import MOST, check_field, check_integer
-from jaxcgx.codecs.base import Kind, native_codec
-from jaxcgx.codecs.grid import GridCodec, scale_of, scaled, symmetric_grid, unit_of
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.grid import Grid, GridCodec, scale_of, scaled, symmetric_grid, unit_of
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 
-_GROUP = 256  # blocks that are summed in order before groups are
+_GROUP = 256  # blocks whose sums are added in order; then the groups are
 
 
 @dataclasses.dataclass(frozen=True)
 class Sign(GridCodec):
-    """The sign of each element, times the bucket's mean magnitude. bucket_size: elements that share the mean."""
+    """The sign of each element, times the bucket's mean magnitude.
+
+    Args:
+      bucket_size: elements that share the mean.
+    """
 
     bucket_size: int = 512
 
     code_bits = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
-    def native(self):
+    def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.SIGN, bucket_size=self.bucket_size)
 
-    def grid(self, lo, hi, x):
+    def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))
         total = sum_of_magnitudes(scaled(x, scale))
         return symmetric_grid(lo, hi, 1, unit_of(total, x.shape[-1], scale))
 
-    def quantize(self, x, grid, noise):
+    def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return ieee.shr(ieee.bits(x), 31) ^ 1
 
-    def value(self, codes):
+    def value(self, codes: jax.Array) -> jax.Array:
         return (2 * codes - 1).astype(jnp.float32)
 
 
-def _add_in_order(x):
+def _add_in_order(x: jax.Array) -> jax.Array:
     """The sum over axis 1, first to last."""
     return lax.fori_loop(1, x.shape[1], lambda i, total: total + x[:, i], x[:, 0])
 
 
-def sum_of_magnitudes(x):
-    """float32[buckets, 1], in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks."""
+def sum_of_magnitudes(x: jax.Array) -> jax.Array:
+    """float32[buckets, 1] of float32[buckets, n], added in the order of xla_ffi/codec/sign.h: rows, lanes by halves,
+    blocks, groups of blocks."""
     buckets, n = x.shape
     x = jnp.abs(x)
     whole, rest = divmod(n, BLOCK)

@@ -1,14 +1,18 @@
-"""TopK: the elements of the largest magnitude, and where they stand."""
+"""TopK: the elements of the largest magnitudes, and their places."""
 
 import dataclasses
 import math
-import numbers
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxcgx.checks import check_choice, check_field, check_integer
-from jaxcgx.codecs.base import Codec, Kind, check_codec, check_encodes, native_codec
+from jaxcgx.checks import check_choice, check_field, check_integer, check_number, wrong
+from jaxcgx.codecs.attribute import Kind, native_codec
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_encodes
 from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import sum_of_magnitudes
@@ -16,32 +20,31 @@ from jaxcgx.native import ieee, reference
 from jaxcgx.native.indices import from_list, index_bytes, to_list
 from jaxcgx.native.layout import Layout, align16
 from jaxcgx.native.operands import Decode
+from jaxcgx.typing import DType
 
 _FINITE, _NAN = 0x7F7FFFFF, 0x7F800001  # bits of the largest finite magnitude; what every NaN counts as
 _ESTIMATES = ("quantile", "exponential")
 
 
-def _check_share(codec, field, low, high):
-    value = getattr(codec, field)
-    expected = f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{type(codec).__name__}: argument '{field}': expected {expected}, got {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{type(codec).__name__}: argument '{field}': expected {expected}, got {value!r}")
-    object.__setattr__(codec, field, float(value))
+def _check_share(function: str, argument: str, value: Any, low: float, high: float) -> float:
+    fits = lambda x: low <= x <= high
+    return float(check_number(function, argument, value, fits, f"a number from {low:g} to {high:g}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """Selection by a threshold that a sample gives, Deep Gradient Compression's; what is above it is read once more.
+    """Selection by a threshold that a sample gives (Deep Gradient Compression).
 
-    share: of the elements, how many the sample has (at least 2 / ratio of them), at equal distances from a random first
-    one.
-    estimate: "quantile" takes the magnitude that the wanted ratio of the sample reaches; "exponential" fits exponential
-    distributions to the sample and to what of it lies above, again and again (SIDCo's).
-    lower, refinements: as long as fewer than `lower` times the wanted number reach the threshold, it is multiplied by
-    `lower`, at
-    most so often. If more reach it than wanted, the largest of them are taken: DGC's upper bound has no counterpart.
+    Elements above the threshold are read once more. If more than wanted reach it, the largest of them are taken: DGC's
+    upper bound has no counterpart.
+
+    Args:
+      share: the part of the elements that is in the sample (at least 2 / ratio elements), at equal distances from a
+        random first one.
+      estimate: "quantile" takes the magnitude that the wanted ratio of the sample reaches. "exponential" fits an
+        exponential distribution to the sample, another one to its elements above a threshold, and so on (SIDCo).
+      lower: while fewer than `lower` times the wanted number reach the threshold, it is multiplied by `lower`.
+      refinements: how often the threshold is multiplied, at most.
     """
 
     share: float = 0.01
@@ -49,10 +52,10 @@ class Sampled:
     lower: float = 0.8
     refinements: int = 10
 
-    def __post_init__(self):
-        _check_share(self, "share", 2.0**-15, 1)
+    def __post_init__(self) -> None:
+        check_field(self, "share", _check_share, 2.0**-15, 1)
         check_field(self, "estimate", check_choice, _ESTIMATES)
-        _check_share(self, "lower", 2.0**-15, 1)
+        check_field(self, "lower", _check_share, 2.0**-15, 1)
         check_field(self, "refinements", check_integer, 0, 100)
 
 
@@ -61,21 +64,20 @@ _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
-    """The `ratio` of a leaf's elements that have the largest magnitudes, with their indices; all others are 0.
+    """The elements of a leaf that have the largest magnitudes, with their indices. All others become 0.
 
-    Of a message that is cut into a chunk for each rank it is the largest of each leaf in each chunk. Of equal
-    magnitudes those with
-    lower indices come first, and NaN before infinity before all numbers.
+    If a message is cut into a chunk for each rank, the largest elements of each leaf in each chunk are sent. Among
+    equal magnitudes lower indices come first. NaN comes before infinity, and infinity before all numbers.
 
-    ratio: 0 to 1, of the elements, rounded up. values: the codec of the elements that are sent; Raw() is float32.
-    select: "exact"; or, most often with up to a fifth fewer elements, "sampled", a `Sampled` with other numbers, or
-    "fitted", which is
-    Sampled(estimate="exponential"); these draw a random number and need a key. (On CPUs exact selection is the
-    fastest.)
-    pull: what ranks get of a sum that goes over its owners ("two_shot"): "all" that any rank sent, or the "top" of the
-    sum, as
-    few elements again whatever the number of ranks.
-    lists: as many lists of that length make one: a sum of so many ranks' loses nothing.
+    Args:
+      ratio: the part of the elements that is sent, 0 to 1, rounded up to whole elements.
+      values: the codec of the elements that are sent. Raw() sends float32.
+      select: "exact", "sampled", "fitted", which is Sampled(estimate="exponential"), or a `Sampled`. All except "exact"
+        draw a random number and need a key, and most often send up to a fifth fewer elements. On CPUs "exact" is the
+        fastest.
+      pull: what ranks get from a sum that goes over its owners ("two_shot"). "all": every element that any rank sent.
+        "top": the largest elements of the sum, as few as one rank sends.
+      lists: capacity, in lists of one rank. The sum over N ranks needs N to lose nothing.
     """
 
     ratio: float = 0.01
@@ -87,13 +89,12 @@ class TopK(Codec):
     whole = True
     sparse = True
     state = ("residuals", "momentum")
-    most = 2**31 - 1  # that an index of 32 bits tells apart
+    most = 2**31 - 1  # an index has 32 bits
 
-    def __post_init__(self):
-        _check_share(self, "ratio", 0, 1)
-        check_encodes("TopK", check_codec("TopK", self.values, "values"), "values")
-        if self.values.sparse:
-            raise ValueError(f"TopK: argument 'values': expected a codec that keeps every element, got {self.values}")
+    def __post_init__(self) -> None:
+        check_field(self, "ratio", _check_share, 0, 1)
+        if check_encodes("TopK", self.values, "values").sparse:
+            raise wrong("TopK", "values", "a codec that keeps every element", self.values)
         if not isinstance(self.select, Sampled):
             check_field(self, "select", check_choice, _SELECTIONS)
             object.__setattr__(self, "select", _SELECTIONS[self.select] or "exact")
@@ -101,15 +102,15 @@ class TopK(Codec):
         check_field(self, "lists", check_integer, 1, 2**20)
 
     @property
-    def stochastic(self):
+    def stochastic(self) -> bool:
         return self.values.stochastic or self.select != "exact"
 
     @property
-    def contracts(self):
+    def contracts(self) -> bool:
         return self.values.contracts
 
     @property
-    def native(self):
+    def native(self) -> dict[str, np.generic] | None:
         if self.values.native is None:
             return None
         knobs = {}
@@ -127,30 +128,27 @@ class TopK(Codec):
         )
 
     def capacity(self, n: int) -> int:
-        """How many of n elements are sent, at most."""
+        """How many of n elements are sent at most."""
         return min(n, self.lists * math.ceil(self.ratio * n))
 
-    def of_sum(self, ranks):
-        """Of a sum of so many ranks' elements, which lie where theirs did."""
-        return (
-            dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
-            if self.pull == "all"
-            else self
-        )
+    def of_sum(self, ranks: int) -> "TopK":
+        if self.pull == "top":
+            return self
+        return dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
 
-    def weight(self, n, dtype):
-        return n  # whatever else: what becomes of a message is cut as the message was
+    def weight(self, n: int, dtype: DType) -> int:
+        return n  # independent of the other fields, so that a sum is cut where the messages were
 
-    def code_bytes(self, n, dtype):
+    def code_bytes(self, n: int, dtype: DType) -> int:
         if n > self.most:
             raise ValueError(f"TopK: expected at most 2^31 - 1 elements of a leaf in a chunk, got {n}")
         return align16(index_bytes(n, self.capacity(n))) + self._values(n).chunk_bytes
 
-    def _values(self, n):
-        """The elements that are sent as a message of their own."""
+    def _values(self, n: int) -> Layout:
+        """The layout of the elements that are sent, as a message of their own."""
         return Layout(self.values, ((self.capacity(n),),), (jnp.float32,))
 
-    def encode_buckets(self, x, noise):
+    def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         x, drawn = x[0], None if noise is None else noise[0]
         n = x.size
         indices = self._select(x, self.capacity(n), drawn)
@@ -160,17 +158,17 @@ class TopK(Codec):
         parts = [listed, jnp.zeros(-listed.size % 16, jnp.uint8), reference.encode_drawn(self._values(n), kept, drawn)]
         return jnp.zeros((1, 0), jnp.float32), jnp.concatenate(parts)[None]
 
-    def decode_buckets(self, meta, codes, n):
+    def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
         payload = codes[:, align16(index_bytes(n, self.capacity(n))) :]
         (values,) = reference.decode(self._values(n), Decode(payload))
         return jnp.zeros(n, jnp.float32).at[self.indices(codes[0], n)].set(values, mode="drop")[None]
 
-    def indices(self, codes, n):
-        """Which of the n elements of a piece were sent: int32[capacity], ascending; n stands for none."""
+    def indices(self, codes: jax.Array, n: int) -> jax.Array:
         k = self.capacity(n)
         return from_list(codes[: index_bytes(n, k)], n, k)
 
-    def _select(self, x, k, drawn):
+    def _select(self, x: jax.Array, k: int, drawn: jax.Array | None) -> jax.Array:
+        """The indices of at most k elements: int32[k], ascending. Entries of x.size mean none."""
         n = x.size
         if k in (0, n):
             return jnp.arange(k, dtype=jnp.int32)
@@ -180,8 +178,8 @@ class TopK(Codec):
             indices = jnp.where(found >= self._threshold(magnitudes, k, drawn[-1]), indices, n)
         return jnp.sort(indices)
 
-    def _threshold(self, magnitudes, k, random):
-        """The bits of the magnitude that an element must have at least."""
+    def _threshold(self, magnitudes: jax.Array, k: int, random: jax.Array) -> jax.Array:
+        """The bits of the smallest magnitude that is selected."""
         n, how = magnitudes.size, self.select
         count = min(n, max(math.ceil(how.share * n), -(-2 * n // k)))
         stride = n // count
@@ -200,14 +198,13 @@ class TopK(Codec):
         return tried[jnp.argmax(enough)]
 
 
-def _exponential(sample, n, k):
-    """The magnitude that k of n elements reach, were all distributed as the sample: an exponential distribution is
-    fitted to the
-    sample, another one to what lies above a quarter of that, and so on."""
+def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
+    """The magnitude that k of n elements reach if all are distributed like the sample. An exponential distribution is
+    fitted to the sample. Another one is fitted to the quarter of it that is largest, and so on."""
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)
-    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # everywhere, as XLA flushes denormals on CPUs only
+    x = jnp.where(ieee.bits(x) < 0x800000, 0, x)  # on GPUs too: XLA flushes denormals on CPUs only
     t, quarters = jnp.zeros((), jnp.float32), 0
     while True:
         last = k * 4 ** (quarters + 1) >= n

@@ -9,7 +9,9 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import callers_level, check_array, check_choice, spell_array, wrong
-from jaxcgx.codecs.base import Codec, check_codec, check_encodes, spell
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec, check_encodes
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.message import Stage
 from jaxcgx.native.rng import key_words
 from jaxcgx.transports.base import Transport

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxcgx.checks import callers_level, check_choice, check_flag, wrong
-from jaxcgx.codecs.base import spell
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.calls import Call
 from jaxcgx.exchange.message import Message
 from jaxcgx.native.layout import DTYPES

@@ -12,7 +12,8 @@ import re
 
 import jax
 
-from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.spelling import spell
 
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning = {}

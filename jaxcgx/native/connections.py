@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxcgx import _compat
-from jaxcgx.native.shm import module
+from jaxcgx.native.registration import module
 
 CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
 _ONE = threading.Lock()

@@ -1,12 +1,12 @@
 """Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp. A list is int32[k], ascending, of indices below
-n; n
-itself stands for none and comes last.
+n. Entries of n mean none and come last.
 
-Of the two forms the shorter one, which n and k alone decide. Elias and Fano's: the low bits of each index as they are,
-the
-high ones as a row of bits in which the j-th one stands at j + high. Or a bit for each of the n elements.
+A list has one of two forms, whichever is shorter; n and k decide that. The form of Elias and Fano has the low bits of
+each index as they are, and the high bits as a row of bits in which the j-th one is at j + high. The other form is a bit
+for each of the n elements.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -31,28 +31,29 @@ def _split_bytes(n: int, k: int) -> int:
 
 
 def index_bytes(n: int, k: int) -> int:
-    """Bytes of a list of k of n indices; none where it is all of them."""
+    """Bytes of a list of k of n indices; 0 if it has all of them."""
     return 0 if k in (0, n) else min(_split_bytes(n, k), _bitmap_bytes(n))
 
 
-def _is_split(n, k):
+def _is_split(n: int, k: int) -> bool:
     return _split_bytes(n, k) < _bitmap_bytes(n)
 
 
-def _to_bitmap(at, bits):
-    """The bytes of a row of bits, ones at `at`, what is past its end left out."""
+def _to_bitmap(at: jax.Array, bits: int) -> jax.Array:
+    """The bytes of a row of bits with ones at `at`; entries of `at` past its end are left out."""
     rows = jnp.pad(jnp.zeros(bits, jnp.uint32).at[at].set(1, mode="drop"), (0, -bits % 32)).reshape(-1, 32)
     return to_bytes((rows << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32))
 
 
-def _from_bitmap(raw, bits, k):
-    """Where the first k ones stand; `bits` for those that there are not."""
+def _from_bitmap(raw: jax.Array, bits: int, k: int) -> jax.Array:
+    """The places of the first k ones; `bits` where there are fewer."""
     words = from_bytes(raw, jnp.uint32)
     row = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return jnp.nonzero(row.reshape(-1)[:bits], size=k, fill_value=bits)[0].astype(jnp.int32)
 
 
-def to_list(indices, n: int):
+def to_list(indices: jax.Array, n: int) -> jax.Array:
+    """The bytes of a list: uint8[index_bytes(n, k)]."""
     k = indices.size
     if k in (0, n):
         return jnp.zeros(0, jnp.uint8)
@@ -66,8 +67,8 @@ def to_list(indices, n: int):
     return jnp.concatenate(parts)
 
 
-def from_list(raw, n: int, k: int):
-    """int32[k] of any bytes. What is not above all indices before it counts for none."""
+def from_list(raw: jax.Array, n: int, k: int) -> jax.Array:
+    """int32[k] from any bytes. An index that is not larger than all before it counts as none."""
     if k in (0, n):
         return jnp.arange(k, dtype=jnp.int32)
     if not _is_split(n, k):

@@ -1,13 +1,21 @@
-"""Where everything of a message lies: xla_ffi/codec/layout.h for shapes. docs/wire-format.md says it in words."""
+"""Where everything of a message is, from its shapes alone. In C++ it is xla_ffi/codec/layout.h; docs/wire-format.md
+describes it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-UNIT = 512  # where chunks of a codec without buckets may begin: a multiple of this
+from jaxcgx.checks import wrong
+from jaxcgx.typing import DType, DTypeLike
+
+Codec = Any  # jaxcgx.codecs.base.Codec, in a storey above this one
+UNIT = 512  # chunks of a codec without buckets begin at a multiple of this
 DTYPES = tuple(jnp.dtype(d) for d in ("float32", "bfloat16", "float16"))  # by their number on the FFI boundary
 
 
@@ -15,20 +23,29 @@ def align16(n: int) -> int:
     return -(-n // 16) * 16
 
 
+def check_dtype(function: str, argument: str, dtype: Any) -> DType:
+    """A dtype that the leaves of a message may have."""
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(dtype)
+    if dtype not in DTYPES:
+        raise wrong(function, argument, "float32, bfloat16 or float16", dtype, kind=TypeError)
+    return dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What of a leaf falls into a chunk. Positions are bytes from the chunk's beginning."""
+    """The part of a leaf that is in one chunk. Positions are bytes from the start of the chunk."""
 
     leaf: int
     start: int  # first element in the leaf
     coded: int  # elements that the codec sees
-    raw: int  # elements of the raw tail behind them
+    raw: int  # elements of the raw tail after them
     bucket: int  # elements of a bucket (the last may be short); 0 without buckets
-    meta: int
+    meta: int  # position of the metadata
     codes: int
     tail: int
 
-    def buckets(self):
+    def buckets(self) -> list[tuple[int, int, int]]:
         """(first element, number, size) of the whole buckets and of the short one; one stretch without buckets."""
         if not self.bucket:
             return [(0, 1, self.coded)] if self.coded else []
@@ -39,25 +56,32 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Leaves of some shapes and dtypes as one message of `chunks` equal chunks.
+    """Leaves of given shapes and dtypes as one message of equal chunks.
 
-    `ids` key the random numbers of each leaf (stochastic codecs): the number of the leaf in its tree, so that the
-    same key gives the same bits however leaves are grouped into messages.
+    Attributes:
+      codec: of all leaves.
+      shapes: of the leaves.
+      dtypes: of the leaves.
+      chunks: how many; a chunk is whole buckets.
+      ids: key the random numbers of each leaf (stochastic codecs). An id is the leaf's number in its tree, so that one
+        key gives the same bits however leaves are grouped into messages.
     """
 
-    codec: "jaxcgx.Codec"  # noqa: F821  (codecs are above this module)
-    shapes: tuple
-    dtypes: tuple
+    codec: Codec
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[DType, ...]
     chunks: int = 1
-    ids: tuple = None
+    ids: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(jnp.dtype(d) for d in self.dtypes))
         if self.ids is None:
             object.__setattr__(self, "ids", tuple(range(len(self.shapes))))
 
     @classmethod
-    def of(cls, codec, leaves, chunks=1, ids=None):
+    def of(
+        cls: Any, codec: Codec, leaves: Iterable[Any], chunks: int = 1, ids: Iterable[int] | None = None
+    ) -> "Layout":
         leaves = list(leaves)
         return cls(
             codec,
@@ -67,32 +91,31 @@ class Layout:
             None if ids is None else tuple(ids),
         )
 
-    def of_sum(self, ranks):
-        """Of a sum of so many ranks' messages, in pieces of the same elements."""
+    def of_sum(self, ranks: int) -> "Layout":
+        """The layout of the sum of `ranks` ranks' messages. Its pieces have the same elements."""
         return dataclasses.replace(self, codec=self.codec.of_sum(ranks))
 
     @functools.cached_property
-    def sizes(self):
+    def sizes(self) -> tuple[int, ...]:
         return tuple(math.prod(s) for s in self.shapes)
 
     @functools.cached_property
-    def _cuts(self):
-        """For each leaf the units in chunks before c, for c = 0..chunks; and its unit."""
+    def _cuts(self) -> tuple[list[list[int]], int]:
+        """For each leaf the units in chunks before c, for c = 0..chunks; and the elements of a unit."""
         codec = self.codec
         unit = codec.bucket_size or UNIT
-        counted = 4 * codec.meta if codec.bucket_size else 0  # a bucket per piece: not in the balance
+        counted = 4 * codec.meta if codec.bucket_size else 0  # a bucket per piece is not in the balance
         rows, before = [], 0
         for size, dtype in zip(self.sizes, self.dtypes):
             full, rest = divmod(size, unit)
             weight = counted + codec.weight(unit, dtype)
-            last = 0
-            if rest:
-                last = rest * dtype.itemsize if codec.skip_incomplete else counted + codec.weight(rest, dtype)
+            raw = codec.raw_tail(rest)
+            last = raw * dtype.itemsize + (counted + codec.weight(rest - raw, dtype) if rest > raw else 0)
             rows.append((before, weight, full, full + (rest > 0)))
             before += full * weight + last
         total = before
 
-        def cut(c, before, weight, full, count):
+        def cut(c: int, before: int, weight: int, full: int, count: int) -> int:
             if c == self.chunks:
                 return count
             target = -(-c * total // self.chunks)
@@ -102,7 +125,8 @@ class Layout:
         return [[cut(c, *row) for c in range(self.chunks + 1)] for row in rows], unit
 
     @functools.cached_property
-    def _placed(self):
+    def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], int]:
+        """The pieces of each chunk, and the bytes of the longest chunk."""
         codec, (cuts, unit) = self.codec, self._cuts
         chunks, ends = [], []
         for c in range(self.chunks):
@@ -111,10 +135,10 @@ class Layout:
                 if bounds[c] >= bounds[c + 1]:
                     continue
                 start, end = bounds[c] * unit, min(bounds[c + 1] * unit, size)
-                raw = end % unit if codec.skip_incomplete else 0
+                raw = codec.raw_tail(end - start)
                 coded = end - start - raw
-                bucket = coded if codec.whole else codec.bucket_size or 0
-                pieces.append(Piece(i, start, coded, raw, bucket, at, 0, 0))
+                bucket = codec.bucket_of(coded)
+                pieces.append(Piece(i, start, coded, raw, bucket, meta=at, codes=0, tail=0))
                 if bucket:
                     at += -(-coded // bucket) * 4 * codec.meta
             at = align16(at)
@@ -130,7 +154,7 @@ class Layout:
         return tuple(chunks), max(ends)
 
     @property
-    def pieces(self):
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """The pieces of each chunk."""
         return self._placed[0]
 
@@ -139,8 +163,8 @@ class Layout:
         return self._placed[1]
 
     @property
-    def attributes(self) -> dict:
-        """What every native operation is told about the message."""
+    def attributes(self) -> dict[str, Any]:
+        """The attributes that every native operation gets about its message."""
         return dict(
             codec=self.codec.native,
             sizes=np.array(self.sizes, np.int64),
@@ -148,3 +172,9 @@ class Layout:
             ids=np.array(self.ids, np.int64),
             chunks=np.int64(self.chunks),
         )
+
+
+@functools.lru_cache
+def layout_of(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> Layout:
+    """The layout of a message of one array."""
+    return Layout(codec, (shape,), (jnp.dtype(dtype),))

@@ -1,6 +1,6 @@
 """The native operations as JAX primitives. Each works on a message of many leaves in one call.
 
-Every primitive is written in the same order: function, abstract evaluation, attributes of the call, reference,
+Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
 differentiation, registration. Its operands are a pytree from operands.py. `bind` gets the leaves of that pytree and its
 structure as the static parameter `tree`, and every rule gets the names back from `tree`.
 
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import SequenceKey
-from jax.typing import ArrayLike, DTypeLike
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
@@ -26,6 +25,7 @@ from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native import partitioning, reference, registration
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
+from jaxcgx.typing import ArrayLike, DTypeLike
 
 _LEAST_DIVISOR = 2.0**-126  # 1 / divisor is finite from here on
 
@@ -83,8 +83,8 @@ def _one_by_one(function: Callable) -> Callable:
 def _lower_to_reference(function: Callable, over: Callable) -> Callable:
     """A lowering rule to jnp; `over` maps the function over an axis of the batch."""
 
-    def batched(*leaves, tree, batch, **params):
-        def one(*leaves):
+    def batched(*leaves: Any, tree: Any, batch: tuple, **params: Any) -> list[jax.Array]:
+        def one(*leaves: Any) -> list[jax.Array]:
             return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
 
         for _ in batch:
@@ -97,7 +97,7 @@ def _lower_to_reference(function: Callable, over: Callable) -> Callable:
 def _lower_to_handler(target: str, attributes: Callable, workspace_bytes: Callable[..., int]) -> Callable:
     """A lowering rule to an FFI call. A workspace is one more result of the call, which the primitive doesn't have."""
 
-    def rule(ctx, *leaves, tree, layout, batch, **params):
+    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple, **params: Any) -> Any:
         extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         in_place = tree.unflatten(range(len(leaves))).in_place
@@ -114,7 +114,7 @@ def _lower_to_handler(target: str, attributes: Callable, workspace_bytes: Callab
 
 
 def _refuse(target: str, why: str) -> Callable:
-    def rule(ctx, *operands, **params):
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         raise NotImplementedError(f"jaxcgx_{target}: {why}")
 
     return rule
@@ -123,7 +123,7 @@ def _refuse(target: str, why: str) -> Callable:
 def _lower(to_kernel: Callable, to_reference: Callable) -> Callable:
     """A lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
 
-    def rule(ctx, *operands, layout, **params):
+    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
         chosen = to_reference if layout.codec.native is None else to_kernel
         return chosen(ctx, *operands, layout=layout, **params)
 
@@ -144,7 +144,9 @@ def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | No
     ]
 
 
-def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple, **params: Any):
+def _batch(
+    primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple, **params: Any
+) -> tuple[list[jax.Array], list[int]]:
     moved = in_front(operands, dims)
     results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
@@ -153,7 +155,7 @@ def _batch(primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], 
 def _zero_jvp(primitive: Any) -> Callable:
     """The differentiation rule of an operation whose results have derivative zero."""
 
-    def rule(primals, tangents, **params):
+    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
         results = primitive.bind(*primals, **params)
         return results, [_compat.zero_tangent(r) for r in results]
 
@@ -184,7 +186,7 @@ def _register(
     primitive.multiple_results = True
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("tree", "layout", "batch", "divisor", "encoded")))
 
-    def abstract_eval(*avals, tree, **params):
+    def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list:
         return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
 
     primitive.def_abstract_eval(abstract_eval)
@@ -195,7 +197,7 @@ def _register(
         mlir.register_lowering(primitive, to_reference)
         return
 
-    def to_handler(workspace_bytes):
+    def to_handler(workspace_bytes: Callable[..., int]) -> Callable:
         return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     rules = {
@@ -217,7 +219,7 @@ def _register(
 
 # encode: leaves to a payload, and with feedback residuals to new residuals
 
-encode_p = _compat.Primitive("jaxcgx_encode")
+encode_p: _compat.Primitive = _compat.Primitive("jaxcgx_encode")
 
 
 def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = None) -> jax.Array:
@@ -280,7 +282,7 @@ _register(
 
 # decode: a payload to leaves
 
-decode_p = _compat.Primitive("jaxcgx_decode")
+decode_p: _compat.Primitive = _compat.Primitive("jaxcgx_decode")
 
 
 def decode(layout: Layout, payload: ArrayLike) -> list[jax.Array]:
@@ -310,7 +312,7 @@ _register(
 
 # reduce: payloads of one chunk to their sum, as leaves or encoded again; with feedback residuals to new residuals
 
-reduce_p = _compat.Primitive("jaxcgx_reduce")
+reduce_p: _compat.Primitive = _compat.Primitive("jaxcgx_reduce")
 
 
 class Own(NamedTuple):
@@ -438,7 +440,9 @@ def _reduce_attributes(operands: Reduce, layout: Layout, divisor: float, encoded
 
 
 # sum = (own + what the payloads decode to) / divisor is linear in own; the payloads are integers.
-def _reduce_jvp(primals, tangents, *, tree, divisor, encoded, **params):
+def _reduce_jvp(
+    primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: Any
+) -> tuple[list, list]:
     params |= dict(tree=tree, divisor=divisor, encoded=encoded)
     own = tree.unflatten(tangents).own
     if encoded or own is None:
@@ -462,7 +466,7 @@ _register(
 
 # clear: arrays without the elements that a payload of a sparse codec has sent
 
-clear_p = _compat.Primitive("jaxcgx_clear")
+clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
 
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
@@ -499,7 +503,7 @@ _register(
 
 # roundtrip: an array as the other end will see it
 
-roundtrip_p = _compat.Primitive("jaxcgx_roundtrip")
+roundtrip_p: _compat.Primitive = _compat.Primitive("jaxcgx_roundtrip")
 
 
 def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
@@ -508,12 +512,12 @@ def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Arr
 
 
 # x is rounded where it is: the sharding that its type has (Explicit meshes) stays.
-def _roundtrip_abstract(*avals, tree, codec, batch):
+def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple) -> list:
     return [tree.unflatten(avals).x.update(weak_type=False)]
 
 
-def _roundtrip_lowered(*leaves, tree, codec, batch):
-    def one(*leaves):
+def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple) -> list[jax.Array]:
+    def one(*leaves: Any) -> list[jax.Array]:
         operands = tree.unflatten(leaves)
         layout = Layout.of(codec, [operands.x])
         return decode(layout, encode(layout, [operands.x], operands.key))
@@ -524,14 +528,14 @@ def _roundtrip_lowered(*leaves, tree, codec, batch):
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Whether shards consist of whole buckets: the elements behind the last axis that is cut must. Noise depends on an
-    element's place in the leaf, which a shard doesn't know."""
+    """Whether every shard rounds to the same numbers on its own. The elements of a shard from the last axis on that is
+    cut are consecutive in the leaf."""
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True
-    if codec.stochastic or codec.whole or any(size % n for size, n in zip(shape, shards)):
+    if any(size % n for size, n in zip(shape, shards)):
         return False
-    return math.prod(shape[last:]) // shards[last] % (codec.bucket_size or 1) == 0
+    return codec.may_cut(math.prod(shape[last:]) // shards[last])
 
 
 roundtrip_p.multiple_results = True

@@ -1,16 +1,22 @@
 """Codes to bytes and back: xla_ffi/codec/pack.h in jnp. A bucket is [..., n] codes in int32."""
 
+from collections.abc import Iterator
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxcgx.typing import DTypeLike
 
 BLOCK, ROWS, LANES = 128, 8, 16
 
 
 def packed_bytes(n: int, bits: int) -> int:
+    """Bytes of n codes of one bucket."""
     return -(-n // ROWS) * bits
 
 
-def _fields(bits):
+def _fields(bits: int) -> Iterator[tuple[int, int]]:
     """(width, first bit) of the fields of a code."""
     at = 0
     for width in (8, 4, 2, 1):
@@ -19,8 +25,8 @@ def _fields(bits):
             at += width
 
 
-def _blocks(n):
-    """(first element, number, lanes) of the whole blocks of a bucket and of the short one."""
+def _blocks(n: int) -> Iterator[tuple[int, int, int]]:
+    """(first element, number, lanes) of the whole blocks of a bucket, then of the short one."""
     whole, rest = divmod(n, BLOCK)
     if whole:
         yield 0, whole, LANES
@@ -28,20 +34,22 @@ def _blocks(n):
         yield whole * BLOCK, 1, -(-rest // ROWS)
 
 
-def to_bytes(words):
-    """Little-endian bytes of the last axis."""
+def to_bytes(words: jax.Array) -> jax.Array:
+    """The last axis as little-endian bytes."""
     b = lax.bitcast_convert_type(words, jnp.uint8)
     return b.reshape(*words.shape[:-1], words.shape[-1] * words.dtype.itemsize)
 
 
-def from_bytes(raw, dtype):
+def from_bytes(raw: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The inverse of `to_bytes`."""
     size = jnp.dtype(dtype).itemsize
     if size == 1:
         return lax.bitcast_convert_type(raw, dtype)
     return lax.bitcast_convert_type(raw.reshape(*raw.shape[:-1], raw.shape[-1] // size, size), dtype)
 
 
-def pack(codes, bits: int):
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Codes int32[..., n] as uint8[..., packed_bytes(n, bits)]."""
     *lead, n = codes.shape
     parts = []
     for first, number, lanes in _blocks(n):
@@ -60,7 +68,8 @@ def pack(codes, bits: int):
     return jnp.concatenate(parts, -1) if parts else jnp.zeros((*lead, 0), jnp.uint8)
 
 
-def unpack(raw, bits: int, n: int):
+def unpack(raw: jax.Array, bits: int, n: int) -> jax.Array:
+    """The inverse of `pack`."""
     lead, at, parts = raw.shape[:-1], 0, []
     for first, number, lanes in _blocks(n):
         block = raw[..., at : at + number * lanes * bits].reshape(*lead, number, lanes * bits)

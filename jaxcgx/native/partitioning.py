@@ -1,14 +1,15 @@
-"""What XLA's partitioner may leave sharded where jit distributes a computation itself (Auto and Explicit meshes).
+"""What XLA's partitioner leaves sharded if jit distributes a computation (Auto and Explicit meshes).
 
-Without a rule it gathers every operand of a custom call on every device. Inside shard_map nothing of this is needed:
-there an operation sees its shard and nothing else.
+Without a rule the partitioner gathers every operand of a custom call on every device. Inside shard_map no rule is
+needed: an operation sees only its shard.
 
-Messages are independent of one another, so the axes of vmap stay sharded. A message is whole: its bytes depend on all
-of
-its leaves. An array that is only rounded (roundtrip) stays sharded where no bucket is cut.
+Messages are independent of one another, so the axes of vmap stay sharded. A message is gathered, because its bytes
+depend on all of its leaves. An array that is only rounded (roundtrip) stays sharded if that cuts no bucket.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
@@ -17,49 +18,52 @@ from jaxcgx import _compat
 from jaxcgx._compat import mlir
 
 
-def _spec(x):
-    """An entry for each axis of a value that the partitioner asks about."""
+def _spec(x: Any) -> tuple:
+    """The sharding of a value that the partitioner asks about, an entry for each axis."""
     spec = getattr(x.sharding, "spec", ())
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
 
 
-def _shards(mesh, entry):
+def _shards(mesh: Any, entry: Any) -> int:
+    """Into how many shards an entry of a spec cuts its axis."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return math.prod(mesh.shape[name] for name in names)
 
 
-def lower(primitive, direct, keeps=None):
-    """The lowering rule `direct` of a primitive, with a rule for the partitioner where it decides.
+def lower(primitive: Any, direct: Callable, keeps: Callable[..., bool] | None = None) -> Callable:
+    """A lowering rule with a rule for the partitioner, if the partitioner decides.
 
-    keeps(shape, shards, **params): whether the first operand, whose axes behind those of the batch have this shape, may
-    be
-    cut into so many shards along them, and the first result with it.
+    Args:
+      primitive: what is lowered.
+      direct: the lowering rule without a partitioner.
+      keeps: keeps(shape, shards, **params) says whether the first operand and the first result may stay cut. `shape` is
+        that of the axes after the batch, and `shards` the number of shards along each.
     """
 
     _compat.needs_devices(primitive)
 
-    def rule(ctx, *operands, batch, **params):
+    def rule(ctx: Any, *operands: Any, batch: tuple, **params: Any) -> Any:
         if not _compat.partitioner_decides(ctx):
             return direct(ctx, *operands, batch=batch, **params)
         n = len(batch)
 
-        def partition(mesh, args, results):
+        def partition(mesh: Any, args: Any, results: Any) -> tuple:
             specs = [_spec(a) for a in args]
             rows = next((s[:n] for s in specs if any(s[:n])), (None,) * n)
             cut, shape = specs[0][n:], args[0].shape[n:]
             if not (keeps and keeps(shape, [_shards(mesh, entry) for entry in cut], **params)):
                 cut = (None,) * len(shape)
 
-            def place(i, value):
+            def place(i: int, value: Any) -> NamedSharding:
                 rest = cut if keeps and i == 0 else (None,) * (len(value.shape) - n)
                 return NamedSharding(mesh, PartitionSpec(*rows, *rest))
 
             return mesh, bind, [place(*r) for r in enumerate(results)], tuple(place(*a) for a in enumerate(args))
 
-        def bind(*operands):
+        def bind(*operands: Any) -> Any:
             return primitive.bind(*operands, batch=operands[0].shape[:n], **params)
 
-        def factors(value, avals):
+        def factors(value: str, avals: Any) -> list[list[str]]:
             # An axis of the same name is cut alike in every value that has it.
             return [
                 [f"row{k}" if k < n else f"{'x' if keeps and i == 0 else f'{value}{i}'}_{k}" for k in range(a.ndim)]

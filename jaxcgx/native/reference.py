@@ -1,34 +1,42 @@
-"""The native operations in plain jnp: the oracle that kernels are tested against, the fallback that
-JAXCGX_REFERENCE=1 chooses, and the way of codecs that have no kernel.
+"""The native operations in plain jnp.
 
-This file knows messages; the arithmetic of a bucket is the codec's (codecs/*.py).
+They are the oracle that kernels are tested against, the fallback that JAXCGX_REFERENCE=1 chooses, and the path of
+codecs that have no kernel. This file knows messages; the arithmetic of a bucket is in the codec (codecs/*.py).
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.native import ieee
+from jaxcgx.native.layout import Layout, Piece
+from jaxcgx.native.operands import Clear, Decode, Encode, Reduce
 from jaxcgx.native.packing import from_bytes, to_bytes
 from jaxcgx.native.rng import noise
+from jaxcgx.typing import DType
 
 
-def widen(x):
-    """float32 of a leaf, denormals kept."""
+def widen(x: jax.Array) -> jax.Array:
+    """A leaf as float32; denormals are kept."""
     if x.dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16, jnp.float32)
     return x.astype(jnp.float32)
 
 
-def narrow(x, dtype):
-    """float32 rounded to a leaf's dtype, denormals kept."""
+def narrow(x: jax.Array, dtype: DType) -> jax.Array:
+    """float32 rounded to a leaf's dtype; denormals are kept."""
     if dtype == jnp.float32:
         return x
     return lax.bitcast_convert_type(to_bits16(x, dtype).astype(jnp.uint16), dtype)
 
 
-def to_bits16(x, dtype, noise=None):
-    """xla_ffi/codec/cast.h: the bits of x as bfloat16 or float16; nearest even, or stochastic with 16 random bits."""
+def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
+    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits. In C++ it
+    is xla_ffi/codec/cast.h."""
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
     if noise is None:
@@ -47,26 +55,33 @@ def to_bits16(x, dtype, noise=None):
     return jnp.where(magnitude > 0x7F800000, nan, code | (ieee.shr(raw, 16) & 0x8000))
 
 
-def _flat(leaves):
+def _flat(leaves: Sequence[Any]) -> list[jax.Array]:
     return [x.reshape(-1) for x in leaves]
 
 
-def _noise(layout, key):
-    """What draws the random bits of elements of a piece."""
+def _noise(layout: Layout, key: jax.Array | None) -> Callable[[Piece, int, int], jax.Array]:
+    """The function that draws the random bits of elements of a piece."""
     return lambda p, first, count: noise(key, layout.ids[p.leaf], p.start + first, count)
 
 
-def _encode_chunk(layout, pieces, fetch, draw):
-    """One chunk from `fetch(piece, first, count)` (fp32, or the leaf's own dtype for raw elements) and random bits from
-    `draw`,
-    and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)]."""
+def _encode_chunk(
+    layout: Layout, pieces: Sequence[Piece], fetch: Callable, draw: Callable
+) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
+    """One chunk, and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)].
+
+    Args:
+      layout: of the message.
+      pieces: of the chunk.
+      fetch: fetch(piece, first, count) gives numbers as float32; raw elements may keep the leaf's dtype.
+      draw: draw(piece, first, count) gives the random bits of these elements.
+    """
     codec = layout.codec
     metas, bodies, kept = [], [], []
 
-    def keep(p, first, count, x, decoded):
+    def keep(p: Piece, first: int, count: int, x: jax.Array, decoded: jax.Array) -> None:
         kept.append((p.leaf, p.start + first, x.reshape(-1), decoded.reshape(-1)))
 
-    def plain(p, first, count):
+    def plain(p: Piece, first: int, count: int) -> jax.Array:
         x = fetch(p, first, count)
         travels = narrow(x, layout.dtypes[p.leaf]) if x.dtype == jnp.float32 else x
         keep(p, first, count, widen(x), widen(travels))
@@ -75,9 +90,6 @@ def _encode_chunk(layout, pieces, fetch, draw):
     for p in pieces:
         body = []
         for first, number, size in p.buckets():
-            if codec.raw:
-                body.append(plain(p, first, size))
-                continue
             x = widen(fetch(p, first, number * size)).reshape(number, size)
             drawn = None
             if codec.stochastic:
@@ -105,17 +117,17 @@ def _encode_chunk(layout, pieces, fetch, draw):
     return jnp.concatenate(parts), kept
 
 
-def _lost(x, decoded, old):
+def _lost(x: jax.Array, decoded: jax.Array, old: jax.Array) -> jax.Array:
     """The new residual: x - decoded, or `old` where that is not finite."""
     new = ieee.subtract(x, decoded)
     return jnp.where(ieee.magnitude_bits(new) < 0x7F800000, new, old)
 
 
-def encode(layout, operands):
-    """(uint8[chunks, chunk_bytes], new residuals); no residuals where there were none."""
+def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]]:
+    """(uint8[chunks, chunk_bytes], new residuals). Without residuals the list is empty."""
     flat, lost = _flat(operands.leaves), _flat(operands.residuals or [])
 
-    def fetch(p, first, count):
+    def fetch(p: Piece, first: int, count: int) -> jax.Array:
         part = lambda x: x[p.start + first :][:count]
         x = part(flat[p.leaf])
         return ieee.add(widen(x), part(lost[p.leaf])) if lost else x
@@ -131,23 +143,21 @@ def encode(layout, operands):
     return jnp.stack(chunks), [r.reshape(s) for r, s in zip(lost, layout.shapes)]
 
 
-def encode_drawn(layout, x, drawn):
-    """The payload of one leaf, one chunk, with the random bits of each element given."""
+def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.Array:
+    """The payload of one leaf in one chunk, from given random bits of each element."""
     part = lambda of: lambda p, first, count: of[p.start + first :][:count]
     return _encode_chunk(layout, layout.pieces[0], part(x), part(drawn))[0]
 
 
-def _read(layout, chunk, p):
-    """The stretches of a piece: (first element, count, meta or None, codes, elements of a bucket or None)."""
+def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple]:
+    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket). In the raw tail there is
+    neither metadata nor a bucket: both are None."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
     for first, number, size in p.buckets():
         width = codec.code_bytes(size, dtype)
         codes = chunk[code_at : code_at + number * width]
         code_at += number * width
-        if codec.raw:
-            yield first, size, None, codes, None
-            continue
         meta = from_bytes(chunk[meta_at : meta_at + number * 4 * codec.meta], jnp.float32).reshape(number, codec.meta)
         meta_at += number * 4 * codec.meta
         yield first, number * size, meta, codes.reshape(number, width), size
@@ -155,10 +165,10 @@ def _read(layout, chunk, p):
         yield p.coded, p.raw, None, chunk[p.tail : p.tail + p.raw * dtype.itemsize], None
 
 
-def decode(layout, operands):
+def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
     """The leaves."""
-    # Put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on some
-    # processors.
+    # The leaves are put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on
+    # some processors.
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     flat = [jnp.zeros(n, unsigned[d.itemsize]) for n, d in zip(layout.sizes, layout.dtypes)]
     for c, pieces in enumerate(layout.pieces):
@@ -174,8 +184,8 @@ def decode(layout, operands):
     return [lax.bitcast_convert_type(x, d).reshape(s) for x, d, s in zip(flat, layout.dtypes, layout.shapes)]
 
 
-def clear(layout, operands):
-    """The arrays, 0 where the payload has an element."""
+def clear(layout: Layout, operands: Clear) -> list[jax.Array]:
+    """The arrays with 0 where the payload has an element."""
     flat = _flat(operands.arrays)
     for c, pieces in enumerate(layout.pieces):
         for p in pieces:
@@ -186,17 +196,16 @@ def clear(layout, operands):
     return [x.reshape(s) for x, s in zip(flat, layout.shapes)]
 
 
-def reduce(layout, operands, divisor=1.0, encoded=False):
+def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool = False) -> Any:
     """The sum of one chunk's payloads in rank order: float32 leaves, or (the chunk encoded again, new residuals)."""
     payloads, where = operands.payloads, operands.where
     ranks = payloads.shape[0]
     sum_layout = layout.of_sum(ranks)
-    bucketed = layout.codec.meta or layout.codec.whole
     own = None if operands.own is None else _flat(operands.own)
     lost = _flat(operands.residuals or [])
 
-    def reduce_chunk(c):
-        """What the payloads add up to, {(leaf, first element): numbers}."""
+    def reduce_chunk(c: int) -> dict[tuple[int, int], jax.Array]:
+        """The sum of the payloads: {(leaf, first element): numbers}."""
         pieces = layout.pieces[c]
         sums = {}
         for p in pieces:
@@ -211,7 +220,7 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
                 else:
                     split = [layout.codec.split_buckets(s[2], s[3], size) for s in stretch]
                     terms = [value.reshape(-1) for _, value in split]
-                if meta is not None and bucketed:
+                if meta is not None and p.bucket:
                     bases = [
                         base if own is None else jnp.where(is_own(r), 0, base) for r, (base, _) in enumerate(split)
                     ]
@@ -223,19 +232,19 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
                     if own is not None:
                         term = jnp.where(is_own(r), mine, term)
                     total = term if total is None else ieee.add(total, term)
-                if meta is not None and bucketed:
-                    total = ieee.positive_zero(total)  # see decode_buckets in codecs/grid.py
+                if meta is not None and p.bucket:
+                    total = ieee.positive_zero(total)  # as decode_buckets in codecs/grid.py
                 if lost:
                     total = ieee.add(total, lost[p.leaf][p.start + first :][:count])
                 sums[p.leaf, p.start + first] = total
         return sums
 
-    def divided(x):
+    def divided(x: jax.Array) -> jax.Array:
         return x if divisor == 1.0 else ieee.divide(x, divisor)
 
     if encoded:
 
-        def chunk(c):
+        def chunk(c: int) -> Any:
             sums = reduce_chunk(c)
             fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
             encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, operands.key))
@@ -246,7 +255,7 @@ def reduce(layout, operands, divisor=1.0, encoded=False):
                     decoded if divisor == 1.0 else ieee.multiply(decoded, divisor),
                 )
                 new[leaf] = new[leaf].at[stretch].set(_lost(sums[leaf, first], given, lost[leaf][stretch]))
-            encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk would not vary
+            encoded = _compat.match_varying(encoded, payloads, *(own or []))[0]  # an empty chunk doesn't vary by itself
             return encoded, [r.reshape(s) for r, s in zip(new, layout.shapes)]
 
         if layout.chunks == 1:

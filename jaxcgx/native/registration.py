@@ -3,10 +3,11 @@
 import importlib.metadata
 import os
 import sys
+from types import ModuleType
 
 import jax
 
-# JAXCGX_REFERENCE=1: plain jnp everywhere, with or without a native module.
+# JAXCGX_REFERENCE=1 runs plain jnp everywhere, with or without a native module.
 REFERENCE = os.environ.get("JAXCGX_REFERENCE", "0") not in ("", "0")
 
 REMEDY = (
@@ -19,8 +20,8 @@ CUDA_REMEDY = (
 )
 
 
-def find():
-    """The native module; ImportError where there is none of this version."""
+def find() -> ModuleType:
+    """The native module. ImportError if there is none of this version."""
     try:
         from jaxcgx.native import _native
     except ImportError as error:
@@ -31,13 +32,13 @@ def find():
     return _native
 
 
-def _is_command_line():
-    """Whether `python -m jaxcgx` is being started: its doctor explains what is missing, so importing must not fail."""
+def _is_command_line() -> bool:
+    """Whether `python -m jaxcgx` is starting. Its doctor explains what is missing, so the import must not fail."""
     return sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv
 
 
-def load():
-    """The native module, its handlers registered; None with JAXCGX_REFERENCE=1."""
+def load() -> ModuleType | None:
+    """The native module with its handlers registered; None with JAXCGX_REFERENCE=1."""
     if REFERENCE:
         return None
     try:
@@ -52,4 +53,11 @@ def load():
     return native
 
 
-MODULE = load()  # None with JAXCGX_REFERENCE=1
+MODULE = load()
+
+
+def module() -> ModuleType:
+    """The native module, for callers that cannot do without it."""
+    if MODULE is None:
+        raise RuntimeError("this transport needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
+    return MODULE

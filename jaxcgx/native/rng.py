@@ -1,25 +1,30 @@
 """The random bits of stochastic rounding: xla_ffi/codec/rng.h in jnp."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcgx.checks import wrong
+
 BLOCK, LANES = 128, 16
 
 
-def key_words(name: str, key):
+def key_words(function: str, key: Any) -> jax.Array:
     """uint32[2] from a JAX random key, typed or raw."""
     if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
         if getattr(key, "dtype", None) != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
-            raise TypeError(f"{name}: argument 'key': expected a random key (jax.random.key or PRNGKey), got {key!r}")
+            raise wrong(function, "key", "a random key (jax.random.key or PRNGKey)", repr(key), kind=TypeError)
         return key[:2]
     if key.ndim:
-        raise ValueError(f"{name}: argument 'key': expected one key, got an array of keys of shape {key.shape}")
+        raise wrong(function, "key", "one key", f"an array of keys of shape {key.shape}")
     return jax.random.key_data(key)[:2]
 
 
-def _multiply_wide(a, b: int):
-    """(high, low) words of a * b, in 16-bit halves: jnp has no 64-bit integers unless asked for."""
+def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    """(high, low) words of a * b. It works on 16-bit halves, because jnp has no 64-bit integers by default."""
     a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
     low = a_low * b_low
     middle = a_high * b_low + (low >> 16)
@@ -27,8 +32,8 @@ def _multiply_wide(a, b: int):
     return a_high * b_high + (middle >> 16) + (cross >> 16), (cross << 16) | (low & 0xFFFF)
 
 
-def philox(counter, key):
-    """Philox4x32-10: four words for a counter of four words (uint32 arrays) and a key of two."""
+def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Philox4x32-10: four words from a counter of four words (uint32 arrays) and a key of two."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -39,8 +44,8 @@ def philox(counter, key):
     return c0, c1, c2, c3
 
 
-def noise(words, leaf: int, start: int, count: int):
-    """int32[count] in [0, 65536): the bits of elements start .. start + count of a leaf."""
+def noise(words: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
+    """int32[count] in [0, 65536): the random bits of the elements from `start` on of a leaf, from a key's two words."""
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
     index = np.arange(first * LANES, last * LANES, dtype=np.uint64)
     low, high = jnp.uint32(index & 0xFFFFFFFF), jnp.uint32(index >> np.uint64(32))

@@ -1,11 +1,11 @@
-"""Exchanges among the processes of a host, through memory that they share, as a JAX primitive, linear in one array.
+"""Exchanges among the processes of a host, through memory that they share, as a JAX primitive that is linear in one
+array.
 
-In the same order as in ops.py. `net` is the transport: its `segment`, a number that `attach` gave, its `size` and
-`rank`, and
-its `effects`, one effect, which has the exchanges of all ranks run in the same order.
+It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
+a `rank`, and `effects`: one effect that keeps the exchanges of all ranks in the same order.
 """
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,37 +13,36 @@ import numpy as np
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
-from jaxcgx.native import registration
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.native.rows import add
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
 
-def module():
-    """The native module; there is no other way to share memory."""
-    if registration.MODULE is None:
-        raise RuntimeError("shared memory needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it")
-    return registration.MODULE
+exchange_p: _compat.Primitive = _compat.Primitive("jaxcgx_exchange")
 
 
-exchange_p = _compat.Primitive("jaxcgx_exchange")
+def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.Array:
+    """One exchange among the ranks.
 
-
-def exchange(operation, x, net, argument=0):
-    """all_to_all: [ranks, ...], row r to and from rank r. all_gather: [ranks, ...]. shift: x of the rank `argument`
-    before.
-    broadcast: x of the rank `argument`."""
+    Args:
+      operation: "all_to_all" sends row r of x = [ranks, ...] to rank r, and row r of the result came from rank r.
+        "all_gather" gives [ranks, ...]. "shift" gives x of the rank that is `argument` before this one, "broadcast" x
+        of rank `argument`.
+      x: the array; elements of whole bytes.
+      net: the transport.
+      argument: a rank or a distance.
+    """
     if operation == "all_to_all" and x.shape[:1] != (net.size,):
-        raise ValueError(
-            f"{operation}: argument 'rows': expected a row for each of {net.size} ranks, got {x.dtype}{list(x.shape)}"
-        )
+        raise wrong(operation, "rows", f"a row for each of {net.size} ranks", spell_array(x))
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
         return exchange(operation, x.astype(jnp.int8), net, argument).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith("e2m1fn"):
-        raise TypeError(f"{operation}: argument 'x': expected elements of whole bytes, got {x.dtype}{list(x.shape)}")
+        raise wrong(operation, "x", "elements of whole bytes", spell_array(x), kind=TypeError)
     return exchange_p.bind(x, operation=operation, argument=argument, net=net)
 
 
-def _lower(ctx, x, *, operation, argument, net):
+def _lower(ctx: Any, x: Any, *, operation: str, argument: int, net: Any) -> Any:
     (effect,) = net.effects
     return _compat.lower_ordered("jaxcgx_exchange", effect)(
         ctx,
@@ -54,33 +53,27 @@ def _lower(ctx, x, *, operation, argument, net):
     )
 
 
-def _refuse(ctx, x, **params):
+def _refuse(ctx: Any, x: Any, **params: Any) -> Any:
     raise NotImplementedError(
         "jaxcgx_exchange: memory is shared by processes that compute on CPUs; the computation is placed on another "
         "platform"
     )
 
 
-def _abstract(x, *, operation, argument, net):
+def _abstract(x: Any, *, operation: str, argument: int, net: Any) -> Any:
     shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
     return _compat.result_aval([x], shape, x.dtype), net.effects
 
 
-# One exchange of longer rows.
-def _batch(operands, dims, *, operation, **params):
+# vmap makes one exchange of longer rows.
+def _batch(operands: Any, dims: Any, *, operation: str, **params: Any) -> Any:
     before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))
     return exchange_p.bind(jnp.moveaxis(operands[0], dims[0], before), operation=operation, **params), after
 
 
-def add(rows):
-    """The sum of the rows in their order, of short floats in float32."""
-    short = jnp.issubdtype(rows.dtype, jnp.floating) and rows.dtype.itemsize < 4
-    return functools.reduce(jnp.add, rows.astype(jnp.float32) if short else rows).astype(rows.dtype)
-
-
-# What goes from rank to rank has its cotangent come back the same way. Of what went to every rank, the cotangents add
-# up.
-def _transpose(ct, x, *, operation, argument, net):
+# The cotangent of an array that went to one rank comes back the same way. If the array went to every rank, their
+# cotangents add up.
+def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any) -> list[jax.Array]:
     if operation == "all_to_all":
         return [exchange("all_to_all", ct, net)]
     if operation == "all_gather":

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_choice, check_number, unexpected, wrong
-from jaxcgx.codecs.base import Codec, check_codec, spell
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.plan import bits
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.by_axis import compressing

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec, check_codec
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec
 
 Codecs = Codec | dict[Any, Any]  # {axis name: codec}
 

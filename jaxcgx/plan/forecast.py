@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import is_integer, unexpected, wrong
-from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.by_axis import Codecs, values

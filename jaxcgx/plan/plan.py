@@ -9,9 +9,10 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Self
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer, check_positive, wrong
-from jaxcgx.codecs.base import Codec, check_codec
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
+from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import Sampled, TopK

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxcgx.checks import check_field, check_flag, check_hashable, check_integer, unexpected, wrong
-from jaxcgx.codecs.base import spell
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.plan.by_axis import Codecs, check_codecs
 from jaxcgx.plan.leaves import Shaped
 

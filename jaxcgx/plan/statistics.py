@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import check_varying, unexpected, wrong
-from jaxcgx.codecs.base import Codec, check_codec, check_key, roundtrip
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec, check_key
+from jaxcgx.codecs.coding import roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.transports.resolve import check_axes

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from jaxcgx.checks import unexpected
-from jaxcgx.codecs.base import Codec, spell
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import GradientStatistics, Plan, gradient_statistics, why_raw
 from jaxcgx.plan.by_axis import compressing

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.native.layout import Layout
-from jaxcgx.native.shm import add
+from jaxcgx.native.rows import add
 
 
 class PiecewiseSum(NamedTuple):

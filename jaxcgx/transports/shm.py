@@ -12,7 +12,9 @@ import os
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.native.shm import add, exchange, module
+from jaxcgx.native.registration import module
+from jaxcgx.native.rows import add
+from jaxcgx.native.shm import exchange
 from jaxcgx.transports.base import Transport, countable
 
 EFFECTS = frozenset({_compat.OrderedEffect()})

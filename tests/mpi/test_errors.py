@@ -278,7 +278,7 @@ def test_a_rank_that_can_share_no_memory(monkeypatch):
     assert isinstance(nodes().inner, Comm)
     monkeypatch.setenv("CGX_INNER_COMMUNICATOR_TYPE", "SHM")
     words = everywhere(RuntimeError, nodes)
-    assert words.startswith("hierarchy: Shm.over: rank 1: shared memory needs the native module")
+    assert words.startswith("hierarchy: Shm.over: rank 1: this transport needs the native module")
     assert words.endswith("; set CGX_INNER_COMMUNICATOR_TYPE=MPI, and MPI moves the bytes within a node")
 
 

@@ -7,6 +7,7 @@ import pytest
 from helpers import normal
 
 import jaxcgx as cgx
+from jaxcgx.codecs.attribute import FIELDS
 from jaxcgx.native.layout import Layout
 
 LAYOUT = Layout(cgx.MaxMin(4, 64), ((100,), (7,)), (jnp.float32, jnp.bfloat16), chunks=2)
@@ -26,9 +27,9 @@ def call(op, operands, results, aliases=None, **changes):
     if op == "reduce":
         attributes = dict(ranks=np.int64(2), own=False, encoded=True, divisor=np.float32(1)) | attributes
     out = [jax.ShapeDtypeStruct(*r) for r in results]
-    return jax.block_until_ready(
-        jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)(*operands, **attributes)
-    )
+    of_arrays = jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)
+    # A program of its own each time: JAX takes attributes that differ only in type, int32(1) and int64(1), for the same.
+    return jax.block_until_ready(jax.jit(lambda *arrays: of_arrays(*arrays, **attributes))(*operands))
 
 
 def codec(of=LAYOUT.codec, **changes):
@@ -47,6 +48,17 @@ def test_a_right_call_passes():
     call("encode", LEAVES, [(LISTS.shape, "uint8")], **topk())
     call("reduce", [LISTS, WHERE], [((SPARSE.of_sum(2).chunk_bytes,), "uint8")], **topk())
     call("clear", [LISTS, *LEAVES], [((100,), "float32"), ((7,), "bfloat16")], {1: 0, 2: 1}, **topk())
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
+    """Their names and types; a handler looks fields up by name."""
+    assert list(LAYOUT.codec.native) == list(FIELDS)
+    other = np.int64 if FIELDS[field] is np.int32 else np.int32
+    without = {name: value for name, value in LAYOUT.codec.native.items() if name != field}
+    for wrong in (without, without | {field: other(LAYOUT.codec.native[field])}, LAYOUT.codec.native | {"more": 1}):
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="INVALID_ARGUMENT"):
+            call("encode", LEAVES, [(PAYLOAD, "uint8")], codec=wrong)
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_the_guide(tmp_path, monkeypatch, capsys):
         (
             {"w@0": np.ones((64, 64), np.float32), "w@2": np.ones((64, 65), np.float32)},
             [],
-            says("tune", expected="arrays 'w' 2 0"),
+            says("tune", expected="same arrays every step", got="another 'w' in step 2"),
         ),
         (
             {"w": np.ones((64, 64))},

@@ -1,0 +1,48 @@
+"""The attribute `codec` of every native operation: what the kernels are told about a codec.
+
+Its fields are listed here and in xla_ffi/codec/fields.h. A handler refuses an attribute whose fields have other names
+or types.
+"""
+
+import enum
+
+import numpy as np
+
+
+class Kind(enum.IntEnum):
+    """Which codec the kernels run: Kind in xla_ffi/codec/base.h."""
+
+    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK = range(8)
+
+
+# name: type on the FFI boundary, where flags and enumerations are int32
+_DENSE: dict[str, type[np.generic]] = dict(
+    kind=np.int32,
+    bits=np.int32,
+    bucket_size=np.int64,
+    stochastic=np.int32,
+    skip_incomplete=np.int32,
+    compatible=np.int32,
+)
+_SPARSE: dict[str, type[np.generic]] = dict(
+    ratio=np.float64,
+    lists=np.int64,
+    top=np.int32,
+    select=np.int32,
+    share=np.float64,
+    lower=np.float64,
+    refinements=np.int32,
+)
+FIELDS: dict[str, type[np.generic]] = _DENSE | _SPARSE | {f"values_{name}": dtype for name, dtype in _DENSE.items()}
+
+
+def native_codec(kind: Kind, *, values: dict[str, np.generic] | None = None, **fields: float) -> dict[str, np.generic]:
+    """The attribute of a codec.
+
+    Args:
+      kind: which codec.
+      values: the attribute of the codec of a sparse codec's values.
+      **fields: of FIELDS; those that are left out are 0.
+    """
+    given = dict(fields, kind=kind) | {f"values_{name}": values[name] for name in _DENSE if values}
+    return {name: dtype(0) for name, dtype in FIELDS.items()} | {name: FIELDS[name](x) for name, x in given.items()}

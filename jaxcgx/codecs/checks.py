@@ -1,0 +1,54 @@
+"""Checks of codecs, of their keys, and of the arrays that they take."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import check_array, check_hashable, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.native.layout import check_dtype
+from jaxcgx.native.rng import key_words
+
+
+def check_codec(function: str, codec: Any, argument: str = "codec") -> Codec:
+    if not isinstance(codec, Codec):
+        raise wrong(function, argument, "a codec such as jaxcgx.MaxMin(bits=4)", repr(codec), kind=TypeError)
+    return check_hashable(function, argument, codec, f"make {type(codec).__name__} a dataclass(frozen=True)")
+
+
+def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
+    """A codec that makes bytes."""
+    if check_codec(function, codec, argument).low_rank:
+        raise wrong(
+            function,
+            argument,
+            "a codec that makes bytes of an array, such as jaxcgx.MaxMin(bits=4)",
+            f"{spell(codec)}, which is for sums",
+            "pass it to compressed_psum, compressed_pmean or what is made of them",
+        )
+    return codec
+
+
+def check_key(function: str, codec: Codec, key: Any) -> jax.Array | None:
+    """The two words of the key if the codec draws noise, else None."""
+    if not codec.stochastic:
+        return None
+    if key is None:
+        raise wrong(
+            function,
+            "key",
+            f"a random key, because {codec} rounds stochastically",
+            None,
+            "pass key=jax.random.key(...), another one every step",
+        )
+    return key_words(function, key)
+
+
+def check_leaf(function: str, x: Any) -> jax.Array:
+    """x as an array of a dtype that codecs take."""
+    if not hasattr(x, "dtype"):
+        x = check_array(function, "x", x)
+    check_dtype(function, "x", x.dtype)  # before JAX makes NumPy's float64 a float32
+    return jnp.asarray(x)

@@ -1,0 +1,77 @@
+"""Encoding and decoding one array."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import check_shape, spell_array, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_codec, check_encodes, check_key, check_leaf
+from jaxcgx.native import ops
+from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.typing import ArrayLike, DTypeLike
+
+
+def encode(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:
+    """The bytes of an array: uint8[codec.wire_bytes(x.shape, x.dtype)].
+
+    Args:
+      x: of any shape; float32, bfloat16 or float16.
+      codec: any codec that makes bytes (all except PowerSGD).
+      key: a random key, for codecs that round stochastically.
+    """
+    check_encodes("encode", codec)
+    x = check_leaf("encode", x)
+    return ops.encode(layout_of(codec, x.shape, x.dtype), [x], check_key("encode", codec, key)).reshape(-1)
+
+
+def decode(payload: ArrayLike, codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    """The array that a payload holds. Any bytes of the right number decode to something.
+
+    Args:
+      payload: uint8[codec.wire_bytes(shape, dtype)], from `encode` with the same codec.
+      codec: the codec that made the payload.
+      shape: of the array.
+      dtype: of the array; float32, bfloat16 or float16.
+    """
+    check_encodes("decode", codec)
+    dtype = check_dtype("decode", "dtype", dtype)
+    shape = check_shape("decode", "shape", shape)
+    layout = layout_of(codec, shape, dtype)
+    if (getattr(payload, "dtype", None), getattr(payload, "shape", None)) != (jnp.uint8, (layout.chunk_bytes,)):
+        raise wrong(
+            "decode",
+            "payload",
+            f"uint8[{layout.chunk_bytes}], which is what {codec} makes of {dtype}{list(shape)}",
+            spell_array(payload) if hasattr(payload, "dtype") else type(payload).__name__,
+        )
+    return ops.decode(layout, jnp.asarray(payload).reshape(1, layout.chunk_bytes))[0]
+
+
+def roundtrip(x: ArrayLike, codec: Codec, key: ArrayLike | None = None) -> jax.Array:
+    """decode(encode(x)): what the other end gets. Its gradient is the identity (straight-through).
+
+    For a codec that only sums can use (PowerSGD) it is the sum over one rank.
+
+    Args:
+      x: of any shape; float32, bfloat16 or float16.
+      codec: any codec.
+      key: a random key, for codecs that round stochastically.
+    """
+    check_codec("roundtrip", codec)
+    x = check_leaf("roundtrip", x)
+    return _roundtrip(codec, x, check_key("roundtrip", codec, key))
+
+
+# Quantization is a staircase: its derivative is zero almost everywhere and tells an optimizer nothing. The derivative
+# of the function that it approximates, x -> x, passes the tangent on as it is. The key has no tangent.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _roundtrip(codec: Codec, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return codec.approximate(x, key)
+
+
+@_roundtrip.defjvp
+def _roundtrip_jvp(codec: Codec, primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    return _roundtrip(codec, *primals), tangents[0]

@@ -1,0 +1,17 @@
+"""Codecs as text."""
+
+import dataclasses
+from typing import Any
+
+from jaxcgx.codecs.base import Codec
+
+
+def spell(value: Any) -> str:
+    """A codec, or a value that has codecs in it, as a user would write it: fields with their default are left out."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {spell(v)}' for key, v in value.items())}}}"
+    if not isinstance(value, Codec) and not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    said = [f for i, f in enumerate(fields) if i == 0 or getattr(value, f.name) != f.default]
+    return f"{type(value).__name__}({', '.join(f'{f.name}={spell(getattr(value, f.name))}' for f in said)})"
