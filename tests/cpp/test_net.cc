@@ -334,6 +334,7 @@ void test_threads() {
     });
   }
   CHECK(all.wait() == "", "threads");
+  std::lock_guard<std::mutex> lock(mutex);  // the last task has released it, so it may be destroyed
 }
 
 }  // namespace
