@@ -1,5 +1,6 @@
 """CONTRIBUTING.md tells the truth: the diff of its codec applies, and the codec works."""
 
+import os
 import pathlib
 import re
 import shutil
@@ -55,7 +56,7 @@ def copy(tmp_path_factory):
     """The package, with its native module, and its tests, with the codec."""
     where = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns("__pycache__", "cpp", "results", ".hypothesis")
-    for name in ("jaxcgx", "tests"):
+    for name in ("jaxcgx", "tests", "xla_ffi"):
         shutil.copytree(ROOT / name, where / name, ignore=leave)
     shutil.copy(ROOT / "pyproject.toml", where)
     if registration.MODULE and not list((where / "jaxcgx" / "native").glob("_native*")):
@@ -70,3 +71,16 @@ def test_the_codec_works(copy, code):
     command = [sys.executable, "-P", "-c", USE_THE_COPY + code]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_its_kernels_compile(copy):
+    """They are not run: that would take a build of the native module."""
+    done = apply(NATIVE, copy)
+    assert done.returncode == 0, done.stderr
+    assert "native_codec(Kind.LOG2" in (copy / "jaxcgx" / "codecs" / "log2.py").read_text()
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        pytest.skip("there is no C++ compiler")
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", "xla_ffi/cpu/kernels_portable.cc"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
