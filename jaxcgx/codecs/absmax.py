@@ -29,6 +29,10 @@ class AbsMax(GridCodec):
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
+    def code_bits(self) -> int:
+        return self.bits
+
+    @property
     def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size)
 

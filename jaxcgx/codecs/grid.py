@@ -63,7 +63,7 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
     return Grid(real, zero, inv, zero, scale, finite)
 
 
-def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: float, unit: jax.Array | None = None) -> Grid:
+def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
     """A grid whose unit is the largest magnitude / steps, or `unit`. The unit of a constant bucket is its magnitude."""
     largest = ieee.largest(lo, hi)
     scale = scale_of(largest)
@@ -81,9 +81,7 @@ class GridCodec(Codec):
 
     meta = 1
 
-    @property
-    def code_bits(self) -> int:
-        return self.bits
+    code_bits: int = 0
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         return packed_bytes(n, self.code_bits)

@@ -49,6 +49,10 @@ class MaxMin(GridCodec):
         return (range_ / (2**self.bits - 1)) ** 2 / (6 if self.stochastic else 12) < 1
 
     @property
+    def code_bits(self) -> int:
+        return self.bits
+
+    @property
     def native(self) -> dict[str, np.generic]:
         return native_codec(
             Kind.MAXMIN,

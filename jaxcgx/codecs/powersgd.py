@@ -9,6 +9,7 @@ is [rank, n].
 
 import dataclasses
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def right(basis: jax.Array, matrices: jax.Array) -> jax.Array:
 def multiply(basis: jax.Array, q: jax.Array) -> jax.Array:
     """B Q'^T: [k, m, n]."""
     if q.shape[1] <= _FEW:
-        return sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1]))
+        return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
     return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
 

@@ -27,8 +27,9 @@ _ESTIMATES = ("quantile", "exponential")
 
 
 def _check_share(function: str, argument: str, value: Any, low: float, high: float) -> float:
-    fits = lambda x: low <= x <= high
-    return float(check_number(function, argument, value, fits, f"a number from {low:g} to {high:g}"))
+    return float(
+        check_number(function, argument, value, lambda x: low <= x <= high, f"a number from {low:g} to {high:g}")
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,25 @@ class Sampled:
         check_field(self, "estimate", check_choice, _ESTIMATES)
         check_field(self, "lower", _check_share, 2.0**-15, 1)
         check_field(self, "refinements", check_integer, 0, 100)
+
+    def threshold(self, magnitudes: jax.Array, k: int, random: jax.Array) -> jax.Array:
+        """The bits of the smallest magnitude that is selected, from those of all magnitudes and 16 random bits."""
+        n = magnitudes.size
+        count = min(n, max(math.ceil(self.share * n), -(-2 * n // k)))
+        stride = n // count
+        first = random * stride >> 16
+        sample = lax.dynamic_slice(magnitudes, (first,), ((count - 1) * stride + 1,))[::stride]
+        if self.estimate == "quantile":
+            bits = jnp.minimum(lax.top_k(sample, -(-k * count // n))[0][-1], _FINITE)
+        else:
+            bits = ieee.bits(_exponential(jnp.minimum(sample, _FINITE), n, k))
+        tried = [ieee.as_float(jnp.minimum(bits, _FINITE))]
+        for _ in range(self.refinements):
+            tried.append(ieee.multiply(tried[-1], jnp.float32(self.lower)))
+        tried = ieee.bits(jnp.stack(tried))
+        reached = lax.map(lambda t: (magnitudes >= t).sum(dtype=jnp.int32), tried)
+        enough = (reached >= math.ceil(self.lower * k)).at[-1].set(True)
+        return tried[jnp.argmax(enough)]
 
 
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
@@ -113,8 +133,8 @@ class TopK(Codec):
     def native(self) -> dict[str, np.generic] | None:
         if self.values.native is None:
             return None
-        knobs = {}
-        if self.select != "exact":
+        knobs: dict[str, Any] = {}
+        if isinstance(self.select, Sampled):
             knobs = dataclasses.asdict(self.select)
             knobs["select"] = 1 + _ESTIMATES.index(knobs.pop("estimate"))  # Select in xla_ffi/codec/base.h
         return native_codec(
@@ -174,28 +194,9 @@ class TopK(Codec):
             return jnp.arange(k, dtype=jnp.int32)
         magnitudes = jnp.minimum(ieee.magnitude_bits(x), _NAN)
         found, indices = lax.top_k(magnitudes, k)
-        if self.select != "exact":
-            indices = jnp.where(found >= self._threshold(magnitudes, k, drawn[-1]), indices, n)
+        if isinstance(self.select, Sampled) and drawn is not None:
+            indices = jnp.where(found >= self.select.threshold(magnitudes, k, drawn[-1]), indices, n)
         return jnp.sort(indices)
-
-    def _threshold(self, magnitudes: jax.Array, k: int, random: jax.Array) -> jax.Array:
-        """The bits of the smallest magnitude that is selected."""
-        n, how = magnitudes.size, self.select
-        count = min(n, max(math.ceil(how.share * n), -(-2 * n // k)))
-        stride = n // count
-        first = random * stride >> 16
-        sample = lax.dynamic_slice(magnitudes, (first,), ((count - 1) * stride + 1,))[::stride]
-        if how.estimate == "quantile":
-            bits = jnp.minimum(lax.top_k(sample, -(-k * count // n))[0][-1], _FINITE)
-        else:
-            bits = ieee.bits(_exponential(jnp.minimum(sample, _FINITE), n, k))
-        tried = [ieee.as_float(jnp.minimum(bits, _FINITE))]
-        for _ in range(how.refinements):
-            tried.append(ieee.multiply(tried[-1], jnp.float32(how.lower)))
-        tried = ieee.bits(jnp.stack(tried))
-        reached = lax.map(lambda t: (magnitudes >= t).sum(dtype=jnp.int32), tried)
-        enough = (reached >= math.ceil(how.lower * k)).at[-1].set(True)
-        return tried[jnp.argmax(enough)]
 
 
 def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:

@@ -74,16 +74,16 @@ def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
 # The rules that all primitives share
 
 
-def _one_by_one(function: Callable) -> Callable:
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """jax.vmap for functions that use lax.switch: vmap would compute every branch, which JAX can't do under shard_map's
     check_vma."""
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
-def _lower_to_reference(function: Callable, over: Callable) -> Callable:
+def _lower_to_reference(function: Callable[..., Any], over: Callable[..., Any]) -> Callable[..., Any]:
     """A lowering rule to jnp; `over` maps the function over an axis of the batch."""
 
-    def batched(*leaves: Any, tree: Any, batch: tuple, **params: Any) -> list[jax.Array]:
+    def batched(*leaves: Any, tree: Any, batch: tuple[Any, ...], **params: Any) -> list[jax.Array]:
         def one(*leaves: Any) -> list[jax.Array]:
             return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
 
@@ -94,10 +94,12 @@ def _lower_to_reference(function: Callable, over: Callable) -> Callable:
     return mlir.lower_fun(batched, multiple_results=True)
 
 
-def _lower_to_handler(target: str, attributes: Callable, workspace_bytes: Callable[..., int]) -> Callable:
+def _lower_to_handler(
+    target: str, attributes: Callable[..., Any], workspace_bytes: Callable[..., int]
+) -> Callable[..., Any]:
     """A lowering rule to an FFI call. A workspace is one more result of the call, which the primitive doesn't have."""
 
-    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple, **params: Any) -> Any:
+    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[Any, ...], **params: Any) -> Any:
         extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         in_place = tree.unflatten(range(len(leaves))).in_place
@@ -113,14 +115,14 @@ def _lower_to_handler(target: str, attributes: Callable, workspace_bytes: Callab
     return rule
 
 
-def _refuse(target: str, why: str) -> Callable:
+def _refuse(target: str, why: str) -> Callable[..., Any]:
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
         raise NotImplementedError(f"jaxcgx_{target}: {why}")
 
     return rule
 
 
-def _lower(to_kernel: Callable, to_reference: Callable) -> Callable:
+def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> Callable[..., Any]:
     """A lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
 
     def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
@@ -145,14 +147,14 @@ def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | No
 
 
 def _batch(
-    primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple, **params: Any
+    primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[Any, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     moved = in_front(operands, dims)
     results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 
-def _zero_jvp(primitive: Any) -> Callable:
+def _zero_jvp(primitive: Any) -> Callable[..., Any]:
     """The differentiation rule of an operation whose results have derivative zero."""
 
     def rule(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -166,11 +168,11 @@ def _register(
     primitive: Any,
     target: str,
     *,
-    abstract: Callable,
-    attributes: Callable,
-    function: Callable,
-    jvp: Callable,
-    over: Callable = jax.vmap,
+    abstract: Callable[..., Any],
+    attributes: Callable[..., Any],
+    function: Callable[..., Any],
+    jvp: Callable[..., Any],
+    over: Callable[..., Any] = jax.vmap,
 ) -> None:
     """Gives a primitive its rules.
 
@@ -186,7 +188,7 @@ def _register(
     primitive.multiple_results = True
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("tree", "layout", "batch", "divisor", "encoded")))
 
-    def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list:
+    def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list[Any]:
         return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
 
     primitive.def_abstract_eval(abstract_eval)
@@ -197,7 +199,7 @@ def _register(
         mlir.register_lowering(primitive, to_reference)
         return
 
-    def to_handler(workspace_bytes: Callable[..., int]) -> Callable:
+    def to_handler(workspace_bytes: Callable[..., int]) -> Callable[..., Any]:
         return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     rules = {
@@ -259,13 +261,13 @@ def encode_fed(
     return payload, residuals
 
 
-def _encode_abstract(operands: Encode, layout: Layout, batch: tuple) -> Any:
+def _encode_abstract(operands: Encode, layout: Layout, batch: tuple[Any, ...]) -> Any:
     result = functools.partial(_compat.result_aval, jax.tree.leaves(operands), rows=len(batch))
     payload = result((*batch, layout.chunks, layout.chunk_bytes), jnp.uint8)
     return payload, [result(x.shape, jnp.float32) for x in operands.residuals or []]
 
 
-def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict, dict]:
+def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
 
 
@@ -291,12 +293,12 @@ def decode(layout: Layout, payload: ArrayLike) -> list[jax.Array]:
     return _bind(decode_p, operands, layout=layout) if layout.shapes else []
 
 
-def _decode_abstract(operands: Decode, layout: Layout, batch: tuple) -> Any:
+def _decode_abstract(operands: Decode, layout: Layout, batch: tuple[Any, ...]) -> Any:
     result = functools.partial(_compat.result_aval, operands, rows=len(batch))
     return [result((*batch, *shape), dtype) for shape, dtype in zip(layout.shapes, layout.dtypes)]
 
 
-def _decode_attributes(operands: Decode, layout: Layout) -> tuple[dict, dict]:
+def _decode_attributes(operands: Decode, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, dict(payloads=1, encodes=False)
 
 
@@ -419,7 +421,7 @@ def _check_sums_key(function: str, layout: Layout, payloads: Any, key: Any) -> j
     return _check_key(function, layout.of_sum(len(payloads)).codec, key)
 
 
-def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple, divisor: float, encoded: bool) -> Any:
+def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple[Any, ...], divisor: float, encoded: bool) -> Any:
     result = functools.partial(_compat.result_aval, jax.tree.leaves(operands), rows=len(batch))
     if not encoded:
         return [result((*batch, *shape), jnp.float32) for shape in layout.shapes]
@@ -427,7 +429,9 @@ def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple, divisor: fl
     return payload, [result(x.shape, jnp.float32) for x in operands.residuals or []]
 
 
-def _reduce_attributes(operands: Reduce, layout: Layout, divisor: float, encoded: bool) -> tuple[dict, dict]:
+def _reduce_attributes(
+    operands: Reduce, layout: Layout, divisor: float, encoded: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     ranks = operands.payloads.shape[-2]
     attributes = dict(
         ranks=np.int64(ranks),
@@ -442,7 +446,7 @@ def _reduce_attributes(operands: Reduce, layout: Layout, divisor: float, encoded
 # sum = (own + what the payloads decode to) / divisor is linear in own; the payloads are integers.
 def _reduce_jvp(
     primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: Any
-) -> tuple[list, list]:
+) -> tuple[list[Any], list[Any]]:
     params |= dict(tree=tree, divisor=divisor, encoded=encoded)
     own = tree.unflatten(tangents).own
     if encoded or own is None:
@@ -483,11 +487,11 @@ def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> li
     return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
 
 
-def _clear_abstract(operands: Clear, layout: Layout, batch: tuple) -> Any:
+def _clear_abstract(operands: Clear, layout: Layout, batch: tuple[Any, ...]) -> Any:
     return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, len(batch)) for x in operands.arrays]
 
 
-def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict, dict]:
+def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
     return {}, dict(payloads=1, encodes=False)
 
 
@@ -512,11 +516,11 @@ def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Arr
 
 
 # x is rounded where it is: the sharding that its type has (Explicit meshes) stays.
-def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple) -> list:
+def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple[Any, ...]) -> list[Any]:
     return [tree.unflatten(avals).x.update(weak_type=False)]
 
 
-def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple) -> list[jax.Array]:
+def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ...]) -> list[jax.Array]:
     def one(*leaves: Any) -> list[jax.Array]:
         operands = tree.unflatten(leaves)
         layout = Layout.of(codec, [operands.x])

@@ -18,7 +18,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import mlir
 
 
-def _spec(x: Any) -> tuple:
+def _spec(x: Any) -> tuple[Any, ...]:
     """The sharding of a value that the partitioner asks about, an entry for each axis."""
     spec = getattr(x.sharding, "spec", ())
     return (*spec, *(None,) * (len(x.shape) - len(spec)))
@@ -30,7 +30,7 @@ def _shards(mesh: Any, entry: Any) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def lower(primitive: Any, direct: Callable, keeps: Callable[..., bool] | None = None) -> Callable:
+def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool] | None = None) -> Callable[..., Any]:
     """A lowering rule with a rule for the partitioner, if the partitioner decides.
 
     Args:
@@ -42,12 +42,12 @@ def lower(primitive: Any, direct: Callable, keeps: Callable[..., bool] | None = 
 
     _compat.needs_devices(primitive)
 
-    def rule(ctx: Any, *operands: Any, batch: tuple, **params: Any) -> Any:
+    def rule(ctx: Any, *operands: Any, batch: tuple[Any, ...], **params: Any) -> Any:
         if not _compat.partitioner_decides(ctx):
             return direct(ctx, *operands, batch=batch, **params)
         n = len(batch)
 
-        def partition(mesh: Any, args: Any, results: Any) -> tuple:
+        def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
             specs = [_spec(a) for a in args]
             rows = next((s[:n] for s in specs if any(s[:n])), (None,) * n)
             cut, shape = specs[0][n:], args[0].shape[n:]

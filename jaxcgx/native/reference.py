@@ -65,7 +65,7 @@ def _noise(layout: Layout, key: jax.Array | None) -> Callable[[Piece, int, int],
 
 
 def _encode_chunk(
-    layout: Layout, pieces: Sequence[Piece], fetch: Callable, draw: Callable
+    layout: Layout, pieces: Sequence[Piece], fetch: Callable[..., Any], draw: Callable[..., Any]
 ) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
     """One chunk, and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)].
 
@@ -149,7 +149,7 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
     return _encode_chunk(layout, layout.pieces[0], part(x), part(drawn))[0]
 
 
-def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple]:
+def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
     """The stretches of a piece: (first element, count, meta, codes, elements of a bucket). In the raw tail there is
     neither metadata nor a bucket: both are None."""
     codec, dtype = layout.codec, layout.dtypes[p.leaf]

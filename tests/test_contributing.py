@@ -1,0 +1,86 @@
+"""CONTRIBUTING.md tells the truth: the diff of its codec applies, and the codec works."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxcgx.native import registration
+
+ROOT = pathlib.Path(__file__).parent.parent
+PYTHON, NATIVE = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+
+# An editable install finds the package of the checkout first.
+USE_THE_COPY = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+sys.path[:0] = [".", "tests"]
+"""
+
+RUN = """
+import jax, numpy as np, pathlib
+jax.config.update("jax_num_cpu_devices", 4)
+import jaxcgx as cgx
+assert pathlib.Path(cgx.__file__).is_relative_to(pathlib.Path.cwd()), cgx.__file__
+from jax.sharding import PartitionSpec as P
+x, codec = np.random.RandomState(0).standard_normal((4, 5000)).astype(np.float32), cgx.Log2()
+payload = cgx.encode(x, codec)
+assert payload.shape == (codec.wire_bytes(x.shape, x.dtype),)
+y = cgx.decode(payload, codec, x.shape, x.dtype)
+assert (np.abs(y - x) <= np.abs(x) / 3 + 0.1).all()
+for schedule in ("two_shot", "one_shot", "ring"):
+    f = lambda x: cgx.compressed_psum(x, "data", codec, schedule=schedule)
+    body = lambda x: jax.lax.pcast(f(x), "data", to="varying")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    total = np.asarray(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x))
+    assert (total == total[:1]).all() and np.corrcoef(total[0], x.sum(0))[0, 1] > 0.95
+"""
+
+TESTS = """
+import pytest
+tests = ["tests/codecs/test_log2.py", "tests/codecs/test_base.py"]
+sys.exit(pytest.main([*tests, "-q", "-k", "log2 or Log2", "-p", "no:cacheprovider"]))
+"""
+
+
+def apply(diff, where, *options):
+    return subprocess.run(["git", "apply", *options, "-"], cwd=where, input=diff, text=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The package, with its native module, and its tests, with the codec."""
+    where = tmp_path_factory.mktemp("copy")
+    leave = shutil.ignore_patterns("__pycache__", "cpp", "results", ".hypothesis")
+    for name in ("jaxcgx", "tests", "xla_ffi"):
+        shutil.copytree(ROOT / name, where / name, ignore=leave)
+    shutil.copy(ROOT / "pyproject.toml", where)
+    if registration.MODULE and not list((where / "jaxcgx" / "native").glob("_native*")):
+        shutil.copy(registration.MODULE.__file__, where / "jaxcgx" / "native")
+    done = apply(PYTHON, where)
+    assert done.returncode == 0, done.stderr
+    return where
+
+
+@pytest.mark.parametrize("code", (RUN, TESTS), ids=("run", "tests"))
+def test_the_codec_works(copy, code):
+    command = [sys.executable, "-P", "-c", USE_THE_COPY + code]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_its_kernels_compile(copy):
+    """They are not run: that would take a build of the native module."""
+    done = apply(NATIVE, copy)
+    assert done.returncode == 0, done.stderr
+    assert "native_codec(Kind.LOG2" in (copy / "jaxcgx" / "codecs" / "log2.py").read_text()
+    compiler = os.environ.get("CXX", "c++")
+    if not shutil.which(compiler):
+        pytest.skip("there is no C++ compiler")
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-I", "xla_ffi", "xla_ffi/cpu/kernels_portable.cc"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
