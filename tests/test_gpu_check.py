@@ -66,7 +66,7 @@ TESTS = """<testsuites><testsuite name="pytest" tests="4" time="12.34">
 <testcase classname="tests.gpu.test_bytes" name="test_two" time="1"><failure message="differs">...</failure></testcase>
 <testcase classname="tests.gpu.test_bytes" name="test_three" time="1"><error message="broken">...</error></testcase>
 <testcase classname="tests.gpu.test_execution" name="test_four" time="0"><skipped message="mpi4jax is not installed"/></testcase>
-</testsuite></testsuites>"""
+</testsuite></testsuites>"""  # noqa: E501 (what pytest writes)
 ABOUT = dict(
     date="2026-01-02",
     commit="abc1234",
@@ -165,16 +165,16 @@ def test_a_row_that_fails_is_recorded_and_the_others_measured(gpu_kernels, monke
 
     times = types.SimpleNamespace(**vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array([[0.5, 0.5]])))
     make = lambda *_: (None, 1 << 20, 1)
-    for name, value in dict(
+    for attribute, value in dict(
         Copy=lambda size: None,
         kernels=times,
         rivals=dict,
-        ops=types.SimpleNamespace(_native=types.SimpleNamespace(build_info=lambda: {"cuda": "13.0"})),
+        registration=types.SimpleNamespace(MODULE=types.SimpleNamespace(build_info=lambda: {"cuda": "13.0"})),
         rows=lambda: {
             name: (m, None, None, "float32", 0.9) for name, m in dict(good=make, bad=fail, better=make).items()
         },
     ).items():
-        monkeypatch.setattr(gpu_kernels, name, value)
+        monkeypatch.setattr(gpu_kernels, attribute, value)
     monkeypatch.setattr(gpu_kernels.jax, "devices", lambda platform: [types.SimpleNamespace(device_kind="NVIDIA H200")])
     monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--size", "1", "--out", str(tmp_path / "out.json")])
     with pytest.raises(SystemExit, match="gpu_kernels.py: not measured: bad$"):

@@ -53,8 +53,8 @@ def test_what_travels_raw(shape, dtype, words):
 
 
 def test_roundtrip():
-    """Exact for matrices of low rank, whatever their size. Of others the best rank is not found in one step, but no more is lost
-    than there was; the derivative is the identity; and what one has overflown is all lost."""
+    """It is exact for matrices of low rank, whatever their size. For other matrices one step does not find the best
+    factors, but loses no more than there was. The derivative is the identity. An overflow makes the whole leaf NaN."""
     x = {
         "matrix": low_rank(40, 50, 2),
         "kernel": low_rank(45, 30, 1).reshape(3, 3, 5, 30),

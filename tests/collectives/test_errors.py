@@ -1,4 +1,4 @@
-"""Bad input to a collective: which function, which argument, what was expected, what came, what to do. At trace time."""
+"""Bad input to a collective: an error at trace time names the function, the argument, what was expected, what came."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""PowerSGD over ranks: the published algorithm, nothing lost, two sums of factors on the wire, beside the other codecs."""
+"""PowerSGD over ranks: the published algorithm, nothing lost, two sums of factors on the wire, with other codecs."""
 
 import functools
 
@@ -104,8 +104,8 @@ def test_the_published_algorithm():
 
 
 def test_residuals_stay_bounded_where_ranks_differ():
-    """For good, by as much as they have in common. Without what others sent in them they stay as large as their mean; the published
-    ones, of which the differences are never taken out, would be 10 times as large after 300 steps."""
+    """Residuals stay as large as their mean, because they hold nothing that other ranks sent. The published ones keep
+    the differences between ranks, and would be 10 times as large after 300 steps."""
     common, own = normal((16, 16)), normal((2, 16, 16), 1)
 
     def train(own, zero, q):
@@ -113,7 +113,7 @@ def test_residuals_stay_bounded_where_ranks_differ():
             noise = jax.random.normal(
                 jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), lax.axis_index("a")), (16, 16)
             )
-            mean, *state = cgx.compressed_pmean(common + own + noise, "a", CODEC, residuals=state[0], factors=state[1])
+            _, *state = cgx.compressed_pmean(common + own + noise, "a", CODEC, residuals=state[0], factors=state[1])
             return tuple(state), None
 
         return jnp.zeros(()), *lax.scan(step, (zero, q), jnp.arange(300))[0]
@@ -124,8 +124,8 @@ def test_residuals_stay_bounded_where_ranks_differ():
 
 
 def test_numbers_of_any_size():
-    """Of rank 2 and less everything arrives, tiny and huge; what is too small to be a number of its own stays; what overflows is lost
-    on all ranks, and of that leaf alone, whose residuals and factor stay."""
+    """Matrices of rank 2 and less arrive whole, tiny and huge ones. Numbers too small to be sent stay in the residuals.
+    An overflow is lost on all ranks, in that leaf alone, whose residuals and factor stay."""
     low = np.asarray(normal((2, 30, 2))) @ np.asarray(normal((2, 2, 30), 1))
     low[1] = low[0] * np.float32(0.5)
     x = {
@@ -243,7 +243,7 @@ def test_leaves_of_a_shape_are_one_product(monkeypatch):
 
 
 def test_hierarchies():
-    """The inner ranks sum with their own codec; with Raw() nothing is lost, and the result is that of all ranks together."""
+    """The inner ranks sum with their own codec. With Raw() the result is that of all ranks together."""
     x, before = tree(2, 2), tree(2, 2, seed=10)
     raw, fine = {"a": CODEC, "b": cgx.Raw()}, {"a": CODEC, "b": cgx.MaxMin(8, 64, "stochastic")}
     q = cgx.init_factors(jax.tree.map(lambda leaf: leaf[0, 0], x), raw)
@@ -336,7 +336,7 @@ def test_without_factors_every_call_begins_alike():
 
 
 def test_types():
-    """The sum and the factors are the same everywhere and may leave as such; residuals are each rank's own and may not."""
+    """The sum and the factors are the same on every rank and may leave as such. Residuals differ and may not."""
     f = lambda x, e, q: cgx.compressed_psum(x, "a", CODEC, residuals=e, factors=q)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((60, 40), (60, 40), (2, 40))]
     check = lambda out: jax.eval_shape(

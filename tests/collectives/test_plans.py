@@ -207,11 +207,7 @@ def test_keys():
     quiet = {"embed": normal((2, 40, 30), 0)}
     noisy = quiet | {"noise": normal((2, 40, 30), 1)}
     plan = cgx.Plan(
-        cgx.MaxMin(4),
-        rules=[
-            cgx.Rule(STOCHASTIC, where=lambda path, leaf: True if path == "noise" else False),
-            ("embed", cgx.MaxMin(8)),
-        ],
+        cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: path == "noise"), ("embed", cgx.MaxMin(8))]
     )
     with pytest.raises(
         ValueError, match="argument 'key': expected a random key, because MaxMin.* rounds stochastically"

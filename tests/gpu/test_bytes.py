@@ -75,7 +75,7 @@ def check_reduce(layout, payloads, own, rank, key, divisor=3.0):
                 assert_same_values(b, a)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 @hypothesis.given(**spaces, lost=st.integers(-150, 20))
 def test_encode_and_decode(layout, seed, exponent, special, lost):
     leaves = values(layout, seed, exponent, special)
@@ -84,7 +84,7 @@ def test_encode_and_decode(layout, seed, exponent, special, lost):
     check_encode(layout, leaves, native_key(layout.codec), residuals)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 @pytest.mark.parametrize("with_own", (False, True))
 @hypothesis.settings(max_examples=EXAMPLES // 4)
 @hypothesis.given(**spaces, rank=st.integers(0, 2))

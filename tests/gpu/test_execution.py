@@ -32,7 +32,8 @@ EVERYTHING = pathlib.Path(__file__).parent / "everything.py"
 def start(*command, **env):
     """A process that shares the GPU with this one, in a group of its own; its output goes to a file."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | env
-    output = tempfile.TemporaryFile("w+")  # a pipe would fill while another process is waited for
+    # A pipe would fill while another process is waited for.
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the process)
     process = subprocess.Popen(
         [str(c) for c in command], env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -159,7 +160,8 @@ jax.distributed.initialize(sys.argv[2], 2, rank, local_device_ids=[0])
 x = np.random.RandomState(0).standard_normal((2, 50_000)).astype(np.float32)
 layout = Layout(cgx.MaxMin(4), ((50_000,),), ("float32",))
 mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices())
-mean = jax.shard_map(lambda x: ops.reduce(layout, jax.lax.all_gather(ops.encode(layout, [x[0]])[0], "d"), divisor=2)[0][None],
+gathered = lambda x: jax.lax.all_gather(ops.encode(layout, [x[0]])[0], "d")
+mean = jax.shard_map(lambda x: ops.reduce(layout, gathered(x), divisor=2)[0][None],
                      mesh=mesh, in_specs=P("d"), out_specs=P("d"))
 mine = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x[rank : rank + 1])
 got = np.asarray(jax.jit(mean)(mine).addressable_shards[0].data)[0]
@@ -174,7 +176,7 @@ def test_two_nccl_ranks_on_one_gpu(tmp_path):
     program.write_text(NCCL)
     with socket.socket() as s:
         s.bind(("localhost", 0))
-        address = "localhost:%d" % s.getsockname()[1]
+        address = f"localhost:{s.getsockname()[1]}"
     # NCCL's multi-rank mode wants both ranks' kernels on the GPU at once: few blocks.
     env = dict(
         NCCL_MULTI_RANK_GPU_ENABLE="1",

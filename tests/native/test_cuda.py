@@ -60,7 +60,7 @@ def test_encode():
 
 def test_the_workspace_is_a_hidden_result():
     layout = Layout.of(LARGE, LEAVES)
-    target, attributes, _, results = the_call(lower(encode(layout), LEAVES))
+    _, attributes, _, results = the_call(lower(encode(layout), LEAVES))
     # a bucket of the first leaf and two of the second, of two parts each
     assert results == [f"1x{layout.chunk_bytes}xui8", f"{4 * 3 * (8 + 2 * 2)}xui8"]
     assert "result_layouts = [dense<[1, 0]> : tensor<2xindex>, dense<0> : tensor<1xindex>]" in attributes
@@ -239,7 +239,7 @@ gpus = topologies.get_topology_desc(platform="cuda", topology_name="", target_co
 x = jax.ShapeDtypeStruct((100_000,), np.float32, sharding=NamedSharding(Mesh(np.array(gpus), ("d",)), P()))
 compiled = jax.jit(lambda x: cgx.roundtrip(x, cgx.MaxMin(4, 10_000))).trace(x).lower().compile()
 assert compiled.as_text().count('custom_call_target="jaxcgx_') == 2
-"""
+"""  # noqa: E501 (XLA's own text)
 
 
 @pytest.mark.skipif(

@@ -1,5 +1,7 @@
 """Where everything lies, by arithmetic."""
 
+import itertools
+
 import hypothesis
 import jax.numpy as jnp
 import pytest
@@ -32,7 +34,7 @@ def test_every_element_is_in_one_piece_and_nothing_overlaps(layout):
             ends.append((p.tail, p.tail + p.raw * layout.dtypes[p.leaf].itemsize))
             assert p.codes % 16 == 0 and p.tail % 16 == 0
         ends = sorted(e for e in ends if e[0] < e[1])
-        assert all(a[1] <= b[0] for a, b in zip(ends, ends[1:]))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(ends))
         assert not ends or ends[-1][1] <= layout.chunk_bytes
     assert tuple(next_element) == layout.sizes
     assert layout.chunk_bytes % 16 == 0

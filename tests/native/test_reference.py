@@ -28,7 +28,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Reduce
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.given(**spaces)
 def test_encode_and_decode(layout, seed, exponent, special):
@@ -40,7 +40,7 @@ def test_encode_and_decode(layout, seed, exponent, special):
         assert_same_values(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=lambda l: f"{l.codec}-{l.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20))
 def test_encode_with_feedback(layout, seed, exponent, special, lost):
@@ -75,8 +75,8 @@ def test_reduce_encoded(layout, with_own, seed, exponent, special, rank):
 # One layout for each kind of codec, and for each rounding of one.
 @pytest.mark.parametrize(
     "layout",
-    {(type(l.codec), isinstance(l.codec, cgx.MaxMin) and l.codec.stochastic): l for l in LAYOUTS}.values(),
-    ids=lambda l: f"{l.codec}-{l.chunks}",
+    {(type(one.codec), isinstance(one.codec, cgx.MaxMin) and one.codec.stochastic): one for one in LAYOUTS}.values(),
+    ids=lambda layout: f"{layout.codec}-{layout.chunks}",
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 10)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20) | st.integers(-12, 3))

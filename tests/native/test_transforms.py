@@ -138,7 +138,7 @@ def test_scan_and_remat(codec):
         y = cgx.roundtrip(carry + x, codec, key if codec.stochastic else None)
         return y, y
 
-    last, ys = lax.scan(body, jnp.zeros(50), (x, keys))
+    _, ys = lax.scan(body, jnp.zeros(50), (x, keys))
     carry = jnp.zeros(50)
     for i in range(6):
         carry, y = body(carry, (x[i], keys[i]))

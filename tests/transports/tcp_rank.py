@@ -240,6 +240,7 @@ def sum_until(action, last):
             program(x).block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             return str(error)
+    return None
 
 
 def main():

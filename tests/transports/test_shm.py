@@ -184,7 +184,8 @@ def test_without_the_native_module(monkeypatch):
     monkeypatch.setattr(registration, "MODULE", None)
     with pytest.raises(
         RuntimeError,
-        match="Shm.over: rank 0: this transport needs the native module, and JAXCGX_REFERENCE=1 leaves it out; unset it",
+        match="Shm.over: rank 0: this transport needs the native module, and JAXCGX_REFERENCE=1 leaves it out; "
+        "unset it",
     ):
         Shm.over(Alone())
 

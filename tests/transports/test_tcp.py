@@ -96,7 +96,8 @@ def test_explain_says_what_it_does_not_count(everything):
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
     error, nothing = results("die", 2)
     assert re.search(
-        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has "
+        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), "
+        r"which has "
         "ended or left",
         error,
     )
@@ -122,7 +123,8 @@ def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypat
         def blocking_key_value_get(self, key, timeout):
             raise jax.errors.JaxRuntimeError(problem)
 
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda met=(Store(), 0, 2, "127.0.0.1:1"): met)
+    met = (Store(), 0, 2, "127.0.0.1:1")
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda: met)
     monkeypatch.setattr(connections.module(), "tcp_listen", lambda: 1)
     monkeypatch.setattr(connections, "_failure", functools.cache(connections._failure.__wrapped__))
     for _ in range(2):
