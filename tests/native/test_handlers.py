@@ -28,7 +28,7 @@ def call(op, operands, results, aliases=None, **changes):
         attributes = dict(ranks=np.int64(2), own=False, encoded=True, divisor=np.float32(1)) | attributes
     out = [jax.ShapeDtypeStruct(*r) for r in results]
     of_arrays = jax.ffi.ffi_call(f"jaxcgx_{op}", out, input_output_aliases=aliases)
-    # A new program each time: to JAX, attributes that differ only in type, int32(1) and int64(1), are the same.
+    # A program of its own each time: JAX takes attributes that differ only in type, int32(1) and int64(1), as equal.
     return jax.block_until_ready(jax.jit(lambda *arrays: of_arrays(*arrays, **attributes))(*operands))
 
 
