@@ -330,7 +330,7 @@ class Own(NamedTuple):
     rank: ArrayLike
 
 
-def reduce(layout: Layout, payloads: ArrayLike, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
+def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divisor: float = 1.0) -> list[jax.Array]:
     """The sum of messages as float32 leaves: added in float32 in the order of the ranks, then divided.
 
     Args:
@@ -347,7 +347,7 @@ def reduce(layout: Layout, payloads: ArrayLike, *, own: Own | None = None, divis
 
 def reduce_encoded(
     layout: Layout,
-    payloads: ArrayLike,
+    payloads: jax.Array,
     *,
     chunk: ArrayLike = 0,
     own: Own | None = None,
@@ -372,7 +372,7 @@ def reduce_encoded(
 
 def reduce_fed(
     layout: Layout,
-    payloads: ArrayLike,
+    payloads: jax.Array,
     residuals: Iterable[ArrayLike],
     *,
     chunk: ArrayLike = 0,

@@ -59,9 +59,10 @@ def _flat(leaves: Sequence[Any]) -> list[jax.Array]:
     return [x.reshape(-1) for x in leaves]
 
 
-def _noise(layout: Layout, key: jax.Array | None) -> Callable[[Piece, int, int], jax.Array]:
+def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
     """The function that draws the random bits of elements of a piece."""
-    return lambda p, first, count: noise(key, layout.ids[p.leaf], p.start + first, count)
+    ids = layout.ids or ()
+    return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count)
 
 
 def _encode_chunk(
@@ -212,9 +213,10 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
             read = [list(_read(layout, payloads[r], p)) for r in range(ranks)]
             for stretch in zip(*read):
                 first, count, meta, _, size = stretch[0]
-                mine = None if own is None else widen(own[p.leaf][p.start + first :][:count])
+                mine: Any = None if own is None else widen(own[p.leaf][p.start + first :][:count])
                 is_own = lambda r: where[1] == r
-                total = None
+                total: Any = None
+                split: list[tuple[jax.Array, jax.Array]] = []
                 if meta is None:
                     terms = [widen(from_bytes(s[3], layout.dtypes[p.leaf])) for s in stretch]
                 else:

@@ -23,7 +23,7 @@ CUDA_REMEDY = (
 def find() -> ModuleType:
     """The native module. ImportError if there is none of this version."""
     try:
-        from jaxcgx.native import _native
+        from jaxcgx.native import _native  # pyright: ignore[reportAttributeAccessIssue]  (CMake builds it)
     except ImportError as error:
         raise ImportError(f"jaxcgx: its native module can't be loaded ({error})") from error
     built, installed = _native.build_info()["version"], importlib.metadata.version("jaxcgx")

@@ -14,8 +14,9 @@ BLOCK, LANES = 128, 16
 
 def key_words(function: str, key: Any) -> jax.Array:
     """uint32[2] from a JAX random key, typed or raw."""
-    if not jnp.issubdtype(getattr(key, "dtype", None), jax.dtypes.prng_key):
-        if getattr(key, "dtype", None) != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
             raise wrong(function, "key", "a random key (jax.random.key or PRNGKey)", repr(key), kind=TypeError)
         return key[:2]
     if key.ndim:
