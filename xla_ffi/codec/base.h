@@ -28,7 +28,7 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
 CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
-// Kind crosses the FFI boundary: Kind in jaxcgx/codecs/base.py has the same values. Every kind has a row in
+// Kind crosses the FFI boundary: Kind in jaxcgx/codecs/attribute.py has the same values. Every kind has a row in
 // codec/traits.h; those with buckets also have one in codec/dispatch.h. kRaw has no header: it has no arithmetic.
 enum class Kind : int32_t {
   kRaw = 0,

@@ -1,4 +1,4 @@
-// The fields of the FFI attribute "codec", listed once. Host only; jaxcgx/codecs/base.py makes the attribute.
+// The fields of the FFI attribute "codec", listed once. Host only; jaxcgx/codecs/attribute.py makes the attribute.
 #pragma once
 
 #include <string>

@@ -117,10 +117,15 @@ class Attributes {
   ffi::ErrorOr<Message> message() {
     Description d;
     const auto codec = get<ffi::Dictionary>("codec");
+    size_t fields = 0;
     each_field(d.codec, [&](const std::string& name, auto& field) {
       using T = std::remove_reference_t<decltype(field)>;
       field = static_cast<T>(get<FieldType<T>>(codec, name));
+      ++fields;
     });
+    // A field that no kernel reads would be a setting without effect.
+    if (fault_.empty() && codec.size() != fields)
+      fault_ = "attribute 'codec': got " + std::to_string(codec.size()) + " fields, expected " + std::to_string(fields);
     d.sizes = get<Sizes>("sizes");
     d.dtypes = get<Sizes>("dtypes");
     d.ids = get<Sizes>("ids");
