@@ -290,7 +290,7 @@ def test_the_largest_piece_has_sizes():
         (
             lambda: cgx.encode(jnp.ones(9), TopK(0.5, select="sampled")),
             ValueError,
-            says("encode", "key", expected="TopK(ratio=0.5 key", got="None"),
+            says("encode", "key", expected="random key TopK(ratio=0.5", got="None"),
         ),
     ],
 )
