@@ -1,7 +1,8 @@
-"""check_replicas: do all ranks have the same bits, and if not, which rank and which leaf?"""
+"""check_replicas: whether all ranks have the same bits, and if not, which rank and which leaf differ."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,25 @@ from jaxcgx.transports.resolve import check_axes
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """What check_replicas found. A pytree: a jitted step can return it."""
+    """The result of check_replicas. It is a pytree, so a jitted step can return it.
 
-    differs: jax.Array  # bool[leaves, ranks]
-    paths: tuple
-    axis_name: object
+    Attributes:
+      differs: bool[leaves, ranks], True where a rank's leaf differs from the one that most ranks have. If two ranks
+        differ, it is True for the second.
+      paths: the path of each leaf.
+      axis_name: the axis or axes of the ranks.
+    """
+
+    differs: jax.Array
+    paths: tuple[str, ...]
+    axis_name: Any
 
     @property
-    def agree(self):
-        """bool[]: every rank has the same bits. An array like any other inside jit."""
+    def agree(self) -> jax.Array:
+        """bool[]: whether every rank has the same bits. Inside jit it is a traced array."""
         return ~self.differs.any()
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.agree:
             return f"All ranks of {self.axis_name!r} agree on all {len(self.paths)} leaves."
         return "\n".join(
@@ -37,13 +45,13 @@ class Replicas:
             if row.any()
         )
 
-    def check(self):
-        """Raises an error that names the ranks and leaves, if any differ. For concrete results, outside jit."""
+    def check(self) -> None:
+        """Raises an error that names the ranks and leaves if any differ. It needs concrete results, outside jit."""
         if not self.agree:
             raise ValueError(f"check_replicas: {self}")
 
 
-def _words(x):
+def _words(x: jax.Array) -> jax.Array:
     """The bits of an array as uint32[n]."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
@@ -55,9 +63,12 @@ def _words(x):
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)
 
 
-def _checksum(x):
-    """uint32[2] of the bits and their places. Any change of a single element changes the first: odd factors are
-    invertible modulo 2^32. The second mixes the bits before, so that changes of several don't cancel in both."""
+def _checksum(x: jax.Array) -> jax.Array:
+    """uint32[2]: two checksums of the bits and their places.
+
+    The first changes with any single element, because odd factors are invertible modulo 2^32. The second mixes the bits
+    before it adds them, so that several changes don't cancel in both.
+    """
     words = _words(x)
     place = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     mixed = (words ^ (words >> 15)) * jnp.uint32(0x2C1B3C6D) + place
@@ -65,13 +76,16 @@ def _checksum(x):
     return jnp.stack([(words * place).sum(dtype=jnp.uint32), (mixed ^ (mixed >> 15)).sum(dtype=jnp.uint32)])
 
 
-def check_replicas(tree, axis_name):
-    """Whether every rank of an axis has the same bits in every leaf, for 8 bytes a leaf on the wire.
+def check_replicas(tree: Any, axis_name: Any) -> Replicas:
+    """Compares the bits of every leaf on all ranks of an axis, for 8 bytes a leaf on the wire.
 
-    tree: a pytree of arrays of any dtype that ought to be the same on every rank: parameters, an optimizer's state.
-    The result is a pytree, `Replicas`: `.agree` for use in the same program; `.differs`, bool[leaves, ranks]; and, once
-    it is concrete, `str(result)` and `result.check()`, which name the ranks and the leaves that differ from what most
-    ranks have (of two that differ, the second).
+    Args:
+      tree: a pytree of arrays of any dtype that must be the same on every rank: parameters, or an optimizer's state.
+      axis_name: a mesh axis, or a tuple of axes.
+
+    Returns:
+      A `Replicas`. Its `agree` can be used in the same program. Once it is concrete, `str(result)` and
+      `result.check()` name the ranks and the leaves that differ.
     """
     net = check_axes("check_replicas", axis_name)
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -85,5 +99,5 @@ def check_replicas(tree, axis_name):
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
     every = every.reshape(-1, len(sums), 2)
     same = (every[:, None] == every[None]).all(-1)  # [rank, rank, leaf]
-    most = same.sum(1).argmax(0)  # of each leaf, a rank that has what most have
+    most = same.sum(1).argmax(0)  # per leaf, a rank that has the bits of most ranks
     return Replicas(~jnp.take_along_axis(same, most[None, None], 0)[0].T, paths, axis_name)

@@ -1,27 +1,22 @@
-"""What an exchange takes: how `schedule="auto"` decides. All constants of the choice stand here.
+"""The time that an exchange takes. `schedule="auto"` decides by it, and all constants of that choice are here.
 
-A rank sends a message of `wire` compressed bytes, which were `raw` bytes of float32 before, to W - 1 others.
+A rank sends a message to W - 1 others. The message has `wire` compressed bytes, and had `raw` bytes of float32 before.
 
-- two_shot: each of its two exchanges sends W - 1 rows of wire / W bytes. Kernels encode the message, sum a W-th of it
-from
-  W ranks, encode that, and decode the whole.
-- one_shot: one exchange, but W - 1 rows of all the bytes; kernels encode once and decode W messages. For two ranks that
-is
-  the same number of bytes as two_shot in one exchange instead of two, with one rounding instead of two. For more it
-  wins
-  while messages are so small that a row costs its latency, not its bytes.
-- ring: as many bytes as two_shot, in W - 1 steps that wait for one another instead of one exchange, and a rounding at
-every
-  step. On a network where any two ranks talk at full speed it never wins, so "auto" never takes it; it is for
-  those whose links form a ring.
+- two_shot has two exchanges. In each a rank sends W - 1 rows of wire / W bytes. Kernels encode the message, add up one
+  W-th of it from W ranks, encode that sum, and decode the whole.
+- one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and decode W messages. Two
+  ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
+  two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
+- ring sends as many bytes as two_shot, in W - 1 steps that wait for one another instead of one exchange, and rounds at
+  every step. It never wins on a network where any two ranks communicate at full speed, so "auto" never chooses it. It
+  is for networks whose links form a ring.
 
-A sparse codec sends sums in more bytes than leaves, `back`, if they are to have all that was sent: then both send
-nearly the same
-bytes, and one_shot wins until there are so many ranks that sums are dense enough for shorter indices, or none. And what
-a sparse
-codec decodes costs its bytes, not the elements' that are 0.
+A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold everything that was sent.
+Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are then
+so dense that they need shorter indices, or none. Decoding a sparse message costs its bytes, not its elements, most of
+which are 0.
 
-The constants are of the network that compression is for, 1 Gbit/s Ethernet between machines with a few cores.
+The constants describe the network that compression is for: 1 Gbit/s Ethernet between machines with a few cores.
 """
 
 LATENCY = 50e-6  # seconds that a row costs whatever its size: a system call, a switch, a wake-up
@@ -30,7 +25,16 @@ KERNEL = 10e9  # bytes of float32 per second that a kernel encodes or decodes
 
 
 def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> float:
-    """A bound of the time that a reduction to all takes. back: bytes of the sum, if not those of the message."""
+    """An upper bound of the seconds that a sum to all ranks takes.
+
+    Args:
+      schedule: "one_shot" or "two_shot".
+      ranks: the number of ranks.
+      raw: the bytes of the message in float32.
+      wire: the compressed bytes of the message.
+      back: the compressed bytes of the sum. None means as many as `wire`.
+      sparse: whether decoding costs the compressed bytes instead of the float32 bytes.
+    """
     others, back = ranks - 1, wire if back is None else back
     if schedule == "one_shot":
         decoded = wire * ranks if sparse else raw * ranks
@@ -40,5 +44,5 @@ def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = N
 
 
 def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> str:
-    """The schedule with the least time; of equals the one with fewer roundings."""
+    """The schedule that takes the least time. If both take the same, one_shot, which rounds less often."""
     return min(("one_shot", "two_shot"), key=lambda schedule: seconds(schedule, ranks, raw, wire, back, sparse))

@@ -1,22 +1,21 @@
-"""Names of what travels, for profilers, and for `explain`, which finds them in the compiled program.
+"""Names of messages and exchanges, for profilers, and for `explain`, which finds them in the compiled program.
 
-A name ends in a tag, the hash of what it stands for: a thousand leaves would not fit. What tags stand for is remembered
-here
-for as long as the process lives, as traces are: a function that is jitted already is not traced again when it is
-explained.
+A name ends in a tag, a hash of its meaning, because a thousand leaves don't fit into a name. The meanings of tags are
+kept here for the life of the process. JAX keeps its traces as long, and doesn't trace a jitted function again when it
+is explained.
 """
 
 import dataclasses
 import hashlib
 import re
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.spelling import spell
-
-_TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
-_meaning = {}
+from jaxcgx.native.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,66 +23,74 @@ class Message:
     """Leaves that travel together."""
 
     function: str
-    axes: tuple
-    leaves: tuple  # their paths
+    axes: tuple[Any, ...]
+    leaves: tuple[str, ...]  # their paths
 
     @property
-    def name(self):
-        more = f"+{len(self.leaves) - 1}" if len(self.leaves) > 1 else ""
-        return f"{self.function}.{_plain(self.leaves[0])}{more}"
+    def name(self) -> str:
+        first, *others = self.leaves
+        more = f"+{len(others)}" if others else ""
+        return f"{self.function}.{_plain(first)}{more}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf that travels as it is."""
+    """A leaf that travels uncompressed."""
 
     function: str
-    axes: tuple
+    axes: tuple[Any, ...]
     path: str
     dtype: str
     bytes: int
     reason: str
 
     @property
-    def leaves(self):
+    def leaves(self) -> tuple[str, ...]:
         return (self.path,)
 
     @property
-    def name(self):
+    def name(self) -> str:
         return f"{self.function}.raw.{_plain(self.path)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """An exchange of a message over some axes: over all of its call's, or one of several."""
+    """An exchange of a message over all axes of a call, or over one stage of them."""
 
     schedule: str
     codec: Codec
     saving: float  # uncompressed bytes for each byte that is sent
 
     @classmethod
-    def of(cls, schedule, layout, part=1.0):
-        """`part`: of the uncompressed bytes, what the lax namesake would send."""
+    def of(cls, schedule: str, layout: Layout, part: float = 1.0) -> "Exchange":
+        """The exchange of a layout's message. `part` is the fraction of the uncompressed bytes that the collective of
+        lax with the same name would send.
+        """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
         return cls(schedule, layout.codec, part * size / max(layout.chunks * layout.chunk_bytes, 1))
 
     @property
-    def name(self):
+    def name(self) -> str:
         return f"{self.schedule}.{_plain(spell(self.codec))}"
 
 
-def _plain(text):
-    """What of a text neither XLA nor MLIR nor a profiler takes for something else."""
+Meaning = Message | Leaf | Exchange
+_TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
+_meaning: dict[str, Meaning] = {}  # by tag
+
+
+def _plain(text: str) -> str:
+    """The letters, digits and underscores of a text. XLA, MLIR or a profiler may give other characters a meaning."""
     return re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_")[:32] or "x"
 
 
-def scope(meaning):
+def scope(meaning: Meaning) -> AbstractContextManager[Any]:
     """A named scope for a Message, a Leaf or an Exchange."""
     tag = hashlib.blake2b(repr(meaning).encode(), digest_size=5).hexdigest()
     _meaning[tag] = meaning
     return jax.named_scope(f"jaxcgx.{meaning.name}.{tag}")
 
 
-def read(text):
-    """[(name, meaning)] of all scopes that a name in a program mentions. None: it was traced in another process."""
+def read(text: str) -> list[tuple[str, Meaning | None]]:
+    """[(name, meaning)] of all scopes in a name of a program. The meaning is None if another process traced it."""
     return [(name, _meaning.get(tag)) for name, tag in dict.fromkeys(_TAG.findall(text))]

@@ -29,8 +29,10 @@ def connect() -> None:
 @functools.cache
 def _failure() -> str | None:
     """Why the processes are not connected. There is no second try: other processes may have given up."""
+    store, process, processes, coordinator = _compat.rendezvous()
+    assert coordinator, "jax.distributed has a store, but no coordinator"
     try:
-        _connect(*_compat.rendezvous())
+        _connect(store, process, processes, coordinator)
     except RuntimeError as error:
         return str(error)
     return None
@@ -44,7 +46,7 @@ def _connect(store: Any, process: int, processes: int, coordinator: str) -> None
     if process == 0:
         store.key_value_set("jaxcgx/tcp/token", secrets.token_hex(16))
 
-    def get(key, whose):
+    def get(key: Any, whose: int) -> str:
         try:
             return store.blocking_key_value_get(f"jaxcgx/tcp/{key}", int(CONNECT * 1000))
         except jax.errors.JaxRuntimeError as error:

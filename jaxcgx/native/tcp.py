@@ -6,7 +6,8 @@ every rank's place in the mesh.
 """
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -69,13 +70,13 @@ def with_processes(ctx: Any, who: Any, aval: Any) -> Any:
         )
     connect()
 
-    def by_process(who):
+    def by_process(who: jax.Array) -> jax.Array:
         return jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
 
     return mlir.lower_fun(by_process, multiple_results=False)(ctx.replace(avals_in=[aval], avals_out=[aval]), who)[0]
 
 
-def _lower(ctx, x, who, *, operation, targets, net):
+def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> Sequence[Any]:
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx,
         x,
@@ -86,7 +87,7 @@ def _lower(ctx, x, who, *, operation, targets, net):
     )
 
 
-def refuse(ctx: Any, *operands: Any, **params: Any) -> None:
+def refuse(ctx: Any, *operands: Any, **params: Any) -> NoReturn:
     """The lowering rule for platforms other than CPUs."""
     raise NotImplementedError(
         "jaxcgx_tcp: Tcp is for processes that compute on CPUs; the computation is placed on another platform; give "
@@ -94,13 +95,13 @@ def refuse(ctx: Any, *operands: Any, **params: Any) -> None:
     )
 
 
-def _abstract(x, who, *, operation, targets, net):
+def _abstract(x: Any, who: Any, *, operation: str, targets: tuple[int, ...], net: Any) -> tuple[Any, frozenset[Any]]:
     shape = (net.size, *x.shape) if operation == "all_gather" else x.shape
     return _compat.result_aval([x], shape, x.dtype), net.effects
 
 
 # One exchange of longer rows.
-def _batch(operands, dims, *, operation, **params):
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, operation: str, **params: Any) -> tuple[jax.Array, int]:
     (x, who), (dim, _) = operands, dims
     before, after = int(operation == "all_to_all"), int(operation in ("all_to_all", "all_gather"))
     return tcp_exchange_p.bind(jnp.moveaxis(x, dim, before), who, operation=operation, **params), after

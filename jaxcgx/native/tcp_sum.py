@@ -7,6 +7,7 @@ The parts are in the same order as in ops.py. `net` is the transport (transports
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,9 +62,8 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
       divisor: what the sum is divided by.
       net: the transport.
     """
-    pieces = (
-        1 if layout.codec.whole else max(1, min(MOST_PIECES, layout.chunk_bytes // PIECE))
-    )  # a leaf's part is one bucket
+    # A whole codec makes one bucket of a leaf's part, which can't be cut.
+    pieces = 1 if layout.codec.whole else max(1, min(MOST_PIECES, layout.chunk_bytes // PIECE))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     operands = operands._replace(who=who_takes_part(net))
     if not layout.codec.stochastic:
@@ -89,21 +89,22 @@ def _results(tree: Any) -> Any:
     return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
 
 
-def _lower(ctx, *operands, tree, layout, batch, how, net):
+def _lower(
+    ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+) -> Sequence[Any]:
     places = tree.unflatten(range(tree.num_leaves))
-    operands, messages = list(operands), math.prod(batch)
-    operands[places.who] = with_processes(ctx, operands[places.who], ctx.avals_in[places.who])
+    given, messages = list(operands), math.prod(batch)
+    given[places.who] = with_processes(ctx, given[places.who], ctx.avals_in[places.who])
     # As xla_ffi/tcp/allreduce.h counts them.
     payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
-    aliases = {
-        place: place for place in places.residuals or ()
-    }  # in place: a residual is the result of the same number
+    # Residuals are updated in place: operand and result have the same number.
+    aliases = {place: place for place in places.residuals or ()}
     call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)
     hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     results = call(
         hidden,
-        *operands,
+        *given,
         **layout.attributes,
         two_shot=how.two_shot,
         own=how.own,
@@ -118,8 +119,10 @@ def _lower(ctx, *operands, tree, layout, batch, how, net):
     return results[:-1]
 
 
-def _abstract(*avals, tree, layout, batch, how, net):
-    def result(shape, dtype):
+def _abstract(
+    *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
+) -> tuple[list[Any], frozenset[Any]]:
+    def result(shape: tuple[int, ...], dtype: Any) -> Any:
         return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
 
     sums = [result(s, d if how.two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
@@ -129,7 +132,9 @@ def _abstract(*avals, tree, layout, batch, how, net):
 
 
 # One call for all messages, as with the operations.
-def _batch(operands, dims, *, tree, batch, **params):
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
+) -> tuple[list[jax.Array], list[int]]:
     moved, who = in_front(operands, dims), tree.unflatten(range(tree.num_leaves)).who
     moved[who] = operands[who]
     results = tcp_allreduce_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)

@@ -23,17 +23,17 @@ class Tcp:
     name: Hashable
     timeout: float = 1800.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.name, tuple | list | Tcp):
             raise wrong("Tcp", "name", "the name of one axis", repr(self.name), "a tuple of axes has a Tcp for each")
         check_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
 
 
-def _each(axis_name: Any) -> tuple:
+def _each(axis_name: Any) -> tuple[Any, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-def axis_names(axis_name: Any) -> tuple:
+def axis_names(axis_name: Any) -> tuple[Any, ...]:
     """The names of an axis or a tuple of axes, without the marks."""
     return tuple(axis.name if isinstance(axis, Tcp) else axis for axis in _each(axis_name))
 

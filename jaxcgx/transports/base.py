@@ -8,6 +8,7 @@ A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `r
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,10 +34,10 @@ class PiecewiseSum(NamedTuple):
 class Transport:
     """The ranks of an exchange, and how bytes get from one to another."""
 
-    names: tuple
+    names: tuple[Any, ...]
     """The named axes of JAX that it runs over; () for processes that JAX doesn't know as ranks."""
 
-    effects: frozenset
+    effects: frozenset[Any]
     """The effects, besides those of the names, that its operations have in a program."""
 
     size: Any
@@ -50,7 +51,7 @@ class Transport:
     exchange."""
 
     @property
-    def parts(self) -> dict[Any, "Transport"]:
+    def parts(self) -> Mapping[Any, "Transport"]:
         """The levels of a hierarchy by name, outermost first. A transport without levels has none."""
         return {}
 

@@ -1,18 +1,19 @@
 """Ranks of an MPI communicator, one process each: mpi4jax moves the bytes.
 
 mpi4jax chains its operations by an ordered effect: they run in the order of the program, which must be the same on
-every
-rank. A primitive that contains one says so (`effects`), and a program with one runs on a single device. Its operations
-lack
-rules for vmap, have other derivatives than lax's, and know no floats under 32 bits and no integers under 8; hence
-primitives
-around those in use, linear in one array.
+every rank. A primitive that contains such an operation declares the effect (`effects`), and a program with it runs on a
+single device.
 
-Ranks and sizes are Python's numbers, not traced ones: every rank compiles a program of its own.
+mpi4jax's operations have no rules for vmap, other derivatives than lax's, and no floats under 32 bits or integers under
+8 bits. So the operations that exchanges use are wrapped in primitives that are linear in one array.
+
+Ranks and sizes are Python ints, not traced arrays: every rank compiles its own program.
 """
 
 import dataclasses
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +22,30 @@ from mpi4py import MPI
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
+from jaxcgx.checks import unexpected
 from jaxcgx.transports import base
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
 
-with (
-    warnings.catch_warnings()
-):  # a release of mpi4jax warns of every JAX newer than itself; jaxcgx has bounds of its own for JAX
+# A release of mpi4jax warns about every JAX newer than itself. jaxcgx has its own bounds for JAX.
+with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
-    import mpi4jax
+    import mpi4jax  # pyright: ignore[reportMissingTypeStubs]  (it has no types)
 
-EFFECTS = frozenset(jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects)
+EFFECTS: frozenset[Any] = frozenset(jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects)
 _compat.allow_in_remat(EFFECTS)
 MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
 _OWN = MPI.Comm.Create_keyval()
 
 
+# Communicators are Any: type checkers can't rely on mpi4py's types.
+
+
 @dataclasses.dataclass(frozen=True)
 class Comm(Transport):
-    """The ranks of a communicator. transports/xla.py says what a transport has."""
+    """The ranks of a communicator. transports/base.py documents the members of a transport."""
 
-    handle: int  # MPI's, of a communicator that nobody else uses
+    handle: int  # MPI's handle of a communicator that nobody else uses
     size: int
     rank: int
 
@@ -49,14 +53,17 @@ class Comm(Transport):
     effects = EFFECTS
 
     @classmethod
-    def over(cls, comm):
+    def over(cls, comm: Any) -> "Comm":
+        """The ranks of an mpi4py communicator that nobody else uses."""
         return cls(comm.handle, comm.size, comm.rank)
 
     @classmethod
-    def of(cls, comm):
-        """The ranks of an mpi4py communicator. What a program sends while Python is ahead of it must not meet what
-        Python
-        sends: the program has a duplicate, which the communicator keeps."""
+    def of(cls, comm: Any) -> "Comm":
+        """The ranks of any mpi4py communicator.
+
+        Python may be ahead of a program, and its messages must not meet the program's. So the program uses a duplicate,
+        which the communicator keeps.
+        """
         own = comm.Get_attr(_OWN)
         if own is None:
             own = comm.Dup()
@@ -64,136 +71,128 @@ class Comm(Transport):
         return cls.over(own)
 
     @property
-    def comm(self):
+    def comm(self) -> Any:
         return MPI.Intracomm.fromhandle(self.handle)
 
-    def all_to_all(self, x):
-        """Row r goes to rank r; row r of the result came from rank r."""
-        return all_to_all_p.bind(x, net=self)
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        return all_to_all_p.bind(rows, net=self)
 
-    def all_gather(self, x):
-        """Every rank's x, in rank order."""
-        return all_gather_p.bind(x, net=self)
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        return all_gather_p.bind(row, net=self)
 
-    def shift(self, x):
-        """x of the rank before; the last rank's for the first."""
-        _counted(x.size)
-        return mpi4jax.sendrecv(x, x, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
+    def shift(self, row: jax.Array) -> jax.Array:
+        _check_count(row.size)
+        return mpi4jax.sendrecv(row, row, (self.rank - 1) % self.size, (self.rank + 1) % self.size, comm=self.comm)
 
-    def broadcast(self, x, root):
-        """x of the rank `root`."""
+    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        """The array of rank `root`."""
         return broadcast_p.bind(x, net=self, root=root)
 
-    def plain_psum(self, x):
+    def plain_psum(self, x: jax.Array) -> jax.Array:
         return psum_p.bind(countable(x), net=self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared(Shm):
-    """The ranks of a communicator within a host: their memory moves the bytes, in one order with what MPI moves."""
+    """The ranks of a communicator within a host. Shared memory moves the bytes, in one order with MPI's exchanges."""
 
     handle: int
 
     @classmethod
-    def over(cls, comm):
-        return cls(**vars(Shm.over(comm, effects=EFFECTS)), handle=comm.handle)
+    def over(cls, comm: Any, timeout: float = 1800.0, effects: frozenset[Any] = EFFECTS) -> "Shared":
+        return cls(**vars(Shm.over(comm, timeout, effects)), handle=comm.handle)
 
     @property
-    def comm(self):
+    def comm(self) -> Any:
         return MPI.Intracomm.fromhandle(self.handle)
 
 
 @dataclasses.dataclass(frozen=True)
 class Nodes(Transport):
-    """The ranks of nodes with as many ranks each, those of the first node first."""
+    """The ranks of nodes of equal size, those of the first node first."""
 
-    everybody: Comm | Shared  # all ranks together; of one node its `inner`
-    cross: Comm  # the ranks that have this one's place in their nodes
+    everybody: Comm | Shared  # all ranks together; `inner` if there is one node
+    cross: Comm  # the ranks with this rank's place in their nodes
     inner: Comm | Shared  # the ranks of this node
 
     names = ()
     effects = EFFECTS
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self.everybody.size
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self.everybody.rank
 
     @property
-    def comm(self):
+    def comm(self) -> Any:
         return self.everybody.comm
 
-    def all_to_all(self, x):
-        return self.everybody.all_to_all(x)
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        return self.everybody.all_to_all(rows)
 
-    def all_gather(self, x):
-        return self.everybody.all_gather(x)
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        return self.everybody.all_gather(row)
 
-    def shift(self, x):
-        return self.everybody.shift(x)
+    def shift(self, row: jax.Array) -> jax.Array:
+        return self.everybody.shift(row)
 
-    def broadcast(self, x, root):
+    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        """The array of rank `root`."""
         return self.everybody.broadcast(x, root)
 
-    def plain_psum(self, x):
+    def plain_psum(self, x: jax.Array) -> jax.Array:
         return self.everybody.plain_psum(x)
 
     @property
-    def parts(self):
+    def parts(self) -> Mapping[Any, Comm | Shared]:
         return {"cross": self.cross, "inner": self.inner}
 
-    def leaders(self):
+    def leaders(self) -> "Leaders":
         return Leaders(self.cross, self.inner)
 
 
 class Leaders(base.Leaders):
-    """The first ranks of the nodes, which alone speak. The others run no part of an exchange but its last, in which
-    their
-    leader hands them what came."""
+    """The first ranks of the nodes. Only they exchange. The other ranks take part in the last step alone, in which
+    their leader gives them its result.
+    """
 
-    def __init__(self, cross, inner):
-        self.cross, self.inner, self.size, self.rank, self.speaks = (
-            cross,
-            inner,
-            cross.size,
-            cross.rank,
-            inner.rank == 0,
-        )
+    def __init__(self, cross: Comm, inner: Comm | Shared) -> None:
+        self.cross, self.inner = cross, inner
+        self.size, self.rank = cross.size, cross.rank
+        self.speaks = inner.rank == 0
 
-    def all_to_all(self, x):
-        return self.cross.all_to_all(x) if self.speaks else x
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        return self.cross.all_to_all(rows) if self.speaks else rows
 
-    def all_gather(self, x):
-        return self.inner.broadcast(
-            self.cross.all_gather(x) if self.speaks else jnp.zeros((self.size, *x.shape), x.dtype), 0
-        )
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        rows = self.cross.all_gather(row) if self.speaks else jnp.zeros((self.size, *row.shape), row.dtype)
+        return self.inner.broadcast(rows, 0)
 
-    def shift(self, x):
-        return self.cross.shift(x) if self.speaks else x
+    def shift(self, row: jax.Array) -> jax.Array:
+        return self.cross.shift(row) if self.speaks else row
 
-    def plain_psum(self, x):
+    def plain_psum(self, x: jax.Array) -> jax.Array:
         return self.cross.plain_psum(x)
 
 
-def _counted(count):
+def _check_count(count: int) -> None:
     if count > MOST:
-        raise ValueError(
-            f"jaxcgx.mpi: expected at most 2^31 - 1 elements for each rank in one exchange, got {count}; cut the leaf "
-            "into several"
-        )
+        expected = "at most 2^31 - 1 elements for each rank in one exchange"
+        raise unexpected("jaxcgx.mpi", expected, count, "cut the leaf into several")
 
 
-def _short(dtype, kind, bits):
+def _short(dtype: Any, kind: Any, bits: int) -> bool:
+    """Whether a dtype is of a kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
-def _moved(move):
-    """`move`, which leaves elements as they are, of any dtype."""
+def _of_any_dtype(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`move`, which only moves elements, for arrays of any dtype."""
 
-    def run(x, **params):
+    def run(x: jax.Array, **params: Any) -> jax.Array:
         if _short(x.dtype, jnp.floating, 32):
             bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
             return lax.bitcast_convert_type(move(bits, **params), x.dtype)
@@ -204,20 +203,34 @@ def _moved(move):
     return run
 
 
-def _define(name, run, shape, transpose, before=0, after=0):
-    """A primitive, linear in one array. run(x, net, ...): what it does. shape(shape, net): of its result. before,
-    after: where
-    vmap's dimension stands in its operand and in its result. transpose(cotangent, net, ...): of the operand."""
+def _define(
+    name: str,
+    run: Callable[..., jax.Array],
+    shape: Callable[[tuple[int, ...], Comm], tuple[int, ...]],
+    transpose: Callable[..., jax.Array],
+    before: int = 0,
+    after: int = 0,
+) -> Any:
+    """A primitive that is linear in one array.
+
+    Args:
+      name: the end of its name.
+      run: run(x, net, ...) is the operation.
+      shape: shape(shape of x, net) is the shape of the result.
+      transpose: transpose(cotangent, net, ...) is the cotangent of x.
+      before: where vmap's dimension is in x.
+      after: where vmap's dimension is in the result.
+    """
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("net", "root")))
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
-    def abstract(x, *, net, **params):
+    def abstract(x: Any, *, net: Comm, **params: Any) -> tuple[Any, frozenset[Any]]:
         return _compat.result_aval([x], shape(x.shape, net), x.dtype), EFFECTS
 
     primitive.def_effectful_abstract_eval(abstract)
 
-    def batched(operands, dims, **params):
+    def batched(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[jax.Array, int]:
         return primitive.bind(jnp.moveaxis(operands[0], dims[0], before), **params), after
 
     batching.primitive_batchers[primitive] = batched
@@ -225,29 +238,31 @@ def _define(name, run, shape, transpose, before=0, after=0):
     return primitive
 
 
-# psum: to the transpose each rank's cotangent is its own, so that their sum is the operand's (lax's where nothing is
-# tracked)
+# psum: the transpose takes every rank's cotangent as its own, and their sum is the operand's cotangent. lax does the
+# same where it doesn't track what varies.
 
 
-def _psum(x, net):
+def _psum(x: jax.Array, net: Comm) -> jax.Array:
     if net.size == 1:
         return x
-    _counted(x.size)
-    dtype = (
-        jnp.float32 if _short(x.dtype, jnp.floating, 32) else jnp.int8 if _short(x.dtype, jnp.integer, 8) else x.dtype
-    )
+    _check_count(x.size)
+    dtype = x.dtype
+    if _short(dtype, jnp.floating, 32):
+        dtype = jnp.float32
+    elif _short(dtype, jnp.integer, 8):
+        dtype = jnp.int8
     return mpi4jax.allreduce(x.astype(dtype), MPI.SUM, comm=net.comm).astype(x.dtype)
 
 
 psum_p = _define("psum", _psum, lambda shape, net: shape, lambda ct, net: net.plain_psum(ct))
 
 
-# all_to_all: row r came from rank r, and its cotangent goes back there
+# all_to_all: row r came from rank r, so its cotangent goes back to rank r.
 
 
-@_moved
-def _all_to_all(x, net):
-    _counted(x.size // net.size)
+@_of_any_dtype
+def _all_to_all(x: jax.Array, net: Comm) -> jax.Array:
+    _check_count(x.size // net.size)
     return mpi4jax.alltoall(x, comm=net.comm)
 
 
@@ -256,12 +271,12 @@ all_to_all_p = _define(
 )
 
 
-# all_gather: rank r's array is in row r of every rank, whose cotangents for it r adds
+# all_gather: every rank has rank r's array in row r, so rank r adds up the cotangents of those rows.
 
 
-@_moved
-def _all_gather(x, net):
-    _counted(x.size)
+@_of_any_dtype
+def _all_gather(x: jax.Array, net: Comm) -> jax.Array:
+    _check_count(x.size)
     return mpi4jax.allgather(x, comm=net.comm)
 
 
@@ -270,16 +285,16 @@ all_gather_p = _define(
 )
 
 
-# broadcast: every rank has the root's array, and only the root's has a cotangent, the sum of theirs
+# broadcast: every rank has the root's array, so the root's cotangent is the sum of all, and the others' are 0.
 
 
-@_moved
-def _broadcast(x, net, root):
-    _counted(x.size)
+@_of_any_dtype
+def _broadcast(x: jax.Array, net: Comm, root: int) -> jax.Array:
+    _check_count(x.size)
     return mpi4jax.bcast(x, root, comm=net.comm)
 
 
-def _broadcast_transpose(ct, net, root):
+def _broadcast_transpose(ct: jax.Array, net: Comm, root: int) -> jax.Array:
     total = net.plain_psum(ct)
     return total if net.rank == root else jnp.zeros_like(total)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import lax
 
+from jaxcgx.checks import wrong
 from jaxcgx.transports.axes import axis_names, marked
 from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
@@ -15,9 +16,7 @@ def check_axes(op: str, axis_name: Any) -> Axes:
     names = axis_names(axis_name)
     single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
     if not names or not single or len(set(names)) < len(names):
-        raise ValueError(
-            f"{op}: argument 'axis_name': expected a name or a tuple of different names, got {axis_name!r}"
-        )
+        raise wrong(op, "axis_name", "a name or a tuple of different names", repr(axis_name))
     for name in names:
         try:
             lax.axis_size(name)

@@ -1,27 +1,29 @@
 """Ranks that are processes of one host: they copy through memory that they share. xla_ffi/shm/ring.h says how.
 
-Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python's numbers,
-not
-traced ones: every rank compiles a program of its own, for one device.
+Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python ints, not
+traced arrays: every rank compiles its own program, for one device.
 """
 
 import dataclasses
-import numbers
 import os
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
+from jaxcgx.checks import check_number
 from jaxcgx.native.registration import module
 from jaxcgx.native.rows import add
 from jaxcgx.native.shm import exchange
 from jaxcgx.transports.base import Transport, countable
 
-EFFECTS = frozenset({_compat.OrderedEffect()})
+EFFECTS: frozenset[Any] = frozenset({_compat.OrderedEffect()})
 
 
-def _together(comm, step):
-    """What `step` returns on each rank; an error of one is an error of all."""
+def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
+    """What `step` returns on each rank. If it fails on one rank, every rank raises that error."""
     try:
         mine = step()
     except (OSError, RuntimeError) as error:
@@ -35,26 +37,28 @@ def _together(comm, step):
 
 @dataclasses.dataclass(frozen=True)
 class Shm(Transport):
-    """The processes of a communicator. transports/xla.py says what a transport has."""
+    """The processes of a communicator. transports/base.py documents the members of a transport."""
 
-    segment: int  # the native module's number
+    segment: int  # the native module's number for the shared memory
     size: int
     rank: int
     names = ()
-    effects: frozenset  # one effect, of everything that must run in one order
+    effects: frozenset[Any]  # one effect, shared by everything that must run in one order
 
+    # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.
     @classmethod
-    def over(cls, comm, timeout=1800.0, effects=EFFECTS):
-        """The ranks of an mpi4py communicator, or of anything with a rank, a size and an allgather like one's. They
-        call it together.
+    def over(cls, comm: Any, timeout: float = 1800.0, effects: frozenset[Any] = EFFECTS) -> "Shm":
+        """The transport over the ranks of a communicator. All ranks call it together.
 
-        timeout: seconds, of every wait for another rank. effects: if a program waits for other ranks in another way
-        too, its
-        effect: two orders, each kept, may still have two ranks wait for each other.
+        Args:
+          comm: an mpi4py communicator, or any object with a rank, a size and an allgather like one's.
+          timeout: the seconds that one wait for another rank may take.
+          effects: a set of one ordered effect, which the exchanges have. A program that also waits for other ranks in
+            another way passes the effect of that way. With two effects each order is kept, and two ranks may still wait
+            for each other.
         """
-        if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not 0 < timeout < 1e9:
-            raise ValueError(f"Shm.over: argument 'timeout': expected a positive number of seconds, got {timeout!r}")
-        # Whoever attaches waits for all: what one rank can't do is found out before.
+        check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
+        # shm_attach waits for all ranks. The steps before it find what one rank can't do.
         _together(comm, lambda: module().shm_detach(module().shm_attach(module().shm_create(1), 0, 1, timeout)))
         name = _together(comm, lambda: module().shm_create(comm.size) if comm.rank == 0 else None)[0]
         process, file, _ = name.split(":")
@@ -62,28 +66,25 @@ class Shm(Transport):
         segments = _together(comm, lambda: module().shm_attach(name, comm.rank, comm.size, timeout))
         return cls(segments[comm.rank], comm.size, comm.rank, effects)
 
-    def close(self):
-        """Leaves the other ranks. Without it the end of the process does."""
+    def close(self) -> None:
+        """Leaves the other ranks. The end of the process does the same."""
         module().shm_detach(self.segment)
 
-    def all_to_all(self, x):
-        """Row r goes to rank r; row r of the result came from rank r."""
-        return exchange("all_to_all", x, self)
+    def all_to_all(self, rows: jax.Array) -> jax.Array:
+        return exchange("all_to_all", rows, self)
 
-    def all_gather(self, x):
-        """Every rank's x, in rank order."""
-        return exchange("all_gather", x, self)
+    def all_gather(self, row: jax.Array) -> jax.Array:
+        return exchange("all_gather", row, self)
 
-    def shift(self, x):
-        """x of the rank before; the last rank's for the first."""
-        return exchange("shift", x, self, 1 % self.size)
+    def shift(self, row: jax.Array) -> jax.Array:
+        return exchange("shift", row, self, 1 % self.size)
 
-    def broadcast(self, x, root):
-        """x of the rank `root`."""
+    def broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        """The array of rank `root`."""
         return exchange("broadcast", x, self, root)
 
-    def plain_psum(self, x):
-        """In rank order; every rank adds up a part."""
+    def plain_psum(self, x: jax.Array) -> jax.Array:
+        """The sum in rank order. Every rank adds up a part of it."""
         flat = jnp.ravel(countable(x))
         parts = jnp.pad(flat, (0, -x.size % self.size)).reshape(self.size, -1)
         return self.all_gather(add(self.all_to_all(parts))).ravel()[: x.size].reshape(x.shape)

@@ -7,6 +7,7 @@ Exchanges run in the order of the program, the same on every rank, and hold no t
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jaxcgx.transports.xla import Axes, Leaders
 ORDER = _compat.OrderedOnEachDevice()
 
 
-def check_tcp(op: str, names: tuple, marks: tuple[Tcp, ...]) -> "TcpAxes":
+def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
     """The transport over named axes, some of which are marked as Tcp."""
     mesh, processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     if others := [axis.name for axis in marks if axis.name not in mesh.manual_axes]:
@@ -49,7 +50,7 @@ class TcpAxes(Axes):
     """Named axes, some of them in `over`. All axes together go over connections, and so does each axis in `over` by
     itself."""
 
-    over: frozenset
+    over: frozenset[Any]
     timeout: float
 
     order = ORDER
@@ -59,7 +60,7 @@ class TcpAxes(Axes):
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
 
     @property
-    def parts(self) -> dict[Any, Axes]:
+    def parts(self) -> Mapping[Any, Axes]:
         return {name: self._part(name) for name in self.names}
 
     def leaders(self) -> Leaders:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -18,12 +18,12 @@ from jaxcgx.transports import base
 class Axes(base.Transport):
     """The ranks of one named axis, or of several taken as one, outermost first."""
 
-    names: tuple
+    names: tuple[Any, ...]
 
-    effects = frozenset()
+    effects = frozenset[Any]()
 
     @property
-    def parts(self) -> dict[Any, "Axes"]:
+    def parts(self) -> Mapping[Any, "Axes"]:
         return {name: Axes((name,)) for name in self.names}
 
     def leaders(self) -> "Leaders":

@@ -25,6 +25,7 @@ from jax import lax
 
 import jaxcgx as cgx
 from jaxcgx.exchange import schedules
+from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.transports.shm import Shm
 
 BYTES = (0, 1, 17, 1_000_003)
@@ -34,7 +35,8 @@ LEAVES = {"w": ((300, 37), jnp.float32), "b": ((17,), jnp.float32), "half": ((30
 
 def allreduce(schedule, net, *leaves):
     codec, key = cgx.MaxMin(4, rounding="stochastic"), jnp.array([1, 2], jnp.uint32)
-    return schedules.allreduce(schedule, net, codec, list(leaves), None, tuple(range(len(leaves))), key, "raw", 1.0)[0]
+    message = Message(tuple(range(len(leaves))), list(leaves), key)
+    return schedules.allreduce(Stage(net, codec, schedule, codec), message, Sum()).leaves
 
 
 class Comm:
