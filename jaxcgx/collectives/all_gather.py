@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Options, check_dimension
-from jaxcgx.collectives.calls import Call
+from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.exchange import rows
+from jaxcgx.exchange.message import Message
 from jaxcgx.transports.base import Transport, join_rows
 from jaxcgx.transports.resolve import check_axes
 
@@ -27,7 +28,9 @@ def compressed_all_gather(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """Every rank's `x`, as `jax.lax.all_gather`. A rank decodes its own bytes, too, so all ranks get the same.
+    """Every rank's `x`, as `jax.lax.all_gather`.
+
+    A rank decodes its own bytes, too, so all ranks get the same arrays.
 
     Args:
       x: a pytree of arrays.
@@ -50,17 +53,17 @@ def compressed_all_gather(
 def gather(
     op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: tuple[int, bool], to: str = "varying"
 ) -> Any:
-    """dimension: `axis` and `tiled`."""
+    """`compressed_all_gather` over the ranks of a transport. dimension: `axis` and `tiled`."""
     call, (axis, tiled) = Call(op, x, net, codec, options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))
     extra = 0 if tiled else 1
     dims = [check_dimension(op, "axis", axis, leaf, path, extra) for leaf, path in zip(call.leaves, call.paths)]
 
-    def plain(leaf, i):
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_all_gather(leaf, dims[i], tiled, to)
 
-    def compressed(message, route):
+    def compressed(message: Message, route: Route) -> list[Any]:
         shapes, n = [x.shape for x in message.leaves], len(route.stages)
         gathered = message
         for j, stage in enumerate(route.stages):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible
-from jaxcgx.collectives.calls import Call, by_stage
+from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
+from jaxcgx.exchange.message import Message
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
 
@@ -27,8 +28,9 @@ def compressed_all_to_all(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """Slice r of `x` along `split_axis` to rank r, and the slices that come along `concat_axis`, as
-    `jax.lax.all_to_all`.
+    """The exchange of slices among ranks, as `jax.lax.all_to_all`.
+
+    Slice r of `x` along `split_axis` goes to rank r. The slices that arrive are joined along `concat_axis`.
 
     Args:
       x: a pytree of arrays.
@@ -51,19 +53,20 @@ def compressed_all_to_all(
 def exchange(
     op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: tuple[int, int], tiled: bool
 ) -> Any:
-    """dimensions: `split_axis` and `concat_axis`."""
+    """`compressed_all_to_all` over the ranks of a transport. dimensions: `split_axis` and `concat_axis`."""
     call = Call(op, x, net, codec, options)
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
-    split_axes, concat_axes = [], []
+    split_axes: list[int] = []
+    concat_axes: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
         split_axes.append(check_dimension(op, "split_axis", dimensions[0], leaf, path))
         concat_axes.append(check_dimension(op, "concat_axis", dimensions[1], leaf, path))
         check_divisible(op, "split_axis", split_axes[-1], leaf, path, (call.size, tiled))
 
-    def plain(leaf, i):
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_all_to_all(leaf, split_axes[i], concat_axes[i], tiled)
 
-    def compressed(message, route):
+    def compressed(message: Message, route: Route) -> list[Any]:
         split = [split_rows(x, split_axes[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(route.stages))):

@@ -1,4 +1,4 @@
-"""What every collective takes besides its array, its axis and its codec, and how these arguments are checked."""
+"""The options that all collectives share, and the checks of their arguments."""
 
 import operator
 import warnings
@@ -29,8 +29,8 @@ class Options(NamedTuple):
     backward_codec: Any = None
 
 
-def check_each(op: str, argument: str, given: dict, net: Transport, what: str) -> list:
-    """The values of a dict for the parts of a transport, outermost first."""
+def check_each(op: str, argument: str, given: dict[Any, Any], net: Transport, what: str) -> list[Any]:
+    """The values of a dict for the parts of a transport, outermost first. what: the values, in words."""
     missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
     if missing or unknown:
         problems = [(missing, "missing"), (unknown, "not among them")]
@@ -40,8 +40,10 @@ def check_each(op: str, argument: str, given: dict, net: Transport, what: str) -
 
 
 def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[Stage, ...]:
-    """The stages, outermost first: one exchange over all ranks together, or one for each part. Schedules are chosen
-    later."""
+    """The stages, outermost first: one exchange over all ranks together, or one for each part.
+
+    Their schedules are chosen later.
+    """
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
         return (Stage(net, one, "auto", one),)
@@ -65,10 +67,10 @@ def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], 
                 )
 
 
-def check_key(op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple) -> jax.Array | None:
+def check_key(op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple[Any, ...]) -> jax.Array | None:
     """The key's words if one of the codecs in use draws noise, else None.
 
-    `possible` are the codecs that another tree would travel with: a key for one of these is no mistake.
+    `possible` are the codecs that leaves of another tree could use. A key for one of these is no mistake.
     """
     drawing = [codec for codec in used if codec.stochastic]
     if key is None:
@@ -113,8 +115,7 @@ def check_own(op: str, own: str, schedule: str) -> None:
 
 
 def check_hops(op: str, stage: Stage) -> None:
-    """Checks that the codec can go from neighbour to neighbour: what a rank passes on is a sum, and must take no more
-    bytes."""
+    """Checks that the codec can go from neighbour to neighbour: sums must take no more bytes than leaves."""
     if stage.schedule == "ring" and stage.codec.of_sum(2) != stage.codec:
         raise wrong(
             op,
@@ -125,8 +126,8 @@ def check_hops(op: str, stage: Stage) -> None:
         )
 
 
-def check_tracked(op: str, names: tuple) -> bool:
-    """Whether JAX tracks what varies over the axes (shard_map's check_vma): over all of them or over none."""
+def check_tracked(op: str, names: tuple[Any, ...]) -> bool:
+    """Whether JAX tracks which values vary over the axes (shard_map's check_vma). It must for all of them or none."""
     tracked = _compat.tracked_axes(names)
     if tracked and (others := [name for name in names if name not in tracked]):
         raise wrong(
@@ -140,7 +141,7 @@ def check_tracked(op: str, names: tuple) -> bool:
 
 
 def check_leaf(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
-    """The leaf as an array that a device has whole."""
+    """The leaf as an array. It must be whole on a device."""
     leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
         raise wrong(
@@ -168,8 +169,7 @@ def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any
 
 
 def check_divisible(op: str, argument: str, dimension: int, leaf: Any, path: Any, share: tuple[int, bool]) -> None:
-    """Checks that a dimension can be split among ranks. share: their number, and whether the dimension stays
-    (`tiled`)."""
+    """Checks that a dimension can be split among ranks. share: the number of ranks, and `tiled`."""
     (size, tiled), n = share, leaf.shape[dimension]
     if n % size if tiled else n != size:
         expected = f"dimension {dimension} to have " + (

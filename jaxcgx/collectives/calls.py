@@ -25,13 +25,13 @@ class Route:
 
     @classmethod
     def of(cls, stages: tuple[Stage, ...], backward: tuple[Stage, ...]) -> "Route":
-        """backward: the stages of the transpose, as many."""
+        """The route for as many stages there and back. backward: the stages of the transpose."""
         both = [there._replace(backward=back.codec) for there, back in zip(stages, backward)]
         return cls(tuple(stage for stage in both if stage.net.size > 1) or (both[0],))
 
     @property
     def codecs(self) -> list[Codec]:
-        """All codecs, those of the transpose too."""
+        """All codecs, with those of the transpose."""
         return [stage.codec for stage in self.stages] + [stage.backward for stage in self.stages]
 
     def others(self, j: int) -> tuple[Stage, ...]:
@@ -39,16 +39,16 @@ class Route:
         return self.stages[:j] + self.stages[j + 1 :]
 
     def with_key(self, message: Message, j: int, others: tuple[Stage, ...]) -> Message:
-        """The message with the key of stage j: ranks that differ in their place along `others` draw different noise."""
+        """The message with the key of stage j. Ranks that differ in their place along `others` draw different noise."""
         return message if len(self.stages) == 1 else message.replace(key=fold_stage(message.key, j, others))
 
 
 class Call:
-    """The checked arguments that every collective has. Leaves of one route share messages."""
+    """The checked arguments of a collective. Leaves of one route share messages."""
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
-    ):
+    ) -> None:
         """sums: whether it is a sum to all ranks. gradients: whether gradients will be exchanged in place of `x`."""
         self.op, self.net, self.size = op, net, net.size
         argument = "params" if gradients else "x"
@@ -82,9 +82,10 @@ class Call:
             else:
                 self.groups.setdefault(route, []).append(i)
 
-    def _assign(self, argument: str, codec: Any) -> tuple:
-        """The stages of each leaf, why a plan leaves it raw, the codecs in use, and those of another tree (see
-        check_key)."""
+    def _assign(
+        self, argument: str, codec: Any
+    ) -> tuple[list[tuple[Stage, ...]], list[str | None], list[Codec], list[Codec]]:
+        """The stages of each leaf, why a plan leaves it raw, the codecs in use, and the possible ones (check_key)."""
         if isinstance(codec, plan.Plan):
             assigned = codec.assign(self.op, argument, self.paths, self.leaves)
             stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
@@ -94,8 +95,8 @@ class Call:
         codecs = [stage.codec for stage in stages]
         return [stages] * len(self.leaves), [None] * len(self.leaves), codecs, codecs
 
-    def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple:
-        """Both with as many stages: what travels raw over all ranks together also travels raw over each part."""
+    def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+        """Both with as many stages: a raw exchange over all ranks together is also a raw exchange over each part."""
         if len(there) == len(back):
             return there, back
         flat, parts = sorted((there, back), key=len)
@@ -110,7 +111,7 @@ class Call:
         return (flat, parts) if len(there) < len(back) else (parts, flat)
 
     def _why_raw(self, argument: str, i: int, guarded: str | None, strict: bool) -> str | None:
-        """Why a leaf travels as it is; None where it is compressed. guarded: why the plan says so."""
+        """Why a leaf travels as it is; None where it is compressed. guarded: the plan's reason for it, if any."""
         leaf, codecs = self.leaves[i], self.routes[i].codecs
         reason = plan.why_raw(leaf, codecs) or ("there is one rank" if self.size == 1 else None)
         refused = not guarded and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in codecs)
@@ -119,7 +120,7 @@ class Call:
             raise (ValueError if refused else TypeError)(text)
         return reason and (guarded or reason)
 
-    def run(self, plain: Callable[[Any, int], Any], compressed: Callable[[Message, Route], list]) -> Any:
+    def run(self, plain: Callable[[Any, int], Any], compressed: Callable[[Message, Route], list[Any]]) -> Any:
         """The tree of results.
 
         Args:

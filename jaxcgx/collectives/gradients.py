@@ -10,27 +10,27 @@ import jax.numpy as jnp
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.collectives.arguments import Options
+from jaxcgx.collectives.calls import Route
 from jaxcgx.collectives.psum import Reduction
 from jaxcgx.exchange.message import Message
 from jaxcgx.transports.resolve import check_axes
 
 
-def _vary(x: Any, names: tuple) -> Any:
-    """The tree, varying over the axes where JAX tracks that."""
+def _vary(x: Any, names: tuple[Any, ...]) -> Any:
+    """The tree, varying over those of the axes where JAX tracks that."""
     tracked = _compat.tracked_axes(names)
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _own(names, loss):
-    """The loss. It is checked to be each rank's own where it has a derivative: a constant may be the same
-    everywhere."""
+def _own(names: tuple[Any, ...], loss: Any) -> Any:
+    """The loss. Differentiation checks that it is this rank's own; a constant may be the same everywhere."""
     return loss
 
 
 @_own.defjvp
-def _own_jvp(names, primals, tangents):
-    varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(primals)))
+def _own_jvp(names: tuple[Any, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    varying = frozenset[Any]().union(*map(_compat.varying_axes, jax.tree.leaves(primals)))
     if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
         raise wrong(
             "local_value_and_grad",
@@ -71,13 +71,13 @@ def local_value_and_grad(
         raise wrong("local_value_and_grad", "fun", "a function", repr(fun), kind=TypeError)
 
     @functools.wraps(fun)
-    def value_and_grad(*args, **kwargs):
+    def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         names, given = check_axes("local_value_and_grad", axis_name).names, list(args)
         for i in argnums if isinstance(argnums, Sequence) else [argnums]:
             if -len(given) <= i < len(given):  # else jax has the better error
                 given[i] = _vary(given[i], names)
 
-        def own(*args, **kwargs):
+        def own(*args: Any, **kwargs: Any) -> Any:
             match fun(*args, **kwargs):
                 case (loss, aux) if has_aux:
                     return _own(names, loss), aux
@@ -98,7 +98,7 @@ def sync_in_backward(
     codec: Any,
     *,
     key: jax.Array | None = None,
-    schedule: str | dict = "auto",
+    schedule: str | dict[Any, str] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -133,27 +133,27 @@ def sync_in_backward(
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     reduction = Reduction(op, params, net, codec, options, mean=True, gradients=True)
 
-    def identity(message, exchange):
+    def identity(message: Message, exchange: Callable[[Message], list[Any]]) -> list[Any]:
         """The message's leaves. Their cotangents go through `exchange`, from a message to its results."""
         varying = [_compat.varying_axes(x) for x in message.leaves]
 
         @jax.custom_vjp
-        def f(leaves, key):
+        def f(leaves: list[Any], key: Any) -> list[Any]:
             return _vary(leaves, net.names)
 
-        def backward(key, cts):
+        def backward(key: Any, cts: list[Any]) -> tuple[list[Any], None]:
             done = exchange(Message(message.ids, cts, key))
             return [_compat.vary(x, axes) for x, axes in zip(done, varying)], None
 
         f.defvjp(lambda leaves, key: (f(leaves, key), key), backward)
         return f(message.leaves, message.key)
 
-    def plain(leaf, i):
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # it has no gradient
         return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0], i)])[0]
 
-    def compressed(message, route):
+    def compressed(message: Message, route: Route) -> list[Any]:
         return identity(message, lambda back: reduction.compressed(back, route).leaves)
 
     return reduction.call.run(plain, compressed)

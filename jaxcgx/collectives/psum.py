@@ -11,7 +11,7 @@ from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State
 from jaxcgx.exchange import sums
-from jaxcgx.exchange.message import Message, Sum, carry
+from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.plan import SCHEDULES, Plan
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
@@ -26,7 +26,7 @@ def compressed_psum(
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | dict = "auto",
+    schedule: str | dict[Any, str] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -81,14 +81,15 @@ def compressed_pmean(
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | dict = "auto",
+    schedule: str | dict[Any, str] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """The mean of `x` over a named axis, as `jax.lax.pmean`: `compressed_psum`, divided in float32 before the last
-    encoding.
+    """The mean of `x` over a named axis, as `jax.lax.pmean`, sent in the codec's bytes.
+
+    The sum is divided in float32 before its last encoding.
 
     Args:
       x: a pytree of arrays.
@@ -111,19 +112,19 @@ def compressed_pmean(
 
 
 def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state: State, *, mean: bool) -> Any:
-    """The sum or the mean over the ranks of a transport, behind it the new state where the caller gave some."""
+    """The sum or the mean over the ranks of a transport, followed by the new state where the caller gave some."""
     reduction = Reduction(op, x, net, codec, options, mean=mean)
     kept = Kept(reduction.call, state)
     residuals = kept.arrays.get("residuals")
     if residuals is not None:
         reduction.check_feedback()
 
-    def plain(leaf, i):
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
         if residuals is not None and residuals[i] is not None:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
         return reduction.plain(leaf, i)
 
-    def compressed(message, route):
+    def compressed(message: Message, route: Route) -> list[Any]:
         done = reduction.compressed(kept.attach(message, route.stages[0].codec), route)
         kept.update(done)
         return done.leaves
@@ -133,11 +134,11 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
 
 
 class Reduction:
-    """A checked sum or mean over the ranks of a transport: what it does with a leaf and with a message."""
+    """A checked sum or mean over the ranks of a transport, of a raw leaf and of a message."""
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
-    ):
+    ) -> None:
         """gradients: whether gradients will be summed in place of `x`."""
         call = self.call = Call(op, x, net, codec, options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
@@ -157,7 +158,7 @@ class Reduction:
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.plain_sum = net.plain_pmean if mean else net.plain_psum
-        self.stages = {}
+        self.stages: dict[Route, tuple[Stage, ...]] = {}
         for route, ids in call.groups.items():
             named = tuple(
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
@@ -168,7 +169,7 @@ class Reduction:
                 check_hops(op, stage)
 
     def check_feedback(self) -> None:
-        """Checks that the schedules and codecs can give back what they lose."""
+        """Checks that the schedules and codecs allow feedback."""
         op = self.call.op
         outermost = [stages[0] for stages in self.stages.values()]
         if any(stage.schedule == "ring" for stage in outermost):
@@ -187,7 +188,7 @@ class Reduction:
                     stacklevel=callers_level(),
                 )
 
-    def plain(self, leaf: Any, i: int) -> Any:
+    def plain(self, leaf: jax.Array, i: int) -> jax.Array:
         return self.plain_sum(leaf)
 
     def compressed(self, message: Message, route: Route) -> Message:

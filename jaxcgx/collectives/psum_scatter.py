@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible, check_hops, check_own
-from jaxcgx.collectives.calls import Call, by_stage
+from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
+from jaxcgx.exchange.message import Message
 from jaxcgx.transports.base import Transport, split_rows
 from jaxcgx.transports.resolve import check_axes
 
@@ -32,8 +33,8 @@ def compressed_psum_scatter(
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
-      codec: as in `compressed_psum`. A dict of codecs scatters over the innermost axis first, so the others carry a
-        share each.
+      codec: as in `compressed_psum`. A dict of codecs scatters over the innermost axis first, so each of the others
+        carries a share.
       key: a random key for codecs that round stochastically.
       scatter_dimension: as in lax.
       tiled: as in lax.
@@ -51,12 +52,12 @@ def compressed_psum_scatter(
 
 
 def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: tuple[int, bool]) -> Any:
-    """dimension: `scatter_dimension` and `tiled`."""
+    """`compressed_psum_scatter` over the ranks of a transport. dimension: `scatter_dimension` and `tiled`."""
     call, (scatter_dimension, tiled) = Call(op, x, net, codec, options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
     check_own(op, options.own, options.schedule)
     schedule = "one_shot" if options.schedule == "auto" else options.schedule
-    dims = []
+    dims: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
         dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
         check_divisible(op, "scatter_dimension", dims[-1], leaf, path, (call.size, tiled))
@@ -65,10 +66,10 @@ def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options
         for stage in each:
             check_hops(op, stage)
 
-    def plain(leaf, i):
+    def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_psum_scatter(leaf, dims[i], tiled)
 
-    def compressed(message, route):
+    def compressed(message: Message, route: Route) -> list[Any]:
         split = [split_rows(x, dims[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(stages[route]))):

@@ -1,4 +1,4 @@
-"""What a sum keeps from call to call: residuals, momentum and the factors of low rank, as trees like what is summed."""
+"""The state of a sum from call to call: residuals, momentum and the factors of low rank, as trees like the leaves."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from jaxcgx.plan.leaves import factor_shape
 
 
 class State(NamedTuple):
-    """The trees that a caller hands to a sum, or None for those that it doesn't."""
+    """The trees of state that a caller hands to a sum; None for the others."""
 
     residuals: Any = None
     momentum: Any = None
@@ -26,11 +26,11 @@ class State(NamedTuple):
 
 
 class Kept:
-    """The checked state of a call, which the messages of the call replace part by part."""
+    """The checked state of a call. Each message of the call replaces the state of its leaves."""
 
-    def __init__(self, call: Call, state: State):
+    def __init__(self, call: Call, state: State) -> None:
         self.tree = call.tree
-        self.arrays: dict[str, list] = {}
+        self.arrays: dict[str, list[Any]] = {}
         if state.residuals is not None:
             shapes = [x.shape if x.dtype in DTYPES else None for x in call.leaves]
             self.arrays["residuals"] = _check(call, "residuals", state.residuals, shapes)
@@ -43,7 +43,7 @@ class Kept:
 
     def attach(self, message: Message, codec: Codec) -> Message:
         """The message with its state. Where the caller gave None for a leaf, it starts from zeros."""
-        state = {}
+        state: dict[str, Any] = {}
         for kind, arrays in self.arrays.items():
             if kind in codec.state:
                 given = [arrays[i] for i in message.ids]
@@ -57,7 +57,7 @@ class Kept:
                 if arrays[i] is not None:
                     arrays[i] = new
 
-    def trees(self) -> list:
+    def trees(self) -> list[Any]:
         """The new trees, in the order of `State`."""
         return [self.tree.unflatten(arrays) for arrays in self.arrays.values()]
 
@@ -68,7 +68,7 @@ def _fresh(kind: str, codec: Any, x: jax.Array) -> jax.Array:
     return jnp.zeros(codec.factor_shape(x.shape) if kind == "factors" else x.shape, jnp.float32)
 
 
-def _check(call: Call, argument: str, given: Any, shapes: list, dtypes: list | None = None) -> list:
+def _check(call: Call, argument: str, given: Any, shapes: list[Any], dtypes: list[Any] | None = None) -> list[Any]:
     """An array per leaf, of its shape and dtype (float32 by default), or None."""
     try:
         found = call.tree.flatten_up_to(given)
@@ -82,7 +82,7 @@ def _check(call: Call, argument: str, given: Any, shapes: list, dtypes: list | N
     return found
 
 
-def _check_momentum(call: Call, given: Any) -> list:
+def _check_momentum(call: Call, given: Any) -> list[Any]:
     found = _check(call, "momentum", given, [x.shape for x in call.leaves], [x.dtype for x in call.leaves])
     for i, array in enumerate(found):
         codec = call.codecs[i][0]
@@ -98,7 +98,7 @@ def _check_momentum(call: Call, given: Any) -> list:
     return found
 
 
-def _check_factors(call: Call, given: Any) -> list:
+def _check_factors(call: Call, given: Any) -> list[Any]:
     found = _check(call, "factors", given, list(map(factor_shape, call.leaves, call.codecs)))
     for path, array in zip(call.paths, found):
         if array is not None and (axes := [n for n in call.net.names if n in _compat.varying_axes(array)]):

@@ -1,17 +1,20 @@
 """Sums over several transports, each with its own codec: few bytes over the slow network, more over the fast one.
 
-By shards: a reduce-scatter over the inner ranks, the outermost exchange of a shard on every inner rank, and an
-all-gather back. Every inner rank talks to its peers on the other nodes, so every network card works.
+By shards: a reduce-scatter over the inner ranks gives each of them a shard, which it exchanges with its peers on the
+other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so every network
+card works.
 
-By leaders (CGX's intra-broadcast): a sum over the inner ranks, an exchange among the inner ranks 0 alone, and their
-bytes to the other ranks, which decode the same.
+By leaders (CGX's intra-broadcast): a sum over the inner ranks, then an exchange among the leaders, the inner ranks 0
+alone. They pass the bytes on to the other ranks, which decode the same.
 
-Feedback covers what the outermost exchange loses. Residuals are added before the innermost sum, so it doesn't matter
+Feedback covers the losses of the outermost exchange. Residuals are added before the innermost sum, so it doesn't matter
 which rank of a node holds one.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +32,20 @@ Stages = tuple[Stage, ...]
 def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
     """The leaves' sum over all stages, outermost first, divided. `net` is the transport over all of them.
 
-    The result has the new residuals, and the momentum without what the outermost exchange sent.
+    The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element.
     """
-    sent, lost = message, []
-    if message.residuals is not None:
-        carried, lost = carry(message.leaves, message.residuals)
-        sent = message.replace(leaves=carried)
-    summed = _by_leaders(net, stages, sent, how) if how.leader else _by_shards(stages, sent, how)
-    if message.residuals is None:
-        return summed
-    residuals = [
-        jnp.where(jnp.isfinite(total), a + b, before)
-        for total, a, b, before in zip(summed.leaves, lost, summed.residuals, message.residuals)
-    ]
+    by = functools.partial(_by_leaders, net) if how.leader else _by_shards
+    before = message.residuals
+    if before is None:
+        return by(stages, message, how)
+    leaves, lost = carry(message.leaves, before)
+    summed = by(stages, message.replace(leaves=leaves), how)
+    added: Any = summed.residuals
+    residuals = [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(summed.leaves, lost, added, before)]
     return summed.replace(residuals=residuals)
 
 
-# Every leaf is cut into a share for each inner rank, which the codecs see as a leaf of its own, so its bits don't
+# Every leaf is cut into a share for each inner rank. The codecs see a share as a leaf of its own, so its bits don't
 # depend on the rest of the message. Raw() stages send bytes, too: leaves share a message, and XLA has no reduce-scatter
 # of several arrays.
 def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
@@ -65,29 +65,32 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     for i, stage in inner:  # ranks further out have the same numbers by now
         shards = shards.replace(key=fold_stage(message.key, len(stages) + i, stages[i + 1 :]))
         shards = shards.replace(leaves=schedules.all_gather(stage, shards))
-    residuals, momentum = message.residuals, message.momentum
+    residuals, momentum = summed.residuals, message.momentum
     if residuals is not None:
         place = [net.rank for net in inwards]
-        residuals = _join([_place(x, place, sizes) for x in summed.residuals], message.leaves)
+        residuals = _join([_place(x, place, sizes) for x in residuals], message.leaves)
     if momentum is not None:
-        momentum = _join(_clear_shards(summed.sent, inner, momentum, sizes), message.leaves)
+        momentum = _join(_clear_shards(summed.sent, stages[1:], momentum, sizes), message.leaves)
     return Message(message.ids, _join(shards.leaves, message.leaves), residuals=residuals, momentum=momentum)
 
 
-def _clear_shards(sent: Sent, inner: list, momentum: list, sizes: list) -> list:
-    """Momentum, cut as the leaves were, without what the node sent: every rank of the node has sent all of that."""
+def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequence[int]) -> list[Any]:
+    """Momentum, cut as the leaves were, with 0 for every element that the node sent, by whichever of its ranks."""
     payload = sent.payload
-    for _, stage in inner:
+    for stage in inner:
         payload = stage.net.all_gather(payload)
-    clear = lambda payload, arrays: Sent(sent.layout, payload).clear(arrays)
+    clear: Callable[..., list[Any]] = lambda payload, arrays: Sent(sent.layout, payload).clear(arrays)
     for _ in sizes:
         clear = jax.vmap(clear)
     return clear(payload, [_cut(x, sizes) for x in momentum])
 
 
 def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
-    """[*sizes, share]. The last number fills it up, which changes neither a minimum nor a maximum. Zeros do for a
-    sparse codec, which might send that number."""
+    """[*sizes, share].
+
+    The last number fills it up, because it changes neither a minimum nor a maximum. A sparse codec might send that
+    number, so zeros fill up the shares of such a codec.
+    """
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
     if missing := math.prod(sizes) * share - x.size:
@@ -95,12 +98,12 @@ def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
     return flat.reshape(*sizes, share)
 
 
-def _join(shares: list, leaves: list) -> list:
-    """The way back from `_cut`."""
+def _join(shares: list[Any], leaves: list[Any]) -> list[Any]:
+    """The inverse of `_cut`."""
     return [x.reshape(-1)[: leaf.size].reshape(leaf.shape) for x, leaf in zip(shares, leaves)]
 
 
-def _place(share: jax.Array, place: list, sizes: list) -> jax.Array:
+def _place(share: jax.Array, place: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
     """[*sizes, share], zero except for the share at `place`."""
     return jnp.zeros((*sizes, share.size), share.dtype).at[tuple(place)].set(share)
 
@@ -110,9 +113,9 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
     sums = sum_inside(stages, message.replace(leaves=[x.astype(jnp.float32) for x in message.leaves]), how.own)
     outer = Message(message.ids, sums, fold_stage(message.key, 0, ()))
     summed = _exchange(stages[0]._replace(net=leaders), _with_zero_residuals(outer, message), how)
-    residuals, momentum = message.residuals, message.momentum
+    residuals, momentum = summed.residuals, message.momentum
     if residuals is not None:
-        residuals = [jnp.where(leaders.speaks, x, 0) for x in summed.residuals]
+        residuals = [jnp.where(leaders.speaks, x, 0) for x in residuals]
     if momentum is not None:
         payload = jnp.where(leaders.speaks, summed.sent.payload, 0)
         for stage in stages[1:]:
@@ -122,7 +125,7 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
     return Message(message.ids, leaves, residuals=residuals, momentum=momentum)
 
 
-def sum_inside(stages: Stages, message: Message, own: str) -> list:
+def sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
     """The sums of float32 leaves over all stages except the outermost, whole, on every rank."""
     message = message.replace(residuals=None, momentum=None, factors=None)
     key = message.key
@@ -134,14 +137,14 @@ def sum_inside(stages: Stages, message: Message, own: str) -> list:
 
 
 def _with_zero_residuals(message: Message, like: Message) -> Message:
-    """The message with residuals of zeros, where `like` has residuals: they collect what the exchange loses."""
+    """The message with residuals of zeros if `like` has residuals. They collect the losses of the exchange."""
     if like.residuals is None:
         return message
     return message.replace(residuals=[jnp.zeros_like(x, jnp.float32) for x in message.leaves])
 
 
 def _exchange(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum over one stage of float32 leaves, divided."""
+    """The divided sum of float32 leaves over one stage."""
     if stage.net.size > 1 and not stage.codec.raw:
         return schedules.allreduce(stage, message, how)
     return Summed([x / how.divisor for x in map(stage.net.plain_psum, message.leaves)], message.residuals)

@@ -1,18 +1,20 @@
 """Sums of low rank (codecs/powersgd.py): the ranks send sums of factors, one sum of P and one of Q for a whole message.
 
-Each rank multiplies its own numbers with the factors, and every rank computes the same result from the two sums. A rank
-loses what the basis, which all ranks share, leaves of its own numbers. That is orthogonal to what was sent of them, so
-residuals stay bounded; summed over the ranks they are what the sum misses. (What other ranks sent has no part in it. In
-the published algorithm a residual is the rank's numbers minus the mean; differences between ranks then pile up in the
-residuals and cancel in their sum.)
+Each rank multiplies its own numbers with the factors, and every rank computes the same result from the two sums. All
+ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. The two are
+orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum.
 
-In a hierarchy the inner ranks first sum whole leaves with their own codecs. Each then has everything that the node
-lost, and keeps a share.
+The published algorithm differs: there a residual is the rank's numbers minus the mean. Differences between ranks then
+pile up in the residuals, and cancel only in their sum.
+
+In a hierarchy the inner ranks first sum whole leaves with their own codecs. Each inner rank then knows the whole loss
+of its node, and keeps an equal share of it as its residual.
 """
 
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
@@ -28,8 +30,8 @@ class _Stack(NamedTuple):
     """Leaves that are matrices of one shape. They are multiplied together and compile as one."""
 
     ids: list[int]  # positions in the message
-    terms: list[Any]  # float32[leaves, m, n], whose sum is to be sent: the leaves, and their residuals
-    q: Any  # float32[leaves, rank, n], of the step before
+    terms: list[jax.Array]  # float32[leaves, m, n]: the leaves, and their residuals. Their sum is sent.
+    q: jax.Array  # float32[leaves, rank, n], of the step before
 
 
 def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
@@ -46,18 +48,19 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     saving = uncompressed / sum(codec.wire_bytes(x.shape, x.dtype) for x in message.leaves)
     with scopes.scope(scopes.Exchange("psum", codec, saving)):
         starts = [begin(stack.q) for stack in stacks]
-        products = [sum(left(x, q) for x in stack.terms) for stack, q in zip(stacks, starts)]
+        products: list[Any] = [sum(left(x, q) for x in stack.terms) for stack, q in zip(stacks, starts)]
         bases = [orthonormal(p) for p in _psum(net, products)]
-        mine = [sum(right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
+        mine: list[Any] = [sum(right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
         found = [q / how.divisor for q in _psum(net, mine)]
-    leaves, lost, factors = ([None] * len(message.leaves) for _ in range(3))
+    leaves: list[Any] = [None] * len(message.leaves)
+    lost, factors = list(leaves), list(leaves)
     for stack, basis, own_q, q in zip(stacks, bases, mine, found):
         total, gone = multiply(basis, q), (sum(stack.terms) - multiply(basis, own_q)) / inner
         q = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, stack.q)
         for k, i in enumerate(stack.ids):
             x = message.leaves[i]
-            sums, factors[i] = total[k].reshape(x.shape), q[k]
-            leaves[i] = sums.astype(x.dtype)
+            sums = total[k].reshape(x.shape)
+            leaves[i], factors[i] = sums.astype(x.dtype), q[k]
             if message.residuals is not None:
                 lost[i] = jnp.where(jnp.isfinite(sums), gone[k].reshape(x.shape), message.residuals[i])
     return Message(
@@ -68,14 +71,14 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     )
 
 
-def _stacks(codec: Any, message: Message, terms: list) -> list[_Stack]:
-    """The leaves by shape. Large ones are alone: stacking would copy them."""
-    alike: dict = {}
+def _stacks(codec: Any, message: Message, terms: list[list[Any]]) -> list[_Stack]:
+    """The leaves by shape. Each large leaf has a stack of its own, because stacking copies."""
+    alike: dict[Any, list[int]] = {}
     for i, x in enumerate(message.leaves):
         alike.setdefault((matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
-    stacks = []
+    stacks: list[_Stack] = []
     for (shape, _), ids in alike.items():
-        # The sum of the products is formed, not the products of the sum, which would be one more array.
+        # Terms are multiplied one by one and the products added: the sum of the terms would be one more array.
         stacked = [jnp.stack([term[i].reshape(shape) for i in ids]) for term in terms]
         if message.factors is None:
             q = jnp.zeros((len(ids), *codec.factor_shape(shape)), jnp.float32)
@@ -85,7 +88,7 @@ def _stacks(codec: Any, message: Message, terms: list) -> list[_Stack]:
     return stacks
 
 
-def _psum(net: Transport, arrays: list) -> list:
+def _psum(net: Transport, arrays: list[Any]) -> list[jax.Array]:
     """The sums of the arrays, by one collective."""
     flat = net.plain_psum(jnp.concatenate([x.reshape(-1) for x in _compat.match_varying(*arrays)]))
     ends = [sum(x.size for x in arrays[: k + 1]) for k in range(len(arrays))]

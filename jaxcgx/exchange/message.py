@@ -1,4 +1,4 @@
-"""The values that travel through an exchange: a message, its stages, and what is asked of its sum."""
+"""The values that travel through an exchange: a message, its stages, and how its sum is formed."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import Layout
 from jaxcgx.transports.base import Transport
 
-# What a sum keeps from call to call, by the field of the message. Residuals and momentum are each rank's own; factors
-# are the same on every rank, and vary as sums do.
+# The state that a sum keeps from call to call, as fields of the message. Residuals and momentum are each rank's own.
+# Factors are the same on every rank, and vary as sums do.
 OWN, SHARED = ("residuals", "momentum"), ("factors",)
 STATE = OWN + SHARED
 
@@ -20,11 +20,11 @@ STATE = OWN + SHARED
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves", "key", *STATE], meta_fields=["ids"])
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """Leaves that travel together, and whatever goes along with them. A pytree.
+    """Leaves that travel together, with their key and their state. A pytree.
 
-    `ids` are the numbers of the leaves in the caller's tree. They key the noise, so that a leaf's bits don't depend on
-    the message that it is in. `key` is two words, or None where the codec draws no noise. Each kind of state is a list
-    with an array per leaf, or None.
+    `ids` are the numbers of the leaves in the caller's tree. They key the noise, so a leaf's bits don't depend on the
+    message that it is in. `key` is two words, or None where the codec draws no noise. Each kind of state is a list with
+    an array per leaf, or None.
     """
 
     ids: tuple[int, ...]
@@ -42,20 +42,20 @@ class Message:
 
 
 class Stage(NamedTuple):
-    """One exchange of a message: among which ranks, by which schedule, in which codec, and in which
-    codec its transpose."""
+    """One exchange of a message."""
 
     net: Transport
     codec: Codec
     schedule: str
-    backward: Codec
+    backward: Codec  # of the transpose
 
     def transposed(self) -> "Stage":
+        """The stage of the transpose."""
         return Stage(self.net, self.backward, "one_shot", self.codec)
 
 
 class Sum(NamedTuple):
-    """What is asked of a sum.
+    """How a sum is formed.
 
     `own` says how a rank adds its own part to the sum that it owns: "raw" or "encoded". The sum is divided by `divisor`
     in float32 before its last encoding. With `leader`, one rank per node takes part in the outermost exchange.
@@ -66,10 +66,10 @@ class Sum(NamedTuple):
     leader: bool = False
 
 
-def carry(leaves: list, residuals: list) -> tuple[list, list]:
-    """The leaves plus their residuals, in the leaves' dtypes, and what that rounding lost.
+def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The leaves plus their residuals, in the leaves' dtypes, and the losses of that rounding.
 
-    A residual stays as it was where the loss is not finite, as in the kernels.
+    Where a loss is not finite, the residual stays as it was, as in the kernels.
     """
     whole = [x.astype(jnp.float32) + r for x, r in zip(leaves, residuals)]
     carried = [w.astype(x.dtype) for w, x in zip(whole, leaves)]

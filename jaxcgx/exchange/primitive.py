@@ -1,17 +1,18 @@
-"""What the exchanges have in common as JAX primitives: one bind per message.
+"""The rules that all exchanges share as JAX primitives: one bind per message.
 
 A `Message` goes through bind as a pytree: its arrays are the operands, and its structure is the static parameter
-`tree`. The results are a message without a key. Each array carries in front an axis for every entry of the parameter
-`batch`, a pair of its size and its name. The name is None for an axis that vmap added; it is the name of the axis where
-the exchange itself runs over what vmap(axis_name=...) maps. `net` is the transport.
+`tree`. The results are a message without a key. `net` is the transport.
 
-Linearisation ignores quantization (straight-through): an exchange is linear in its leaves, and the derivative of a
-staircase tells an optimizer nothing. So a tangent goes through the same exchange, compressed alike, with the same key.
-Residuals count as constants, and so do factors; tangents start without them.
+The parameter `batch` has a pair (size, name) for every axis that vmap added. Each array has these axes in front. The
+name is None unless the exchange itself runs over the axis (vmap with axis_name).
+
+Linearization ignores quantization (straight-through): an exchange is linear in its leaves, and the derivative of a
+staircase tells an optimizer nothing. So a tangent goes through the same exchange, compressed the same way, with the
+same key. Residuals and factors count as constants. Tangents start without them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +31,9 @@ def bind(primitive: Any, message: Message, **params: Any) -> Message:
 
 
 def _match_varying(message: Message, net: Transport) -> Message:
-    """The message, with leaves that vary over all axes that the key or the state varies over, and the other way
-    round."""
-    leaves, kept = message.leaves, {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}
+    """The message whose leaves vary over all axes that the key or the state varies over, and its state likewise."""
+    leaves = message.leaves
+    kept: dict[str, Any] = {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary as the noise does, whatever else is in the message
         leaves = [_compat.vary(x, _compat.varying_axes(message.key)) for x in leaves]
     for arrays in kept.values():
@@ -44,18 +45,18 @@ def _match_varying(message: Message, net: Transport) -> Message:
 
 
 def _places(tree: Any) -> Message:
-    """The message of the places that its arrays have among the operands."""
+    """The message that has, in place of each array, its position among the operands."""
     return tree.unflatten(range(tree.num_leaves))
 
 
 @functools.lru_cache
 def _results(tree: Any) -> Any:
-    """The structure of the results for operands of a structure."""
+    """The structure of the results, from the structure of the operands."""
     return jax.tree_util.tree_structure(_places(tree).replace(key=None))
 
 
-def _put_leaves(tree: Any, values: list, leaves: list) -> list:
-    """The flat values of a structure, with others for the leaves of the message."""
+def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The flat values of a structure, with `leaves` in place of those of the message."""
     values = list(values)
     for place, leaf in zip(_places(tree).leaves, leaves):
         values[place] = leaf
@@ -65,39 +66,45 @@ def _put_leaves(tree: Any, values: list, leaves: list) -> list:
 def define(
     name: str,
     run: Callable[..., Message],
-    shape: Callable[..., tuple],
-    transpose: Callable[..., list],
+    shape: Callable[..., tuple[int, ...]],
+    transpose: Callable[..., list[Any]],
     same: bool,
     invarying: Callable[..., bool] = lambda **params: False,
 ) -> Any:
-    """A primitive.
+    """The primitive of an exchange, with its rules.
 
     Args:
-      name: its name, behind "jaxcgx_".
-      run: run(message, **params) is the message of results, in terms of lax and the native operations.
-      shape: shape(shape, **params) is the shape of a result leaf for a leaf.
-      transpose: transpose(message, cts, **params) are the cotangents of the leaves, which are given as types only.
+      name: the name, which follows "jaxcgx_".
+      run: run(message, **params) computes the message of results, from lax and the native operations.
+      shape: shape(shape, **params) is the shape of a result leaf, from the shape of the leaf.
+      transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves, which have types but
+        no values.
       same: whether the result leaves are the same on every rank.
-      invarying: invarying(**params) is whether their types say so.
+      invarying: invarying(**params) is whether the types of the result leaves say that.
     """
     primitive = _compat.Primitive(f"jaxcgx_{name}")
     primitive.multiple_results = True
 
     @functools.lru_cache
-    def compiled(params):
+    def compiled(params: tuple[tuple[str, Any], ...]) -> Any:
         return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
-    primitive.def_impl(lambda *operands, **params: compiled(tuple(params.items()))(*operands))
+    def impl(*operands: Any, **params: Any) -> list[jax.Array]:
+        return compiled(tuple(params.items()))(*operands)
 
-    def lower(*operands, batch, tree, **params):
-        mapped = lambda *operands: jax.tree_util.tree_leaves(run(tree.unflatten(operands), **params))
+    primitive.def_impl(impl)
+
+    def lower(*operands: Any, batch: tuple[Any, ...], tree: Any, **params: Any) -> list[jax.Array]:
+        mapped: Callable[..., Any] = lambda *operands: jax.tree_util.tree_leaves(
+            run(tree.unflatten(operands), **params)
+        )
         for _, axis in reversed(batch):
             mapped = jax.vmap(mapped, axis_name=axis)
         return mapped(*operands)
 
     mlir.register_lowering(primitive, mlir.lower_fun(lower, multiple_results=True))
 
-    def abstract(*avals, batch, tree, net, **params):
+    def abstract(*avals: Any, batch: tuple[Any, ...], tree: Any, net: Transport, **params: Any) -> tuple[Any, Any]:
         bound = [axis for axis in net.names if axis not in [name for _, name in batch]]
         sizes, n = tuple(size for size, _ in batch), len(batch)
         gone = net.names if invarying(**params) else ()
@@ -112,9 +119,11 @@ def define(
 
     primitive.def_effectful_abstract_eval(abstract)
 
-    def batched(axis, operands, dims, *, batch, tree, net, **params):
+    def batched(
+        axis: Any, operands: Any, dims: Any, *, batch: tuple[Any, ...], tree: Any, net: Transport, **params: Any
+    ) -> tuple[Any, Any]:
         ours = axis.name in net.names
-        if not ours and all(d is None for d in dims):  # vmap asks even about what it does not map
+        if not ours and all(d is None for d in dims):  # vmap asks even where it maps no operand
             results = primitive.bind(*operands, batch=batch, tree=tree, net=net, **params)
             return results, [None] * len(results)
         batch = ((axis.size, axis.name if ours else None), *batch)
@@ -127,7 +136,7 @@ def define(
 
     batching.fancy_primitive_batchers[primitive] = batched
 
-    def jvp(primals, tangents, *, tree, **params):
+    def jvp(primals: Any, tangents: Any, *, tree: Any, **params: Any) -> tuple[Any, Any]:
         results = primitive.bind(*primals, tree=tree, **params)
         zeros = [_compat.zero_tangent(r) for r in results]
         message, moving = tree.unflatten(primals), tree.unflatten(tangents).leaves
@@ -138,7 +147,7 @@ def define(
 
     ad.primitive_jvps[primitive] = jvp
 
-    def transposed(cts, *operands, tree, **params):
+    def transposed(cts: Any, *operands: Any, tree: Any, **params: Any) -> list[Any]:
         message = tree.unflatten(operands)
         avals = [x.aval for x in message.leaves]
         if all(type(ct) is ad.Zero for ct in cts):

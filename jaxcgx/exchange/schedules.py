@@ -1,14 +1,14 @@
 """How the bytes of one message travel among the ranks of one transport (transports/base.py says what a transport is).
 
-A reduction has two halves. After the first, every rank has the sum of its own part of the message. In the second half,
-which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: cuts of the
+A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
+half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: cuts of the
 message at buckets, balanced in bytes. `Slices` are the parts of psum_scatter, which the caller's scatter dimension
 defines.
 
-Sums are in float32 and in rank order. A rank adds its own part as it is, not encoded, unless `own` is "encoded". Every
-rank decodes the same bytes of a sum, its owner too, so replicas are identical to the bit.
+Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
+Every rank decodes the same bytes of a sum, its owner too, so replicas are identical to the bit.
 
-A sparse codec may give a sum a codec of its own, with room for everything that the ranks sent (`Codec.of_sum`). A
+A sparse codec may give a sum a codec of its own, with room for every element that the ranks sent (`Codec.of_sum`). A
 rank's own part is then encoded, too, so the sum loses nothing.
 """
 
@@ -33,7 +33,7 @@ from jaxcgx.transports.base import PiecewiseSum, Transport
 class Chunks:
     """The leaves as one message, cut into a chunk for each rank."""
 
-    def __init__(self, codec: Codec, message: Message, size: int):
+    def __init__(self, codec: Codec, message: Message, size: int) -> None:
         self.layout, self.leaves = message.layout(codec, size), message.leaves
 
     def encode(self, key: Any) -> jax.Array:
@@ -50,13 +50,13 @@ class Chunks:
 
     total = partial  # the other ranks get the sum, so it stays encoded
 
-    def owned(self, rank: Any) -> list:
+    def owned(self, rank: Any) -> list[Any]:
         """A mask per leaf: the elements in the part of a rank."""
         ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
         for c, pieces in enumerate(self.layout.pieces, 1):
             for p in pieces:
                 ends[p.leaf, c:] += p.coded
-        masks = []
+        masks: list[jax.Array] = []
         for x, end in zip(self.leaves, jnp.asarray(ends)):
             index = jnp.arange(x.size)
             masks.append(((index >= end[rank]) & (index < end[rank + 1])).reshape(x.shape))
@@ -66,14 +66,14 @@ class Chunks:
 class Slices:
     """Leaves [ranks, ...], whose row r is for rank r."""
 
-    def __init__(self, codec: Codec, message: Message, size: int):
+    def __init__(self, codec: Codec, message: Message, size: int) -> None:
         shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
         self.layout, self.leaves, self.size = Layout(codec, shapes, dtypes, 1, message.ids), message.leaves, size
 
     def encode(self, key: Any) -> jax.Array:
         """uint8[ranks, bytes]."""
 
-        def one(leaves, row):
+        def one(leaves: list[Any], row: Any) -> jax.Array:
             return ops.encode(self.layout, leaves, fold(key, row))[0]
 
         return jax.vmap(one)(self.leaves, jnp.arange(self.size))
@@ -86,32 +86,32 @@ class Slices:
         """The sum of a part's payloads, encoded."""
         return ops.reduce_encoded(self.layout, payloads, own=own, key=key)
 
-    def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list:
+    def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list[Any]:
         """The sum of a part's payloads, as float32 leaves."""
         return ops.reduce(self.layout, payloads, own=own, divisor=divisor)
 
 
 class Sent(NamedTuple):
-    """What was sent of this rank's leaves."""
+    """The payload that this rank sent of its leaves."""
 
     layout: Layout
     payload: jax.Array
 
-    def clear(self, arrays: list) -> list:
+    def clear(self, arrays: list[Any]) -> list[Any]:
         """Arrays in the shapes of the leaves, with 0 where an element was sent."""
         return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
 
 
 class Summed(NamedTuple):
-    """A sum over one transport. `residuals` and `sent` are None without feedback, and `sent` where nothing needs it."""
+    """A sum over one transport."""
 
-    leaves: list
-    residuals: list | None = None
-    sent: Sent | None = None
+    leaves: list[Any]
+    residuals: Any = None  # a list like the leaves; None without feedback
+    sent: Any = None  # a `Sent`, or None where no momentum needs it
 
 
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """First half in one step: every part goes straight to its owner, who adds up."""
+    """The first half in one step: every part goes straight to its owner, who adds up."""
     received = net.all_to_all(parts.encode(fold(key, FIRST, net.rank)))
     raw = how.own == "raw" and not parts.layout.codec.raw  # the bytes of a raw codec are the part as it is
     own = parts.own(net.rank, net.rank) if raw else None
@@ -119,8 +119,10 @@ def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
 
 
 def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """First half from neighbour to neighbour: a part visits every rank, is encoded anew at each, and ends with its
-    owner."""
+    """The first half from neighbour to neighbour: a part visits every rank and ends at its owner.
+
+    Every rank on the way adds its own part and encodes the sum anew.
+    """
     part = (net.rank - 1) % net.size
     # Nothing has arrived yet. This rank's own part is all of the first sum; the zeros that take its place are not read.
     nothing = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
@@ -135,18 +137,20 @@ def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
 FIRST_HALF = {"two_shot": exchange, "one_shot": exchange, "ring": ring}
 
 
-def _fed_exchange(net: Transport, parts: Chunks, message: Message, how: Sum) -> tuple:
-    """`exchange` with feedback: the encoded sum, the new residuals, and what was sent.
+def _fed_exchange(
+    net: Transport, parts: Chunks, residuals: list[Any], key: Any, how: Sum
+) -> tuple[jax.Array, list[Any], Sent]:
+    """`exchange` with feedback: the encoded sum, the new residuals, and the payload sent.
 
-    With `own` "raw", what the first encoding of a rank's own part loses is added back to the sum. Only the loss of
-    encoding that sum remains as the residual of that part, and what the rank sent of it is what the sum has.
+    With `own` "raw", the loss of the first encoding of a rank's own part is added back to the sum. Only the loss of
+    encoding that sum remains as the residual of that part. The rank counts as having sent the elements that the encoded
+    sum has.
     """
-    first = fold(message.key, FIRST, net.rank)
-    payload, lost = ops.encode_fed(parts.layout, message.leaves, message.residuals, first)
-    received, key = net.all_to_all(payload), fold(message.key, SUM)
+    payload, lost = ops.encode_fed(parts.layout, parts.leaves, residuals, fold(key, FIRST, net.rank))
+    received, of_sum = net.all_to_all(payload), fold(key, SUM)
     if how.own == "encoded":
-        return parts.partial(received, net.rank, None, key, how.divisor), lost, Sent(parts.layout, payload)
-    row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=how.divisor, key=key)
+        return parts.partial(received, net.rank, None, of_sum, how.divisor), lost, Sent(parts.layout, payload)
+    row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=how.divisor, key=of_sum)
     return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
 
@@ -168,8 +172,8 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
         return Summed(sums, lost, Sent(layout, payload))
 
 
-def _top(stage: Stage, sums: Message, lost: list | None) -> tuple[list, list | None]:
-    """The part of sums, known to all ranks, that their owners would send. The rest joins the residual of each owner."""
+def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
+    """The part of sums, known to all ranks, that their owners would send. The rest joins the owners' residuals."""
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
     payload, rest = ops.encode_fed(parts.layout, sums.leaves, zeros, fold(sums.key, SUM))
@@ -179,7 +183,7 @@ def _top(stage: Stage, sums: Message, lost: list | None) -> tuple[list, list | N
 
 
 def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum of each part at its owner, and from there, encoded, to all ranks."""
+    """The sum of each part is formed at its owner, and goes from there, encoded, to all ranks."""
     net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
     if back != parts.layout:
@@ -188,13 +192,13 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         if message.residuals is None:
             row = FIRST_HALF[stage.schedule](net, parts, message.key, how)
         else:
-            row, lost, sent = _fed_exchange(net, parts, message, how)
+            row, lost, sent = _fed_exchange(net, parts, message.residuals, message.key, how)
     with scope(Exchange.of(stage.schedule, back)):
         return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
 def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The same sum, with the same bits, by a transport that overlaps the kernels with the exchange."""
+    """The sum of two_shot or one_shot, bit for bit, by a transport that overlaps the kernels with the exchange."""
     two_shot = stage.schedule == "two_shot"
     layout = message.layout(stage.codec, stage.net.size if two_shot else 1)
     first, last = fold(message.key, FIRST, stage.net.rank), fold(message.key, SUM)
@@ -215,7 +219,7 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 
-def reduce_scatter(stage: Stage, message: Message, own: str) -> list:
+def reduce_scatter(stage: Stage, message: Message, own: str) -> list[Any]:
     """From leaves [ranks, ...], the sum over ranks of this rank's row, in float32."""
     net = stage.net
     if net.size == 1:
@@ -225,12 +229,12 @@ def reduce_scatter(stage: Stage, message: Message, own: str) -> list:
         return FIRST_HALF[stage.schedule](net, parts, message.key, Sum(own))
 
 
-def _decode_rows(layout: Layout, payloads: jax.Array) -> list:
+def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
     """The leaves of a payload from every rank, [ranks, ...]."""
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
-def all_gather(stage: Stage, message: Message) -> list:
+def all_gather(stage: Stage, message: Message) -> list[Any]:
     """Every rank's leaves, [ranks, ...], as all ranks decode them, their owner too."""
     net = stage.net
     if net.size == 1:
@@ -241,7 +245,7 @@ def all_gather(stage: Stage, message: Message) -> list:
         return _decode_rows(layout, net.all_gather(row))
 
 
-def all_to_all(stage: Stage, message: Message) -> list:
+def all_to_all(stage: Stage, message: Message) -> list[Any]:
     """Row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
     net = stage.net
     if net.size == 1:

@@ -6,11 +6,14 @@ from typing import Any
 from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
+from jaxcgx.transports.base import Transport
 
 
-def choose(stages: tuple[Stage, ...], leaves: list, leader: bool) -> tuple[Stage, ...]:
-    """The stages, with a schedule in place of "auto". The outermost one gets what costs least, alike for all messages
-    of these leaves."""
+def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool) -> tuple[Stage, ...]:
+    """The stages, with a schedule in place of "auto".
+
+    The outermost stage gets the cheapest schedule, the same one for all messages of these leaves.
+    """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
     if codec.low_rank:
@@ -29,31 +32,40 @@ def choose(stages: tuple[Stage, ...], leaves: list, leader: bool) -> tuple[Stage
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
 
 
-def psum(message: Message, *, net: Any, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    """The sum of a message over the ranks of `net`, which are those of the stages together. tracked: whether JAX tracks
-    what varies."""
+def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
+    """The sum of a message over the ranks of `net`, which are those of all stages together.
+
+    Args:
+      message: its state is updated where it has some.
+      net: the transport over all ranks.
+      stages: the exchanges, outermost first.
+      how: how the sum is formed.
+      tracked: whether JAX tracks over which axes values vary (check_vma).
+    """
     return primitive.bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
 
 
-def _run(message, *, net, stages, how, tracked):
-    if stages[0].codec.low_rank:
+def _run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
+    outermost = stages[0]
+    if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)
     if len(stages) > 1:
         return hierarchy.allreduce(net, stages, message, how)
-    summed = schedules.allreduce(stages[0], message, how)
+    summed = schedules.allreduce(outermost, message, how)
     momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
     return Message(message.ids, summed.leaves, residuals=summed.residuals, momentum=momentum)
 
 
-# A sum over ranks that don't differ is differentiated by a copy for each of them: where JAX tracks what varies
-# (check_vma), the transpose of a sum is the cast from one to each (pcast), and no byte is sent. Where it doesn't, a
+# Where JAX tracks which axes values vary over (check_vma), the cotangent of a sum is the same on every rank. The
+# transpose of the sum then gives each rank a copy of it (pcast), and sends no byte. Where JAX doesn't track that, a
 # cotangent may differ from rank to rank, and the transpose of psum is psum.
-def _transpose(message, cts, *, batch, net, stages, how, tracked):
+def _transpose(
+    message: Message, cts: list[Any], *, net: Transport, how: Sum, tracked: bool, **params: Any
+) -> list[Any]:
     if tracked:
         return [ct / how.divisor for ct in cts]
     back = Message(message.ids, cts, fold(message.key, BACK))
-    params = dict(batch=batch, net=net, stages=stages, how=how, tracked=tracked)
-    return primitive.bind(psum_p, back, **params).leaves
+    return primitive.bind(psum_p, back, net=net, how=how, tracked=tracked, **params).leaves
 
 
 psum_p = primitive.define(
