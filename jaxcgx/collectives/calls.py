@@ -46,6 +46,21 @@ class Route:
 class Call:
     """The checked arguments of a collective. Leaves of one route share messages."""
 
+    op: str
+    net: Transport
+    size: int  # ranks
+    tree: Any
+    paths: list[Any]
+    leaves: list[jax.Array]
+    tracked: bool
+    codecs: list[list[Codec]]  # of each leaf, outermost first
+    key: jax.Array | None
+    hierarchy: bool
+    routes: list[Route]
+    limit: float  # bytes of a message
+    raw: dict[int, str]  # why a leaf travels as it is
+    groups: dict[Route, list[int]]  # the other leaves, by route
+
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
     ) -> None:
@@ -74,8 +89,7 @@ class Call:
         if fusion_mb is None:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
-        self.raw: dict[int, str] = {}  # why a leaf travels as it is
-        self.groups: dict[Route, list[int]] = {}  # the other leaves, by route
+        self.raw, self.groups = {}, {}
         for i, route in enumerate(self.routes):
             if reason := self._why_raw(argument, i, guarded[i], options.strict):
                 self.raw[i] = reason

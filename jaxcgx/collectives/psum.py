@@ -1,6 +1,7 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,6 +137,12 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
 class Reduction:
     """A checked sum or mean over the ranks of a transport, of a raw leaf and of a message."""
 
+    call: Call
+    said: str  # who chose the schedule, for errors
+    how: Sum
+    plain_sum: Callable[[jax.Array], jax.Array]
+    stages: dict[Route, tuple[Stage, ...]]  # with their schedules
+
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
     ) -> None:
@@ -158,7 +165,7 @@ class Reduction:
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.plain_sum = net.plain_pmean if mean else net.plain_psum
-        self.stages: dict[Route, tuple[Stage, ...]] = {}
+        self.stages = {}
         for route, ids in call.groups.items():
             named = tuple(
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))

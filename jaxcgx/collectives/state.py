@@ -28,9 +28,12 @@ class State(NamedTuple):
 class Kept:
     """The checked state of a call. Each message of the call replaces the state of its leaves."""
 
+    tree: Any
+    arrays: dict[str, list[Any]]  # the arrays of a kind of state
+
     def __init__(self, call: Call, state: State) -> None:
         self.tree = call.tree
-        self.arrays: dict[str, list[Any]] = {}
+        self.arrays = {}
         if state.residuals is not None:
             shapes = [x.shape if x.dtype in DTYPES else None for x in call.leaves]
             self.arrays["residuals"] = _check(call, "residuals", state.residuals, shapes)

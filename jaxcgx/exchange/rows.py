@@ -59,7 +59,7 @@ def _all_gather_transpose(
     return primitive.bind(psum_scatter_p, _back(message, cts), **params).leaves
 
 
-all_gather_p = primitive.define(
+all_gather_p: Any = primitive.define(
     "all_gather",
     _all_gather,
     lambda shape, *, ranks, **params: (ranks, *shape),
@@ -86,7 +86,7 @@ def _psum_scatter_transpose(
     return primitive.bind(all_gather_p, _back(message, cts), **params).leaves
 
 
-psum_scatter_p = primitive.define(
+psum_scatter_p: Any = primitive.define(
     "psum_scatter", _psum_scatter, lambda shape, **params: shape[1:], _psum_scatter_transpose, same=False
 )
 
@@ -106,6 +106,6 @@ def _all_to_all_transpose(
     return primitive.bind(all_to_all_p, _back(message, cts), **params).leaves
 
 
-all_to_all_p = primitive.define(
+all_to_all_p: Any = primitive.define(
     "all_to_all", _all_to_all, lambda shape, **params: shape, _all_to_all_transpose, same=False
 )

@@ -33,6 +33,9 @@ from jaxcgx.transports.base import PiecewiseSum, Transport
 class Chunks:
     """The leaves as one message, cut into a chunk for each rank."""
 
+    layout: Layout
+    leaves: list[Any]
+
     def __init__(self, codec: Codec, message: Message, size: int) -> None:
         self.layout, self.leaves = message.layout(codec, size), message.leaves
 
@@ -65,6 +68,10 @@ class Chunks:
 
 class Slices:
     """Leaves [ranks, ...], whose row r is for rank r."""
+
+    layout: Layout
+    leaves: list[Any]
+    size: int  # ranks
 
     def __init__(self, codec: Codec, message: Message, size: int) -> None:
         shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)

@@ -68,6 +68,6 @@ def _transpose(
     return primitive.bind(psum_p, back, net=net, how=how, tracked=tracked, **params).leaves
 
 
-psum_p = primitive.define(
+psum_p: Any = primitive.define(
     "psum", _run, lambda shape, **params: shape, _transpose, same=True, invarying=lambda **params: True
 )
