@@ -9,7 +9,7 @@ is [rank, n].
 
 import dataclasses
 import math
-from typing import cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class PowerSGD(Codec):
     rank: int = 4
 
     low_rank = True
-    state = ("residuals", "factors")
+    state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
 
     def __post_init__(self) -> None:
         check_field(self, "rank", check_integer, 1, MOST)

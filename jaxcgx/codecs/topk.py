@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ class TopK(Codec):
 
     whole = True
     sparse = True
-    state = ("residuals", "momentum")
+    state: ClassVar[tuple[str, ...]] = ("residuals", "momentum")
     most = 2**31 - 1  # an index has 32 bits
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from jaxcgx.native.connections import connect
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
-tcp_exchange_p = _compat.Primitive("jaxcgx_tcp_exchange")
+tcp_exchange_p: Any = _compat.Primitive("jaxcgx_tcp_exchange")
 
 
 def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = ()) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 # The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**19, 16
 
-tcp_allreduce_p = _compat.Primitive("jaxcgx_tcp_allreduce")
+tcp_allreduce_p: Any = _compat.Primitive("jaxcgx_tcp_allreduce")
 
 
 class Operands(NamedTuple):

@@ -13,7 +13,7 @@ Ranks and sizes are Python ints, not traced arrays: every rank compiles its own 
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxcgx.transports.shm import Shm
 # A release of mpi4jax warns about every JAX newer than itself. jaxcgx has its own bounds for JAX.
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
-    import mpi4jax  # pyright: ignore[reportMissingTypeStubs]  (it has no types)
+    import mpi4jax
 
 EFFECTS: frozenset[Any] = frozenset(jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects)
 _compat.allow_in_remat(EFFECTS)
@@ -49,8 +49,8 @@ class Comm(Transport):
     size: int
     rank: int
 
-    names = ()
-    effects = EFFECTS
+    names: ClassVar[tuple[Any, ...]] = ()
+    effects: ClassVar[frozenset[Any]] = EFFECTS
 
     @classmethod
     def over(cls, comm: Any) -> "Comm":
@@ -115,8 +115,8 @@ class Nodes(Transport):
     cross: Comm  # the ranks with this rank's place in their nodes
     inner: Comm | Shared  # the ranks of this node
 
-    names = ()
-    effects = EFFECTS
+    names: ClassVar[tuple[Any, ...]] = ()
+    effects: ClassVar[frozenset[Any]] = EFFECTS
 
     @property
     def size(self) -> int:
@@ -158,6 +158,12 @@ class Leaders(base.Leaders):
     """The first ranks of the nodes. Only they exchange. The other ranks take part in the last step alone, in which
     their leader gives them its result.
     """
+
+    cross: Comm
+    inner: "Comm | Shared"
+    size: int
+    rank: int
+    speaks: bool
 
     def __init__(self, cross: Comm, inner: Comm | Shared) -> None:
         self.cross, self.inner = cross, inner
@@ -254,7 +260,7 @@ def _psum(x: jax.Array, net: Comm) -> jax.Array:
     return mpi4jax.allreduce(x.astype(dtype), MPI.SUM, comm=net.comm).astype(x.dtype)
 
 
-psum_p = _define("psum", _psum, lambda shape, net: shape, lambda ct, net: net.plain_psum(ct))
+psum_p: Any = _define("psum", _psum, lambda shape, net: shape, lambda ct, net: net.plain_psum(ct))
 
 
 # all_to_all: row r came from rank r, so its cotangent goes back to rank r.
@@ -266,7 +272,7 @@ def _all_to_all(x: jax.Array, net: Comm) -> jax.Array:
     return mpi4jax.alltoall(x, comm=net.comm)
 
 
-all_to_all_p = _define(
+all_to_all_p: Any = _define(
     "all_to_all", _all_to_all, lambda shape, net: shape, lambda ct, net: net.all_to_all(ct), before=1, after=1
 )
 
@@ -280,7 +286,7 @@ def _all_gather(x: jax.Array, net: Comm) -> jax.Array:
     return mpi4jax.allgather(x, comm=net.comm)
 
 
-all_gather_p = _define(
+all_gather_p: Any = _define(
     "all_gather", _all_gather, lambda shape, net: (net.size, *shape), lambda ct, net: net.all_to_all(ct).sum(0), after=1
 )
 
@@ -299,4 +305,4 @@ def _broadcast_transpose(ct: jax.Array, net: Comm, root: int) -> jax.Array:
     return total if net.rank == root else jnp.zeros_like(total)
 
 
-broadcast_p = _define("broadcast", _broadcast, lambda shape, net: shape, _broadcast_transpose)
+broadcast_p: Any = _define("broadcast", _broadcast, lambda shape, net: shape, _broadcast_transpose)

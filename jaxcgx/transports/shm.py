@@ -7,7 +7,7 @@ traced arrays: every rank compiles its own program, for one device.
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class Shm(Transport):
     segment: int  # the native module's number for the shared memory
     size: int
     rank: int
-    names = ()
+    names: ClassVar[tuple[Any, ...]] = ()
     effects: frozenset[Any]  # one effect, shared by everything that must run in one order
 
     # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.

@@ -8,7 +8,7 @@ Exchanges run in the order of the program, the same on every rank, and hold no t
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -53,8 +53,8 @@ class TcpAxes(Axes):
     over: frozenset[Any]
     timeout: float
 
-    order = ORDER
-    effects = frozenset({ORDER, _compat.CalledByPython()})
+    order: ClassVar[Any] = ORDER
+    effects: ClassVar[frozenset[Any]] = frozenset({ORDER, _compat.CalledByPython()})
 
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))

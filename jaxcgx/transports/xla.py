@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class Axes(base.Transport):
 
     names: tuple[Any, ...]
 
-    effects = frozenset[Any]()
+    effects: ClassVar[frozenset[Any]] = frozenset()
 
     @property
     def parts(self) -> Mapping[Any, "Axes"]:
@@ -84,6 +84,11 @@ class Axes(base.Transport):
 class Leaders(base.Leaders):
     """The ranks of `outer` that are first along `inner` speak. The others take part in the program, but what they
     compute between two gatherings goes nowhere. `everybody` is both together."""
+
+    everybody: Axes
+    outer: Axes
+    inner: Axes
+    size: int
 
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
         self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
