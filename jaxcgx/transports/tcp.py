@@ -19,7 +19,7 @@ from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.base import PiecewiseSum
 from jaxcgx.transports.xla import Axes, Leaders
 
-ORDER = _compat.OrderedOnEachDevice()
+ORDER: Any = _compat.OrderedOnEachDevice()
 
 
 def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
