@@ -209,7 +209,16 @@ def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
     two_shot = stage.schedule == "two_shot"
     layout = message.layout(stage.codec, stage.net.size if two_shot else 1)
     first, last = fold(message.key, FIRST, stage.net.rank), fold(message.key, SUM)
-    asked = PiecewiseSum(layout, message.leaves, message.residuals, first, last, two_shot, how.own, how.divisor)
+    asked = PiecewiseSum(
+        layout=layout,
+        leaves=message.leaves,
+        residuals=message.residuals,
+        first_key=first,
+        sum_key=last,
+        two_shot=two_shot,
+        own=how.own,
+        divisor=how.divisor,
+    )
     with scope(Exchange.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
         return Summed(*stage.net.sum_piecewise(asked))
 

@@ -1,16 +1,16 @@
 """What plans and collectives ask of leaves: their names, whether codecs take them, which of them share a message."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import DTYPES
 
-Shaped = jax.Array | np.ndarray[Any, Any] | jax.ShapeDtypeStruct  # a leaf; tracers are arrays
+# A leaf: a jax.Array, np.ndarray or jax.ShapeDtypeStruct, whose own types JAX leaves open. Tracers are arrays.
+Shaped: TypeAlias = Any
 
 
 def spell_path(path: Any) -> str:

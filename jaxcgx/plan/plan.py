@@ -4,8 +4,7 @@ import dataclasses
 import numbers
 import os
 import pathlib
-import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer, check_positive, wrong
@@ -21,7 +20,7 @@ from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.by_axis import ByAxis, by_axis, values
 from jaxcgx.plan.rules import Rule
 from jaxcgx.plan.statistics import GradientStatistics
-from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.axes import check_axis_names
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
 
@@ -83,7 +82,7 @@ class Plan(Assignment):
         Args:
           axis_name: of a tuple of axes, outermost first, only the outermost is compressed.
         """
-        return cls(by_axis(_axes("bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
+        return cls(by_axis(check_axis_names("Plan.bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
     def fp16(cls) -> Self:
@@ -99,7 +98,7 @@ class Plan(Assignment):
           size_bound: leaves of up to that many elements travel as float16, over all axes.
           axis_name: of a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
         """
-        op, names, half = "Plan.mixed_precision", _axes("mixed_precision", axis_name), Cast("float16")
+        op, names, half = "Plan.mixed_precision", check_axis_names("Plan.mixed_precision", axis_name), Cast("float16")
         check_codec(op, codec)
         tiny = Rule(by_axis(names, half, half), max_size=_size_bound(op, size_bound))
         return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
@@ -123,7 +122,7 @@ class Plan(Assignment):
           select: as in TopK.
         """
         codec = TopK(threshold, select=select, pull=pull)
-        outer = by_axis(_axes("bsc", axis_name), codec, Raw())
+        outer = by_axis(check_axis_names("Plan.bsc", axis_name), codec, Raw())
         return cls(outer, min_size=_size_bound("Plan.bsc", size_bound) + 1, skip_1d=False)
 
     @classmethod
@@ -135,7 +134,7 @@ class Plan(Assignment):
             is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
           environ: the variables.
         """
-        names, env = _axes("from_env", axis_name), environment.read(environ)
+        names, env = check_axis_names("Plan.from_env", axis_name), environment.read(environ)
         hierarchy = len(names) > 1
         codec = MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete) if env.bits < 32 else Raw()
         codec = Raw() if env.dummy else codec
@@ -204,16 +203,6 @@ class Plan(Assignment):
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"Plan.load: {path}: {error}") from None
-
-
-def _axes(method: str, axis_name: Any) -> tuple[Any, ...]:
-    names = axis_names(axis_name)
-    single = axis_name is None or all(
-        isinstance(name, Hashable) and not isinstance(name, int | tuple | types.NoneType) for name in names
-    )
-    if not names or not single or len(set(names)) < len(names):
-        raise wrong(f"Plan.{method}", "axis_name", "a name or a tuple of different names", repr(axis_name))
-    return names
 
 
 def _size_bound(op: str, size_bound: Any) -> int:

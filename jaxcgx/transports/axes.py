@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Hashable
+from types import NoneType
 from typing import Any
 
 from jaxcgx.checks import check_field, check_number, wrong
@@ -41,3 +42,12 @@ def axis_names(axis_name: Any) -> tuple[Any, ...]:
 def marked(axis_name: Any) -> tuple[Tcp, ...]:
     """The marks among an axis or a tuple of axes."""
     return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
+
+
+def check_axis_names(function: str, axis_name: Any) -> tuple[Any, ...]:
+    """The names of an axis or a tuple of different axes. None alone passes, for a caller that has a default."""
+    names = axis_names(axis_name)
+    each = [isinstance(name, Hashable) and not isinstance(name, int | tuple | NoneType) for name in names]
+    if not names or not (axis_name is None or all(each)) or len(set(names)) < len(names):
+        raise wrong(function, "axis_name", "a name or a tuple of different names", repr(axis_name))
+    return names

@@ -1,22 +1,17 @@
 """From the axes that a caller names to the transport over them."""
 
-from collections.abc import Hashable
 from typing import Any
 
 from jax import lax
 
-from jaxcgx.checks import wrong
-from jaxcgx.transports.axes import axis_names, marked
+from jaxcgx.transports.axes import check_axis_names, marked
 from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
 
 
 def check_axes(op: str, axis_name: Any) -> Axes:
     """The transport over the axes, every one of them bound."""
-    names = axis_names(axis_name)
-    single = all(isinstance(name, Hashable) and not isinstance(name, (int, tuple)) for name in names)
-    if not names or not single or len(set(names)) < len(names):
-        raise wrong(op, "axis_name", "a name or a tuple of different names", repr(axis_name))
+    names = check_axis_names(op, axis_name)
     for name in names:
         try:
             lax.axis_size(name)

@@ -78,7 +78,9 @@ class TcpAxes(Axes):
         return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))
 
     def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
-        operands = tcp_sum.Operands(asked.leaves, asked.residuals, None, asked.first_key, asked.sum_key)
+        operands = tcp_sum.Operands(
+            leaves=asked.leaves, residuals=asked.residuals, who=None, first_key=asked.first_key, sum_key=asked.sum_key
+        )
         return tcp_sum.allreduce(
             asked.layout, operands, two_shot=asked.two_shot, own=asked.own, divisor=asked.divisor, net=self
         )
