@@ -22,8 +22,8 @@ PIP := -m pip --disable-pip-version-check install --quiet
 
 # Open MPI's wheel has its programs in .venv/bin; pip builds mpi4jax with its mpicc. For any nvcc on the PATH mpi4jax builds a CUDA
 # half, too, whose headers may be elsewhere: a folder that has none leaves it out.
-# It would build it with the newest JAX, and what that makes runs with no older one: the bounds of jaxcgx hold there, too. From 25.3 on
-# pip has a variable of its own for what it builds; those before know the other alone.
+# Without bounds, pip builds mpi4jax against the newest JAX, and the result fails with older ones. pip 25.3 and later read
+# PIP_BUILD_CONSTRAINT; earlier ones read PIP_CONSTRAINT.
 BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
 MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.

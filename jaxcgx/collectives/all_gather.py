@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Options, check_dimension
+from jaxcgx.collectives.arguments import Dimension, Options, check_dimension
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
@@ -47,13 +47,13 @@ def compressed_all_gather(
     """
     op = "compressed_all_gather"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return gather(op, x, check_axes(op, axis_name), codec, options, (axis, tiled), to)
+    return gather(op, x, check_axes(op, axis_name), codec, options, Dimension(axis, tiled), to)
 
 
 def gather(
-    op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: tuple[int, bool], to: str = "varying"
+    op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension, to: str = "varying"
 ) -> Any:
-    """`compressed_all_gather` over the ranks of a transport. dimension: `axis` and `tiled`."""
+    """`compressed_all_gather` over the ranks of a transport."""
     call, (axis, tiled) = Call(op, x, net, codec, options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))

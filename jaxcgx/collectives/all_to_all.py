@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible
+from jaxcgx.collectives.arguments import Dimensions, Options, check_dimension, check_divisible
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
@@ -47,21 +47,19 @@ def compressed_all_to_all(
     """
     op = "compressed_all_to_all"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return exchange(op, x, check_axes(op, axis_name), codec, options, (split_axis, concat_axis), tiled)
+    return exchange(op, x, check_axes(op, axis_name), codec, options, Dimensions(split_axis, concat_axis, tiled))
 
 
-def exchange(
-    op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: tuple[int, int], tiled: bool
-) -> Any:
-    """`compressed_all_to_all` over the ranks of a transport. dimensions: `split_axis` and `concat_axis`."""
-    call = Call(op, x, net, codec, options)
+def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: Dimensions) -> Any:
+    """`compressed_all_to_all` over the ranks of a transport."""
+    call, (split_axis, concat_axis, tiled) = Call(op, x, net, codec, options), dimensions
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     split_axes: list[int] = []
     concat_axes: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
-        split_axes.append(check_dimension(op, "split_axis", dimensions[0], leaf, path))
-        concat_axes.append(check_dimension(op, "concat_axis", dimensions[1], leaf, path))
-        check_divisible(op, "split_axis", split_axes[-1], leaf, path, (call.size, tiled))
+        split_axes.append(check_dimension(op, "split_axis", split_axis, leaf, path))
+        concat_axes.append(check_dimension(op, "concat_axis", concat_axis, leaf, path))
+        check_divisible(op, "split_axis", split_axes[-1], leaf, path, size=call.size, tiled=tiled)
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_all_to_all(leaf, split_axes[i], concat_axes[i], tiled)

@@ -29,6 +29,21 @@ class Options(NamedTuple):
     backward_codec: Any = None
 
 
+class Dimension(NamedTuple):
+    """The dimension of a caller's arrays along which ranks split or join; `tiled` as in lax: whether it stays."""
+
+    axis: int
+    tiled: bool
+
+
+class Dimensions(NamedTuple):
+    """The dimensions of an all_to_all, as in lax."""
+
+    split_axis: int
+    concat_axis: int
+    tiled: bool
+
+
 def check_each(op: str, argument: str, given: dict[Any, Any], net: Transport, what: str) -> list[Any]:
     """The values of a dict for the parts of a transport, outermost first. what: the values, in words."""
     missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
@@ -168,9 +183,9 @@ def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any
     return d % ndim
 
 
-def check_divisible(op: str, argument: str, dimension: int, leaf: Any, path: Any, share: tuple[int, bool]) -> None:
-    """Checks that a dimension can be split among ranks. share: the number of ranks, and `tiled`."""
-    (size, tiled), n = share, leaf.shape[dimension]
+def check_divisible(op: str, argument: str, dimension: int, leaf: Any, path: Any, *, size: int, tiled: bool) -> None:
+    """Checks that a dimension can be split among `size` ranks."""
+    n = leaf.shape[dimension]
     if n % size if tiled else n != size:
         expected = f"dimension {dimension} to have " + (
             f"a multiple of {size} elements, one share for each rank"

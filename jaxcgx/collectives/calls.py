@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,6 +43,15 @@ class Route:
         return message if len(self.stages) == 1 else message.replace(key=fold_stage(message.key, j, others))
 
 
+class _Assigned(NamedTuple):
+    """What an argument gives the leaves of a call."""
+
+    stages: list[tuple[Stage, ...]]  # of each leaf
+    guarded: list[str | None]  # why a plan leaves it raw
+    used: list[Codec]
+    possible: list[Codec]  # the codecs of another tree, too (check_key)
+
+
 class Call:
     """The checked arguments of a collective. Leaves of one route share messages."""
 
@@ -74,40 +83,38 @@ class Call:
         self.tracked = check_tracked(op, net.names)
         if not gradients:
             check_varying(op, net.names, self.paths, self.leaves)
-        stages, guarded, used, possible = self._assign("codec", codec)
-        backward = stages
+        forward = backward = self._assign("codec", codec)
+        used, possible = forward.used, forward.possible
         if options.backward_codec is not None:
-            backward, _, used_back, possible_back = self._assign("backward_codec", options.backward_codec)
-            used, possible = used + used_back, possible + possible_back
-        check_low_rank(op, "codec", stages, sums)
-        check_low_rank(op, "backward_codec", backward, sums)
-        self.codecs = [[stage.codec for stage in there] for there in stages]
+            backward = self._assign("backward_codec", options.backward_codec)
+            used, possible = used + backward.used, possible + backward.possible
+        check_low_rank(op, "codec", forward.stages, sums)
+        check_low_rank(op, "backward_codec", backward.stages, sums)
+        self.codecs = [[stage.codec for stage in there] for there in forward.stages]
         self.key = check_key(op, used, possible, options.key, net.names)
-        self.hierarchy = any(len(there) > 1 for there in stages)
-        self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(stages, backward)]
+        self.hierarchy = any(len(there) > 1 for there in forward.stages)
+        self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(forward.stages, backward.stages)]
         fusion_mb = options.fusion_mb
         if fusion_mb is None:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
         for i, route in enumerate(self.routes):
-            if reason := self._why_raw(argument, i, guarded[i], options.strict):
+            if reason := self._why_raw(argument, i, forward.guarded[i], options.strict):
                 self.raw[i] = reason
             else:
                 self.groups.setdefault(route, []).append(i)
 
-    def _assign(
-        self, argument: str, codec: Any
-    ) -> tuple[list[tuple[Stage, ...]], list[str | None], list[Codec], list[Codec]]:
-        """The stages of each leaf, why a plan leaves it raw, the codecs in use, and the possible ones (check_key)."""
+    def _assign(self, argument: str, codec: Any) -> _Assigned:
         if isinstance(codec, plan.Plan):
             assigned = codec.assign(self.op, argument, self.paths, self.leaves)
             stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
             used = [stage.codec for there in stages for stage in there]
-            return stages, [reason for _, reason in assigned], used, codec.codecs
+            return _Assigned(stages, guarded=[reason for _, reason in assigned], used=used, possible=codec.codecs)
         stages = check_stages(self.op, argument, codec, self.net)
         codecs = [stage.codec for stage in stages]
-        return [stages] * len(self.leaves), [None] * len(self.leaves), codecs, codecs
+        n = len(self.leaves)
+        return _Assigned([stages] * n, guarded=[None] * n, used=codecs, possible=codecs)
 
     def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
         """Both with as many stages: a raw exchange over all ranks together is also a raw exchange over each part."""

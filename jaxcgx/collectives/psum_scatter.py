@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Options, check_dimension, check_divisible, check_hops, check_own
+from jaxcgx.collectives.arguments import Dimension, Options, check_dimension, check_divisible, check_hops, check_own
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
@@ -48,11 +48,11 @@ def compressed_psum_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return reduce_scatter(op, x, check_axes(op, axis_name), codec, options, (scatter_dimension, tiled))
+    return reduce_scatter(op, x, check_axes(op, axis_name), codec, options, Dimension(scatter_dimension, tiled))
 
 
-def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: tuple[int, bool]) -> Any:
-    """`compressed_psum_scatter` over the ranks of a transport. dimension: `scatter_dimension` and `tiled`."""
+def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension) -> Any:
+    """`compressed_psum_scatter` over the ranks of a transport."""
     call, (scatter_dimension, tiled) = Call(op, x, net, codec, options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
     check_own(op, options.own, options.schedule)
@@ -60,7 +60,7 @@ def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options
     dims: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
         dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
-        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, (call.size, tiled))
+        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, size=call.size, tiled=tiled)
     stages = {route: [stage._replace(schedule=schedule) for stage in route.stages] for route in call.groups}
     for each in stages.values():
         for stage in each:

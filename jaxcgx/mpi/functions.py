@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
-from jaxcgx.collectives.arguments import Options, check_leaf
+from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_leaf
 from jaxcgx.collectives.state import State
 from jaxcgx.mpi.agreement import Communicator, agree
 from jaxcgx.mpi.nodes import check_communicator
@@ -129,7 +129,7 @@ def compressed_reduce_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return psum_scatter.reduce_scatter(name, x, net, codec, options, (scatter_dimension, tiled))
+    return psum_scatter.reduce_scatter(name, x, net, codec, options, Dimension(scatter_dimension, tiled))
 
 
 def compressed_allgather(
@@ -174,7 +174,7 @@ def compressed_allgather(
         fusion_mb=fusion_mb,
     )
     options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return all_gather.gather(name, x, net, codec, options, (axis, tiled))
+    return all_gather.gather(name, x, net, codec, options, Dimension(axis, tiled))
 
 
 def compressed_alltoall(
@@ -222,7 +222,7 @@ def compressed_alltoall(
         fusion_mb=fusion_mb,
     )
     options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return all_to_all.exchange(name, x, net, codec, options, (split_axis, concat_axis), tiled)
+    return all_to_all.exchange(name, x, net, codec, options, Dimensions(split_axis, concat_axis, tiled))
 
 
 def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:

@@ -27,14 +27,14 @@ def accelerate(settings: Settings, u: Any, g: jax.Array) -> Accelerated:
 def hold(old: Any, new: Any, mean: jax.Array) -> jax.Array | None:
     """The new momentum of a leaf, or the old one where the mean or the new one is not finite.
 
-    What overflowed once would stay in the momentum for good. The mean alone doesn't tell: of a leaf that overflows,
-    TopK sends some elements as NaN and the others not.
+    An overflow would stay in the momentum forever. The mean doesn't always show it: TopK sends only some elements of
+    an overflowing leaf, as NaN.
     """
     return None if new is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)
 
 
 def accelerate_mean(settings: Settings, trace: Any, u: Any, x: jax.Array, p: Any) -> Accelerated:
-    """Gives the mean of a leaf the momentum that an optimizer would give it, except what had momentum on its rank.
+    """Applies an optimizer's momentum to the mean of a leaf, except to what had momentum before it was sent.
 
     Args:
       settings: the arguments of compress_gradients.

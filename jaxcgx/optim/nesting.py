@@ -16,7 +16,7 @@ def has_rows(node: Any) -> bool:
 
 
 def check_nesting(function: str, opt_state: Any) -> None:
-    """Refuses transformations that keep what they make of a rank's own gradients in a state without an axis of ranks.
+    """Refuses transformations whose state depends on one rank's gradients but has no axis of ranks.
 
     These are wrappers around compress_gradients, and transformations before it in a chain.
     """

@@ -33,7 +33,7 @@ def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
 
 
 def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
-    """The shape of the factor that a leaf hands from step to step (PowerSGD); None without one. Outermost codec
+    """The shape of a leaf's warm-start factor (PowerSGD), or None. Outermost codec
     first.
     """
     low_rank: Any = next((codec for codec in codecs if codec.low_rank), None)

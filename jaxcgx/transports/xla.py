@@ -82,8 +82,8 @@ class Axes(base.Transport):
 
 
 class Leaders(base.Leaders):
-    """The ranks of `outer` that are first along `inner` speak. The others take part in the program, but what they
-    compute between two gatherings goes nowhere. `everybody` is both together."""
+    """The ranks of `outer` that are first along `inner` speak. The results of the
+    others between two gathers are discarded. `everybody` is `outer` and `inner` combined."""
 
     everybody: Axes
     outer: Axes

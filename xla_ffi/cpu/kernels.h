@@ -38,7 +38,7 @@ struct Kernels {
   void (*divide)(const float* x, int64_t n, float divisor, float* out, Write write);
   // Widens `stats` by n values; starts from Stats{inf, -inf}.
   void (*stats)(const float* x, int64_t n, Stats* stats);
-  // Continues a sum of magnitudes, in the order of codec/sign.h; n is whole blocks but for the last call.
+  // Continues a sum of magnitudes, in the order of codec/sign.h; n is a multiple of the block, except in the last call.
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
