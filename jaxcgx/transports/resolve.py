@@ -5,11 +5,12 @@ from typing import Any
 from jax import lax
 
 from jaxcgx.transports.axes import check_axis_names, marked
+from jaxcgx.transports.base import Transport
 from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
 
 
-def check_axes(op: str, axis_name: Any) -> Axes:
+def check_axes(op: str, axis_name: Any) -> Transport:
     """The transport over the axes, every one of them bound."""
     names = check_axis_names(op, axis_name)
     for name in names:

@@ -241,7 +241,7 @@ def test_nothing_is_lost_twice(codec, divisor):
         )
 
 
-@pytest.mark.parametrize("codec", **each_codec(CODECS[::6]))
+@pytest.mark.parametrize("codec", **each_codec([codec for codec in CODECS if codec.native is not None][::6]))
 def test_many_leaves_are_one_call_without_copies(codec):
     leaves = [normal((1 + i % 7, 11), i) for i in range(50)]
     layout = Layout.of(codec, leaves, chunks=2)
