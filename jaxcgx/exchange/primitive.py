@@ -21,6 +21,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange.message import SHARED, STATE, Message
 from jaxcgx.native import ops
+from jaxcgx.native.operands import places
 from jaxcgx.transports.base import Transport
 
 
@@ -44,21 +45,16 @@ def _match_varying(message: Message, net: Transport) -> Message:
     return message.replace(leaves=leaves, **kept)
 
 
-def _places(tree: Any) -> Message:
-    """The message that has, in place of each array, its position among the operands."""
-    return tree.unflatten(range(tree.num_leaves))
-
-
 @functools.lru_cache
 def _results(tree: Any) -> Any:
     """The structure of the results, from the structure of the operands."""
-    return jax.tree_util.tree_structure(_places(tree).replace(key=None))
+    return jax.tree_util.tree_structure(places(tree).replace(key=None))
 
 
 def _put_leaves(tree: Any, values: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     """The flat values of a structure, with `leaves` in place of those of the message."""
     values = list(values)
-    for place, leaf in zip(_places(tree).leaves, leaves):
+    for place, leaf in zip(places(tree).leaves, leaves):
         values[place] = leaf
     return values
 
@@ -128,9 +124,9 @@ def define(
             return results, [None] * len(results)
         batch = ((axis.size, axis.name if ours else None), *batch)
         results = primitive.bind(*ops.in_front(operands, dims, axis.size), batch=batch, tree=tree, net=net, **params)
-        places, dims = _places(_results(tree)), [0] * len(results)
+        of_results, dims = places(_results(tree)), [0] * len(results)
         if ours and same:
-            for place in jax.tree_util.tree_leaves([getattr(places, field) for field in ("leaves", *SHARED)]):
+            for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):
                 results[place], dims[place] = results[place][0], None
         return results, dims
 

@@ -11,6 +11,11 @@ import jax
 Arrays = list[Any]  # of jax.Array, or of what stands for arrays while a program is traced
 
 
+def places(tree: Any) -> Any:
+    """The pytree of a structure, with the place that each array has among the operands."""
+    return tree.unflatten(range(tree.num_leaves))
+
+
 class Encode(NamedTuple):
     leaves: Arrays
     residuals: Arrays | None = None  # float32, added to the leaves

@@ -17,6 +17,7 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.operands import places
 from jaxcgx.native.ops import in_front
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 
@@ -85,21 +86,21 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
 @functools.lru_cache
 def _results(tree: Any) -> Any:
     """The structure of the results for operands of a structure."""
-    operands = tree.unflatten(range(tree.num_leaves))
+    operands = places(tree)
     return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
 
 
 def _lower(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
-    places = tree.unflatten(range(tree.num_leaves))
+    at = places(tree)
     given, messages = list(operands), math.prod(batch)
-    given[places.who] = with_processes(ctx, given[places.who], ctx.avals_in[places.who])
+    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who])
     # As xla_ffi/tcp/allreduce.h counts them.
     payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
     # Residuals are updated in place: operand and result have the same number.
-    aliases = {place: place for place in places.residuals or ()}
+    aliases = {place: place for place in at.residuals or ()}
     call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)
     hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
     results = call(
@@ -108,7 +109,7 @@ def _lower(
         **layout.attributes,
         two_shot=how.two_shot,
         own=how.own,
-        feedback=places.residuals is not None,
+        feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
         batch=np.int64(messages),
         ranks=np.int64(net.size),
@@ -135,7 +136,7 @@ def _abstract(
 def _batch(
     operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
-    moved, who = in_front(operands, dims), tree.unflatten(range(tree.num_leaves)).who
+    moved, who = in_front(operands, dims), places(tree).who
     moved[who] = operands[who]
     results = tcp_allreduce_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
