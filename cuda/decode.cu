@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __
 
 Status decode_all(const Call& call) {
   const Codec& codec = call.layout.codec;
-  if (codec.kind == Kind::kTopK) return decode_topk(call);
+  if (is_sparse(codec.kind)) return decode_topk(call);
   if (is_fast(codec)) {
     const Status s = with_decode_variant(codec, [&](auto variant) {
       using V = decltype(variant);

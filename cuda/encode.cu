@@ -55,12 +55,12 @@ Status encode(const Encode& a, cudaStream_t stream) {
   m.payload = a.payload;
   m.keys = a.keys;
   m.workspace = static_cast<float*>(a.workspace);
-  if (l.codec.kind == Kind::kTopK) return encode_topk(TopkWork(l, a.batch, 0, true), call);
+  if (is_sparse(l.codec.kind)) return encode_topk(TopkWork(l, a.batch, 0, true), call);
   return encode_all(call);
 }
 
 int64_t workspace_bytes(const Layout& l, int64_t batch, int64_t payloads, bool encodes) {
-  if (l.codec.kind == Kind::kTopK) return 4 * TopkWork(l, batch, payloads, encodes).end;
+  if (is_sparse(l.codec.kind)) return 4 * TopkWork(l, batch, payloads, encodes).end;
   return encodes ? 4 * batch * workspace_floats(l) : 0;
 }
 

@@ -31,7 +31,7 @@ Status launch_fast(const Call& call, Launches<T> launches) {
   return launches.finish();
 }
 
-// The range over `threads` neighbours, a power of two.
+// The range over `threads` neighbours, a power of two; by hand, like fold_before in topk.cuh.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < 32; m *= 2) {
@@ -67,7 +67,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
-  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h
+  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h, which CUB doesn't promise
     const float scale = scale_of(largest_of({lo, hi}));
     float lane[4];
 #pragma unroll

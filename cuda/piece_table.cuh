@@ -37,21 +37,23 @@ struct Message {
   Codec codec;
   int32_t meta;      // floats of a bucket's metadata
   uint8_t* payload;  // of slot s (reduce: of row r) at s * chunk_bytes
-  const uint8_t*
-      payloads;  // what is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes
+  // What is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes.
+  const uint8_t* payloads;
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
-  const int32_t* where;  // null: all chunks; else those of the one that it names,
-  uint32_t lists;        // this many rows have the same one
+  // Null: every chunk is done. Else one chunk of each row is: entry i is (chunk, own rank) of `lists` rows.
+  const int32_t* where;
+  uint32_t lists;
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
-  bool exact;                // inverse is 1 / divisor
-  bool sums;                 // several payloads, or one as if it were several
-  bool own;                  // `leaf` is the own rank's
-  int32_t log_bucket;        // of the fast kernels; the others:
-  uint32_t threads, groups;  // of a bucket, buckets of a block
-  int32_t stage;             // of a bucket that is larger than a block
+  bool exact;          // inverse is 1 / divisor
+  bool sums;           // several payloads, or one as if it were several
+  bool own;            // `leaf` is the own rank's
+  int32_t log_bucket;  // of the fast kernels
+  // Of the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
+  uint32_t threads, groups;
+  int32_t stage;
 };
 
 // Bytes of parameters that a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests set fewer.

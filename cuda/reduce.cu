@@ -53,7 +53,7 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
   m.exact = std::frexp(a.divisor, &exponent) == 0.5f && std::isnormal(m.inverse);
   m.sums = true;
   m.own = a.own != nullptr;
-  if (a.payload == nullptr || l.codec.kind == Kind::kTopK) return decode_all(call);
+  if (a.payload == nullptr || is_sparse(l.codec.kind)) return decode_all(call);
   if (is_fast(l.codec)) {
     const Status s = with_encode_variant(l.codec, [&](auto variant) {
       using V = decltype(variant);

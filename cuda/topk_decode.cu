@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
       zeros = ~__ballot_sync(kWarp, is_one(bit));
       if ((zeros & ((2u << (threadIdx.x % 32)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
     }
+    // By hand, like fold_before.
 #pragma unroll
     for (uint32_t lanes = 16; lanes > 0; lanes /= 2) run = larger(run, __shfl_xor_sync(kWarp, run, lanes));
     largest = larger(largest, run);

@@ -196,8 +196,7 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
       for (int64_t k = l.first[static_cast<size_t>(chunk)]; k < l.first[static_cast<size_t>(chunk) + 1]; ++k) {
         const Piece& p = l.pieces[static_cast<size_t>(k)];
         const DType dtype = l.leaves[static_cast<size_t>(p.leaf)].dtype;
-        if (!has_buckets(c.kind))
-          add(Item(l, call.leaves, row, p), c.kind == Kind::kRaw ? kRaw : kCoded, p.codes, p.coded);
+        if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
         add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);

@@ -19,7 +19,9 @@ def tune(options: argparse.Namespace) -> None:
     from jaxcgx.report import tune
 
     try:
-        plan, words = tune.tune(options.gradients, options.plan, options.method, options.alpha, options.bits)
+        plan, words = tune.tune(
+            options.gradients, plan=options.plan, method=options.method, alpha=options.alpha, bits=options.bits
+        )
         plan.save(options.out)
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"python -m jaxcgx tune: {str(error).removeprefix('tune: ')}")

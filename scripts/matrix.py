@@ -2,7 +2,7 @@
 
 One wheel per Python serves both, as it must for users. `make matrix` runs the whole suite and writes
 benchmarks/results/matrix.json; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
-Python and on the newest JAX with the newest Python. Everything lies in .matrix/ and is used again by the next run.
+Python and on the newest JAX with the newest Python. Everything is in .matrix/, and the next run uses it again.
 """
 
 import argparse

@@ -87,25 +87,28 @@ NB_MODULE(_native, m) {
 #ifdef JAXCGX_CUDA
   m.def(
       "workspace_bytes",
-      [](nb::dict codec, const std::vector<int64_t>& sizes, const std::vector<int64_t>& dtypes,
-         const std::vector<int64_t>& ids, int64_t chunks, int64_t batch, int64_t payloads, bool encodes) {
+      [](nb::dict message, int64_t payloads, bool encodes) {
         jaxcgx::Description d;
+        const nb::dict codec = message["codec"];
         jaxcgx::each_field(d.codec, [&](const std::string& name, auto& field) {
           using T = std::remove_reference_t<decltype(field)>;
           using Number = std::conditional_t<std::is_floating_point_v<T>, nb::float_, nb::int_>;
           field = static_cast<T>(nb::cast<jaxcgx::FieldType<T>>(Number(codec[name.c_str()])));
         });
-        const auto span = [](const std::vector<int64_t>& v) { return jaxcgx::Sizes(v.data(), v.size()); };
+        using Numbers = std::vector<int64_t>;
+        const auto numbers = [&](const char* name) { return nb::cast<Numbers>(message[name]); };
+        const Numbers sizes = numbers("sizes"), dtypes = numbers("dtypes"), ids = numbers("ids");
+        const auto span = [](const Numbers& v) { return jaxcgx::Sizes(v.data(), v.size()); };
         d.sizes = span(sizes), d.dtypes = span(dtypes), d.ids = span(ids);
-        d.chunks = chunks, d.batch = batch;
-        const auto message = jaxcgx::make_message("workspace_bytes", d);
-        if (message.has_error()) throw nb::value_error(message.error().message().c_str());
-        return jaxcgx::cuda::workspace_bytes(message->layout, batch, payloads, encodes);
+        d.chunks = nb::cast<int64_t>(nb::int_(message["chunks"]));
+        d.batch = nb::cast<int64_t>(nb::int_(message["batch"]));
+        const auto made = jaxcgx::make_message("workspace_bytes", d);
+        if (made.has_error()) throw nb::value_error(made.error().message().c_str());
+        return jaxcgx::cuda::workspace_bytes(made->layout, made->batch, payloads, encodes);
       },
       "Bytes of the hidden result, on platform CUDA, of an operation that decodes `payloads` of each message, and that "
-      "`encodes`.",
-      nb::arg("codec"), nb::arg("sizes"), nb::arg("dtypes"), nb::arg("ids"), nb::arg("chunks"), nb::arg("batch"),
-      nb::arg("payloads"), nb::arg("encodes"));
+      "`encodes`. `message` has the attributes of the call.",
+      nb::arg("message"), nb::arg("payloads"), nb::arg("encodes"));
 #endif
   m.def(
       "shm_create", [](int64_t ranks) { return value_of(jaxcgx::shm::create(ranks)); },

@@ -30,7 +30,8 @@ class Codec:
       skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
       raw: all elements travel as they are.
       sparse: only some elements are sent; `indices` says which.
-      low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py).
+      low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py), by the methods that PowerSGD
+        has for them.
       contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
         bounded only then.
       most: elements of a leaf in a chunk, at most.
@@ -101,6 +102,11 @@ class Codec:
         return ops.roundtrip(self, x, key)
 
     # What follows from the traits
+
+    @property
+    def sums_grow(self) -> bool:
+        """Whether a sum has another codec, with room for what every rank sent."""
+        return self.of_sum(2) != self
 
     def bucket_of(self, n: int) -> int:
         """Elements of a bucket where a chunk has n elements of a leaf; 0 without buckets."""

@@ -25,6 +25,21 @@ _NOTHING = 2.0**-20  # the rest of a column of norm 1 that is smaller is roundin
 _FEW = 8  # up to here the product of factors is a sum of outer products, which XLA fuses with its use
 
 
+# It depends on the shape only, so it is the same on every rank.
+def _start(rank: int, n: int) -> jax.Array:
+    """float32[rank, n] in [-1, 1]: each number is a hash of its place."""
+    x = lax.iota(jnp.uint32, rank * n)
+    for factor in (0x7FEB352D, 0x846CA68B):
+        x = (x ^ (x >> 16)) * jnp.uint32(factor)
+    return (lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32).astype(jnp.float32) / 2.0**31).reshape(rank, n)
+
+
+def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
+    """x / size; 0 where the size is below `least`, and NaN where it is NaN."""
+    none = size < least
+    return jnp.where(none, 0, x / jnp.where(none, 1, size))
+
+
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Codec):
     """Sums of matrices by sums of their factors: rank * (m + n) numbers in place of m * n.
@@ -48,7 +63,7 @@ class PowerSGD(Codec):
     def why_raw(self, shape: tuple[int, ...], dtype: DType) -> str | None:
         if len(shape) < 2:
             return f"it has {'one' if shape else 'no'} dimension, and PowerSGD is for matrices"
-        m, n = matrix(shape)
+        m, n = self.matrix(shape)
         factors, size = 4 * self.rank * (m + n), m * n * dtype.itemsize
         if factors >= size:
             return f"it has {size} bytes, and its factors of rank {self.rank} would have {factors}"
@@ -59,85 +74,74 @@ class PowerSGD(Codec):
         shape, dtype = check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)
         if self.why_raw(shape, dtype):
             return math.prod(shape) * dtype.itemsize
-        return 4 * self.rank * sum(matrix(shape))
+        return 4 * self.rank * sum(self.matrix(shape))
 
     def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """The shape of Q for a leaf that doesn't travel raw."""
-        return self.rank, matrix(shape)[1]
+        return self.rank, self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """The sum of x over one rank, without the factor of a step before."""
         if self.why_raw(x.shape, x.dtype):
             return x
-        matrices = x.astype(jnp.float32).reshape(1, *matrix(x.shape))
+        matrices = x.astype(jnp.float32).reshape(1, *self.matrix(x.shape))
         q = jnp.zeros((1, *self.factor_shape(x.shape)), jnp.float32)
-        basis = orthonormal(left(matrices, begin(q)))
-        return multiply(basis, right(basis, matrices))[0].reshape(x.shape).astype(x.dtype)
+        basis = self.orthonormal(self.left(matrices, self.begin(q)))
+        return self.multiply(basis, self.right(basis, matrices))[0].reshape(x.shape).astype(x.dtype)
 
+    # The algebra of a sum, for exchange/low_rank.py
 
-def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(m, n) of the matrix that a leaf of two or more dimensions is."""
-    return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
+    @staticmethod
+    def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+        """(m, n) of the matrix that a leaf of two or more dimensions is."""
+        return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
 
+    # The basis doesn't depend on the lengths of Q's columns. Columns whose magnitudes add up to 1 make products that
+    # are no larger than their matrix, so numbers of any size neither overflow nor vanish. A column of zeros (in the
+    # first step, or if the matrix has a lower rank) would stay zero, so it starts again.
+    @staticmethod
+    def begin(q: jax.Array) -> jax.Array:
+        """The Q to multiply with, from the Q of the step before: [k, rank, n]."""
+        q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
+        q = q / jnp.abs(q).max(-1, keepdims=True)
+        return q / jnp.abs(q).sum(-1, keepdims=True)
 
-# It depends on the shape only, so it is the same on every rank.
-def _start(rank: int, n: int) -> jax.Array:
-    """float32[rank, n] in [-1, 1]: each number is a hash of its place."""
-    x = lax.iota(jnp.uint32, rank * n)
-    for factor in (0x7FEB352D, 0x846CA68B):
-        x = (x ^ (x >> 16)) * jnp.uint32(factor)
-    return (lax.bitcast_convert_type(x ^ (x >> 16), jnp.int32).astype(jnp.float32) / 2.0**31).reshape(rank, n)
+    @staticmethod
+    def left(matrices: jax.Array, q: jax.Array) -> jax.Array:
+        """P = M Q of float32[k, m, n]: [k, rank, m]."""
+        # XLA's matrix product on CPUs takes half the time this way, with a transposition afterwards.
+        return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
+    @staticmethod
+    def right(basis: jax.Array, matrices: jax.Array) -> jax.Array:
+        """Q' = M^T B: [k, rank, n]."""
+        return jnp.einsum("krm,kmn->krn", basis, matrices, precision=lax.Precision.HIGHEST)
 
-def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
-    """x / size; 0 where the size is below `least`, and NaN where it is NaN."""
-    none = size < least
-    return jnp.where(none, 0, x / jnp.where(none, 1, size))
+    @staticmethod
+    def multiply(basis: jax.Array, q: jax.Array) -> jax.Array:
+        """B Q'^T: [k, m, n]."""
+        if q.shape[1] <= _FEW:
+            return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
+        return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
 
+    # The Gram-Schmidt process, twice for each column: columns become orthogonal up to rounding, however close they
+    # were. A column has norm 1 before, so the rest of it has a known scale, and nothing is divided by a number below
+    # _NOTHING. One turn of the loop is one projection. That halves the time to compile, which is long for matrices of
+    # many shapes.
+    @staticmethod
+    def orthonormal(p: jax.Array) -> jax.Array:
+        """An orthonormal basis of the columns of k matrices, given as [k, rank, m]. A column that the columns before it
+        span becomes 0."""
+        p = _over(p, jnp.abs(p).max(-1, keepdims=True))
+        p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 
-# The basis doesn't depend on the lengths of Q's columns. Columns whose magnitudes add up to 1 make products that are no
-# larger than their matrix, so numbers of any size neither overflow nor vanish. A column of zeros (in the first step, or
-# if the matrix has a lower rank) would stay zero, so it starts again.
-def begin(q: jax.Array) -> jax.Array:
-    """The Q to multiply with, from the Q of the step before: [k, rank, n]."""
-    q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
-    q = q / jnp.abs(q).max(-1, keepdims=True)
-    return q / jnp.abs(q).sum(-1, keepdims=True)
+        def project(turn: jax.Array, p: jax.Array) -> jax.Array:
+            j = turn // 2
+            x = lax.dynamic_index_in_dim(p, j, 1)
+            before = jnp.where(jnp.arange(p.shape[1])[:, None] < j, p, 0)
+            along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
+            x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
+            x = _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING)
+            return lax.dynamic_update_index_in_dim(p, x, j, 1)
 
-
-def left(matrices: jax.Array, q: jax.Array) -> jax.Array:
-    """P = M Q of float32[k, m, n]: [k, rank, m]."""
-    # XLA's matrix product on CPUs takes half the time this way, with a transposition afterwards.
-    return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
-
-
-def right(basis: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Q' = M^T B: [k, rank, n]."""
-    return jnp.einsum("krm,kmn->krn", basis, matrices, precision=lax.Precision.HIGHEST)
-
-
-def multiply(basis: jax.Array, q: jax.Array) -> jax.Array:
-    """B Q'^T: [k, m, n]."""
-    if q.shape[1] <= _FEW:
-        return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
-    return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
-
-
-# The Gram-Schmidt process, twice for each column: columns become orthogonal up to rounding, however close they were. A
-# column has norm 1 before, so the rest of it has a known scale, and nothing is divided by a number below _NOTHING. One
-# turn of the loop is one projection. That halves the time to compile, which is long for matrices of many shapes.
-def orthonormal(p: jax.Array) -> jax.Array:
-    """An orthonormal basis of the columns of k matrices, given as [k, rank, m]. A column that the columns before it
-    span becomes 0."""
-    p = _over(p, jnp.abs(p).max(-1, keepdims=True))
-    p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
-
-    def project(turn: jax.Array, p: jax.Array) -> jax.Array:
-        j = turn // 2
-        x = lax.dynamic_index_in_dim(p, j, 1)
-        before = jnp.where(jnp.arange(p.shape[1])[:, None] < j, p, 0)
-        along = jnp.einsum("krm,kim->kir", before, x, precision=lax.Precision.HIGHEST)
-        x = x - jnp.einsum("kir,krm->kim", along, before, precision=lax.Precision.HIGHEST)
-        return lax.dynamic_update_index_in_dim(p, _over(x, jnp.linalg.norm(x, axis=-1, keepdims=True), _NOTHING), j, 1)
-
-    return lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column needs no projection
+        return lax.fori_loop(2, 2 * p.shape[1], project, p)  # the first column needs no projection

@@ -47,21 +47,23 @@ def compressed_all_gather(
     """
     op = "compressed_all_gather"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return gather(op, x, check_axes(op, axis_name), codec, options, Dimension(axis, tiled), to)
+    return gather(
+        op, x, net=check_axes(op, axis_name), codec=codec, options=options, dimension=Dimension(axis, tiled), to=to
+    )
 
 
 def gather(
     op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension, to: str = "varying"
 ) -> Any:
     """`compressed_all_gather` over the ranks of a transport."""
-    call, (axis, tiled) = Call(op, x, net, codec, options), dimension
+    call, (axis, tiled) = Call(op, x, net=net, codec=codec, options=options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))
     extra = 0 if tiled else 1
     dims = [check_dimension(op, "axis", axis, leaf, path, extra) for leaf, path in zip(call.leaves, call.paths)]
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return net.plain_all_gather(leaf, dims[i], tiled, to)
+        return net.plain_all_gather(leaf, dims[i], tiled=tiled, to=to)
 
     def compressed(message: Message, route: Route) -> list[Any]:
         shapes, n = [x.shape for x in message.leaves], len(route.stages)

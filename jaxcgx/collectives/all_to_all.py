@@ -47,12 +47,19 @@ def compressed_all_to_all(
     """
     op = "compressed_all_to_all"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return exchange(op, x, check_axes(op, axis_name), codec, options, Dimensions(split_axis, concat_axis, tiled))
+    return exchange(
+        op,
+        x,
+        net=check_axes(op, axis_name),
+        codec=codec,
+        options=options,
+        dimensions=Dimensions(split_axis, concat_axis, tiled),
+    )
 
 
 def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: Dimensions) -> Any:
     """`compressed_all_to_all` over the ranks of a transport."""
-    call, (split_axis, concat_axis, tiled) = Call(op, x, net, codec, options), dimensions
+    call, (split_axis, concat_axis, tiled) = Call(op, x, net=net, codec=codec, options=options), dimensions
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     split_axes: list[int] = []
     concat_axes: list[int] = []
@@ -62,10 +69,10 @@ def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dime
         check_divisible(op, "split_axis", split_axes[-1], leaf, path, size=call.size, tiled=tiled)
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return net.plain_all_to_all(leaf, split_axes[i], concat_axes[i], tiled)
+        return net.plain_all_to_all(leaf, split_axes[i], concat_axis=concat_axes[i], tiled=tiled)
 
     def compressed(message: Message, route: Route) -> list[Any]:
-        split = [split_rows(x, split_axes[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
+        split = [split_rows(x, split_axes[i], size=call.size, tiled=tiled) for x, i in zip(message.leaves, message.ids)]
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(route.stages))):
             part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))

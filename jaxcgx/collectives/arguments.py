@@ -61,9 +61,9 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     """
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
-        return (Stage(net, one, "auto", one),)
+        return (Stage(net, one, schedule="auto", backward=one),)
     codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
-    return tuple(Stage(part, codec, "auto", codec) for part, codec in zip(net.parts.values(), codecs))
+    return tuple(Stage(part, codec, schedule="auto", backward=codec) for part, codec in zip(net.parts.values(), codecs))
 
 
 def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], sums: bool) -> None:
@@ -131,7 +131,7 @@ def check_own(op: str, own: str, schedule: str) -> None:
 
 def check_hops(op: str, stage: Stage) -> None:
     """Checks that the codec can go from neighbour to neighbour: sums must take no more bytes than leaves."""
-    if stage.schedule == "ring" and stage.codec.of_sum(2) != stage.codec:
+    if stage.schedule == "ring" and stage.codec.sums_grow:
         raise wrong(
             op,
             "schedule",

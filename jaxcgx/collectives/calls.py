@@ -100,14 +100,14 @@ class Call:
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
         for i, route in enumerate(self.routes):
-            if reason := self._why_raw(argument, i, forward.guarded[i], options.strict):
+            if reason := self._why_raw(argument, i, guarded=forward.guarded[i], strict=options.strict):
                 self.raw[i] = reason
             else:
                 self.groups.setdefault(route, []).append(i)
 
     def _assign(self, argument: str, codec: Any) -> _Assigned:
         if isinstance(codec, plan.Plan):
-            assigned = codec.assign(self.op, argument, self.paths, self.leaves)
+            assigned = codec.assign(self.op, argument, paths=self.paths, leaves=self.leaves)
             stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
             used = [stage.codec for there in stages for stage in there]
             return _Assigned(stages, guarded=[reason for _, reason in assigned], used=used, possible=codec.codecs)
@@ -153,14 +153,16 @@ class Call:
         for i, reason in self.raw.items():
             leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
             size = leaf.size * leaf.dtype.itemsize
-            with scopes.scope(scopes.Leaf(self.op, self.net.names, path, str(leaf.dtype), size, reason)):
+            with scopes.scope(
+                scopes.LeafScope(self.op, self.net.names, path=path, dtype=str(leaf.dtype), bytes=size, reason=reason)
+            ):
                 results[i] = plain(leaf, i)
         for route, numbers in self.groups.items():
             key = self.key if any(codec.stochastic for codec in route.codecs) else None
             for members in plan.messages([self.leaves[i] for i in numbers], self.limit):
                 ids = tuple(numbers[k] for k in members)
                 paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
-                with scopes.scope(scopes.Message(self.op, self.net.names, paths)):
+                with scopes.scope(scopes.MessageScope(self.op, self.net.names, paths)):
                     done = compressed(Message(ids, [self.leaves[i] for i in ids], key), route)
                 for i, y in zip(ids, done):
                     results[i] = y

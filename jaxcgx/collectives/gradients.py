@@ -131,7 +131,7 @@ def sync_in_backward(
     op = "sync_in_backward"
     net = check_axes(op, axis_name)
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
-    reduction = Reduction(op, params, net, codec, options, mean=True, gradients=True)
+    reduction = Reduction(op, params, net=net, codec=codec, options=options, mean=True, gradients=True)
 
     def identity(message: Message, exchange: Callable[[Message], list[Any]]) -> list[Any]:
         """The message's leaves. Their cotangents go through `exchange`, from a message to its results."""
@@ -151,7 +151,7 @@ def sync_in_backward(
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # it has no gradient
-        return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0], i)])[0]
+        return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0])])[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:
         return identity(message, lambda back: reduction.compressed(back, route).leaves)

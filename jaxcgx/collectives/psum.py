@@ -70,7 +70,7 @@ def compressed_psum(
     op = "compressed_psum"
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     state = State(residuals=residuals, momentum=momentum, factors=factors)
-    return reduce(op, x, check_axes(op, axis_name), codec, options, state, mean=False)
+    return reduce(op, x, net=check_axes(op, axis_name), codec=codec, options=options, state=state, mean=False)
 
 
 def compressed_pmean(
@@ -109,12 +109,12 @@ def compressed_pmean(
     op = "compressed_pmean"
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     state = State(residuals=residuals, momentum=momentum, factors=factors)
-    return reduce(op, x, check_axes(op, axis_name), codec, options, state, mean=True)
+    return reduce(op, x, net=check_axes(op, axis_name), codec=codec, options=options, state=state, mean=True)
 
 
 def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state: State, *, mean: bool) -> Any:
     """The sum or the mean over the ranks of a transport, followed by the new state where the caller gave some."""
-    reduction = Reduction(op, x, net, codec, options, mean=mean)
+    reduction = Reduction(op, x, net=net, codec=codec, options=options, mean=mean)
     kept = Kept(reduction.call, state)
     residuals = kept.arrays.get("residuals")
     if residuals is not None:
@@ -123,7 +123,7 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if residuals is not None and residuals[i] is not None:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
-        return reduction.plain(leaf, i)
+        return reduction.plain(leaf)
 
     def compressed(message: Message, route: Route) -> list[Any]:
         done = reduction.compressed(kept.attach(message, route.stages[0].codec), route)
@@ -140,14 +140,14 @@ class Reduction:
     call: Call
     said: str  # who chose the schedule, for errors
     how: Sum
-    plain_sum: Callable[[jax.Array], jax.Array]
+    plain: Callable[[jax.Array], jax.Array]
     stages: dict[Route, tuple[Stage, ...]]  # with their schedules
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
     ) -> None:
         """gradients: whether gradients will be summed in place of `x`."""
-        call = self.call = Call(op, x, net, codec, options, sums=True, gradients=gradients)
+        call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
         schedule, self.said = options.schedule, ""
         if isinstance(codec, Plan):
@@ -164,7 +164,7 @@ class Reduction:
             check_own(op, options.own, name)
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
-        self.plain_sum = net.plain_pmean if mean else net.plain_psum
+        self.plain = net.plain_pmean if mean else net.plain_psum
         self.stages = {}
         for route, ids in call.groups.items():
             named = tuple(
@@ -194,9 +194,6 @@ class Reduction:
                     "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
                     stacklevel=callers_level(),
                 )
-
-    def plain(self, leaf: jax.Array, i: int) -> jax.Array:
-        return self.plain_sum(leaf)
 
     def compressed(self, message: Message, route: Route) -> Message:
         call = self.call

@@ -48,12 +48,19 @@ def compressed_psum_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return reduce_scatter(op, x, check_axes(op, axis_name), codec, options, Dimension(scatter_dimension, tiled))
+    return reduce_scatter(
+        op,
+        x,
+        net=check_axes(op, axis_name),
+        codec=codec,
+        options=options,
+        dimension=Dimension(scatter_dimension, tiled),
+    )
 
 
 def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension) -> Any:
     """`compressed_psum_scatter` over the ranks of a transport."""
-    call, (scatter_dimension, tiled) = Call(op, x, net, codec, options), dimension
+    call, (scatter_dimension, tiled) = Call(op, x, net=net, codec=codec, options=options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
     check_own(op, options.own, options.schedule)
     schedule = "one_shot" if options.schedule == "auto" else options.schedule
@@ -70,7 +77,7 @@ def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options
         return net.plain_psum_scatter(leaf, dims[i], tiled)
 
     def compressed(message: Message, route: Route) -> list[Any]:
-        split = [split_rows(x, dims[i], call.size, tiled) for x, i in zip(message.leaves, message.ids)]
+        split = [split_rows(x, dims[i], size=call.size, tiled=tiled) for x, i in zip(message.leaves, message.ids)]
         parts = by_stage(split, route.stages)
         for j, stage in reversed(list(enumerate(stages[route]))):
             part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))

@@ -94,7 +94,7 @@ def check_replicas(tree: Any, axis_name: Any) -> Replicas:
     if not sums:
         return Replicas(jnp.zeros((0, net.size), bool), (), axis_name)
     every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(net.names))
-    with scopes.scope(scopes.Message("check_replicas", net.names, paths)):
+    with scopes.scope(scopes.MessageScope("check_replicas", net.names, paths)):
         for name in reversed(net.names):
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
     every = every.reshape(-1, len(sums), 2)

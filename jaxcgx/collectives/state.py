@@ -127,7 +127,7 @@ def init_factors(x: Any, codec: Any) -> Any:
     found, tree = jax.tree_util.tree_flatten_with_path(x)
     paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
     if isinstance(codec, Plan):
-        chosen = [given for given, _ in codec.assign(op, "codec", paths, leaves)]
+        chosen = [given for given, _ in codec.assign(op, "codec", paths=paths, leaves=leaves)]
     else:
         chosen = [codec if isinstance(codec, dict) else check_codec(op, codec)] * len(leaves)
     codecs = [list(given.values()) if isinstance(given, dict) else [given] for given in chosen]

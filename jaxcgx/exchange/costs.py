@@ -45,4 +45,7 @@ def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = N
 
 def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> str:
     """The schedule that takes the least time. If both take the same, one_shot, which rounds less often."""
-    return min(("one_shot", "two_shot"), key=lambda schedule: seconds(schedule, ranks, raw, wire, back, sparse))
+    return min(
+        ("one_shot", "two_shot"),
+        key=lambda schedule: seconds(schedule, ranks=ranks, raw=raw, wire=wire, back=back, sparse=sparse),
+    )

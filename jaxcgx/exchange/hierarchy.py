@@ -70,7 +70,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
         place = [net.rank for net in inwards]
         residuals = _join([_place(x, place, sizes) for x in residuals], message.leaves)
     if momentum is not None:
-        momentum = _join(_clear_shards(summed.sent, stages[1:], momentum, sizes), message.leaves)
+        momentum = _join(_clear_shards(summed.sent, stages[1:], momentum=momentum, sizes=sizes), message.leaves)
     return Message(message.ids, _join(shards.leaves, message.leaves), residuals=residuals, momentum=momentum)
 
 

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.codecs.powersgd import begin, left, matrix, multiply, orthonormal, right
 from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.exchange.message import Message, Sum
 from jaxcgx.transports.base import Transport
@@ -46,16 +45,16 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     stacks = _stacks(codec, message, terms)
     uncompressed = sum(x.size * x.dtype.itemsize for x in message.leaves)
     saving = uncompressed / sum(codec.wire_bytes(x.shape, x.dtype) for x in message.leaves)
-    with scopes.scope(scopes.Exchange("psum", codec, saving)):
-        starts = [begin(stack.q) for stack in stacks]
-        products: list[Any] = [sum(left(x, q) for x in stack.terms) for stack, q in zip(stacks, starts)]
-        bases = [orthonormal(p) for p in _psum(net, products)]
-        mine: list[Any] = [sum(right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
+    with scopes.scope(scopes.ExchangeScope("psum", codec, saving)):
+        starts = [codec.begin(stack.q) for stack in stacks]
+        products: list[Any] = [sum(codec.left(x, q) for x in stack.terms) for stack, q in zip(stacks, starts)]
+        bases = [codec.orthonormal(p) for p in _psum(net, products)]
+        mine: list[Any] = [sum(codec.right(basis, x) for x in stack.terms) for basis, stack in zip(bases, stacks)]
         found = [q / how.divisor for q in _psum(net, mine)]
     leaves: list[Any] = [None] * len(message.leaves)
     lost, factors = list(leaves), list(leaves)
     for stack, basis, own_q, q in zip(stacks, bases, mine, found):
-        total, gone = multiply(basis, q), (sum(stack.terms) - multiply(basis, own_q)) / inner
+        total, gone = codec.multiply(basis, q), (sum(stack.terms) - codec.multiply(basis, own_q)) / inner
         q = jnp.where(jnp.isfinite(q).all((1, 2), keepdims=True), q, stack.q)
         for k, i in enumerate(stack.ids):
             x = message.leaves[i]
@@ -75,7 +74,7 @@ def _stacks(codec: Any, message: Message, terms: list[list[Any]]) -> list[_Stack
     """The leaves by shape. Each large leaf has a stack of its own, because stacking copies."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(message.leaves):
-        alike.setdefault((matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
+        alike.setdefault((codec.matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
     stacks: list[_Stack] = []
     for (shape, _), ids in alike.items():
         # Terms are multiplied one by one and the products added: the sum of the terms would be one more array.

@@ -38,7 +38,7 @@ class Message:
         return dataclasses.replace(self, **changes)
 
     def layout(self, codec: Codec, chunks: int = 1) -> Layout:
-        return Layout.of(codec, self.leaves, chunks, self.ids)
+        return Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids)
 
 
 class Stage(NamedTuple):
@@ -51,7 +51,7 @@ class Stage(NamedTuple):
 
     def transposed(self) -> "Stage":
         """The stage of the transpose."""
-        return Stage(self.net, self.backward, "one_shot", self.codec)
+        return Stage(self.net, self.backward, schedule="one_shot", backward=self.codec)
 
 
 class Sum(NamedTuple):

@@ -23,7 +23,7 @@ from jax import lax
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
-from jaxcgx.exchange.scopes import Exchange, scope
+from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.ops import Own
@@ -75,7 +75,8 @@ class Slices:
 
     def __init__(self, codec: Codec, message: Message, size: int) -> None:
         shapes, dtypes = tuple(x.shape[1:] for x in message.leaves), tuple(x.dtype for x in message.leaves)
-        self.layout, self.leaves, self.size = Layout(codec, shapes, dtypes, 1, message.ids), message.leaves, size
+        self.layout = Layout(codec, shapes, dtypes=dtypes, chunks=1, ids=message.ids)
+        self.leaves, self.size = message.leaves, size
 
     def encode(self, key: Any) -> jax.Array:
         """uint8[ranks, bytes]."""
@@ -122,7 +123,7 @@ def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
     received = net.all_to_all(parts.encode(fold(key, FIRST, net.rank)))
     raw = how.own == "raw" and not parts.layout.codec.raw  # the bytes of a raw codec are the part as it is
     own = parts.own(net.rank, net.rank) if raw else None
-    return parts.total(received, net.rank, own, fold(key, SUM), how.divisor)
+    return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
 
 
 def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
@@ -133,12 +134,12 @@ def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
     part = (net.rank - 1) % net.size
     # Nothing has arrived yet. This rank's own part is all of the first sum; the zeros that take its place are not read.
     nothing = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
-    row = parts.partial(nothing, part, parts.own(part, 0), fold(key, HOP, net.rank))
+    row = parts.partial(nothing, part, own=parts.own(part, 0), key=fold(key, HOP, net.rank))
     for hop in range(1, net.size - 1):
         row, part = net.shift(row), (part - 1) % net.size
-        row = parts.partial(jnp.stack([row, row]), part, parts.own(part, 1), fold(key, HOP + hop, net.rank))
+        row = parts.partial(jnp.stack([row, row]), part, own=parts.own(part, 1), key=fold(key, HOP + hop, net.rank))
     row, part = net.shift(row), (part - 1) % net.size
-    return parts.total(jnp.stack([row, row]), part, parts.own(part, 1), fold(key, SUM), how.divisor)
+    return parts.total(jnp.stack([row, row]), part, own=parts.own(part, 1), key=fold(key, SUM), divisor=how.divisor)
 
 
 FIRST_HALF = {"two_shot": exchange, "one_shot": exchange, "ring": ring}
@@ -153,10 +154,11 @@ def _fed_exchange(
     encoding that sum remains as the residual of that part. The rank counts as having sent the elements that the encoded
     sum has.
     """
-    payload, lost = ops.encode_fed(parts.layout, parts.leaves, residuals, fold(key, FIRST, net.rank))
+    payload, lost = ops.encode_fed(parts.layout, parts.leaves, residuals=residuals, key=fold(key, FIRST, net.rank))
     received, of_sum = net.all_to_all(payload), fold(key, SUM)
     if how.own == "encoded":
-        return parts.partial(received, net.rank, None, of_sum, how.divisor), lost, Sent(parts.layout, payload)
+        row = parts.partial(received, net.rank, own=None, key=of_sum, divisor=how.divisor)
+        return row, lost, Sent(parts.layout, payload)
     row, lost = ops.reduce_fed(parts.layout, received, lost, chunk=net.rank, divisor=how.divisor, key=of_sum)
     return row, lost, Sent(parts.layout, payload.at[net.rank].set(row))
 
@@ -164,14 +166,14 @@ def _fed_exchange(
 def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
     """Every rank gets all messages and adds them up: one exchange, one rounding, more bytes."""
     net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
-    with scope(Exchange.of("one_shot", layout, 2 / net.size)):
+    with scope(ExchangeScope.of("one_shot", layout, 2 / net.size)):
         first, lost = fold(message.key, FIRST, net.rank), None
         if message.residuals is None:
             payload = ops.encode(layout, message.leaves, first)
         else:
-            payload, lost = ops.encode_fed(layout, message.leaves, message.residuals, first)
+            payload, lost = ops.encode_fed(layout, message.leaves, residuals=message.residuals, key=first)
         received = net.all_gather(payload[0])
-        if codec.sparse and codec.of_sum(net.size) == codec:
+        if codec.sparse and not codec.sums_grow:
             sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
             sums = [x / how.divisor for x in sums]
         else:
@@ -183,7 +185,7 @@ def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any]
     """The part of sums, known to all ranks, that their owners would send. The rest joins the owners' residuals."""
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
-    payload, rest = ops.encode_fed(parts.layout, sums.leaves, zeros, fold(sums.key, SUM))
+    payload, rest = ops.encode_fed(parts.layout, sums.leaves, residuals=zeros, key=fold(sums.key, SUM))
     if lost is not None:
         lost = [old + jnp.where(mine, x, 0) for old, mine, x in zip(lost, parts.owned(stage.net.rank), rest)]
     return ops.decode(parts.layout, payload), lost
@@ -193,14 +195,14 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
     """The sum of each part is formed at its owner, and goes from there, encoded, to all ranks."""
     net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
-    if back != parts.layout:
+    if stage.codec.sums_grow:
         how = how._replace(own="encoded")
-    with scope(Exchange.of(stage.schedule, parts.layout)):
+    with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
             row = FIRST_HALF[stage.schedule](net, parts, message.key, how)
         else:
-            row, lost, sent = _fed_exchange(net, parts, message.residuals, message.key, how)
-    with scope(Exchange.of(stage.schedule, back)):
+            row, lost, sent = _fed_exchange(net, parts, residuals=message.residuals, key=message.key, how=how)
+    with scope(ExchangeScope.of(stage.schedule, back)):
         return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
@@ -219,7 +221,7 @@ def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
         own=how.own,
         divisor=how.divisor,
     )
-    with scope(Exchange.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
+    with scope(ExchangeScope.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
         return Summed(*stage.net.sum_piecewise(asked))
 
 
@@ -241,7 +243,7 @@ def reduce_scatter(stage: Stage, message: Message, own: str) -> list[Any]:
     if net.size == 1:
         return [x[0].astype(jnp.float32) for x in message.leaves]
     parts = Slices(stage.codec, message, net.size)
-    with scope(Exchange.of(stage.schedule, parts.layout)):
+    with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         return FIRST_HALF[stage.schedule](net, parts, message.key, Sum(own))
 
 
@@ -256,7 +258,7 @@ def all_gather(stage: Stage, message: Message) -> list[Any]:
     if net.size == 1:
         return [x[None] for x in message.leaves]
     layout = message.layout(stage.codec)
-    with scope(Exchange.of("one_shot", layout)):
+    with scope(ExchangeScope.of("one_shot", layout)):
         row = ops.encode(layout, message.leaves, fold(message.key, FIRST, net.rank))[0]
         return _decode_rows(layout, net.all_gather(row))
 
@@ -267,5 +269,5 @@ def all_to_all(stage: Stage, message: Message) -> list[Any]:
     if net.size == 1:
         return list(message.leaves)
     parts = Slices(stage.codec, message, net.size)
-    with scope(Exchange.of("one_shot", parts.layout)):
+    with scope(ExchangeScope.of("one_shot", parts.layout)):
         return _decode_rows(parts.layout, net.all_to_all(parts.encode(fold(message.key, FIRST, net.rank))))

@@ -19,7 +19,7 @@ from jaxcgx.native.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
-class Message:
+class MessageScope:
     """Leaves that travel together."""
 
     function: str
@@ -34,7 +34,7 @@ class Message:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafScope:
     """A leaf that travels uncompressed."""
 
     function: str
@@ -54,7 +54,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class ExchangeScope:
     """An exchange of a message over all axes of a call, or over one stage of them."""
 
     schedule: str
@@ -62,7 +62,7 @@ class Exchange:
     saving: float  # uncompressed bytes for each byte that is sent
 
     @classmethod
-    def of(cls, schedule: str, layout: Layout, part: float = 1.0) -> "Exchange":
+    def of(cls, schedule: str, layout: Layout, part: float = 1.0) -> "ExchangeScope":
         """The exchange of a layout's message. `part` is the fraction of the uncompressed bytes that the collective of
         lax with the same name would send.
         """
@@ -74,7 +74,7 @@ class Exchange:
         return f"{self.schedule}.{_plain(spell(self.codec))}"
 
 
-Meaning = Message | Leaf | Exchange
+Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning: dict[str, Meaning] = {}  # by tag
 
@@ -85,7 +85,7 @@ def _plain(text: str) -> str:
 
 
 def scope(meaning: Meaning) -> AbstractContextManager[Any]:
-    """A named scope for a Message, a Leaf or an Exchange."""
+    """A named scope."""
     tag = hashlib.blake2b(repr(meaning).encode(), digest_size=5).hexdigest()
     _meaning[tag] = meaning
     return jax.named_scope(f"jaxcgx.{meaning.name}.{tag}")

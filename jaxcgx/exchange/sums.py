@@ -27,7 +27,9 @@ def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool) -> tuple[
                 sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves)
                 for each in (codec, codec.of_sum(net.size))
             )
-            schedule = costs.choose(net.size, sum(4 * x.size for x in leaves) // share, sent, back, codec.sparse)
+            schedule = costs.choose(
+                ranks=net.size, raw=sum(4 * x.size for x in leaves) // share, wire=sent, back=back, sparse=codec.sparse
+            )
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
 
@@ -50,7 +52,7 @@ def _run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
     if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)
     if len(stages) > 1:
-        return hierarchy.allreduce(net, stages, message, how)
+        return hierarchy.allreduce(net, stages, message=message, how=how)
     summed = schedules.allreduce(outermost, message, how)
     momentum = None if message.momentum is None else summed.sent.clear(message.momentum)
     return Message(message.ids, summed.leaves, residuals=summed.residuals, momentum=momentum)

@@ -76,7 +76,7 @@ def compressed_allreduce(
     check_choice(name, "op", op, ("sum", "mean"))
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     state = State(residuals=residuals, momentum=momentum, factors=factors)
-    return psum.reduce(name, x, net, codec, options, state, mean=op == "mean")
+    return psum.reduce(name, x, net=net, codec=codec, options=options, state=state, mean=op == "mean")
 
 
 def compressed_reduce_scatter(
@@ -129,7 +129,9 @@ def compressed_reduce_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return psum_scatter.reduce_scatter(name, x, net, codec, options, Dimension(scatter_dimension, tiled))
+    return psum_scatter.reduce_scatter(
+        name, x, net=net, codec=codec, options=options, dimension=Dimension(scatter_dimension, tiled)
+    )
 
 
 def compressed_allgather(
@@ -174,7 +176,7 @@ def compressed_allgather(
         fusion_mb=fusion_mb,
     )
     options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return all_gather.gather(name, x, net, codec, options, Dimension(axis, tiled))
+    return all_gather.gather(name, x, net=net, codec=codec, options=options, dimension=Dimension(axis, tiled))
 
 
 def compressed_alltoall(
@@ -222,7 +224,9 @@ def compressed_alltoall(
         fusion_mb=fusion_mb,
     )
     options = Options(key=key, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
-    return all_to_all.exchange(name, x, net, codec, options, Dimensions(split_axis, concat_axis, tiled))
+    return all_to_all.exchange(
+        name, x, net=net, codec=codec, options=options, dimensions=Dimensions(split_axis, concat_axis, tiled)
+    )
 
 
 def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:

@@ -32,7 +32,7 @@ def _failure() -> str | None:
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
     try:
-        _connect(store, process, processes, coordinator)
+        _connect(store, process, processes=processes, coordinator=coordinator)
     except RuntimeError as error:
         return str(error)
     return None

@@ -138,7 +138,7 @@ class Layout:
                 raw = codec.raw_tail(end - start)
                 coded = end - start - raw
                 bucket = codec.bucket_of(coded)
-                pieces.append(Piece(i, start, coded, raw, bucket, meta=at, codes=0, tail=0))
+                pieces.append(Piece(i, start, coded=coded, raw=raw, bucket=bucket, meta=at, codes=0, tail=0))
                 if bucket:
                     at += -(-coded // bucket) * 4 * codec.meta
             at = align16(at)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-Arrays = list[Any]  # of jax.Array, or of what stands for arrays while a program is traced
+Arrays = list[Any]  # of jax.Array, or of tracers and abstract values
 
 
 def places(tree: Any) -> Any:

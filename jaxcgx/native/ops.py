@@ -104,7 +104,7 @@ def _lower_to_handler(
         message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
         in_place = tree.unflatten(range(len(leaves))).in_place
         number = len(ctx.avals_out)
-        if workspace := workspace_bytes(**message, **work):
+        if workspace := workspace_bytes(message, **work):
             hidden = _compat.result_aval(ctx.avals_in, (workspace,), np.dtype("uint8"))
             ctx = ctx.replace(avals_out=[*ctx.avals_out, hidden])
         call = jax.ffi.ffi_lowering(
@@ -208,7 +208,7 @@ def _register(
             "there are kernels for CPUs and NVIDIA GPUs, not for the platform that the computation is placed on; "
             "set JAXCGX_REFERENCE=1 to run plain jnp there",
         ),
-        "cpu": to_handler(lambda **message: 0),
+        "cpu": to_handler(lambda message, **work: 0),
         "cuda": to_handler(registration.MODULE.workspace_bytes)
         if hasattr(registration.MODULE, "workspace_bytes")
         else _refuse(

@@ -135,7 +135,7 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
 
     chunks = []
     for pieces in layout.pieces:
-        chunk, kept = _encode_chunk(layout, pieces, fetch, _noise(layout, operands.key))
+        chunk, kept = _encode_chunk(layout, pieces, fetch=fetch, draw=_noise(layout, operands.key))
         chunks.append(chunk)
         if lost:
             for leaf, first, x, decoded in kept:
@@ -147,7 +147,7 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
 def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.Array:
     """The payload of one leaf in one chunk, from given random bits of each element."""
     part = lambda of: lambda p, first, count: of[p.start + first :][:count]
-    return _encode_chunk(layout, layout.pieces[0], part(x), part(drawn))[0]
+    return _encode_chunk(layout, layout.pieces[0], fetch=part(x), draw=part(drawn))[0]
 
 
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
@@ -249,7 +249,9 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
         def chunk(c: int) -> Any:
             sums = reduce_chunk(c)
             fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
-            encoded, kept = _encode_chunk(sum_layout, sum_layout.pieces[c], fetch, _noise(layout, operands.key))
+            encoded, kept = _encode_chunk(
+                sum_layout, sum_layout.pieces[c], fetch=fetch, draw=_noise(layout, operands.key)
+            )
             new = list(lost)
             for leaf, first, x, decoded in kept if lost else ():
                 stretch, given = (

@@ -37,5 +37,5 @@ def bsc(
       **options: all other options of `compress_gradients`.
     """
     refuse_plan("bsc", options, "threshold, size_bound, pull and select")
-    plan = Plan.bsc(threshold, size_bound, axis_name, pull, select)
+    plan = Plan.bsc(threshold, size_bound, axis_name=axis_name, pull=pull, select=select)
     return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

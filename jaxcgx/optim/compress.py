@@ -102,7 +102,7 @@ def compress_gradients(
         return init_state(settings, params)
 
     def update(updates: Any, state: CompressState, params: Any = None) -> tuple[Any, CompressState]:
-        return _update(settings, updates, state, params)
+        return _update(settings, updates, state=state, params=params)
 
     return optax.GradientTransformation(init, update)
 
@@ -150,7 +150,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
     held = [hold(old, u, x) for old, u, x in zip(kept.momentum, new.momentum, found.mean)]
     new = new._replace(momentum=held)
     means = zip(trace, held, found.mean, grads.match(params))
-    final = [accelerate_mean(settings, t, u, x, p) for t, u, x, p in means]
+    final = [accelerate_mean(settings, t, u=u, x=x, p=p) for t, u, x, p in means]
     new_trace = [each.momentum for each in final]
     if settings.skip_nonfinite:
         new, new_trace = unless(count_nonfinite(found.mean), (new, new_trace), (kept, trace))

@@ -70,12 +70,15 @@ def dgc(
     clipping = Clipping(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
 
     def plan(ratio: float) -> Plan:
-        codec = values if ratio == 1 else TopK(ratio, values, select, pull)
+        codec = values if ratio == 1 else TopK(ratio, values, select=select, pull=pull)
         return Plan(by_axis(axis_names(axis_name), codec, Raw()), min_size=min_size, skip_1d=skip_1d)
 
     inner = compress_gradients(
         axis_name,
-        {start: plan(now) for start, now in warm_up(ratio, warmup_epochs, warmup_coeff, steps_per_epoch).items()},
+        {
+            start: plan(now)
+            for start, now in warm_up(ratio, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch).items()
+        },
         momentum=momentum,
         nesterov=nesterov,
         momentum_masking=momentum_masking,

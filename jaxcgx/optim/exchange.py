@@ -54,7 +54,7 @@ def exchange(settings: Settings, plan: Plan, key: jax.Array | None, gradients: A
         factors=[shape and q[: shape[0]] for q, shape in zip(kept.factors, shapes)],
     )
     noise = key if any(codec.stochastic for codec in plan.codecs) else None
-    found = _pmean(settings, plan, noise, leaves, given)
+    found = _pmean(settings, plan, key=noise, leaves=leaves, given=given)
     renewed = Kept(
         residuals=found.kept.residuals if settings.feedback else leaves.match(None),
         momentum=[u if new is None else new for u, new in zip(kept.momentum, found.kept.momentum)],
@@ -66,7 +66,9 @@ def exchange(settings: Settings, plan: Plan, key: jax.Array | None, gradients: A
     telemetry = None
     if settings.telemetry:
         names = check_axes(OP, settings.axis_name).names
-        telemetry = measure(names, leaves, codecs, residuals, found.mean, found.kept.residuals)
+        telemetry = measure(
+            names, leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
+        )
     return Exchanged(found.mean, renewed, telemetry)
 
 

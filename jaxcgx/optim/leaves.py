@@ -37,7 +37,7 @@ def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]
     if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
         return []
     names, found = axis_names(settings.axis_name), []
-    for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", leaves.paths, leaves.values)):
+    for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", paths=leaves.paths, leaves=leaves.values)):
         codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found

@@ -71,7 +71,9 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
         key=array(jnp.uint32, 2) if compresses else None,
         residuals=for_leaves(lambda x: array(jnp.float32, ranks, *x.shape), fed),
         momentum=for_leaves(lambda x: array(x.dtype, ranks, *x.shape), encoded) if moving else None,
-        telemetry=Telemetry(scalars, scalars, scalars, scalars) if settings.telemetry else None,
+        telemetry=Telemetry(vnmse=scalars, saturation=scalars, bytes=scalars, uncompressed=scalars)
+        if settings.telemetry
+        else None,
         trace=for_leaves(lambda x: array(x.dtype, *x.shape), traced) if any(traced) else None,
         factors=factor_tree if any(factors) else None,
     )
@@ -88,7 +90,7 @@ def check_state(settings: Settings, state: Any, expected: CompressState) -> None
         raise wrong(OP, "state", f"the structure {structure}", other, _OTHER)
     for (path, want), (_, got) in zip(wanted, found):
         if not _fits(path[0].name, want, got):
-            remedy = _remedy(settings, want, got, path[0].name in expected.per_rank)
+            remedy = _remedy(settings, want, got=got, rows=path[0].name in expected.per_rank)
             raise wrong(OP, "state", spell_array(want), spell_array(got), remedy, path=path)
 
 

@@ -41,7 +41,9 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
     meant = leaf.astype(jnp.float32) + residual[0]
     lost = jnp.where(jnp.isfinite(mean), lost[0], jnp.nan)  # elsewhere the residual says nothing: it stayed as it was
     gone = (meant != 0) & ~(jnp.abs(lost) < jnp.abs(meant))
-    return Sums((lost**2).sum(), (meant**2).sum(), gone.sum(dtype=jnp.float32), jnp.float32(leaf.size))
+    return Sums(
+        lost=(lost**2).sum(), meant=(meant**2).sum(), gone=gone.sum(dtype=jnp.float32), size=jnp.float32(leaf.size)
+    )
 
 
 def measure(
@@ -65,7 +67,7 @@ def measure(
     encoded = [i for i, given in enumerate(codecs) if given]
     sums = {}
     if encoded:
-        each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean[i], lost[i])) for i in encoded)
+        each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean=mean[i], lost=lost[i])) for i in encoded)
         rows = jnp.stack(_compat.match_varying(*each))
         # Over the ranks and the axes of the mesh that leaves are sharded over, in the same order in every process.
         shards = sorted(_compat.varying_axes(rows) - set(names), key=str)
@@ -82,4 +84,9 @@ def measure(
         for x, given, size in zip(leaves.values, codecs, uncompressed)
     ]
     scalars = lambda numbers: leaves.tree([jnp.float32(number) for number in numbers])
-    return Telemetry(leaves.tree(vnmse), leaves.tree(saturation), scalars(sent), scalars(uncompressed))
+    return Telemetry(
+        vnmse=leaves.tree(vnmse),
+        saturation=leaves.tree(saturation),
+        bytes=scalars(sent),
+        uncompressed=scalars(uncompressed),
+    )

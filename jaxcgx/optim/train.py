@@ -93,7 +93,7 @@ def make_train_step(
         """The part of one rank."""
         sent, rest = opt_state
         found = gradients(params, batch, key)
-        grads, sent = placement.update_shards(transformation.update, found.gradients, sent, params)
+        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=params)
         tracked = _compat.tracked_axes(names)
         mean = lambda x: lax.pmean(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))

@@ -86,7 +86,7 @@ def _lgreco(statistics: GradientStatistics, ids: Sequence[int], reference: Codec
         raise wrong(_OP, "reference", f"one of the statistics' codecs, {names}", spell(reference), remedy)
     errors = _finite(statistics, ids, statistics.errors)
     wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
-    chosen = bits.lgreco(wire, errors, codecs.index(reference), alpha)
+    chosen = bits.lgreco(wire, errors, reference=codecs.index(reference), alpha=alpha)
     if chosen is None:
         remedy = "pass a larger one, or gradient_statistics codecs with more bits"
         raise wrong(_OP, "alpha", f"a factor that some choice of {names} can keep to", alpha, remedy)

@@ -54,7 +54,7 @@ class Assignment:
         names = [spell_path(path) for path in paths]
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         held = [[rule for rule in self.rules if rule.matches(op, *found)] for found in zip(names, shapes)]
-        self._check_rules_hold(op, argument, names, held)
+        self._check_rules_hold(op, argument, names=names, held=held)
         return [self._choose(op, argument, *found) for found in zip(names, shapes, held)]
 
     def why_guarded(self, leaf: Shaped) -> str | None:

@@ -94,14 +94,14 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
 
     def add(i: int, axes: tuple[Any, ...], **fields: Any) -> None:
         leaf = leaves[i]
-        rows[i].append(Row(spell_path(paths[i]), tuple(leaf.shape), str(leaf.dtype), axes, **fields))
+        rows[i].append(Row(spell_path(paths[i]), tuple(leaf.shape), dtype=str(leaf.dtype), axes=axes, **fields))
 
     def count(axes: tuple[Any, ...], sent: int, raw: int) -> None:
         before = totals.get(axes, (0, 0))
         totals[axes] = before[0] + sent, before[1] + raw
 
     coded: dict[Codecs, list[int]] = {}
-    for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths, leaves)):
+    for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
         alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
@@ -117,7 +117,7 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
         for message in messages([leaves[i] for i in ids], fusion_mb * 2**20)
     ]
     for number, (codec, ids) in enumerate(groups, 1):
-        for exchange in _exchanges(codec, sizes, [leaves[i] for i in ids], leader):
+        for exchange in _exchanges(codec, sizes, leaves=[leaves[i] for i in ids], leader=leader):
             sent = exchange.bytes
             raw = [exchange.times * n * leaves[i].dtype.itemsize for i, n in zip(ids, exchange.layout.sizes)]
             for i, raw_bytes, own in zip(ids, raw, sent):
@@ -194,7 +194,7 @@ def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], l
             together = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are not yet apart
             shapes = [(together * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
         times = 1 if whole or k == 0 else sizes[name]
-        layout = Layout(codec[name], tuple(shapes), tuple(dtypes), sizes[name] // times)
+        layout = Layout(codec[name], tuple(shapes), dtypes=tuple(dtypes), chunks=sizes[name] // times)
         plain = codec[name].low_rank or (codec[name].raw and whole)
         yield _Exchange((name,), layout, times, padded=not plain)
         compresses = not (codec[name].raw or codec[name].low_rank)

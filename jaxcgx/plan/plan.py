@@ -187,7 +187,7 @@ class Plan(Assignment):
           reference: the uniform choice. By default it is the plan's default codec; of one for each axis, the one that
             compresses.
         """
-        rules = adapt.adapt(self, statistics, method, alpha, reference)
+        rules = adapt.adapt(self, statistics=statistics, method=method, alpha=alpha, reference=reference)
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -46,7 +46,7 @@ class Explanation(Totals):
     """The result of `explain`. str() is a table."""
 
     collectives: tuple[Collective, ...]
-    raw: tuple[scopes.Leaf, ...]  # leaves that travel raw, and why
+    raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, and why
     tcp: int = 0  # the number of exchanges over Tcp. They are not XLA's: no number here counts them
 
     @property
@@ -115,7 +115,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     compiled = lowered.compile()
     text: str = compiled.as_text()
     meshes: dict[Pairs, None] = {}
-    raw: list[scopes.Leaf] = []
+    raw: list[scopes.LeafScope] = []
     for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         _note_mesh(sharding, meshes)
     _walk(jaxpr, "", meshes, raw)
@@ -130,12 +130,12 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     return result
 
 
-def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Leaf]) -> None:
+def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
     """Collects the meshes and the raw leaves of a jaxpr and of those inside. XLA's text lacks some: it joins leaves."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         if _SENDS.search(eqn.primitive.name):
-            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.Leaf)]
+            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)
@@ -201,18 +201,18 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
     # may send nothing, or over other axes.
     scope = scopes.read(found.name) if _SENDS.search(found.name) else []
-    calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.Message, scopes.Leaf))]
+    calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.MessageScope, scopes.LeafScope))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
     if calls and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []
-    exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.Exchange)]
+    exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.ExchangeScope)]
     size = sum(size for _, size in found.operands)
     sent = _sent(found.operation, size, ranks)
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader hands its result on, which sends half the bytes of a sum
     # The share of raw leaves that XLA joined to factors.
-    plain = sum(c.bytes for c in calls if isinstance(c, scopes.Leaf)) / max(size, 1) if exchanges else 0
+    plain = sum(c.bytes for c in calls if isinstance(c, scopes.LeafScope)) / max(size, 1) if exchanges else 0
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,

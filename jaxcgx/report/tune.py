@@ -98,7 +98,7 @@ def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatis
 def _assign(plan: Plan, step: Step) -> Assigned:
     """What a plan makes of each leaf; of codecs by axis, the one that compresses."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(step)[0])
-    codecs, reasons = zip(*plan.assign("tune", "gradients", paths, leaves))
+    codecs, reasons = zip(*plan.assign("tune", "gradients", paths=paths, leaves=leaves))
     codecs = [next(iter(compressing(codec)), Raw()) for codec in codecs]
     return [(codec, why or why_raw(leaf, [codec])) for codec, why, leaf in zip(codecs, reasons, leaves)]
 

@@ -80,13 +80,13 @@ class Transport:
         return self.plain_psum(x) / self.size
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
-        return add(self.all_to_all(split_rows(countable(x), scatter_dimension, self.size, tiled)))
+        return add(self.all_to_all(split_rows(countable(x), scatter_dimension, size=self.size, tiled=tiled)))
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
         return join_rows(self.all_gather(x), axis, tiled)
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:
-        return join_rows(self.all_to_all(split_rows(x, split_axis, self.size, tiled)), concat_axis, tiled)
+        return join_rows(self.all_to_all(split_rows(x, split_axis, size=self.size, tiled=tiled)), concat_axis, tiled)
 
 
 class Leaders(Transport):

@@ -10,7 +10,6 @@ from errors import raises, says
 from helpers import assert_same_bytes, normal
 
 import jaxcgx as cgx
-from jaxcgx.codecs import powersgd
 
 CODEC = cgx.PowerSGD(2)
 
@@ -20,11 +19,11 @@ def low_rank(m, n, rank, seed=0):
 
 
 def test_a_leaf_is_the_matrix_with_the_smallest_factors():
-    assert powersgd.matrix((30, 50)) == (30, 50)
-    assert powersgd.matrix((3, 3, 64, 128)) == (576, 128)  # a convolution of Flax
-    assert powersgd.matrix((128, 64, 3, 3)) == (128, 576)  # one of PyTorch
-    assert powersgd.matrix((512, 8, 64)) == (512, 512)  # attention, in and out
-    assert powersgd.matrix((8, 64, 512)) == (512, 512)
+    assert cgx.PowerSGD.matrix((30, 50)) == (30, 50)
+    assert cgx.PowerSGD.matrix((3, 3, 64, 128)) == (576, 128)  # a convolution of Flax
+    assert cgx.PowerSGD.matrix((128, 64, 3, 3)) == (128, 576)  # one of PyTorch
+    assert cgx.PowerSGD.matrix((512, 8, 64)) == (512, 512)  # attention, in and out
+    assert cgx.PowerSGD.matrix((8, 64, 512)) == (512, 512)
     assert CODEC.factor_shape((3, 3, 64, 128)) == (2, 128)
 
 
@@ -96,7 +95,7 @@ def test_bases_are_orthonormal():
     p[1, 1:3] = p[1, 0]
     p[2, 2:] = 0
     p[3] *= np.float32([1e-37, 1e37, 1e-44, 1, 1e-20])[:, None]
-    basis = np.asarray(jax.jit(powersgd.orthonormal)(p), np.float64)
+    basis = np.asarray(jax.jit(cgx.PowerSGD.orthonormal)(p), np.float64)
     gram = basis @ basis.swapaxes(1, 2)
     there = np.stack([np.diag(g) > 0.5 for g in gram])
     np.testing.assert_allclose(gram, there[:, :, None] * np.eye(5), atol=1e-5)

@@ -62,7 +62,7 @@ inline void compare(const Case& k, Random& r) {
     for (const Leaf& leaf : k.shapes) {
       std::vector<float> x = numbers(k.batch * leaf.size, r);
       // In a sum of two NaNs the processor chooses one, and TopK would compare it.
-      if (k.codec.kind == Kind::kTopK) std::replace_if(x.begin(), x.end(), [](float v) { return std::isnan(v); }, 0.0f);
+      if (is_sparse(k.codec.kind)) std::replace_if(x.begin(), x.end(), [](float v) { return std::isnan(v); }, 0.0f);
       m.residuals.push_back(as_leaf(DType::kF32, x));
     }
   }
@@ -78,7 +78,7 @@ inline void compare(const Case& k, Random& r) {
   DType f32 = DType::kF32;
 
   // Raw elements may be the NaN of a sum, whose bits the processor chooses.
-  const bool raw = k.codec.kind == Kind::kRaw || k.codec.kind == Kind::kTopK || k.codec.skip_incomplete;
+  const bool raw = is_raw(k.codec.kind) || is_sparse(k.codec.kind) || k.codec.skip_incomplete;
   const auto same_sum = [&](const Memory& a, const Memory& b) {
     return raw ? same_numbers(DType::kF32, a, b) : a == b;
   };
@@ -105,7 +105,7 @@ inline void compare(const Case& k, Random& r) {
     check(cuda::decode({l, k.batch, from.data(), out.pointers<void>().data(), work(1, false).data()}, nullptr));
     for (size_t i = 0; i < right.size(); ++i)
       CHECK(same_numbers(k.shapes[i].dtype, out.copy(i), right[i]), what + context);
-    if (k.codec.kind != Kind::kTopK) return;
+    if (!is_sparse(k.codec.kind)) return;
     const std::vector<Memory> cleared = copies(m.leaves);
     const Shifted clear(m.leaves, sizes, k.shift);
     cpu::clear({l, k.batch, from.data(), pointers<void>(cleared).data()}, one_thread());

@@ -54,14 +54,13 @@ void round(Random& r, bool guarded) {
     auto lost = copies(residuals);
     auto sum_payload = sum.payload(one_thread(), 0xAB, residuals.empty() ? nullptr : &lost, guarded);
     auto cleared = copies(m.leaves);
-    if (l.codec.kind == Kind::kTopK)
-      cpu::clear({l, batch, payload.data(), pointers<void>(cleared).data()}, one_thread());
+    if (is_sparse(l.codec.kind)) cpu::clear({l, batch, payload.data(), pointers<void>(cleared).data()}, one_thread());
     return Results{std::move(leaves), std::move(sum_leaves), std::move(sum_payload), std::move(lost),
                    std::move(cleared)};
   };
   const auto same = [&](const Results& a, const Results& b, const std::string& context) {
     // Raw elements keep their NaNs.
-    if (l.codec.kind == Kind::kRaw || l.codec.kind == Kind::kTopK || l.codec.skip_incomplete)
+    if (is_raw(l.codec.kind) || is_sparse(l.codec.kind) || l.codec.skip_incomplete)
       CHECK(same_numbers(DType::kF32, a.sum, b.sum), context);
     else
       CHECK(a.sum == b.sum, context);

@@ -83,7 +83,7 @@ def test_the_workspace_is_a_hidden_result():
 )
 def test_the_size_of_the_workspace(codec, floats):
     layout = Layout.of(codec, [normal(20_000)])
-    size = functools.partial(registration.MODULE.workspace_bytes, **layout.attributes, batch=7)
+    size = functools.partial(registration.MODULE.workspace_bytes, layout.attributes | {"batch": 7})
     assert size(payloads=0, encodes=True) == size(payloads=3, encodes=True) == 4 * 7 * floats
     assert size(payloads=1, encodes=False) == 0
 
@@ -92,7 +92,7 @@ def test_the_workspace_of_the_largest_elements():
     """They need one everywhere; of a sum it is that of a chunk, the payloads and the sum."""
     layout = Layout.of(cgx.TopK(0.01), [normal(100_000)], chunks=4)
     payload = jnp.zeros((4, layout.chunk_bytes), jnp.uint8)
-    size = functools.partial(registration.MODULE.workspace_bytes, **layout.attributes, batch=1)
+    size = functools.partial(registration.MODULE.workspace_bytes, layout.attributes | {"batch": 1})
     for f, args, (payloads, encodes) in (
         (encode(layout), ([normal(100_000)],), (0, True)),
         (functools.partial(ops.decode, layout), (payload,), (1, False)),
@@ -106,7 +106,8 @@ def test_the_workspace_of_the_largest_elements():
 
 def test_the_size_of_an_impossible_workspace_is_refused():
     with pytest.raises(ValueError, match="batch out of range: -1"):
-        registration.MODULE.workspace_bytes(**Layout.of(LARGE, LEAVES).attributes, batch=-1, payloads=0, encodes=True)
+        message = Layout.of(LARGE, LEAVES).attributes | {"batch": -1}
+        registration.MODULE.workspace_bytes(message, payloads=0, encodes=True)
 
 
 def test_feedback_overwrites_the_residuals():

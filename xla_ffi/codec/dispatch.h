@@ -23,6 +23,8 @@ struct CodecType {
 template <class Fn>
 CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
   switch (c.kind) {
+    case Kind::kMaxMin:
+      return f(CodecType<MaxMin>());
     case Kind::kByteGrad:
       return f(CodecType<ByteGrad>());
     case Kind::kAbsMax:
@@ -31,9 +33,12 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
       return c.bits == 4 ? f(CodecType<Float8<4>>()) : f(CodecType<Float8<5>>());
     case Kind::kSign:
       return f(CodecType<Sign>());
-    default:
-      return f(CodecType<MaxMin>());
+    case Kind::kRaw:  // these have no buckets
+    case Kind::kCast:
+    case Kind::kTopK:
+      break;
   }
+  __builtin_unreachable();
 }
 
 // A codec whose code width and rounding are known to the compiler.

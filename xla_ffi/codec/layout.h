@@ -38,7 +38,7 @@ int64_t topk_bytes(const Codec& c, int64_t n);
 // Bytes of the codes of a piece, without the padding behind them.
 inline int64_t code_bytes(const Codec& c, DType leaf, const Piece& p) {
   if (p.bucket == 0) return code_bytes(c, leaf, p.coded);
-  if (c.kind == Kind::kTopK) return topk_bytes(c, p.coded);
+  if (is_sparse(c.kind)) return topk_bytes(c, p.coded);
   return p.coded / p.bucket * code_bytes(c, leaf, p.bucket) + code_bytes(c, leaf, p.coded % p.bucket);
 }
 
@@ -56,8 +56,7 @@ struct Layout {
     const int64_t meta_bytes = 4 * meta_floats(codec.kind);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
     // One bucket for a whole piece: its metadata does not count when bytes are balanced.
-    const bool sparse = codec.kind == Kind::kTopK,
-               whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
+    const bool sparse = is_sparse(codec.kind), whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
     const auto weight = [&](DType dtype, int64_t n) {
       return sparse ? n : (whole ? 0 : meta_bytes) + code_bytes(codec, dtype, n);
     };
@@ -128,7 +127,7 @@ struct Layout {
 
 // The layout of a sum over `ranks` messages: pieces of the same elements.
 inline Layout of_sum(const Layout& l, int64_t ranks) {
-  return l.codec.kind == Kind::kTopK ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks()) : l;
+  return is_sparse(l.codec.kind) ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks()) : l;
 }
 
 // The values of a piece of n elements, as a message of their own.

@@ -45,9 +45,9 @@ CGX_HD Codec values_of(const Codec& c) { return {c.sparse.values}; }
 
 // The codec of a sum over `ranks` messages: TopK in jaxcgx/codecs/topk.py.
 CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
-  if (c.kind != Kind::kTopK || c.sparse.top) return c;
+  if (!is_sparse(c.kind) || c.sparse.top) return c;
   Codec sum{};
-  sum.kind = Kind::kTopK;
+  sum.kind = c.kind;
   sum.sparse.ratio = c.sparse.ratio;
   sum.sparse.lists = c.sparse.lists * ranks;
   return sum;

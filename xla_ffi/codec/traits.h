@@ -8,9 +8,12 @@
 namespace jaxcgx {
 
 struct Traits {
-  int least_bits = 1, most_bits = 0;  // the range of Dense::bits; empty: there is no such codec
+  int least_bits = 0, most_bits = 0;  // the range of Dense::bits; empty: there is no such codec
   int code_bits = 0;                  // width of a packed code; 0: Dense::bits
   int meta_floats = 0;                // metadata of a bucket; 0: no buckets
+  int element_bytes = 0;              // of an element that travels as a number of another dtype; 0: it doesn't
+  bool raw = false;                   // elements travel as they are
+  bool sparse = false;                // a piece is a list of indices and a message of their values (codec/topk.h)
   bool whole = false;                 // bucket_size may be 0: a piece is one bucket
   bool stochastic = false;            // has stochastic rounding
   bool skips = false;                 // has skip_incomplete
@@ -20,40 +23,64 @@ struct Traits {
 };
 
 CGX_HD constexpr Traits traits_of(Kind kind) {
+  Traits t;
   switch (kind) {
-    // bits from, to; code_bits; meta_floats; whole, stochastic, skips, compatible, sums, exact
     case Kind::kRaw:
-      return {0, 0, 8, 0, false, false, false, false, false, false};
+      t.raw = true;
+      return t;
     case Kind::kMaxMin:
-      return {1, 8, 0, 2, false, true, true, false, false, true};
+      t.least_bits = 1, t.most_bits = 8;
+      t.meta_floats = 2;
+      t.stochastic = t.skips = t.exact = true;
+      return t;
     case Kind::kByteGrad:
-      return {0, 0, 8, 2, true, false, false, true, false, true};
+      t.code_bits = 8;
+      t.meta_floats = 2;
+      t.whole = t.compatible = t.exact = true;
+      return t;
     case Kind::kAbsMax:
-      return {2, 8, 0, 1, false, false, false, false, false, true};
+      t.least_bits = 2, t.most_bits = 8;
+      t.meta_floats = 1;
+      t.exact = true;
+      return t;
     case Kind::kFloat8:
-      return {4, 5, 8, 1, false, false, false, false, false, false};
+      t.least_bits = 4, t.most_bits = 5;
+      t.code_bits = 8;
+      t.meta_floats = 1;
+      return t;
     case Kind::kCast:
-      return {1, 2, 8, 0, false, true, false, false, false, false};
+      t.least_bits = 1, t.most_bits = 2;
+      t.element_bytes = 2;
+      t.stochastic = true;
+      return t;
     case Kind::kSign:
-      return {0, 0, 1, 1, false, false, false, false, true, true};
+      t.code_bits = 1;
+      t.meta_floats = 1;
+      t.sums = t.exact = true;
+      return t;
     case Kind::kTopK:
-      return {0, 0, 8, 0, false, true, false, false, false, false};
+      t.sparse = t.stochastic = true;
+      return t;
   }
-  return {};
+  t.most_bits = -1;  // there is no such codec
+  return t;
 }
 
 CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(kind).most_bits; }
 CGX_HD int meta_floats(Kind kind) { return traits_of(kind).meta_floats; }
 CGX_HD bool has_buckets(Kind kind) { return meta_floats(kind) > 0; }
+CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
+CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 
-// The width of a packed code. Raw and Cast have none.
+// The width of a packed code, for codecs that pack.
 CGX_HD int code_bits(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   return traits.code_bits > 0 ? traits.code_bits : c.bits;
 }
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
-  if (c.kind == Kind::kRaw) return n * size_of(leaf);
-  return c.kind == Kind::kCast ? n * 2 : packed_bytes(n, code_bits(c));
+  if (is_raw(c.kind)) return n * size_of(leaf);
+  const int bytes = traits_of(c.kind).element_bytes;
+  return bytes > 0 ? n * bytes : packed_bytes(n, code_bits(c));
 }
 
 }  // namespace jaxcgx

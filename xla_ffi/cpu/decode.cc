@@ -6,7 +6,7 @@ namespace jaxcgx::cpu {
 
 void decode(const Decode& a, const Pool& pool, int64_t only) {
   const Layout& l = a.layout;
-  if (l.codec.kind == Kind::kTopK) return decode_topk(a, pool);
+  if (is_sparse(l.codec.kind)) return decode_topk(a, pool);
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
   const Write write = write_of_leaves(l, a.batch);

@@ -6,7 +6,7 @@ namespace jaxcgx::cpu {
 
 void encode(const Encode& a, const Pool& pool, int64_t only) {
   const Layout& l = a.layout;
-  if (l.codec.kind == Kind::kTopK) return encode_topk(a, pool);
+  if (is_sparse(l.codec.kind)) return encode_topk(a, pool);
   const Kernels& k = kernels();
   const bool feedback = a.residuals != nullptr;
   const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
@@ -39,8 +39,8 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < chunks; ++c) clear_gaps(l, first + c, a.payload + (row * chunks + c) * l.chunk_bytes);
   }
-  if (l.codec.kind != Kind::kRaw || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
-  if (feedback || !(l.codec.kind == Kind::kRaw || l.codec.skip_incomplete)) return;
+  if (!is_raw(l.codec.kind) || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
+  if (feedback || !(is_raw(l.codec.kind) || l.codec.skip_incomplete)) return;
   // Raw elements are copied as they are, including NaNs.
   spans.each(pool, [&](const Span& s) {
     if (!s.raw) return;

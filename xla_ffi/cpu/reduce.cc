@@ -6,7 +6,7 @@ namespace jaxcgx::cpu {
 
 void reduce(const Reduce& a, const Pool& pool) {
   const Layout& l = a.layout;
-  if (l.codec.kind == Kind::kTopK) return reduce_topk(a, pool);
+  if (is_sparse(l.codec.kind)) return reduce_topk(a, pool);
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
   const int meta_count = meta_floats(l.codec.kind);

@@ -65,7 +65,7 @@ struct Spans {
 
  private:
   void add(const Layout& layout, const Piece& p, int64_t row) {
-    const bool raw = layout.codec.kind == Kind::kRaw;
+    const bool raw = is_raw(layout.codec.kind);
     if (p.bucket > kSpan) {
       for (int64_t b = 0; b < p.coded; b += p.bucket) {
         const int64_t n = std::min(p.bucket, p.coded - b), first = static_cast<int64_t>(spans.size());

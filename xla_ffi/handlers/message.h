@@ -40,7 +40,7 @@ inline std::string fault_of(const Codec& c) {
   if (c.skip_incomplete && !traits.skips) return "this codec has no skip_incomplete";
   if (c.compatible && !traits.compatible) return "this codec has no compatible mode";
   if (c.stochastic && !traits.stochastic) return "this codec has no stochastic rounding";
-  if (c.kind != Kind::kTopK) return "";
+  if (!is_sparse(c.kind)) return "";
   const Sparse& s = c.sparse;
   const auto share = [](double x) { return x >= 0x1p-15 && x <= 1.0; };
   if (!(s.ratio >= 0.0 && s.ratio <= 1.0)) return "ratio out of range: " + std::to_string(s.ratio);
@@ -53,7 +53,7 @@ inline std::string fault_of(const Codec& c) {
     if (s.refinements < 0 || s.refinements > kMostRefinements)
       return "refinements out of range: " + std::to_string(s.refinements);
   }
-  if (s.values.kind == Kind::kTopK) return "values of kind 7, which drops elements";
+  if (is_sparse(s.values.kind)) return "values of kind 7, which drops elements";
   if (c.stochastic != (s.values.stochastic || s.select != Select::kExact))
     return "stochastic where nothing is random, or not where something is";
   const std::string values = fault_of(values_of(c));
@@ -93,7 +93,7 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
     if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
   Layout layout(d.codec, std::move(leaves), d.chunks);
-  if (d.codec.kind == Kind::kTopK) {
+  if (is_sparse(d.codec.kind)) {
     for (const Piece& p : layout.pieces) {
       if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
     }

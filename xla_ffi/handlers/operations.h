@@ -158,7 +158,7 @@ ffi::Error clear(typename Platform::Context context, ffi::RemainingArgs args, ff
   const auto message = Attributes(op, dictionary).message();
   if (message.has_error()) return message.error();
   const Layout& l = message->layout;
-  if (l.codec.kind != Kind::kTopK) return invalid(op, "this codec sends every element");
+  if (!is_sparse(l.codec.kind)) return invalid(op, "this codec sends every element");
 
   Buffers operands(op, *message, args);
   std::vector<void*> arrays;

@@ -160,7 +160,7 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
   const auto message = attributes.message();
   if (message.has_error()) return failed(message.error());
   const Layout& l = message->layout;
-  if (l.codec.kind == Kind::kTopK) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
+  if (is_sparse(l.codec.kind)) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
   if (ranks < 1 || ranks > tcp::kMostProcesses || (two_shot && l.chunks() % ranks != 0))
     return failed(invalid(op, std::to_string(l.chunks()) + " chunks for " + std::to_string(ranks) + " ranks"));
   if (message->batch > kMostChunks) return failed(invalid(op, "batch out of range: " + std::to_string(message->batch)));

@@ -1,0 +1,54 @@
+"""Steps of compress_gradients by itself, for the tests of optim."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from helpers import normal
+from jax.sharding import PartitionSpec as P
+from training import mesh_of
+
+import jaxcgx as cgx
+
+RANKS = 4
+GRADS = {"w": normal((RANKS, 30, 40), 3), "b": normal((RANKS, 40), 4)}
+compress = functools.partial(cgx.compress_gradients, "data", axis_size=RANKS)
+
+
+def run(transformation, steps=1, grads=GRADS, state=None, check_vma=True):
+    """[(mean, state)] of some steps with the same gradients, each rank's own in front."""
+    state = transformation.init(jax.tree.map(lambda g: g[0], grads)) if state is None else state
+    specs = cgx.state_specs(state, "data")
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(RANKS), in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
+    )
+    def step(grads, state):
+        return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    found = []
+    for _ in range(steps):
+        mean, state = step(grads, state)
+        found.append((mean, state))
+    return found
+
+
+def pmean(plan, grads=GRADS, residuals=None, key=None, **options):
+    """(mean, residuals) of compressed_pmean."""
+    residuals = jax.tree.map(jnp.zeros_like, grads) if residuals is None else residuals
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh_of(RANKS), in_specs=P("data"), out_specs=(P(), P("data")))
+    def step(grads, residuals):
+        mean, lost = cgx.compressed_pmean(
+            *jax.tree.map(lambda x: x[0], (grads,)),
+            "data",
+            plan,
+            key=key,
+            residuals=jax.tree.map(lambda x: x[0], residuals),
+            **options,
+        )
+        return mean, jax.tree.map(lambda x: x[None], lost)
+
+    return step(grads, residuals)
