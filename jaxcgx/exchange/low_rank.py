@@ -35,7 +35,8 @@ class _Stack(NamedTuple):
 
 def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     """The leaves' sum over all stages, outermost first, divided, with the new residuals and factors."""
-    net, codec, inner = stages[0].net, stages[0].codec, math.prod(stage.net.size for stage in stages[1:])
+    codec: Any = stages[0].codec  # one with the algebra of PowerSGD
+    net, inner = stages[0].net, math.prod(stage.net.size for stage in stages[1:])
     terms = [[x.astype(jnp.float32) for x in message.leaves]]
     if message.residuals is not None:
         terms.append(message.residuals)
