@@ -108,8 +108,8 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 cuda-short: $(INSTALLED) ## the same for few architectures
 	@.venv/bin/python scripts/cuda.py --short
 
-matrix: $(INSTALLED) ## all Python tests on Python 3.11 to 3.13, each with the oldest and the newest JAX
-	@.venv/bin/python scripts/matrix.py
+matrix: $(INSTALLED) ## all Python tests on Python 3.11 to 3.13, each with the oldest and the newest JAX, and one with a JAX in between
+	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short

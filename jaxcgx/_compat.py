@@ -1,11 +1,13 @@
 """Every branch on a JAX version and every private import of JAX. Supported: 0.9 to 0.12."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax._src import effects
+from jax._src import effects, shard_map
 from jax._src.core import (
     NamedAxisEffect,  # tells jit and scan which axes must be bound; it is public nowhere
     abstract_token,  # it is public from 0.11 on
@@ -13,7 +15,8 @@ from jax._src.core import (
 from jax._src.dispatch import prim_requires_devices_during_lowering  # it is public nowhere
 from jax._src.distributed import global_state as distributed  # its store of keys and values is public nowhere
 from jax._src.effects import remat_allowed_effects  # it is public nowhere
-from jax._src.sharding_impls import ShardingContext  # what lowering rules see of a mesh; it is public nowhere
+from jax._src.interpreters import ad as private_ad  # the rules of shard_map
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # what lowering rules see of a mesh
 from jax.core import ShapedArray
 from jax.extend.core import Primitive  # JAX promises nothing about jax.extend between versions
 from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
@@ -31,12 +34,14 @@ __all__ = [
     "devices_of",
     "lower_ordered",
     "match_varying",
+    "mesh_of_a_part",
     "mlir",
     "needs_devices",
     "partitioner_decides",
     "rendezvous",
     "result_aval",
     "tracked_axes",
+    "transposed_axes",
     "vary",
     "varying_axes",
     "whole",
@@ -67,6 +72,23 @@ def vary(x: Any, axes: frozenset[Any]) -> jax.Array:
 def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
     """The named axes over which JAX tracks what varies: those of a mesh, under check_vma."""
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
+
+
+# Neither a type nor a context of JAX says this. But a transposition is a call of shard_map's rule, and the rules of the
+# operations in its body are called inside of that call.
+def transposed_axes() -> frozenset[Any]:
+    """The named axes of the `shard_map`s that JAX is transposing: those which are differentiated from outside."""
+    found, frame = frozenset[Any](), inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _transpose_shard_map:
+            known = frame.f_locals
+            found |= frozenset(known["newly_manual_axes"] if "newly_manual_axes" in known else known["manual_axes"])
+        frame = frame.f_back
+    return found
+
+
+_rules: Any = getattr(private_ad, "fancy_transposes", {})  # newer versions have it there
+_transpose_shard_map = (ad.primitive_transposes | _rules)[shard_map.shard_map_p].__code__
 
 
 def result_aval(
@@ -140,6 +162,17 @@ def partitioner_decides(ctx: Any) -> bool:
         and not context.abstract_mesh.empty
         and shardy.jax_use_shardy_partitioner
     )
+
+
+def mesh_of_a_part(ctx: Any) -> contextlib.AbstractContextManager[Any]:
+    """No mesh, where the partitioner asks for the program of one device; else the mesh as it is.
+
+    Newer versions of JAX leave the caller's mesh there, and an Explicit one leads to shardings within the part.
+    """
+    part = isinstance(ctx.module_context.axis_context, SPMDAxisContext)
+    if part and not jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    return contextlib.nullcontext()
 
 
 class OrderedEffect(effects.Effect):

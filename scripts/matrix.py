@@ -1,7 +1,7 @@
-"""The tests on every supported Python, each with the oldest and the newest JAX that it can have.
+"""The tests on every supported Python, each with the oldest and the newest JAX that it can have, and one in between.
 
-One wheel per Python serves both, as it must for users. `make matrix` runs the whole suite and writes
-benchmarks/results/matrix.json; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
+One wheel per Python serves all, as it must for users. `make matrix` runs the whole suite and writes
+benchmarks/results/matrix.json and a table beside it; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
 Python and on the newest JAX with the newest Python. Everything is in .matrix/, and the next run uses it again.
 """
 
@@ -23,6 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = ROOT / ".matrix"
 TIMES = ROOT / "build/tests"  # where each part of the tests says how long each test took
 PYTHONS = ["3.11", "3.12", "3.13"]
+BETWEEN = ("3.12", "0.11.0")  # a Python and a JAX for it
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # The jaxlib that the native module is compiled against is the oldest that is supported.
 OLDEST = next(r.removeprefix("jaxlib==") for r in PYPROJECT["build-system"]["requires"] if r.startswith("jaxlib=="))
@@ -136,22 +137,23 @@ def wheel(version, python):
 
 
 def environment(version, python, age):
-    """The Python of an environment with the wheel, the test requirements and the oldest or newest JAX."""
+    """The Python of an environment with the wheel, the test requirements and the oldest, the newest or a named JAX."""
     package = wheel(version, python)
-    print(f"== Python {version}: installing the {age} jax", flush=True)
+    print(f"== Python {version}: installing jax, {age}", flush=True)
     inside = venv(python, WORK / f"{version}-{age}", version)
     # The newest: pip chooses it, within what jaxcgx allows and this Python can have.
-    jax = [f"jax=={OLDEST}", f"jaxlib=={OLDEST}"] if age == "oldest" else ["jax", "jaxlib"]
+    number = {"oldest": f"=={OLDEST}", "newest": ""}.get(age, f"=={age}")
+    jax = [f"jax{number}", f"jaxlib{number}"]
     pip(inside, "install", "--upgrade", f"{package}[test]", *jax)
     pip(inside, "install", "--no-deps", "--force-reinstall", package)
     return inside
 
 
-def test(version, python, age, short):
-    """One row of the table: the tests on one Python with one JAX."""
+def test(version, python, age, sessions):
+    """One row of the table: the tests on one Python with one JAX. sessions: (arguments of pytest, flags of XLA)."""
     row = {
         "python": version,
-        "jax": f"the {age}",
+        "jax": age,
         "jaxlib": "",
         "passed": 0,
         "failed": 0,
@@ -167,40 +169,30 @@ def test(version, python, age, short):
     versions = "import platform, jax, jaxlib; print(platform.python_version(), jax.__version__, jaxlib.__version__)"
     row["python"], row["jax"], row["jaxlib"] = output(inside, "-c", versions).split()
     print(f"== Python {row['python']}, jax {row['jax']}: testing", flush=True)
-    report = TIMES / f"matrix-{version}-{age}.xml"
-    report.unlink(missing_ok=True)
-    start = time.monotonic()
-    # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
-    result = run(
-        inside,
-        "-m",
-        "pytest",
-        "-n",
-        2,
-        "--dist",
-        "worksteal",
-        f"--junitxml={report}",
-        *(["-m", "short"] if short else []),
-        cwd=ROOT,
-        env=os.environ | {"PYTHONSAFEPATH": "1"},
-    )
+    start, row["ok"] = time.monotonic(), True
+    for i, (arguments, flags) in enumerate(sessions):
+        report = TIMES / f"matrix-{version}-{age}-{i}.xml"
+        report.unlink(missing_ok=True)
+        # The repository's own jaxcgx/, which has no native module, must not be found before the installed one.
+        environ = os.environ | {"PYTHONSAFEPATH": "1"} | ({"XLA_FLAGS": flags} if flags else {})
+        pytest = [inside, "-m", "pytest", "-n", 2, "--dist", "worksteal", f"--junitxml={report}"]
+        result = run(*pytest, *arguments, cwd=ROOT, env=environ)
+        row["ok"] &= result.returncode == 0  # not so when pytest finds no test at all
+        if report.exists():
+            suite = xml.parse(report).find("testsuite").attrib
+            failed, skipped = int(suite["failures"]) + int(suite["errors"]), int(suite["skipped"])
+            row["failed"] += failed
+            row["skipped"] += skipped
+            row["passed"] += int(suite["tests"]) - failed - skipped
     row["seconds"] = round(time.monotonic() - start, 1)
-    if report.exists():
-        suite = {
-            k: int(v)
-            for k, v in xml.parse(report).find("testsuite").attrib.items()
-            if k in ("tests", "failures", "errors", "skipped")
-        }
-        row["failed"] = suite["failures"] + suite["errors"]
-        row["skipped"] = suite["skipped"]
-        row["passed"] = suite["tests"] - row["failed"] - row["skipped"]
-    row["ok"] = result.returncode == 0  # not so when pytest finds no test at all
     return row
 
 
+COLUMNS = ["python", "jax", "jaxlib", "passed", "failed", "skipped", "seconds"]
+
+
 def show(rows, missing):
-    columns = ["python", "jax", "jaxlib", "passed", "failed", "skipped", "seconds"]
-    table = [columns] + [[str(row[c]) for c in columns] for row in rows]
+    table = [COLUMNS] + [[str(row[c]) for c in COLUMNS] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table)]
     print()
     for line, ok in zip(table, [True] + [row["ok"] for row in rows]):
@@ -212,7 +204,10 @@ def show(rows, missing):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="two runs of the tests marked short; writes no file")
-    short = parser.parse_args().short
+    parser.add_argument("--flags", default="", help="XLA_FLAGS with which the tests compile")
+    parser.add_argument("--usual", nargs="*", default=[], help="tests that compile without these flags")
+    options = parser.parse_args()
+    short = options.short
 
     default = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = sorted({*PYTHONS, default}, key=lambda v: int(v.split(".")[1]))
@@ -231,13 +226,23 @@ def main():
         pairs = [(oldest, "oldest"), (list(found)[-1], "newest")]
     else:
         pairs = [(version, age) for version in found for age in ("oldest", "newest")]
-    rows = [test(version, found[version], age, short) for version, age in pairs]
+        pairs += [BETWEEN] if BETWEEN[0] in found else []
+    if short:
+        sessions = [(["-m", "short"], "")]
+    else:
+        others = [f"--ignore={path}" for path in options.usual]
+        sessions = [(options.usual, "")] * bool(options.usual) + [(others, options.flags)]
+    rows = [test(version, found[version], age, sessions) for version, age in pairs]
     show(rows, missing)
     if not short:
         data = {"command": "make matrix", "date": datetime.date.today().isoformat(), "runs": rows, "not_run": missing}
         path = ROOT / "benchmarks/results/matrix.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n")
+        lines = [COLUMNS, ["---"] * len(COLUMNS)] + [[str(row[c]) for c in COLUMNS] for row in rows]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        lacking = "".join(f"\nPython {version}: {why}.\n" for version, why in missing.items())
+        path.with_suffix(".md").write_text(f"Made by `make matrix` on {data['date']}.\n\n{table}{lacking}")
     sys.exit(not all(row["ok"] for row in rows))
 
 

@@ -1,11 +1,13 @@
 """Gradients that JAX doesn't reduce itself, and their compressed reduction while the backward pass still runs."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
@@ -92,6 +94,26 @@ def local_value_and_grad(
     return value_and_grad
 
 
+def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
+    """The cotangents whose mean over the ranks is the gradient.
+
+    Where JAX differentiates shard_map from outside, a rank's cotangents have its weight in the loss, and their sum is
+    the gradient.
+    """
+    outside = _compat.transposed_axes().intersection(names)
+    if not outside:
+        return cts
+    if not outside <= _compat.tracked_axes(names):
+        raise wrong(
+            op,
+            "params",
+            "a gradient that is taken inside shard_map, or shard_map's check_vma=True",
+            "a gradient from outside with check_vma=False, where JAX adds a sum of its own in full precision",
+        )
+    ranks = math.prod(map(lax.axis_size, outside))
+    return [ct * ranks for ct in cts]
+
+
 def sync_in_backward(
     params: Any,
     axis_name: Any,
@@ -114,8 +136,12 @@ def sync_in_backward(
             ...
 
     The gradients have the bits of `compressed_pmean(grads, ...)` at the end of the pass with the same arguments.
-    Smaller messages (`fusion_mb`) start earlier, and more of them cost more latency. It works in reverse mode only. The
-    loss must be this rank's own: averaging over ranks inside it divides the gradients by the number of ranks twice.
+    Smaller messages (`fusion_mb`) start earlier, and more of them cost more latency. It works in reverse mode only.
+
+    Where the gradient is taken inside `shard_map`, as above, the loss must be this rank's own: averaging over ranks
+    inside it divides the gradients by the number of ranks twice. Where it is taken outside, the loss says itself how
+    much each rank counts (`lax.pmean` inside, or a mean of the ranks' losses outside), and the gradients are those of
+    plain JAX. That needs shard_map's check_vma: without it JAX adds a sum of its own, in full precision.
 
     Args:
       params: a pytree of parameters.
@@ -142,7 +168,7 @@ def sync_in_backward(
             return _vary(leaves, net.names)
 
         def backward(key: Any, cts: list[Any]) -> tuple[list[Any], None]:
-            done = exchange(Message(message.ids, cts, key))
+            done = exchange(Message(message.ids, _weighted(op, net.names, cts), key))
             return [_compat.vary(x, axes) for x, axes in zip(done, varying)], None
 
         f.defvjp(lambda leaves, key: (f(leaves, key), key), backward)

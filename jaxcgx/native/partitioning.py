@@ -44,7 +44,8 @@ def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool]
 
     def rule(ctx: Any, *operands: Any, batch: tuple[Any, ...], **params: Any) -> Any:
         if not _compat.partitioner_decides(ctx):
-            return direct(ctx, *operands, batch=batch, **params)
+            with _compat.mesh_of_a_part(ctx):
+                return direct(ctx, *operands, batch=batch, **params)
         n = len(batch)
 
         def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:

@@ -61,6 +61,7 @@ def test_a_users_codec_in_shard_map():
     np.testing.assert_allclose(total[0], expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("codec", (Halves(), Truncate()), ids=repr)
 def test_a_users_codec_on_an_explicit_mesh(codec):
     key = jax.random.key(0) if codec.stochastic else None

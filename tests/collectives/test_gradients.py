@@ -107,6 +107,51 @@ def test_as_at_the_end(check_vma, arguments):
         assert_same_bytes(np.asarray(g), np.asarray(end[k]))
 
 
+def averaged(params, x):
+    return lax.pmean(loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x), "data")
+
+
+def own(params, x):
+    return loss(cgx.sync_in_backward(params, "data", cgx.Raw()), x)[None]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(("inside", "out"), [(averaged, P()), (jax.jit(averaged), P()), (own, P("data"))])
+def test_a_gradient_from_outside_is_that_of_plain_jax(inside, out, jit):
+    """The style of JAX's documentation: shard_map returns the loss, and jax.grad is around it."""
+    shard_mapped = jax.shard_map(inside, mesh=MESH, in_specs=(P(), P("data")), out_specs=out)
+    of_ranks = (lambda fun: jax.jit(fun)) if jit else (lambda fun: fun)
+    found = of_ranks(lambda params, x: gradients(lambda p, x: shard_mapped(p, x).mean(), params, x))(PARAMS, X)
+    for k, g in gradients(loss, PARAMS, X).items():
+        rounded = 2**-7 if g.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(np.float32(found[k]), np.float32(g), atol=rounded * np.abs(np.float32(g)).max())
+
+
+def test_a_gradient_from_outside_has_the_bits_of_one_from_inside():
+    def inside(params, x):
+        return gradients(lambda p, x: loss(cgx.sync_in_backward(p, "data", CODEC), x), params, x)
+
+    def around(params, x):
+        return lax.pmean(loss(cgx.sync_in_backward(params, "data", CODEC), x), "data")
+
+    shard_mapped = jax.shard_map(around, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+    found = jax.jit(lambda params, x: gradients(shard_mapped, params, x))(PARAMS, X)
+    for k, g in on_mesh(inside, True)(PARAMS, X).items():
+        assert_same_bytes(np.asarray(found[k]), np.asarray(g))
+
+
+def test_a_gradient_from_outside_without_types():
+    shard_mapped = jax.shard_map(averaged, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    with raises(
+        ValueError,
+        says(
+            "sync_in_backward", "params", expected="check_vma=True", got="a gradient from outside with check_vma=False"
+        ),
+    ):
+        gradients(shard_mapped, PARAMS, X)
+
+
 def test_identity_forward_and_layer_by_layer():
     def layer(w, x):
         return jnp.tanh(x @ cgx.sync_in_backward(w, "data", CODEC))
