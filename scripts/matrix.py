@@ -1,8 +1,9 @@
 """The tests on every supported Python, each with the oldest and the newest JAX that it can have, and one in between.
 
 One wheel per Python serves all, as it must for users. `make matrix` runs the whole suite and writes
-benchmarks/results/matrix.json and a table beside it; `make matrix-short` runs the tests marked `short` on the oldest JAX with the default
-Python and on the newest JAX with the newest Python. Everything is in .matrix/, and the next run uses it again.
+benchmarks/results/matrix.json and a table beside it; `make matrix-short` runs the tests marked `short` on the oldest
+JAX with the default Python and on the newest JAX with the newest Python. Everything is in .matrix/, and the next run
+uses it again.
 """
 
 import argparse
