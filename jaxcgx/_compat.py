@@ -38,6 +38,7 @@ __all__ = [
     "mlir",
     "needs_devices",
     "partitioner_decides",
+    "reduce_scatter_is_wrong",
     "rendezvous",
     "result_aval",
     "tracked_axes",
@@ -119,6 +120,14 @@ def all_gather(x: Any, axes: Any, *, axis: int, tiled: bool, to: str) -> jax.Arr
 
         return all_gather_invariant(x, axes, axis=axis, tiled=tiled)
     return lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
+
+
+def reduce_scatter_is_wrong() -> bool:
+    """Whether lax.psum_scatter gives wrong numbers: between CPU processes before 0.12, for large arrays.
+
+    Gloo sends from a buffer that it already overwrites (jax #40830, gloo #303).
+    """
+    return jax.__version_info__ < (0, 12) and jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def axis_effects(axes: Iterable[Hashable]) -> set[Any]:

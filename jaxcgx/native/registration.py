@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import pathlib
 import sys
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import jax
 # JAXCGX_REFERENCE=1 runs plain jnp everywhere, with or without a native module.
 REFERENCE = os.environ.get("JAXCGX_REFERENCE", "0") not in ("", "0")
 
-REMEDY = (
+_REMEDY = (
     "reinstall it with `pip install --force-reinstall --no-deps jaxcgx` (from a checkout: `pip install .`), "
     "or set JAXCGX_REFERENCE=1 to run plain jnp instead of kernels"
 )
@@ -32,6 +33,16 @@ def find() -> ModuleType:
     return _native
 
 
+def remedy() -> str:
+    """What to do if there is no native module of this version."""
+    here = pathlib.Path(__file__).resolve().parents[1]
+    folders = [pathlib.Path(entry).resolve() / "jaxcgx" for entry in sys.path]
+    for other in folders[folders.index(here) :] if here in folders else []:
+        if any(other.glob("native/_native*")):
+            return f"{here} hides the installation in {other}: start Python in another folder, or as `python -P`"
+    return _REMEDY
+
+
 def _is_command_line() -> bool:
     """Whether `python -m jaxcgx` is starting. Its doctor explains what is missing, so the import must not fail."""
     return sys.argv[:1] == ["-m"] and "jaxcgx" in sys.orig_argv
@@ -46,7 +57,7 @@ def load() -> ModuleType | None:
     except ImportError as error:
         if _is_command_line():
             return None
-        raise ImportError(f"{error}; {REMEDY}") from error.__cause__
+        raise ImportError(f"{error}; {remedy()}") from error.__cause__
     for platform, handlers in native.handlers().items():
         for target, handler in handlers.items():
             jax.ffi.register_ffi_target(target, handler, platform=platform)

@@ -48,6 +48,7 @@ class Report:
     mpi_programs: dict[str, str | None]  # mpirun and mpicc: the path and the version; None: not on the PATH
     reference: str | None  # the variable JAXCGX_REFERENCE
     problems: list[Problem]
+    warnings: list[str]  # what of plain JAX to avoid in this version
 
     def __str__(self) -> str:
         native = self.native or {}
@@ -71,9 +72,17 @@ class Report:
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
         lines = [f"{name:18}{value}" for name, value in rows.items()]
+        for warning in self.warnings:
+            lines += ["", f"beware:  {warning}"]
         for problem in self.problems:
             lines += ["", f"problem: {problem.what}", f"remedy:  {problem.remedy}"]
         return "\n".join(lines + ([] if self.problems else ["", "no problems"]))
+
+
+_WRONG_SUMS = (
+    "between CPU processes, lax.psum_scatter and the gradient of lax.all_gather are wrong in jax {jax} for large "
+    "arrays (jax #40830); jaxcgx.compressed_psum_scatter and compressed_all_gather are right, with Raw() too"
+)
 
 
 def covers(architectures: Sequence[str], capability: str) -> bool:
@@ -187,7 +196,7 @@ def examine() -> Report:
         native = registration.find().build_info()
     except ImportError as error:
         if not registration.REFERENCE:
-            problems.append(Problem(str(error), registration.REMEDY))
+            problems.append(Problem(str(error), registration.remedy()))
     cuda = native and native.get("cuda")
     gpus = _gpus(cuda["architectures"] if cuda else [])
     for gpu in gpus if native and not registration.REFERENCE else []:
@@ -211,4 +220,5 @@ def examine() -> Report:
         mpi_programs=programs,
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
+        warnings=[_WRONG_SUMS.format(**versions)] if jax.__version_info__ < (0, 12) else [],
     )

@@ -72,9 +72,14 @@ class Axes(base.Transport):
         return lax.pmean(x, self.names)
 
     def plain_psum_scatter(self, x: jax.Array, scatter_dimension: int, tiled: bool) -> jax.Array:
+        if _compat.reduce_scatter_is_wrong():
+            return super().plain_psum_scatter(x, scatter_dimension, tiled)
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
+        if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
+            rows = self.all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
+            return base.join_rows(rows, axis, tiled)
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
 
     def plain_all_to_all(self, x: jax.Array, split_axis: int, concat_axis: int, tiled: bool) -> jax.Array:

@@ -40,6 +40,10 @@ def key():
     return jax.random.key(7)
 
 
+def sum_of_squares(x):
+    return sum((leaf.astype(jnp.float32) ** 2).sum() for leaf in jax.tree.leaves(x))
+
+
 def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **options):
     return SHAPES, lambda x: cgx.compressed_psum(x, axes, codec, key=key() if keyed else None, **options)
 
@@ -61,6 +65,11 @@ CASES = {
     "psum over local": psum(axes="local"),
     "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
     "psum_scatter ring": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4), schedule="ring")),
+    "psum_scatter raw": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.Raw())),
+    "gradient of all_gather raw": (
+        ROWS,
+        jax.grad(lambda x: sum_of_squares(cgx.compressed_all_gather(x, AXES, cgx.Raw()))),
+    ),
     "all_gather": (SHAPES, lambda x: cgx.compressed_all_gather(x, AXES, cgx.MaxMin(4))),
     "all_to_all": (
         ROWS,
@@ -91,10 +100,17 @@ def compiled(mesh, collective):
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
 
+def given(mesh, shapes):
+    return {name: on_devices(mesh, random_leaf(name, *what)) for name, what in shapes.items()}
+
+
+def lowered(mesh, shapes, collective):
+    return compiled(mesh, collective).lower(given(mesh, shapes)).as_text()
+
+
 def digests(mesh, shapes, collective):
     """{leaf: {device: digest of its bytes}}, of this process's devices."""
-    leaves = {name: on_devices(mesh, random_leaf(name, *what)) for name, what in shapes.items()}
-    results = jax.block_until_ready(compiled(mesh, collective)(leaves))
+    results = jax.block_until_ready(compiled(mesh, collective)(given(mesh, shapes)))
     return {
         name: {
             shard.index[0].start or 0: hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
@@ -131,6 +147,8 @@ def main():
         )
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
     if action == "collectives":
+        scatters = {name for name, case in CASES.items() if "reduce_scatter" in lowered(mesh, *case)}
+        print("SCATTERS", json.dumps(sorted(scatters)))
         print("DIGESTS", json.dumps({name: digests(mesh, *case) for name, case in CASES.items()}), flush=True)
     else:
         sum_until(mesh, action)

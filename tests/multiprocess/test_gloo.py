@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 
+import jax
 import pytest
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
@@ -78,30 +79,39 @@ class Processes:
         self.outputs[rank].seek(0)
         return self.outputs[rank].read()
 
-    def digests(self, rank):
+    def printed(self, rank, what):
         assert self.wait(rank) == 0
-        (line,) = [line for line in self.text(rank).splitlines() if line.startswith("DIGESTS ")]
-        return json.loads(line.removeprefix("DIGESTS "))
+        (line,) = [line for line in self.text(rank).splitlines() if line.startswith(f"{what} ")]
+        return json.loads(line.removeprefix(f"{what} "))
 
 
 @pytest.fixture(scope="module")
 def digests():
-    """{case: {leaf: {device: digest}}} of one process with four devices, and of two with two each."""
+    """{case: {leaf: {device: digest}}} of one process with four devices, and of two with two each; and the cases that
+    use XLA's reduce-scatter in one process and in two."""
     with Processes("collectives") as one:
-        expected = one.digests(0)
+        expected, alone = one.printed(0, "DIGESTS"), one.printed(0, "SCATTERS")
     with Processes("collectives", "collectives") as two:
-        first, second = two.digests(0), two.digests(1)
+        first, second = two.printed(0, "DIGESTS"), two.printed(1, "DIGESTS")
+        apart = two.printed(0, "SCATTERS")
     together = {
         case: {leaf: first[case][leaf] | second[case][leaf] for leaf in leaves} for case, leaves in first.items()
     }
-    return expected, together
+    return expected, together, (alone, apart)
 
 
 @pytest.mark.short
 def test_two_processes_give_the_bits_of_one(digests):
-    expected, together = digests
+    expected, together, _ = digests
     assert all(len(devices) == 4 for leaves in together.values() for devices in leaves.values())
     assert together == expected
+
+
+def test_reduce_scatters_that_are_wrong_are_not_used(digests):
+    """lax.psum_scatter over Gloo before JAX 0.12, which the gradient of a gather is, too."""
+    alone, apart = digests[2]
+    assert alone == ["gradient of all_gather raw", "psum_scatter raw"]
+    assert apart == ([] if jax.__version_info__ < (0, 12) else alone)
 
 
 def test_replicas_are_identical_in_all_processes(digests):

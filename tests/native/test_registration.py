@@ -1,8 +1,12 @@
 """Without its native module, with one of another version, and with JAXCGX_REFERENCE=1."""
 
 import os
+import pathlib
+import shutil
 import subprocess
 import sys
+
+import jaxcgx as cgx
 
 
 def run(code, **env):
@@ -76,6 +80,26 @@ def test_a_missing_module_is_one_error_with_the_remedy():
         and "pip install" in last
         and "JAXCGX_REFERENCE=1" in last
     )
+
+
+def test_a_folder_that_hides_the_installation_is_named(tmp_path):
+    """A checkout, if Python starts in its root."""
+    package = pathlib.Path(cgx.__file__).parent
+    shutil.copytree(package, tmp_path / "jaxcgx", ignore=shutil.ignore_patterns("__pycache__", "_native*"))
+    installed = tmp_path / "installed" / "jaxcgx" / "native"
+    installed.mkdir(parents=True)
+    (installed / "_native.so").touch()
+    # An editable install finds the package of the checkout first.
+    code = f"""
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
+sys.path[:0] = [{str(tmp_path)!r}, {str(tmp_path / "installed")!r}]
+import jaxcgx
+"""
+    result = run(code, JAXCGX_REFERENCE="0")
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.returncode != 0
+    assert f"{tmp_path}/jaxcgx hides the installation in {tmp_path}/installed/jaxcgx" in last and "python -P" in last
 
 
 def test_a_module_of_another_version_is_refused():

@@ -65,6 +65,10 @@ def test_this_installation():
         assert word in result.stdout
 
 
+def test_what_of_plain_jax_to_avoid():
+    assert any("lax.psum_scatter" in text for text in doctor.examine().warnings) == (jax.__version_info__ < (0, 12))
+
+
 def test_without_a_gpu(pretend):
     pretend()
     report = doctor.examine()
