@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.transports.axes import axis_names
 
@@ -37,7 +37,8 @@ def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]
     if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
         return []
     names, found = axis_names(settings.axis_name), []
-    for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", paths=leaves.paths, leaves=leaves.values)):
+    assigned = plan.assign(settings.function, "plan", paths=leaves.paths, leaves=leaves.values)
+    for leaf, (codec, guarded) in zip(leaves.values, assigned):
         codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found
