@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcgx.checks import check_choice, check_field, check_integer, check_number, wrong
+from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, wrong
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
@@ -134,7 +134,7 @@ class TopK(Codec):
         check_field(self, "values", check_values)
         check_field(self, "select", check_select)
         check_field(self, "pull", check_pull)
-        check_field(self, "lists", check_integer, 1, 2**20)
+        check_field(self, "lists", check_integer, 1, MOST)
 
     @property
     def stochastic(self) -> bool:
@@ -169,7 +169,9 @@ class TopK(Codec):
     def of_sum(self, ranks: int) -> "TopK":
         if self.pull == "top":
             return self
-        return dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
+        return dataclasses.replace(
+            self, values=Raw(), select="exact", lists=min(self.lists * ranks, MOST)
+        )  # MOST hold all elements of any leaf
 
     def weight(self, n: int, dtype: DType) -> int:
         return n  # independent of the other fields, so that a sum is cut where the messages were

@@ -7,7 +7,7 @@ import jax
 
 from jaxcgx.checks import callers_level, check_choice, check_flag, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own
+from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State
 from jaxcgx.exchange import hierarchy, sums
@@ -146,6 +146,8 @@ class Reduction:
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
     ) -> None:
         """gradients: whether gradients will be summed in place of `x`."""
+        if not gradients:  # a leaf without gradient stays as it is
+            check_summable(op, x)
         self.mean = mean
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
@@ -158,7 +160,7 @@ class Reduction:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"
             raise wrong(op, "leader", "False without a hierarchy", True, remedy)
         by_axis = isinstance(schedule, dict)
-        asked = check_each(op, "schedule", schedule, net, "a schedule") if by_axis else [schedule]
+        asked = check_each(op, "schedule", schedule, net.parts, "a schedule") if by_axis else [schedule]
         for name in asked:
             check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)

@@ -11,7 +11,7 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
 from jaxcgx.optim.initial import init_state
-from jaxcgx.optim.leaves import flatten
+from jaxcgx.optim.leaves import check_arrays, flatten
 from jaxcgx.optim.momentum import accelerate, accelerate_mean, hold
 from jaxcgx.optim.nonfinite import count_nonfinite, unless
 from jaxcgx.optim.phases import switch
@@ -139,6 +139,7 @@ def _transformation(settings: Settings) -> "optax.GradientTransformation":
 def _update(settings: Settings, updates: Any, state: CompressState, params: Any) -> tuple[Any, CompressState]:
     """One step: the mean of the gradients `updates`, and the state after it."""
     check_axes(settings.function, settings.axis_name)
+    updates = check_arrays(settings.function, "updates", updates)
     check_state(settings, state, describe_state(settings, updates, 1))
     if settings.weight_decay is None:
         params = None

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
+from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState, describe_state
@@ -49,6 +50,7 @@ def _ranks(settings: Settings) -> Ranks:
 def init_state(settings: Settings, params: Any) -> CompressState:
     """The state before the first step, sharded over the ranks where a mesh is in context."""
     ranks = _ranks(settings)
+    params = check_arrays(settings.function, "params", params)
     expected = describe_state(settings, params, ranks.size)
 
     def fresh() -> CompressState:

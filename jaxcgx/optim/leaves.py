@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcgx.checks import check_array
 from jaxcgx.codecs.base import Codec
 from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
@@ -30,6 +31,14 @@ def flatten(tree: Any) -> Leaves:
     """A pytree, flattened."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree)
     return Leaves([path for path, _ in found], [leaf for _, leaf in found], structure)
+
+
+def check_arrays(function: str, argument: str, tree: Any) -> Any:
+    """A tree whose leaves are arrays, or jax.ShapeDtypeStructs. Numbers become arrays."""
+    shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if shaped(leaf) else check_array(function, argument, leaf, path), tree
+    )
 
 
 def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]]:

@@ -83,7 +83,8 @@ class Plan(Assignment):
         Args:
           axis_name: of a tuple of axes, outermost first, only the outermost is compressed.
         """
-        return cls(by_axis(check_axis_names("Plan.bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
+        names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
+        return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
     def fp16(cls, axis_name: Any = None) -> Self:
@@ -92,8 +93,8 @@ class Plan(Assignment):
         Args:
           axis_name: a tuple of axes, outermost first, is a hierarchy, in which each axis has an exchange of its own.
         """
-        half = Cast("float16")
-        return cls(by_axis(check_axis_names("Plan.fp16", axis_name), half, half), min_size=0, skip_1d=False)
+        names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
+        return cls(by_axis(names, half, half), min_size=0, skip_1d=False)
 
     @classmethod
     def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: Any = None) -> Self:
@@ -104,7 +105,8 @@ class Plan(Assignment):
           size_bound: leaves of up to that many elements travel as float16, over all axes.
           axis_name: of a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
         """
-        op, names, half = "Plan.mixed_precision", check_axis_names("Plan.mixed_precision", axis_name), Cast("float16")
+        op, half = "Plan.mixed_precision", Cast("float16")
+        names = check_axis_names(op, axis_name, optional=True)
         check_codec(op, codec)
         tiny = Rule(by_axis(names, half, half), max_size=check_integer(op, "size_bound", size_bound, 0, MOST))
         return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
@@ -139,7 +141,7 @@ class Plan(Assignment):
             is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
           environ: the variables.
         """
-        names, env = check_axis_names("Plan.from_env", axis_name), environment.read(environ)
+        names, env = check_axis_names("Plan.from_env", axis_name, optional=True), environment.read(environ)
         hierarchy = len(names) > 1
         codec = MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete) if env.bits < 32 else Raw()
         codec = Raw() if env.dummy else codec

@@ -17,6 +17,6 @@ def sparsification(
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
     codec = TopK(threshold, select=check_select(function, "select", select), pull=check_pull(function, "pull", pull))
-    names = check_axis_names(function, axis_name)
+    names = check_axis_names(function, axis_name, optional=True)
     tiny = Rule(by_axis(names, Raw(), Raw()), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
     return dict(default=by_axis(names, codec, Raw()), rules=[tiny], min_size=0, skip_1d=False)
