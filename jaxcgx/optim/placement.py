@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import specs_per_rank
 from jaxcgx.transports.axes import axis_names, check_axis_names
-
-OP = "make_train_step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,23 @@ class Placement:
     @property
     def ranks(self) -> int:
         return math.prod(self.mesh.shape[name] for name in self.names)
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuses the arrays of one process where the mesh has several: jit would take them for the whole batch."""
+        if len({device.process_index for device in self.mesh.devices.flat}) == 1:
+            return
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            local = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
+            if local and np.ndim(leaf):
+                raise wrong(
+                    "train.step",
+                    "batch",
+                    "arrays over the devices of all processes",
+                    f"{spell_array(leaf)} of this process, which JAX would take for the batch of all processes",
+                    f"make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                    f"P({self.names!r})), array)",
+                    path=path,
+                )
 
     def shardings(self, specs: Any) -> Any:
         """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.
