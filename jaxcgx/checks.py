@@ -65,8 +65,8 @@ def is_number(value: Any) -> bool:
 
 
 def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """One of some values."""
-    if value not in choices:
+    """One of some strings."""
+    if not isinstance(value, str) or value not in choices:
         raise wrong(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
 
@@ -107,12 +107,14 @@ def check_integer(function: str, argument: str, value: Any, low: int | None = No
     return number
 
 
-def check_number(function: str, argument: str, value: Any, fits: Callable[[Any], bool], expected: str) -> Any:
+def check_number(
+    function: str, argument: str, value: Any, fits: Callable[[Any], bool], expected: str, remedy: str = ""
+) -> Any:
     """A real number for which `fits` is true; `expected` says so in words."""
     if not is_number(value):
-        raise wrong(function, argument, expected, repr(value), kind=TypeError)
+        raise wrong(function, argument, expected, repr(value), remedy, kind=TypeError)
     if not fits(value):
-        raise wrong(function, argument, expected, repr(value))
+        raise wrong(function, argument, expected, repr(value), remedy)
     return value
 
 

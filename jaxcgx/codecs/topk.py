@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcgx.checks import check_choice, check_field, check_integer, check_number, wrong
+from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, wrong
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
@@ -82,6 +82,24 @@ class Sampled:
 _SELECTIONS = {"exact": None, "sampled": Sampled(), "fitted": Sampled(estimate="exponential")}
 
 
+def check_select(function: str, argument: str, value: Any) -> str | Sampled:
+    """A selection: "exact", or a `Sampled`, also for its name."""
+    if isinstance(value, Sampled):
+        return value
+    return _SELECTIONS[check_choice(function, argument, value, _SELECTIONS)] or "exact"
+
+
+def check_pull(function: str, argument: str, value: Any) -> str:
+    return check_choice(function, argument, value, ("all", "top"))
+
+
+def check_values(function: str, argument: str, value: Any) -> Codec:
+    """A codec for the elements that are sent."""
+    if check_encodes(function, value, argument).sparse:
+        raise wrong(function, argument, "a codec that keeps every element", value)
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class TopK(Codec):
     """The elements of a leaf that have the largest magnitudes, with their indices. All others become 0.
@@ -113,13 +131,10 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         check_field(self, "ratio", _check_share, 0, 1)
-        if check_encodes("TopK", self.values, "values").sparse:
-            raise wrong("TopK", "values", "a codec that keeps every element", self.values)
-        if not isinstance(self.select, Sampled):
-            check_field(self, "select", check_choice, _SELECTIONS)
-            object.__setattr__(self, "select", _SELECTIONS[self.select] or "exact")
-        check_field(self, "pull", check_choice, ("all", "top"))
-        check_field(self, "lists", check_integer, 1, 2**20)
+        check_field(self, "values", check_values)
+        check_field(self, "select", check_select)
+        check_field(self, "pull", check_pull)
+        check_field(self, "lists", check_integer, 1, MOST)
 
     @property
     def stochastic(self) -> bool:
@@ -154,7 +169,9 @@ class TopK(Codec):
     def of_sum(self, ranks: int) -> "TopK":
         if self.pull == "top":
             return self
-        return dataclasses.replace(self, values=Raw(), select="exact", lists=self.lists * ranks)
+        return dataclasses.replace(
+            self, values=Raw(), select="exact", lists=min(self.lists * ranks, MOST)
+        )  # MOST hold all elements of any leaf
 
     def weight(self, n: int, dtype: DType) -> int:
         return n  # independent of the other fields, so that a sum is cut where the messages were

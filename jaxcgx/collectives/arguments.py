@@ -2,10 +2,11 @@
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import callers_level, check_array, check_choice, spell_array, wrong
@@ -44,14 +45,14 @@ class Dimensions(NamedTuple):
     tiled: bool
 
 
-def check_each(op: str, argument: str, given: dict[Any, Any], net: Transport, what: str) -> list[Any]:
+def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[Any], what: str) -> list[Any]:
     """The values of a dict for the parts of a transport, outermost first. what: the values, in words."""
-    missing, unknown = [n for n in net.parts if n not in given], [n for n in given if n not in net.parts]
+    missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
     if missing or unknown:
         problems = [(missing, "missing"), (unknown, "not among them")]
         spelled = "; ".join(f"{', '.join(map(repr, names))} {problem}" for names, problem in problems if names)
-        raise wrong(op, argument, f"{what} for each axis of {tuple(net.parts)}", f"{given} ({spelled})")
-    return [given[name] for name in net.parts]
+        raise wrong(op, argument, f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})")
+    return [given[name] for name in parts]
 
 
 def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[Stage, ...]:
@@ -62,7 +63,7 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
         return (Stage(net, one, schedule="auto", backward=one),)
-    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net, "a codec")]
+    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net.parts, "a codec")]
     return tuple(Stage(part, codec, schedule="auto", backward=codec) for part, codec in zip(net.parts.values(), codecs))
 
 
@@ -168,6 +169,16 @@ def check_leaf(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
             path=path,
         )
     return leaf
+
+
+def check_summable(op: str, x: Any) -> None:
+    """Checks that no leaf is a random key, which can't be added."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            remedy = "take it out of the tree, or pass jax.random.key_data(key) to add its words"
+            raise wrong(
+                op, "x", "arrays of numbers", f"{spell_array(leaf)}, a random key", remedy, path=path, kind=TypeError
+            )
 
 
 def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any, extra: int = 0) -> int:

@@ -177,7 +177,7 @@ def sync_in_backward(
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return leaf  # it has no gradient
-        return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0])])[0]
+        return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0], i)])[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:
         return identity(message, lambda back: reduction.compressed(back, route).leaves)

@@ -1,17 +1,16 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxcgx.checks import callers_level, check_choice, check_flag, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own
+from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State
-from jaxcgx.exchange import sums
+from jaxcgx.exchange import hierarchy, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.plan import SCHEDULES, Plan
 from jaxcgx.transports.base import Transport
@@ -123,7 +122,7 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if residuals is not None and residuals[i] is not None:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
-        return reduction.plain(leaf)
+        return reduction.plain(leaf, i)
 
     def compressed(message: Message, route: Route) -> list[Any]:
         done = reduction.compressed(kept.attach(message, route.stages[0].codec), route)
@@ -140,13 +139,16 @@ class Reduction:
     call: Call
     said: str  # who chose the schedule, for errors
     how: Sum
-    plain: Callable[[jax.Array], jax.Array]
+    mean: bool
     stages: dict[Route, tuple[Stage, ...]]  # with their schedules
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
     ) -> None:
         """gradients: whether gradients will be summed in place of `x`."""
+        if not gradients:  # a leaf without gradient stays as it is
+            check_summable(op, x)
+        self.mean = mean
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
         schedule, self.said = options.schedule, ""
@@ -158,13 +160,12 @@ class Reduction:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"
             raise wrong(op, "leader", "False without a hierarchy", True, remedy)
         by_axis = isinstance(schedule, dict)
-        asked = check_each(op, "schedule", schedule, net, "a schedule") if by_axis else [schedule]
+        asked = check_each(op, "schedule", schedule, net.parts, "a schedule") if by_axis else [schedule]
         for name in asked:
             check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
-        self.plain = net.plain_pmean if mean else net.plain_psum
         self.stages = {}
         for route, ids in call.groups.items():
             named = tuple(
@@ -194,6 +195,17 @@ class Reduction:
                     "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
                     stacklevel=callers_level(),
                 )
+
+    def plain(self, leaf: jax.Array, i: int) -> jax.Array:
+        """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.
+
+        One exchange over all ranks sends more over the outermost axis, the slow network.
+        """
+        net, nets = self.call.net, [stage.net for stage in self.call.routes[i].stages]
+        if len(nets) == 1 or not leaf.size or not all(codec.raw for codec in self.call.codecs[i]):
+            return net.plain_pmean(leaf) if self.mean else net.plain_psum(leaf)
+        total = hierarchy.plain_psum(nets, leaf, tracked=self.call.tracked)
+        return total / self.call.size if self.mean else total
 
     def compressed(self, message: Message, route: Route) -> Message:
         call = self.call

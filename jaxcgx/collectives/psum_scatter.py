@@ -6,7 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Dimension, Options, check_dimension, check_divisible, check_hops, check_own
+from jaxcgx.collectives.arguments import (
+    Dimension,
+    Options,
+    check_dimension,
+    check_divisible,
+    check_hops,
+    check_own,
+    check_summable,
+)
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
@@ -60,6 +68,7 @@ def compressed_psum_scatter(
 
 def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension) -> Any:
     """`compressed_psum_scatter` over the ranks of a transport."""
+    check_summable(op, x)
     call, (scatter_dimension, tiled) = Call(op, x, net=net, codec=codec, options=options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
     check_own(op, options.own, options.schedule)

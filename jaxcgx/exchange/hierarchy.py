@@ -24,7 +24,7 @@ from jaxcgx.exchange import schedules
 from jaxcgx.exchange.keys import fold_stage
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.exchange.schedules import Sent, Summed
-from jaxcgx.transports.base import Transport
+from jaxcgx.transports.base import Transport, countable
 
 Stages = tuple[Stage, ...]
 
@@ -43,6 +43,25 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
     added: Any = summed.residuals
     residuals = [jnp.where(jnp.isfinite(total), a + b, r) for total, a, b, r in zip(summed.leaves, lost, added, before)]
     return summed.replace(residuals=residuals)
+
+
+def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
+    """The sum of an array that travels as it is, by shards.
+
+    Args:
+      nets: the transports, outermost first.
+      x: the array.
+      tracked: whether JAX tracks over which axes values vary (check_vma).
+    """
+    outer, *inner = nets
+    whole = countable(x)
+    share = _cut(whole, [net.size for net in reversed(inner)], zeros=True)
+    for net in reversed(inner):
+        share = net.plain_psum_scatter(share, 0, tiled=False)
+    share = outer.plain_psum(share)
+    for net in inner:
+        share = net.plain_all_gather(share, 0, tiled=False, to="invarying" if tracked else "varying")
+    return _join([share], [whole])[0]
 
 
 # Every leaf is cut into a share for each inner rank. The codecs see a share as a leaf of its own, so its bits don't

@@ -7,17 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
 
 BLOCK, LANES = 128, 16
+_RAW_SHAPES = ((2,), (4,))  # of jax.random.PRNGKey: threefry2x32, and rbg or unsafe_rbg
 
 
 def key_words(function: str, key: Any) -> jax.Array:
     """uint32[2] from a JAX random key, typed or raw."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        if dtype != jnp.uint32 or key.ndim != 1 or key.shape[0] < 2:
-            raise wrong(function, "key", "a random key (jax.random.key or PRNGKey)", repr(key), kind=TypeError)
+        if dtype != jnp.uint32 or key.shape not in _RAW_SHAPES:
+            got = spell_array(key)
+            raise wrong(function, "key", "a random key (jax.random.key or PRNGKey)", got, kind=TypeError)
         return key[:2]
     if key.ndim:
         raise wrong(function, "key", "one key", f"an array of keys of shape {key.shape}")

@@ -13,6 +13,10 @@ from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives import local_value_and_grad
 from jaxcgx.transports.axes import axis_names
 
+OP = "make_train_step"
+# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, and as a NamedSharding of the mesh.
+_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`"
+
 
 class Found(NamedTuple):
     """What a rank finds of a batch."""
@@ -31,13 +35,26 @@ def local_gradients(
       loss_fn: a function (params, batch), or (params, batch, key) where there is a key, that returns the loss.
       axis_name: the axis of the ranks. Every rank draws a key of its own.
       has_aux: whether `loss_fn` returns (loss, aux).
-      accumulate: the number of micro-batches, each with a key of its own.
+      accumulate: the number of micro-batches, each with a key of its own. They share the scalars of the batch.
     """
     value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=has_aux)
     names = axis_names(axis_name)
 
     def of_micro_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
-        value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
+        try:
+            value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
+        except ValueError as error:
+            if not any(words in str(error) for words in _CONSTRAINED):
+                raise
+            axes = ", ".join(map(repr, names))
+            raise wrong(
+                OP,
+                "loss_fn",
+                f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch",
+                f"one: {error}",
+                "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
+                'jax.lax.with_sharding_constraint(x, P(None, "model"))',
+            ) from error
         loss, aux = jax.tree_util.tree_map(jnp.asarray, value if has_aux else (value, None))
         return Found(loss, aux, grads)
 
@@ -49,7 +66,7 @@ def local_gradients(
         parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), batch)
 
         def of_part(i: Any) -> Found:
-            part = jax.tree_util.tree_map(lambda x: x[i], parts)
+            part = jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts)
             return of_micro_batch(params, part, None if key is None else jax.random.fold_in(key, i))
 
         return _mean(of_part, accumulate, _compat.tracked_axes(names))
@@ -58,24 +75,40 @@ def local_gradients(
 
 
 def _mean(find: Callable[..., Any], parts: int, tracked: frozenset[Any]) -> Found:
-    """The mean of find(i) over all parts, added up in at least float32; it varies over the axes `tracked`."""
+    """The mean of find(i) over all parts, added up in at least float32; it varies over the axes `tracked`.
 
-    def add(total: Found, i: jax.Array) -> tuple[Found, None]:
-        return jax.tree_util.tree_map(lambda t, x: t + x.astype(t.dtype), total, find(i)), None
-
+    What can't be added is that of the last part.
+    """
     shapes = jax.eval_shape(find, 0)
-    zeros = jax.tree_util.tree_map(lambda x: _compat.vary(jnp.zeros(x.shape, _wide(x.dtype)), tracked), shapes)
-    total, _ = lax.scan(add, zeros, jnp.arange(parts))
-    mean = jax.tree_util.tree_map(lambda x: x / parts, total)
-    narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), mean.gradients, shapes.gradients)
-    return mean._replace(gradients=narrow)
+    leaves, structure = jax.tree_util.tree_flatten(shapes)
+    added = [addable(x) for x in leaves]
+
+    def add(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        found = jax.tree_util.tree_leaves(find(i))
+        numbers = [x for x, number in zip(found, added) if number]
+        others = [x for x, number in zip(found, added) if not number]
+        return [t + x.astype(t.dtype) for t, x in zip(totals, numbers)], others
+
+    zeros = [_compat.vary(jnp.zeros(x.shape, _wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
+    totals, others = lax.scan(add, zeros, jnp.arange(parts))
+    mean, last = (x / parts for x in totals), (x[-1] for x in others)
+    found = structure.unflatten([next(mean) if number else next(last) for number in added])
+    narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), found.gradients, shapes.gradients)
+    return found._replace(gradients=narrow)
+
+
+def addable(x: Any) -> bool:
+    """Whether an array has numbers. Random keys have none."""
+    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _split(parts: int, x: jax.Array) -> jax.Array:
-    """[parts, size / parts, ...]"""
-    if x.ndim == 0 or x.shape[0] % parts:
+    """[parts, size / parts, ...]; a scalar as it is."""
+    if x.ndim == 0:
+        return x
+    if x.shape[0] % parts:
         expected = f"batches that every rank can split into {parts}"
-        raise wrong("make_train_step", "accumulate", expected, f"{spell_array(x)} on a rank")
+        raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 

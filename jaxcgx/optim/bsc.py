@@ -2,13 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.dgc import refuse_plan
 from jaxcgx.plan import Plan
+from jaxcgx.plan.sparsification import sparsification
 
 if TYPE_CHECKING:
     import jax
     import optax
+
+OP = "bsc"
 
 
 def bsc(
@@ -29,13 +32,13 @@ def bsc(
 
     Args:
       axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
-      threshold: the share of a leaf's elements that is sent.
+      threshold: the share of a leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel raw.
       momentum, momentum_masking: as in `compress_gradients`.
       pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
       select: as in `TopK`.
       **options: all other options of `compress_gradients`.
     """
-    refuse_plan("bsc", options, "threshold, size_bound, pull and select")
-    plan = Plan.bsc(threshold, size_bound, axis_name=axis_name, pull=pull, select=select)
-    return compress_gradients(axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)
+    refuse_plan(OP, options, "threshold, size_bound, pull and select")
+    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name, pull=pull, select=select))
+    return compress_with(OP, axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

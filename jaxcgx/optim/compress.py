@@ -11,12 +11,12 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
 from jaxcgx.optim.initial import init_state
-from jaxcgx.optim.leaves import flatten
+from jaxcgx.optim.leaves import check_arrays, flatten
 from jaxcgx.optim.momentum import accelerate, accelerate_mean, hold
 from jaxcgx.optim.nonfinite import count_nonfinite, unless
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.state import CompressState, check_state, describe_state
 from jaxcgx.plan import Plan
 from jaxcgx.transports.resolve import check_axes
@@ -76,8 +76,8 @@ def compress_gradients(
       axis_size: the number of ranks, for an `init` outside shard_map without a mesh in context (jax.set_mesh).
       schedule, own, leader, strict, fusion_mb: as in `compressed_pmean`.
     """
-    optax = import_optax(OP)
     settings = Settings(
+        function="compress_gradients",
         axis_name=axis_name,
         plan=plan,
         feedback=feedback,
@@ -97,14 +97,18 @@ def compress_gradients(
         strict=strict,
         fusion_mb=fusion_mb,
     )
+    return _transformation(settings)
 
-    def init(params: Any) -> CompressState:
-        return init_state(settings, params)
 
-    def update(updates: Any, state: CompressState, params: Any = None) -> tuple[Any, CompressState]:
-        return _update(settings, updates, state=state, params=params)
-
-    return optax.GradientTransformation(init, update)
+def compress_with(
+    function: str, axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
+) -> "optax.GradientTransformation":
+    """`compress_gradients` whose errors name the public function `function`, which passes its options on."""
+    defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
+    if unknown := [name for name in options if name not in defaults]:
+        expected = f"an option of compress_gradients ({', '.join(defaults)})"
+        raise wrong(function, unknown[0], expected, repr(options[unknown[0]]), kind=TypeError)
+    return _transformation(Settings(function=function, axis_name=axis_name, plan=plan, **{**defaults, **options}))
 
 
 def compressed(
@@ -117,18 +121,31 @@ def compressed(
       axis_name, plan: as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """
-    return import_optax("compressed").chain(compress_gradients(axis_name, plan, **options), optimizer)
+    return import_optax("compressed").chain(compress_with("compressed", axis_name, plan, **options), optimizer)
+
+
+def _transformation(settings: Settings) -> "optax.GradientTransformation":
+    optax = import_optax(settings.function)
+
+    def init(params: Any) -> CompressState:
+        return init_state(settings, params)
+
+    def update(updates: Any, state: CompressState, params: Any = None) -> tuple[Any, CompressState]:
+        return _update(settings, updates, state=state, params=params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _update(settings: Settings, updates: Any, state: CompressState, params: Any) -> tuple[Any, CompressState]:
     """One step: the mean of the gradients `updates`, and the state after it."""
-    check_axes(OP, settings.axis_name)
+    check_axes(settings.function, settings.axis_name)
+    updates = check_arrays(settings.function, "updates", updates)
     check_state(settings, state, describe_state(settings, updates, 1))
     if settings.weight_decay is None:
         params = None
     elif params is None:
         expected = "the parameters with 'weight_decay'"
-        raise wrong(OP, "params", expected, None, "call update(gradients, state, params)")
+        raise wrong(settings.function, "params", expected, None, "call update(gradients, state, params)")
     grads = flatten(updates)
     kept = Kept(grads.match(state.residuals), grads.match(state.momentum), grads.match(state.factors))
     trace = grads.match(state.trace)
@@ -142,7 +159,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         grads.tree([each.gradient for each in moved]),
         kept._replace(momentum=[each.momentum for each in moved]),
     )
-    count = None if state.count is None else import_optax(OP).safe_increment(state.count)
+    count = None if state.count is None else import_optax(settings.function).safe_increment(state.count)
 
     new = found.kept
     if settings.beta is not None:

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxcgx.checks import check_number, wrong
+from jaxcgx.checks import check_flag, check_integer, check_number, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import TopK
+from jaxcgx.codecs.topk import TopK, check_pull, check_select, check_values
 from jaxcgx.optim.clipping import Clipping
-from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis
-from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.resolve import check_axes
 
 if TYPE_CHECKING:
@@ -67,13 +67,19 @@ def dgc(
     """
     refuse_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
     check_number(OP, "ratio", ratio, lambda x: 0 < x < 1, "a number above 0 and below 1")
+    values, select = check_values(OP, "values", values), check_select(OP, "select", select)
+    check_pull(OP, "pull", pull)
+    check_integer(OP, "min_size", min_size, 0)
+    check_flag(OP, "skip_1d", skip_1d)
+    names = check_axis_names(OP, axis_name)
     clipping = Clipping(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
 
     def plan(ratio: float) -> Plan:
         codec = values if ratio == 1 else TopK(ratio, values, select=select, pull=pull)
-        return Plan(by_axis(axis_names(axis_name), codec, Raw()), min_size=min_size, skip_1d=skip_1d)
+        return Plan(by_axis(names, codec, Raw()), min_size=min_size, skip_1d=skip_1d)
 
-    inner = compress_gradients(
+    inner = compress_with(
+        OP,
         axis_name,
         {
             start: plan(now)

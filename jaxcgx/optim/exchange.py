@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcgx.collectives import compressed_pmean
 from jaxcgx.optim.leaves import Leaves, encoders, flatten
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import factor_shape
@@ -65,7 +65,7 @@ def exchange(settings: Settings, plan: Plan, key: jax.Array | None, gradients: A
     )
     telemetry = None
     if settings.telemetry:
-        names = check_axes(OP, settings.axis_name).names
+        names = check_axes(settings.function, settings.axis_name).names
         telemetry = measure(
             names, leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
         )

@@ -11,7 +11,8 @@ from jax.sharding import AxisType
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.leaves import check_arrays
+from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState, describe_state
 from jaxcgx.transports.axes import axis_names
@@ -28,7 +29,7 @@ class Ranks(NamedTuple):
 
 def _ranks(settings: Settings) -> Ranks:
     try:
-        return Ranks(1, _compat.tracked_axes(check_axes(OP, settings.axis_name).names), False)
+        return Ranks(1, _compat.tracked_axes(check_axes(settings.function, settings.axis_name).names), False)
     except NameError:
         pass  # outside of shard_map
     names = axis_names(settings.axis_name)
@@ -37,7 +38,7 @@ def _ranks(settings: Settings) -> Ranks:
     size = found if settings.axis_size is None else settings.axis_size
     if size is None:
         raise wrong(
-            OP,
+            settings.function,
             "axis_size",
             f"the number of ranks of {settings.axis_name!r}, which init can't see",
             None,
@@ -49,6 +50,7 @@ def _ranks(settings: Settings) -> Ranks:
 def init_state(settings: Settings, params: Any) -> CompressState:
     """The state before the first step, sharded over the ranks where a mesh is in context."""
     ranks = _ranks(settings)
+    params = check_arrays(settings.function, "params", params)
     expected = describe_state(settings, params, ranks.size)
 
     def fresh() -> CompressState:

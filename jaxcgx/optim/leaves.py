@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcgx.checks import check_array
 from jaxcgx.codecs.base import Codec
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.transports.axes import axis_names
 
@@ -32,12 +33,21 @@ def flatten(tree: Any) -> Leaves:
     return Leaves([path for path, _ in found], [leaf for _, leaf in found], structure)
 
 
+def check_arrays(function: str, argument: str, tree: Any) -> Any:
+    """A tree whose leaves are arrays, or jax.ShapeDtypeStructs. Numbers become arrays."""
+    shaped = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if shaped(leaf) else check_array(function, argument, leaf, path), tree
+    )
+
+
 def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]]:
     """For each leaf the codecs that encode it, outermost axis first; none where it travels raw."""
     if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
         return []
     names, found = axis_names(settings.axis_name), []
-    for leaf, (codec, guarded) in zip(leaves.values, plan.assign(OP, "plan", paths=leaves.paths, leaves=leaves.values)):
+    assigned = plan.assign(settings.function, "plan", paths=leaves.paths, leaves=leaves.values)
+    for leaf, (codec, guarded) in zip(leaves.values, assigned):
         codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]
         found.append([] if guarded or why_raw(leaf, codecs) else codecs)
     return found

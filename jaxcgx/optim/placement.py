@@ -6,15 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import specs_per_rank
-from jaxcgx.transports.axes import axis_names
-
-OP = "make_train_step"
+from jaxcgx.transports.axes import axis_names, check_axis_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +27,10 @@ class Placement:
     param_specs: Any
 
     def __post_init__(self) -> None:
-        mesh, names = self.mesh, self.names
+        mesh = self.mesh
         if not isinstance(mesh, Mesh):
             raise wrong(OP, "mesh", "a jax.sharding.Mesh", repr(mesh), kind=TypeError)
+        names = self.names and check_axis_names(OP, self.data_axis, "data_axis")
         if not names or any(name not in mesh.shape for name in names):
             expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
             raise wrong(OP, "data_axis", expected, repr(self.data_axis))
@@ -64,9 +66,29 @@ class Placement:
     def ranks(self) -> int:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
+    def check_batch(self, batch: Any) -> None:
+        """Refuses the arrays of one process where the mesh has several: jit would take them for the whole batch."""
+        if len({device.process_index for device in self.mesh.devices.flat}) == 1:
+            return
+        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+            local = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
+            if local and np.ndim(leaf):
+                raise wrong(
+                    "train.step",
+                    "batch",
+                    "arrays over the devices of all processes",
+                    f"{spell_array(leaf)} of this process, which JAX would take for the batch of all processes",
+                    f"make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                    f"P({self.names!r})), array)",
+                    path=path,
+                )
+
     def shardings(self, specs: Any) -> Any:
-        """A tree of PartitionSpecs as one of NamedShardings."""
-        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.
+
+        Otherwise the second step, which gets the results of the first, would be compiled anew.
+        """
+        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, _shortest(spec)), specs)
 
     def specs_of(self, params: Any) -> Any:
         """The PartitionSpecs of the parameters."""
@@ -97,3 +119,11 @@ class Placement:
         specs = self.param_specs, specs_per_rank(state, None, self.param_specs)
         on_shards = jax.shard_map(update, in_specs=(*specs, self.param_specs), out_specs=specs, axis_names=self.others)
         return on_shards(grads, state, params)
+
+
+def _shortest(spec: P) -> P:
+    """The spec without dimensions at its end that no axis shards."""
+    parts = list(spec)
+    while parts and parts[-1] in (None, ()):
+        parts.pop()
+    return P(*parts)

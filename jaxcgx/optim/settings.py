@@ -5,25 +5,34 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
-from jaxcgx.checks import check_flag, check_integer, check_number, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.collectives.arguments import check_each, check_own
 from jaxcgx.optim.phases import Phase, check_phases
-from jaxcgx.plan import Plan
-from jaxcgx.transports.axes import axis_names
-
-OP = "compress_gradients"
+from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.transports.axes import axis_names, check_axis_names
 
 
 def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
-    """Checks a number, unless it is an array: optax.inject_hyperparams passes arrays, of unknown value under jit."""
-    if not isinstance(value, jax.Array):
-        check(function, argument, value, *args)
+    """Checks a number. It may be an array, as optax.inject_hyperparams passes it, of unknown value under jit."""
+    if isinstance(value, jax.Array) and not value.ndim:
+        if isinstance(value, Tracer):
+            return
+        value = value.item()
+        if isinstance(value, float) and value.is_integer():  # inject_hyperparams may have made it of an integer
+            value = int(value)
+    check(function, argument, value, *args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The arguments of `compress_gradients`, which explains them. `phases` is what `plan` says."""
+    """The arguments of `compress_gradients`, which explains them.
 
+    `function` is the public function that errors name, and `phases` is what `plan` says.
+    """
+
+    function: str
     axis_name: Any
     plan: Any
     feedback: bool
@@ -45,10 +54,12 @@ class Settings:
     phases: tuple[Phase, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phases", check_phases(OP, self.plan))
-        for name in ("feedback", "nesterov", "momentum_masking", "skip_nonfinite", "telemetry"):
-            check_flag(OP, name, getattr(self, name))
+        check_axis_names(self.function, self.axis_name)
+        object.__setattr__(self, "phases", check_phases(self.function, self.plan))
+        for name in ("feedback", "nesterov", "momentum_masking", "skip_nonfinite", "telemetry", "leader", "strict"):
+            check_flag(self.function, name, getattr(self, name))
         self._check_numbers()
+        self._check_travel()
         self._check_combinations()
         if self.feedback or self.telemetry:
             self._check_rings()
@@ -68,23 +79,39 @@ class Settings:
         return {name: getattr(self, name) for name in ("schedule", "own", "leader", "strict", "fusion_mb")}
 
     def _check_numbers(self) -> None:
-        check_hyperparameter(OP, "seed", self.seed, check_integer)
+        check_hyperparameter(self.function, "seed", self.seed, check_integer)
         optional = dict(
             beta=(check_number, lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
             momentum=(check_number, lambda x: 0 <= x < 1, "a number from 0 to below 1"),
             weight_decay=(check_number, lambda x: x >= 0, "a number of at least 0"),
             reset_every=(check_integer, 1),
             axis_size=(check_integer, 1),
+            fusion_mb=(check_positive,),
         )
         for name, (check, *args) in optional.items():
             if getattr(self, name) is not None:
-                check_hyperparameter(OP, name, getattr(self, name), check, *args)
+                check_hyperparameter(self.function, name, getattr(self, name), check, *args)
+
+    def _check_travel(self) -> None:
+        """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""
+        function, names = self.function, axis_names(self.axis_name)
+        schedule = self.schedule
+        by_axis = isinstance(schedule, dict)
+        for each in check_each(function, "schedule", schedule, names, "a schedule") if by_axis else [schedule]:
+            check_choice(function, "schedule", each, SCHEDULES)
+            check_own(function, self.own, each)
+        for plan in self.plans:
+            for codec in (plan.default, *(rule.codec for rule in plan.rules)):
+                if isinstance(codec, dict):
+                    check_each(function, "plan", codec, names, "a codec")
+            if isinstance(plan.schedule, dict):
+                check_each(function, "plan", plan.schedule, names, "a schedule")
 
     def _check_combinations(self) -> None:
         """Checks arguments that need one another."""
         if self.momentum is None and (self.nesterov or self.momentum_masking or self.weight_decay is not None):
             raise wrong(
-                OP,
+                self.function,
                 "momentum",
                 "a number with 'nesterov', 'momentum_masking' or 'weight_decay'",
                 None,
@@ -92,10 +119,10 @@ class Settings:
             )
         fed = self.momentum_masking or self.beta is not None or self.reset_every is not None
         if fed and not self.feedback:
-            raise wrong(OP, "feedback", "True with 'beta', 'reset_every' or 'momentum_masking'", False)
+            raise wrong(self.function, "feedback", "True with 'beta', 'reset_every' or 'momentum_masking'", False)
         if self.momentum_masking and not any(codec.sparse for plan in self.plans for codec in plan.codecs):
             expected = "False without jaxcgx.TopK, the codec that sends some elements and not others"
-            raise wrong(OP, "momentum_masking", expected, True)
+            raise wrong(self.function, "momentum_masking", expected, True)
 
     def _check_rings(self) -> None:
         """Refuses a ring over the outermost axis: no rank knows what the sums that it encodes on the way lose."""
@@ -105,7 +132,7 @@ class Settings:
             over = given.get(outermost) if isinstance(given, dict) else given
             if over == "ring" and not all(codec.raw or codec.low_rank for codec in plan.codecs):
                 raise wrong(
-                    OP,
+                    self.function,
                     argument,
                     f'the schedule "two_shot" or "one_shot" over {outermost!r} with feedback or telemetry',
                     '"ring", which encodes sums of several ranks on the way',

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.optim.nesting import check_nesting, has_rows
-from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.axes import check_axis_names
 
 
 def state_specs(opt_state: Any, axis_name: Any) -> Any:
@@ -20,7 +20,7 @@ def state_specs(opt_state: Any, axis_name: Any) -> Any:
       axis_name: the axis of the ranks, or the tuple of axes, that their transformations were given.
     """
     check_nesting("state_specs", opt_state)
-    return specs_per_rank(opt_state, axis_names(axis_name), None)
+    return specs_per_rank(opt_state, check_axis_names("state_specs", axis_name), None)
 
 
 def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:

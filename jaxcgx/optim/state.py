@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.optim.leaves import encoders, flatten
-from jaxcgx.optim.settings import OP, Settings
+from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry
 from jaxcgx.plan.leaves import factor_shape
 
@@ -83,15 +83,15 @@ def check_state(settings: Settings, state: Any, expected: CompressState) -> None
     """Checks that a state is one for these gradients and plans: its structure, shapes and dtypes."""
     if not isinstance(state, CompressState):
         got = type(state).__name__
-        raise wrong(OP, "state", "what its init returns, a CompressState", got, kind=TypeError)
+        raise wrong(settings.function, "state", "what its init returns, a CompressState", got, kind=TypeError)
     flatten_all = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
     (wanted, structure), (found, other) = flatten_all(expected), flatten_all(state)
     if structure != other:
-        raise wrong(OP, "state", f"the structure {structure}", other, _OTHER)
+        raise wrong(settings.function, "state", f"the structure {structure}", other, _OTHER)
     for (path, want), (_, got) in zip(wanted, found):
         if not _fits(path[0].name, want, got):
             remedy = _remedy(settings, want, got=got, rows=path[0].name in expected.per_rank)
-            raise wrong(OP, "state", spell_array(want), spell_array(got), remedy, path=path)
+            raise wrong(settings.function, "state", spell_array(want), spell_array(got), remedy, path=path)
 
 
 _OTHER = "it was made with another plan or other options; go on with those, or take a new one from init"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
-from jaxcgx.optim.accumulation import local_gradients
+from jaxcgx.optim.accumulation import addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
@@ -27,7 +27,9 @@ class Metrics(NamedTuple):
     """What a step reports, the same on every rank."""
 
     loss: jax.Array  # the mean over ranks and micro-batches, uncompressed
-    aux: Any  # the mean of each leaf, also uncompressed; None without has_aux
+    # The mean of each leaf, also uncompressed; of random keys, those of the first rank's last micro-batch. None without
+    # has_aux.
+    aux: Any
     telemetry: Telemetry | None
 
 
@@ -36,7 +38,7 @@ class TrainStep(NamedTuple):
 
     # params -> (params, opt_state), where `step` wants them
     init: Callable[[Any], tuple[Any, Any]]
-    # jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
+    # as jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
     step: Callable[..., tuple[Any, Any, Metrics]]
 
 
@@ -64,9 +66,10 @@ def make_train_step(
       loss_fn: a function (params, batch) that returns the loss of the part of a batch that it is given, or with
         `has_aux` (the loss, a pytree of arrays). Where `step` is given a random key, another one every step, it is
         called with (params, batch, key); the key differs for every rank and micro-batch.
-      optimizer: an optax.GradientTransformation. One that takes extra arguments gets value=the mean loss.
+      optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
       mesh: a jax.sharding.Mesh.
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
+        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
       param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the
         parameters that says how they are sharded over these. Gradients are compressed shard by shard (docs/meshes.md);
@@ -95,9 +98,9 @@ def make_train_step(
         found = gradients(params, batch, key)
         grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=params)
         tracked = _compat.tracked_axes(names)
-        mean = lambda x: lax.pmean(_compat.vary(x, tracked), names)
+        mean = lambda x: (lax.pmean if addable(x) else _first)(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
-        updates, rest = extended.update(grads, rest, params, value=loss)
+        updates, rest = _update_with_value(extended.update, grads, rest, params, value=loss)
         return optax.apply_updates(params, updates), (sent, rest), Metrics(loss, aux, sent.telemetry)
 
     def init(params: Any) -> tuple[Any, Any]:
@@ -115,17 +118,53 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
     def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
         specs = state_specs(opt_state, data_axis)
+        batch = jax.tree_util.tree_map(jnp.asarray, batch)
+        batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
-            batch = jax.tree_util.tree_map(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(names))), batch)
+            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
         return jax.shard_map(
             local_step,
             mesh=mesh,
             axis_names=set(names),
-            in_specs=(P(), specs, P(names), P()),
+            in_specs=(P(), specs, batch_specs, P()),
             out_specs=(P(), specs, P()),
         )(params, opt_state, batch, key)
 
-    return TrainStep(init, step)
+    return TrainStep(init, Step(step, placement))
+
+
+class Step:
+    """The jitted function `step` of a `TrainStep`, and a check of its batches, which jit can't do.
+
+    Its other members are those of the jitted function.
+    """
+
+    def __init__(self, jitted: Any, placement: Placement) -> None:
+        self._jitted, self._placement = jitted, placement
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
+        self._placement.check_batch(batch)
+        return self._jitted(params, opt_state, batch, key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
+def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> Any:
+    """An optimizer's update with the loss; without it where the optimizer, or one inside of it, takes no `value`."""
+    try:
+        return update(*args, value=value)
+    except TypeError as error:
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+    return update(*args)
+
+
+def _first(key: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+    """The random keys of the first rank, on every rank."""
+    words = jax.random.key_data(key)
+    own = jnp.where(lax.axis_index(names) == 0, words, jnp.zeros_like(words))
+    return jax.random.wrap_key_data(lax.psum(own, names), impl=jax.random.key_impl(key))
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:

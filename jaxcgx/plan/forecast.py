@@ -106,9 +106,11 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
             _check_axes(codec, axes, axis_size)
         alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
         if why := why or why_raw(leaves[i], values(codec)) or alone:
-            size = leaves[i].size * leaves[i].dtype.itemsize
-            add(i, axes, codec=Raw(), message=None, raw_bytes=size, bytes=size, why=why)
-            count(axes, size, size)
+            apart = isinstance(codec, dict) and all(each.raw for each in codec.values()) and alone is None
+            for over, n in _shares(sizes, leaves[i].size) if apart else [(axes, leaves[i].size)]:
+                size = n * leaves[i].dtype.itemsize
+                add(i, over, codec=Raw(), message=None, raw_bytes=size, bytes=size, why=why)
+                count(over, size, size)
         else:
             coded.setdefault(codec, []).append(i)
     groups = [
@@ -142,6 +144,15 @@ def _check_axes(given: dict[Any, Any], axes: tuple[Any, ...], axis_size: Any) ->
     if set(given) != set(axes):
         expected = f"{{axis name: ranks}}, outermost first, for the axes of {spell(given)}"
         raise wrong(_OP, "axis_size", expected, repr(axis_size))
+
+
+def _shares(sizes: dict[Any, int], n: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """The axes of each exchange of a leaf of n elements that has Raw() for each axis, and how many elements it has."""
+    outer, *inner = sizes
+    share = -(-n // math.prod(sizes[name] for name in inner))
+    for k, name in enumerate((outer, *inner)):
+        if sizes[name] > 1:
+            yield (name,), share * math.prod(sizes[a] for a in inner[:k])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,11 +14,12 @@ from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.codecs.topk import Sampled, TopK
+from jaxcgx.codecs.topk import Sampled
 from jaxcgx.plan import adapt, environment, file, forecast
 from jaxcgx.plan.assignment import Assignment
 from jaxcgx.plan.by_axis import ByAxis, by_axis, values
 from jaxcgx.plan.rules import Rule
+from jaxcgx.plan.sparsification import sparsification
 from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.transports.axes import check_axis_names
 
@@ -82,12 +83,18 @@ class Plan(Assignment):
         Args:
           axis_name: of a tuple of axes, outermost first, only the outermost is compressed.
         """
-        return cls(by_axis(check_axis_names("Plan.bytegrad", axis_name), ByteGrad(), Raw()), min_size=0, skip_1d=False)
+        names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
+        return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
-    def fp16(cls) -> Self:
-        """The plan of GeoMX's FP16: everything travels as float16."""
-        return cls(Cast("float16"), min_size=0, skip_1d=False)
+    def fp16(cls, axis_name: Any = None) -> Self:
+        """The plan of GeoMX's FP16: everything travels as float16.
+
+        Args:
+          axis_name: a tuple of axes, outermost first, is a hierarchy, in which each axis has an exchange of its own.
+        """
+        names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
+        return cls(by_axis(names, half, half), min_size=0, skip_1d=False)
 
     @classmethod
     def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: Any = None) -> Self:
@@ -98,9 +105,10 @@ class Plan(Assignment):
           size_bound: leaves of up to that many elements travel as float16, over all axes.
           axis_name: of a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
         """
-        op, names, half = "Plan.mixed_precision", check_axis_names("Plan.mixed_precision", axis_name), Cast("float16")
+        op, half = "Plan.mixed_precision", Cast("float16")
+        names = check_axis_names(op, axis_name, optional=True)
         check_codec(op, codec)
-        tiny = Rule(by_axis(names, half, half), max_size=_size_bound(op, size_bound))
+        tiny = Rule(by_axis(names, half, half), max_size=check_integer(op, "size_bound", size_bound, 0, MOST))
         return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
 
     @classmethod
@@ -115,15 +123,14 @@ class Plan(Assignment):
         """The plan of GeoMX's bidirectional sparsification. `jaxcgx.bsc` is the transformation with its momentum.
 
         Args:
-          threshold: the share of elements, the largest ones, that travels.
+          threshold: the share of elements, the largest ones, that travels; above 0.
           size_bound: leaves of up to that many elements travel raw.
-          axis_name: of a tuple of axes, outermost first, everything travels raw over all except the outermost.
+          axis_name: of a tuple of axes, outermost first, everything travels raw over all except the outermost. Each
+            axis has an exchange of its own.
           pull: as in TopK.
           select: as in TopK.
         """
-        codec = TopK(threshold, select=select, pull=pull)
-        outer = by_axis(check_axis_names("Plan.bsc", axis_name), codec, Raw())
-        return cls(outer, min_size=_size_bound("Plan.bsc", size_bound) + 1, skip_1d=False)
+        return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name, pull=pull, select=select))
 
     @classmethod
     def from_env(cls, axis_name: Any = None, environ: Mapping[str, str] = os.environ) -> Self:
@@ -134,7 +141,7 @@ class Plan(Assignment):
             is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
           environ: the variables.
         """
-        names, env = check_axis_names("Plan.from_env", axis_name), environment.read(environ)
+        names, env = check_axis_names("Plan.from_env", axis_name, optional=True), environment.read(environ)
         hierarchy = len(names) > 1
         codec = MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete) if env.bits < 32 else Raw()
         codec = Raw() if env.dummy else codec
@@ -203,7 +210,3 @@ class Plan(Assignment):
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"Plan.load: {path}: {error}") from None
-
-
-def _size_bound(op: str, size_bound: Any) -> int:
-    return check_integer(op, "size_bound", size_bound, 0, MOST)

@@ -135,7 +135,8 @@ def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Le
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         if _SENDS.search(eqn.primitive.name):
-            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
+            found = [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
+            raw += [] if found == raw[-1:] else found  # once a leaf that goes over one axis after another
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)

@@ -5,7 +5,10 @@ from collections.abc import Hashable
 from types import NoneType
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from jaxcgx.checks import check_field, check_number, wrong
+from jaxcgx.transports.base import Transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +47,42 @@ def marked(axis_name: Any) -> tuple[Tcp, ...]:
     return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
 
 
-def check_axis_names(function: str, axis_name: Any) -> tuple[Any, ...]:
-    """The names of an axis or a tuple of different axes. None alone passes, for a caller that has a default."""
+def check_axis_names(
+    function: str, axis_name: Any, argument: str = "axis_name", *, optional: bool = False
+) -> tuple[Any, ...]:
+    """The names of an axis or a tuple of different axes. `optional`: None alone passes, as the caller has a default."""
     names = axis_names(axis_name)
-    each = [isinstance(name, Hashable) and not isinstance(name, int | tuple | NoneType) for name in names]
-    if not names or not (axis_name is None or all(each)) or len(set(names)) < len(names):
-        raise wrong(function, "axis_name", "a name or a tuple of different names", repr(axis_name))
+    for name in names:
+        if what := _not_a_name(name):
+            raise wrong(function, argument, _EXPECTED, *what, kind=TypeError)
+    if optional and axis_name is None:
+        return names
+    each = [not isinstance(name, int | tuple | NoneType) and _hashable(name) for name in names]
+    if not names or not all(each) or len(set(names)) < len(names):
+        raise wrong(function, argument, _EXPECTED, repr(axis_name))
     return names
+
+
+_EXPECTED = "a name or a tuple of different names"
+
+
+def _hashable(value: Any) -> bool:
+    try:  # arrays and tuples count as Hashable, whether or not they have a hash
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _not_a_name(given: Any) -> tuple[str, str] | None:
+    """What else a caller has of ranks, in words, and the remedy. All of it is hashable, as names are."""
+    # mpi4py may not be installed.
+    if isinstance(given, Transport) or type(given).__module__.partition(".")[0] == "mpi4py":
+        return (
+            f"a communicator, {given!r}",
+            "axes are those of a mesh; for the processes of mpirun call jaxcgx.mpi.compressed_allreduce(gradients, "
+            'codec, communicator, op="mean")',
+        )
+    if isinstance(given, Mesh | AbstractMesh):
+        return f"a mesh, {given!r}", f"pass the name of its axis, one of {', '.join(map(repr, given.shape))}"
+    return None

@@ -202,6 +202,8 @@ def test_a_sum_of_lists_loses_nothing():
     assert_same_bytes(ops.reduce(layout, payloads)[0], expected)
     of_sum = layout.of_sum(ranks)
     assert of_sum.codec == TopK(0.01, lists=4) and of_sum.codec.capacity(n) == 400
+    most = TopK(0.01, lists=2**40).of_sum(ranks)
+    assert most.capacity(n) == n and TopK(0.01, lists=2**20).of_sum(2).lists == 2**21
     assert_same_bytes(ops.decode(of_sum, ops.reduce_encoded(layout, payloads)[None])[0], expected)
     top = dataclasses.replace(layout, codec=TopK(0.01, pull="top"))
     best = np.zeros(n, np.float32)
@@ -277,6 +279,12 @@ def test_the_largest_piece_has_sizes():
             lambda: TopK(select="best"),
             ValueError,
             says("TopK", "select", expected="'exact' 'sampled' 'fitted'", got="'best'"),
+        ),
+        (lambda: TopK(select=[]), ValueError, says("TopK", "select", expected="'exact' 'sampled' 'fitted'", got="[]")),
+        (
+            lambda: TopK(select=np.array(["exact", "sampled"])),
+            ValueError,
+            says("TopK", "select", expected="'exact' 'sampled' 'fitted'", got="array(["),
         ),
         (lambda: TopK(pull="some"), ValueError, says("TopK", "pull", expected="'all' 'top'", got="'some'")),
         (lambda: TopK(lists=0), ValueError, says("TopK", "lists", expected="integer 1", got="0")),

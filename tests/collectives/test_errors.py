@@ -240,6 +240,35 @@ def test_wordings(f, error, text):
             says("compressed_psum", "key", expected="key jax.random.key PRNGKey", got="7"),
         ),
         (
+            lambda x, same: psum(x, codec=STOCHASTIC, key=jnp.zeros(3, jnp.uint32)),
+            TypeError,
+            says("compressed_psum", "key", expected="key jax.random.key PRNGKey", got="uint32[3]"),
+        ),
+        (
+            lambda x, same: psum({"rng": KEY, "x": x}),
+            TypeError,
+            says(
+                "compressed_psum",
+                "x",
+                at="leaf ['rng']",
+                expected="numbers",
+                got="key<fry>[]",
+                remedy="jax.random.key_data(key)",
+            ),
+        ),
+        (
+            lambda x, same: cgx.compressed_psum_scatter(jax.random.split(KEY, 4), "a", CODEC),
+            TypeError,
+            says(
+                "compressed_psum_scatter", "x", expected="numbers", got="key<fry>[4]", remedy="jax.random.key_data(key)"
+            ),
+        ),
+        (
+            lambda x, same: psum(x, mesh(4, 2)),
+            TypeError,
+            says("compressed_psum", "axis_name", expected="name", got="a mesh, Mesh", remedy="'a' 'b'"),
+        ),
+        (
             lambda x, same: psum(x, codec=STOCHASTIC, key=jax.random.split(KEY)),
             ValueError,
             says("compressed_psum", "key", expected="key", got="an array of keys of shape"),

@@ -249,3 +249,35 @@ def test_keys():
 def test_errors(kwargs, words):
     with raises(ValueError, words):
         on_ranks(lambda x: cgx.compressed_psum(x, "a", **kwargs), mesh(2))(normal((2, 40, 40), 0))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_raw_leaves_with_a_codec_for_each_axis_go_by_axis(check_vma):
+    """Over the outermost axis a rank sends its share alone. Flat, it would send 2 (W - 1) / W of the leaf there."""
+    plan = cgx.Plan({"a": cgx.Raw(), "b": cgx.Raw()}, min_size=0, skip_1d=False)
+    x = {"x": normal((2, 4, 10, 30)), "scalar": normal((2, 4)), "step": jnp.ones((2, 4, 3), jnp.int32)}
+    run = lambda f: on_ranks(f, mesh(2, 4), check_vma=check_vma)
+    for ours, plain in ((cgx.compressed_psum, lax.psum), (cgx.compressed_pmean, lax.pmean)):
+        got, expected = (run(f)(x) for f in (lambda t: ours(t, ("a", "b"), plan), lambda t: plain(t, ("a", "b"))))
+        assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+        assert all(got[name].dtype == expected[name].dtype for name in x)
+    found = cgx.explain(run(lambda t: cgx.compressed_psum({"x": t["x"]}, ("a", "b"), plan)), x, show=False)
+    assert found.totals == {("b",): (2 * 3 * 300, 2 * 3 * 300), ("a",): (300, 300)} and len(found.raw) == 1
+    assert plan.explain(jax.ShapeDtypeStruct((10, 30), jnp.float32), {"a": 2, "b": 4}).totals == {
+        ("a",): (300, 300),
+        ("b",): (1200, 1200),
+    }
+
+
+@pytest.mark.parametrize(
+    "preset", [cgx.Plan.fp16, lambda axes: cgx.Plan.bsc(axis_name=axes)], ids=["fp16", "tiny leaves of bsc"]
+)
+def test_presets_send_a_share_between_centers(preset):
+    def sent(axes):
+        f = on_ranks(lambda t: cgx.compressed_pmean(t, ("a", "b"), preset(axes), schedule="two_shot"), mesh(2, 4))
+        return cgx.explain(f, normal((2, 4, 64, 64)), show=False)
+
+    flat, by_axis = sent(None), sent(("a", "b"))
+    ((axes, (total, _)),) = flat.totals.items()
+    # 4 of the 7 other ranks are in the other center.
+    assert axes == ("a", "b") and total * 4 / 7 == 4 * by_axis.totals["a",][0]

@@ -3,7 +3,8 @@ and does what it is told:
 
     python ranks.py ACTION PORT RANK PROCESSES HEARTBEAT
 
-collectives: runs every collective, and prints the digests of what each of its devices got. exchange: sums until a sum
+collectives: runs every collective, and prints the digests of what each of its devices got. batch: trains with a
+batch of its own, and with one of all processes' parts. exchange: sums until a sum
 fails. die, stop, leave: sums, and in the middle of it kills itself, stops, or takes part no longer but stays alive.
 """
 
@@ -19,6 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
@@ -133,6 +135,26 @@ def sum_until(mesh, action):
         program(x).block_until_ready()
 
 
+def check_batches(mesh):
+    """A process's own NumPy batch is refused, before anything is compiled; an array of all processes' parts is not."""
+    train = cgx.make_train_step(
+        lambda params, batch: (params * batch["x"]).sum() * batch["scale"],
+        optax.sgd(2.0),
+        mesh,
+        data_axis=AXES,
+        plan=cgx.Raw(),
+    )
+    state, own = train.init(jnp.zeros(3)), np.full((2, 3), 1 + jax.process_index(), np.float32)
+    for batch in (own, jnp.asarray(own)):
+        try:
+            train.step(*state, {"x": batch, "scale": 2.0})
+        except ValueError as error:
+            print("REFUSED", error, flush=True)
+    made = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXES)), own)
+    params, *_ = train.step(*state, {"x": made, "scale": 2.0})
+    print("PARAMETERS", np.asarray(params), flush=True)
+
+
 def main():
     action, port, rank, processes, heartbeat = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
@@ -146,7 +168,9 @@ def main():
             shutdown_timeout_seconds=heartbeat,
         )
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
-    if action == "collectives":
+    if action == "batch":
+        check_batches(mesh)
+    elif action == "collectives":
         scatters = {name for name, case in CASES.items() if "reduce_scatter" in lowered(mesh, *case)}
         print("SCATTERS", json.dumps(sorted(scatters)))
         print("DIGESTS", json.dumps({name: digests(mesh, *case) for name, case in CASES.items()}), flush=True)

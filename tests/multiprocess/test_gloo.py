@@ -14,6 +14,7 @@ import time
 
 import jax
 import pytest
+from errors import says
 
 RANKS = pathlib.Path(__file__).with_name("ranks.py")
 LIMIT = 150  # seconds, after which processes count as hung; they take a tenth of it
@@ -118,6 +119,26 @@ def test_replicas_are_identical_in_all_processes(digests):
     for case, leaves in digests[1].items():
         if case.startswith(("psum ", "pmean", "all_gather")) and not case.startswith("psum over"):
             assert {leaf for leaf, devices in leaves.items() if len(set(devices.values())) > 1} == set(), case
+
+
+def test_a_process_own_batch_is_not_the_batch_of_all():
+    with Processes("batch", "batch") as processes:
+        for rank in (0, 1):
+            assert processes.wait(rank) == 0
+            refused = re.findall("REFUSED (.*)", processes.text(rank))
+            assert len(refused) == 2
+            for text in refused:
+                says(
+                    "train.step",
+                    "batch",
+                    at="leaf ['x']",
+                    expected="devices of all processes",
+                    got="float32[2, 3] of this process",
+                    remedy="jax.make_array_from_process_local_data",
+                ).check(text)
+            assert "PARAMETERS [-6. -6. -6.]" in processes.text(
+                rank
+            )  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():

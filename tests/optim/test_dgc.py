@@ -304,12 +304,12 @@ def test_sparse_local_steps():
         (
             lambda: cgx.dgc("data", values=cgx.PowerSGD(2)),
             ValueError,
-            says("TopK", "values", expected="codec array", got="PowerSGD(rank=2)"),
+            says("dgc", "values", expected="codec array", got="PowerSGD(rank=2)"),
         ),
         (
             lambda: cgx.dgc("data", select="random"),
             ValueError,
-            says("TopK", "select", expected="'exact' 'sampled' 'fitted'", got="'random'"),
+            says("dgc", "select", expected="'exact' 'sampled' 'fitted'", got="'random'"),
         ),
         (
             lambda: cgx.dgc("data", clip_norm=0),
@@ -351,15 +351,27 @@ def test_sparse_local_steps():
             ValueError,
             says("dgc", "warmup_coeff", expected="number 0 1 list", got="2"),
         ),
-        (
-            lambda: cgx.dgc("data", momentum=1),
-            ValueError,
-            says("compress_gradients", "momentum", expected="number 0 1", got="1"),
-        ),
+        (lambda: cgx.dgc("data", momentum=1), ValueError, says("dgc", "momentum", expected="number 0 1", got="1")),
         (
             lambda: cgx.bsc("data", size_bound=-1),
             ValueError,
-            says("Plan.bsc", "size_bound", expected="integer 0 2^40", got="-1"),
+            says("bsc", "size_bound", expected="integer 0 2^40", got="-1"),
+        ),
+        (
+            lambda: cgx.bsc("data", threshold=2),
+            ValueError,
+            says("bsc", "threshold", expected="number above 0 1", got="2"),
+        ),
+        (
+            lambda: cgx.bsc("data", threshold=0),
+            ValueError,
+            says("bsc", "threshold", expected="number above 0 1", got="0", remedy="0 large leaves 0.01 1"),
+        ),
+        (lambda: cgx.bsc("data", beta=2), ValueError, says("bsc", "beta", expected="number above 0 1", got="2")),
+        (
+            lambda: cgx.dgc("data", fedback=True),
+            TypeError,
+            says("dgc", "fedback", expected="option compress_gradients feedback", got="True"),
         ),
         (
             lambda: cgx.dgc("data", axis_size=2).update(PARAMS, ()),
@@ -372,13 +384,7 @@ def test_sparse_local_steps():
                 axis_name="data",
             )(numbers(1, 2)),
             ValueError,
-            says(
-                "compress_gradients",
-                "params",
-                expected="'weight_decay'",
-                got="None",
-                remedy="update(gradients, state, params)",
-            ),
+            says("dgc", "params", expected="'weight_decay'", got="None", remedy="update(gradients, state, params)"),
         ),
         (
             lambda: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), compress=None),
@@ -405,6 +411,10 @@ def test_sparse_local_steps():
         "in the list",
         "momentum",
         "size",
+        "threshold",
+        "nothing",
+        "option",
+        "no option",
         "no axis",
         "no parameters",
         "compress",

@@ -7,9 +7,12 @@ import pytest
 from compressing import RANKS, compress, pmean, run
 from errors import raises, says
 from helpers import assert_same_trees
-from training import CODEC, PARAMS, STOCHASTIC
+from training import CODEC, PARAMS, STOCHASTIC, mesh_of
 
 import jaxcgx as cgx
+from jaxcgx.transports.xla import Axes
+
+ALLREDUCE = 'jaxcgx.mpi.compressed_allreduce op="mean"'
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,58 @@ import jaxcgx as cgx
             says("compress_gradients", "plan", expected='schedule "two_shot" "one_shot" \'cross\'', got='"ring"'),
         ),
         (
+            dict(axis_name=Axes(("data",))),
+            TypeError,
+            says("compress_gradients", "axis_name", expected="name", got="a communicator, Axes", remedy=ALLREDUCE),
+        ),
+        (
+            dict(axis_name=("data", Axes(("data",)))),
+            TypeError,
+            says("compress_gradients", "axis_name", expected="name", got="a communicator, Axes", remedy=ALLREDUCE),
+        ),
+        (
+            dict(axis_name=mesh_of(2)),
+            TypeError,
+            says("compress_gradients", "axis_name", expected="name", got="a mesh, Mesh", remedy="name 'data'"),
+        ),
+        (
+            dict(axis_name=jnp.zeros(2)),
+            ValueError,
+            says("compress_gradients", "axis_name", expected="name tuple", got="Array([0., 0.]"),
+        ),
+        (dict(axis_name=None), ValueError, says("compress_gradients", "axis_name", expected="name", got="None")),
+        (
+            dict(momentum=jnp.float32(1)),
+            ValueError,
+            says("compress_gradients", "momentum", expected="number 0 1", got="1"),
+        ),
+        (dict(beta=jnp.float32(-0.5)), ValueError, says("compress_gradients", "beta", expected="number 1", got="-0.5")),
+        (dict(beta=jnp.zeros(2)), TypeError, says("compress_gradients", "beta", expected="number 0", got="Array([0.")),
+        (
+            dict(schedule="tree"),
+            ValueError,
+            says("compress_gradients", "schedule", expected="'auto' 'ring'", got="'tree'"),
+        ),
+        (
+            dict(schedule={"node": "two_shot"}),
+            ValueError,
+            says("compress_gradients", "schedule", expected="schedule 'data'", got="{'node'"),
+        ),
+        (dict(own="mine"), ValueError, says("compress_gradients", "own", expected="'raw' 'encoded'", got="'mine'")),
+        (dict(strict=1), TypeError, says("compress_gradients", "strict", expected="True False", got="1")),
+        (dict(leader="0"), TypeError, says("compress_gradients", "leader", expected="True False", got="'0'")),
+        (dict(fusion_mb=0), ValueError, says("compress_gradients", "fusion_mb", expected="positive number", got="0")),
+        (
+            dict(plan=cgx.Plan({"node": CODEC})),
+            ValueError,
+            says("compress_gradients", "plan", expected="codec 'data'", got="{'node'"),
+        ),
+        (
+            dict(plan=cgx.Plan(CODEC, [("w", {"node": CODEC, "data": CODEC})])),
+            ValueError,
+            says("compress_gradients", "plan", expected="codec 'data'", got="{'node'"),
+        ),
+        (
             dict(feedback=False, reset_every=5),
             ValueError,
             says(
@@ -172,6 +227,15 @@ def test_init_must_see_the_ranks():
         cgx.compress_gradients("data", CODEC).init(PARAMS)
     with raises(NameError, says("compress_gradients", "axis_name", expected="no axis 'data'")):
         compress(CODEC).update(PARAMS, compress(CODEC).init(PARAMS))
+
+
+def test_numbers_are_parameters_and_gradients_too():
+    assert compress(CODEC).init(1.0).residuals.shape == (RANKS,)
+    with raises(TypeError, says("compress_gradients", "params", at="leaf ['w']", expected="array", got="'big'")):
+        compress(CODEC).init({"w": "big"})
+    state = cgx.compress_gradients("data", CODEC, axis_size=1).init({"w": 1.0})
+    step = lambda _: cgx.compress_gradients("data", CODEC).update({"w": 2.0}, state)[0]["w"]
+    assert jax.vmap(step, axis_name="data")(jnp.zeros(1)) == 2
 
 
 def test_rules_without_a_leaf():

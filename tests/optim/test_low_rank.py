@@ -9,7 +9,7 @@ import optax
 from helpers import assert_same_bytes, assert_trees, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from training import PARAMS, X, compress_state, mesh_of, train
+from training import PARAMS, X, compress_state, loss_fn, mesh_of, train
 
 import jaxcgx as cgx
 
@@ -135,3 +135,12 @@ def test_in_a_scan():
     )
     by_hand = run(transformation, [GRADS] * 3)[-1][1]
     assert_trees(functools.partial(np.testing.assert_allclose, atol=1e-5), state, by_hand)
+
+
+def test_a_step_compiles_once():
+    """init places factors where a step puts them, with the sharding spelled alike."""
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), plan=cgx.PowerSGD(2))
+    params, state = train.init(PARAMS)
+    for _ in range(2):
+        params, state, _ = train.step(params, state, X)
+    assert train.step._cache_size() == 1

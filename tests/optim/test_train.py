@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, normal, sent
+from helpers import assert_same_trees, assert_trees, normal, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
@@ -98,6 +98,70 @@ def test_keys_for_the_loss():
         [jax.random.normal(fold(fold(key, rank), part), (3,)) for rank in range(4) for part in range(2)], 0
     )
     np.testing.assert_allclose(metrics.aux, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scalars_of_a_batch_are_replicated():
+    """A number and a random key are the same on every rank and for every micro-batch."""
+
+    def loss(params, batch):
+        drawn = jax.random.normal(batch["key"], ())
+        return (params * batch["x"]).sum() * batch["scale"], (drawn, batch["scale"], batch["key"])
+
+    key = jax.random.key(5)
+    batch = {"x": X[:8], "scale": 2.0, "key": key}
+    for accumulate in (1, 2):
+        train = cgx.make_train_step(
+            loss, optax.sgd(1.0), mesh_of(4), plan=cgx.Raw(), has_aux=True, accumulate=accumulate
+        )
+        params, _, (metrics,) = run(train, 1, jnp.zeros(30), batch)
+        expected = -2.0 * X[:8].reshape(4 * accumulate, -1, 30).sum(1).mean(0)
+        np.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(metrics.aux[:2], (jax.random.normal(key, ()), 2.0), rtol=1e-6)
+        assert metrics.aux[2] == key
+
+
+def test_random_keys_among_auxiliary_outputs_are_not_averaged():
+    """They are those of the first rank's last micro-batch."""
+
+    def loss(params, x, key):
+        return (params * x).sum(), {"key": key, "raw": jax.random.key_data(key), "n": 3}
+
+    key, fold = jax.random.key(5), jax.random.fold_in
+    for accumulate in (1, 2):
+        train = cgx.make_train_step(
+            loss, optax.sgd(1.0), mesh_of(2), plan=cgx.Raw(), has_aux=True, accumulate=accumulate
+        )
+        _, _, (metrics,) = run(train, 1, jnp.zeros(30), X[:8], key)
+        assert metrics.aux["key"] == (fold(key, 0) if accumulate == 1 else fold(fold(key, 0), 1))
+        assert metrics.aux["n"] == 3 and metrics.aux["raw"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_optimizers_that_take_no_value(chained):
+    optimizer = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    optimizer = optax.chain(optax.identity(), optimizer) if chained else optimizer
+    with jax.numpy_dtype_promotion("standard"):  # which sam needs
+        params, _, _ = run(cgx.make_train_step(loss_fn, optimizer, mesh_of(2), plan=cgx.Raw()), 2)
+        plain, state = PARAMS, optimizer.init(PARAMS)
+        for _ in range(2):
+            updates, state = optimizer.update(jax.grad(loss_fn)(plain, X), state, plain)
+            plain = optax.apply_updates(plain, updates)
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, plain)
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
+    spec = NamedSharding(mesh_of(2), P("data")) if with_mesh else P("data")
+
+    def loss(params, x):
+        return loss_fn(params, jax.lax.with_sharding_constraint(x, spec))
+
+    train = cgx.make_train_step(loss, OPTIMIZER, mesh_of(2), plan=CODEC)
+    words = says(
+        "make_train_step", "loss_fn", expected="no constraint 'data' loss", got="one", remedy="PartitionSpec mesh"
+    )
+    with raises(ValueError, words):
+        train.step(*train.init(PARAMS), X)
 
 
 @pytest.mark.parametrize("donate", [True, False])
