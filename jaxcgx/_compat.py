@@ -22,6 +22,7 @@ from jax.extend.core import Primitive  # JAX promises nothing about jax.extend b
 from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
 
 __all__ = [
+    "GLOO_SCATTERS_WRONGLY",
     "CalledByPython",
     "OrderedEffect",
     "OrderedOnEachDevice",
@@ -122,12 +123,14 @@ def all_gather(x: Any, axes: Any, *, axis: int, tiled: bool, to: str) -> jax.Arr
     return lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
 
-def reduce_scatter_is_wrong() -> bool:
-    """Whether lax.psum_scatter gives wrong numbers: between CPU processes before 0.12, for large arrays.
+# Between CPU processes, lax.psum_scatter gives wrong numbers for large arrays: Gloo sends from a buffer that it already
+# overwrites (jax #40830, gloo #303).
+GLOO_SCATTERS_WRONGLY = jax.__version_info__ < (0, 12)
 
-    Gloo sends from a buffer that it already overwrites (jax #40830, gloo #303).
-    """
-    return jax.__version_info__ < (0, 12) and jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+def reduce_scatter_is_wrong() -> bool:
+    """Whether lax.psum_scatter here is the one of GLOO_SCATTERS_WRONGLY."""
+    return GLOO_SCATTERS_WRONGLY and jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def axis_effects(axes: Iterable[Hashable]) -> set[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxcgx import _compat
 from jaxcgx.native import registration
 
 
@@ -220,5 +221,5 @@ def examine() -> Report:
         mpi_programs=programs,
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
-        warnings=[_WRONG_SUMS.format(**versions)] if jax.__version_info__ < (0, 12) else [],
+        warnings=[_WRONG_SUMS.format(**versions)] if _compat.GLOO_SCATTERS_WRONGLY else [],
     )
