@@ -151,9 +151,9 @@ class Reduction:
         self.mean = mean
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
-        schedule, self.said = options.schedule, ""
+        schedule, self.said, prefer = options.schedule, "", "time"
         if isinstance(codec, Plan):
-            leader = leader or codec.leader
+            leader, prefer = leader or codec.leader, codec.prefer
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
         if leader and call.groups and not call.hierarchy:
@@ -172,7 +172,7 @@ class Reduction:
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
                 for j, stage in enumerate(route.stages)
             )
-            self.stages[route] = sums.choose(named, [call.leaves[i] for i in ids], leader)
+            self.stages[route] = sums.choose(named, [call.leaves[i] for i in ids], leader=leader, prefer=prefer)
             for stage in self.stages[route]:
                 check_hops(op, stage)
 

@@ -1,5 +1,7 @@
 """The time that an exchange takes. `schedule="auto"` decides by it, and all constants of that choice are here.
 
+A plan with `prefer="bytes"` decides by the bytes alone: for networks whose bytes cost more than their latency, or money.
+
 A rank sends a message to W - 1 others. The message has `wire` compressed bytes, and had `raw` bytes of float32 before.
 
 - two_shot has two exchanges. In each a rank sends W - 1 rows of wire / W bytes. Kernels encode the message, add up one
@@ -43,9 +45,15 @@ def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = N
     return others * (2 * LATENCY + (wire + back) / ranks / BANDWIDTH) + ((1 + 1 / ranks) * raw + decoded) / KERNEL
 
 
-def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> str:
-    """The schedule that takes the least time. If both take the same, one_shot, which rounds less often."""
-    return min(
-        ("one_shot", "two_shot"),
-        key=lambda schedule: seconds(schedule, ranks=ranks, raw=raw, wire=wire, back=back, sparse=sparse),
-    )
+def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False, prefer: str = "time") -> str:
+    """The schedule that takes the least time, or sends the fewest bytes where `prefer` is "bytes".
+
+    If both take or send the same, it is one_shot, which rounds less often.
+    """
+
+    def cost(schedule: str) -> float:
+        if prefer == "bytes":
+            return wire if schedule == "one_shot" else (wire + (wire if back is None else back)) / ranks
+        return seconds(schedule, ranks=ranks, raw=raw, wire=wire, back=back, sparse=sparse)
+
+    return min(("one_shot", "two_shot"), key=cost)

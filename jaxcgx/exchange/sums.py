@@ -9,10 +9,10 @@ from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.transports.base import Transport
 
 
-def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool) -> tuple[Stage, ...]:
+def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool, prefer: str) -> tuple[Stage, ...]:
     """The stages, with a schedule in place of "auto".
 
-    The outermost stage gets the cheapest schedule, the same one for all messages of these leaves.
+    The outermost stage gets the cheapest schedule in "time" or "bytes", the same one for all messages of these leaves.
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
@@ -28,7 +28,12 @@ def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool) -> tuple[
                 for each in (codec, codec.of_sum(net.size))
             )
             schedule = costs.choose(
-                ranks=net.size, raw=sum(4 * x.size for x in leaves) // share, wire=sent, back=back, sparse=codec.sparse
+                ranks=net.size,
+                raw=sum(4 * x.size for x in leaves) // share,
+                wire=sent,
+                back=back,
+                sparse=codec.sparse,
+                prefer=prefer,
             )
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))

@@ -43,11 +43,14 @@ class Plan(Assignment):
       fusion_mb: the largest message, for collectives whose caller gives no size.
       schedule: the schedule, or {axis name: schedule}, for collectives whose caller gives none.
       leader: whether leaders exchange for their nodes, for collectives whose caller doesn't say.
+      prefer: what the schedule "auto" saves, "time" or "bytes". A small message over many ranks takes the least time
+        by "one_shot", which may send more bytes than lax.psum.
     """
 
     fusion_mb: float = 64
     schedule: str | dict[Any, str] = "auto"
     leader: bool = False
+    prefer: str = "time"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +64,7 @@ class Plan(Assignment):
         for schedule in values(self.schedule):
             check_choice("Plan", "schedule", schedule, SCHEDULES)
         check_field(self, "leader", check_flag)
+        check_field(self, "prefer", check_choice, ("time", "bytes"))
 
     @classmethod
     def cgx(cls, bits: int = 4, bucket_size: int = 1024, rounding: str = "nearest") -> Self:
@@ -94,7 +98,7 @@ class Plan(Assignment):
           axis_name: a tuple of axes, outermost first, is a hierarchy, in which each axis has an exchange of its own.
         """
         names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
-        return cls(by_axis(names, half, half), min_size=0, skip_1d=False)
+        return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
     def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: Any = None) -> Self:
@@ -109,7 +113,7 @@ class Plan(Assignment):
         names = check_axis_names(op, axis_name, optional=True)
         check_codec(op, codec)
         tiny = Rule(by_axis(names, half, half), max_size=check_integer(op, "size_bound", size_bound, 0, MOST))
-        return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False)
+        return cls(by_axis(names, codec, Raw()), [tiny], min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
     def bsc(

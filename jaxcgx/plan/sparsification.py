@@ -19,4 +19,4 @@ def sparsification(
     codec = TopK(threshold, select=check_select(function, "select", select), pull=check_pull(function, "pull", pull))
     names = check_axis_names(function, axis_name, optional=True)
     tiny = Rule(by_axis(names, Raw(), Raw()), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
-    return dict(default=by_axis(names, codec, Raw()), rules=[tiny], min_size=0, skip_1d=False)
+    return dict(default=by_axis(names, codec, Raw()), rules=[tiny], min_size=0, skip_1d=False, prefer="bytes")

@@ -19,6 +19,8 @@ from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
 
+_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward")
+
 Pairs = tuple[tuple[Any, int], ...]  # of axis names and sizes: a mesh
 
 
@@ -78,6 +80,11 @@ class Explanation(Totals):
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
+        if any(c.schedule == "one_shot" and c.function in _SUMS and c.bytes > c.raw_bytes for c in self.collectives):
+            parts.append(
+                'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
+                'schedule="auto" takes what is faster at 1 Gbit/s; a plan with prefer="bytes" sends the fewest.'
+            )
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -135,8 +142,11 @@ def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Le
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         if _SENDS.search(eqn.primitive.name):
-            found = [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
-            raw += [] if found == raw[-1:] else found  # once a leaf that goes over one axis after another
+            leaves = [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
+            # A leaf that goes over one axis after another has one sum, over the outermost.
+            over = eqn.params.get("axes", eqn.params.get("axis_name"))
+            over = set(over if isinstance(over, tuple) else [over])
+            raw += [leaf for leaf in leaves if over >= set(leaf.axes) or eqn.primitive.name.startswith("psum")]
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)

@@ -1,5 +1,6 @@
 """explain lists what a compiled program sends: exact bytes, codecs, axes, and why a leaf stayed raw."""
 
+import dataclasses
 import functools
 import re
 
@@ -46,6 +47,18 @@ def what(explanation):
 
 
 FLAT, NODES = mesh(("data", 8)), mesh(("node", 2), ("local", 4))
+
+
+def test_what_auto_saves():
+    """Few elements over many ranks are faster by one_shot, which sends more bytes than lax.psum."""
+    x, half = jnp.zeros(3000), cgx.Plan(cgx.Cast("float16"), min_size=0, skip_1d=False)
+    plain = quiet(on(lambda x: lax.psum(x, "data"), FLAT), x)
+    fast, least = (
+        quiet(on(lambda x: cgx.compressed_psum(x, "data", plan), FLAT), x)
+        for plan in (half, dataclasses.replace(half, prefer="bytes"))
+    )
+    assert least.bytes < plain.bytes < fast.bytes
+    assert 'prefer="bytes"' in str(fast) and 'prefer="bytes"' not in str(least)
 
 
 @pytest.mark.short
