@@ -1,6 +1,7 @@
 """The time that an exchange takes. `schedule="auto"` decides by it, and all constants of that choice are here.
 
-A plan with `prefer="bytes"` decides by the bytes alone: for networks whose bytes cost more than their latency, or money.
+A plan with `prefer="bytes"` decides by the bytes alone, for networks whose bytes cost money or much more than their
+latency.
 
 A rank sends a message to W - 1 others. The message has `wire` compressed bytes, and had `raw` bytes of float32 before.
 

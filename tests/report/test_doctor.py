@@ -74,7 +74,7 @@ def test_without_a_gpu(pretend):
     report = doctor.examine()
     assert report.problems == [] and report.gpus == [] and report.native["kernels"] == "avx2"
     assert report.versions["jaxcgx"] == importlib.metadata.version("jaxcgx")
-    assert 'MPI               not installed: pip install "jaxcgx[mpi]"' in str(report)
+    assert 'MPI               not installed: pip install ".[mpi]" in a checkout' in str(report)
     assert (
         "CUDA half         none" in str(report)
         and "JAX sees none" in str(report)
