@@ -73,7 +73,8 @@ def compress_gradients(
         in place. Without check_vma, every device looks only at its own shards.
       telemetry: report what a step lost in `state.telemetry`. Without check_vma, of a device's own shards only.
       seed: the seed of the noise of codecs that round stochastically.
-      axis_size: the number of ranks, for an `init` outside shard_map without a mesh in context (jax.set_mesh).
+      axis_size: the number of ranks, for an `init` outside shard_map without a mesh in context (jax.set_mesh). 1 for a
+        state that is replicated for jax.pmap, where every device has its own.
       schedule, own, leader, strict, fusion_mb: as in `compressed_pmean`.
     """
     settings = Settings(

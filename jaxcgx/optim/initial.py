@@ -42,7 +42,8 @@ def _ranks(settings: Settings) -> Ranks:
             "axis_size",
             f"the number of ranks of {settings.axis_name!r}, which init can't see",
             None,
-            "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map",
+            "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
+            "axis_size=1, and replicate the state",
         )
     return Ranks(size, frozenset(), size == found)
 

@@ -112,6 +112,7 @@ def _remedy(settings: Settings, want: Any, got: Any, rows: bool) -> str:
     if rows and got.shape[1:] == want.shape[1:]:
         return (
             f"that is of several ranks; shard the state over {settings.axis_name!r}, as jaxcgx.state_specs(state, "
-            f"{settings.axis_name!r}) says; one of another number of ranks is for jaxcgx.reshard_state"
+            f"{settings.axis_name!r}) says; under jax.pmap, make it with axis_size=1; one of another number of "
+            "ranks is for jaxcgx.reshard_state"
         )
     return _OTHER

@@ -221,7 +221,11 @@ def test_init_must_see_the_ranks():
     with raises(
         ValueError,
         says(
-            "compress_gradients", "axis_size", expected="ranks 'data'", got="None", remedy="jax.set_mesh jax.shard_map"
+            "compress_gradients",
+            "axis_size",
+            expected="ranks 'data'",
+            got="None",
+            remedy="jax.set_mesh jax.shard_map jax.pmap axis_size=1",
         ),
     ):
         cgx.compress_gradients("data", CODEC).init(PARAMS)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_trees
+from errors import raises, says
+from helpers import assert_same_bytes, assert_same_trees, assert_trees
 from jax import lax
-from training import PARAMS, X, local_step, loss_fn, on_mesh, train
+from training import PARAMS, X, compress_state, local_step, loss_fn, on_mesh, train
 
 import jaxcgx as cgx
 
@@ -188,3 +189,37 @@ def test_bfloat16_parameters():
     assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(got[0]))
     assert all(r.dtype == jnp.float32 for r in jax.tree.leaves(got[1][0].residuals))
     close(got, expected)
+
+
+def test_pmap():
+    """As flax users write it: a state made outside and replicated, which every device then has for itself."""
+    rows = X.reshape(4, 6, 30)
+    optimizer = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=1)
+    replicate = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 4), tree)  # flax.jax_utils.replicate
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.pmap(step, axis_name="data", devices=jax.devices()[:4])
+    params, state = replicate((PARAMS, optimizer.init(PARAMS)))
+    made = jax.pmap(optimizer.init, axis_name="data", devices=jax.devices()[:4])(params)
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(state)]
+    for _ in range(3):
+        params, state = step(params, state, rows)
+    expected, _, _ = train(cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=4), 3)
+    assert_trees(lambda a, b: np.testing.assert_allclose(a[0], b, atol=1e-5), params, expected)
+    assert_trees(lambda a: assert_same_bytes(a[1:], a[:-1]), params)
+    residuals = compress_state(state).residuals
+    assert residuals["w"].shape == (4, 1, 30, 40) and (residuals["w"][0] != residuals["w"][1]).any()
+    words = says(
+        "compressed",
+        "state",
+        at="leaf .residuals['b']",
+        expected="float32[1 40]",
+        got="float32[4, 40]",
+        remedy="jax.pmap axis_size=1",
+    )
+    with raises(ValueError, words):
+        step(params, replicate(cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=4).init(PARAMS)), rows)
