@@ -19,7 +19,6 @@ from jax.extend.core import Primitive  # JAX promises nothing about jax.extend b
 from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
 
 __all__ = [
-    "CalledByPython",
     "OrderedEffect",
     "OrderedOnEachDevice",
     "Primitive",
@@ -29,6 +28,7 @@ __all__ = [
     "axis_effects",
     "batching",
     "devices_of",
+    "effects_in_order",
     "lower_ordered",
     "match_varying",
     "mlir",
@@ -150,12 +150,17 @@ class OrderedOnEachDevice(OrderedEffect):
     """The same for programs on several devices, on each device by itself."""
 
 
-class CalledByPython(effects.Effect):
-    """It has no order, and goes beside an ordered effect.
+class _CalledByPython(effects.Effect):
+    """An effect without an order.
 
     In JAX 0.9 to 0.12, the second call of a program that was compiled ahead of time forgets the tokens of ordered
     effects, unless the program has an effect without an order.
     """
+
+
+def effects_in_order(order: Any) -> frozenset[Any]:
+    """The effects of operations that run in the order of an ordered effect."""
+    return frozenset({order, _CalledByPython()})
 
 
 for _allowed in (
@@ -165,7 +170,7 @@ for _allowed in (
     effects.remat_allowed_effects,
 ):
     _allowed.add_type(OrderedEffect)
-    _allowed.add_type(CalledByPython)
+    _allowed.add_type(_CalledByPython)
 effects.ordered_effects.add_type(OrderedEffect)
 effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 

@@ -23,6 +23,7 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import unexpected
+from jaxcgx.native.eager import define_impl
 from jaxcgx.transports import base
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
@@ -32,7 +33,8 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
     import mpi4jax
 
-EFFECTS: frozenset[Any] = frozenset(jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects)
+(ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+EFFECTS: frozenset[Any] = _compat.effects_in_order(ORDER)
 _compat.allow_in_remat(EFFECTS)
 MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
 _OWN = MPI.Comm.Create_keyval()
@@ -99,8 +101,8 @@ class Shared(Shm):
     handle: int
 
     @classmethod
-    def over(cls, comm: Any, timeout: float = 1800.0, effects: frozenset[Any] = EFFECTS) -> "Shared":
-        return cls(**vars(Shm.over(comm, timeout, effects)), handle=comm.handle)
+    def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "Shared":
+        return cls(**vars(Shm.over(comm, timeout, order)), handle=comm.handle)
 
     @property
     def comm(self) -> Any:
@@ -228,7 +230,7 @@ def _define(
       after: where vmap's dimension is in the result.
     """
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("net", "root")))
+    define_impl(primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
     def abstract(x: Any, *, net: Comm, **params: Any) -> tuple[Any, frozenset[Any]]:

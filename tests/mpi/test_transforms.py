@@ -55,6 +55,17 @@ def test_jit_and_vmap(f):
     equal(nested[1, 1], got[:, :, 2])
 
 
+@pytest.mark.parametrize("comm", [None, cgx.mpi.hierarchy()], ids=["mpi", "memory"])
+def test_ahead_of_time_and_without_jit(comm):
+    f = lambda x: cgx.mpi.compressed_allreduce(x, CODEC, comm)
+    expected, compiled = f(X), jax.jit(f).lower(X).compile()
+    for _ in range(3):  # the second call is another way through JAX
+        equal(compiled(X), expected)
+    with jax.disable_jit():
+        equal(f(X), expected)
+        equal(cgx.mpi.broadcast(X, 1, comm), COMM.bcast(X, 1))
+
+
 @each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
 def test_control_flow(f):
     """A scan's steps, a branch that all ranks take, a while loop; and the gradient through a scan."""
