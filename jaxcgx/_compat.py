@@ -29,6 +29,7 @@ __all__ = [
     "batching",
     "devices_of",
     "effects_in_order",
+    "lower_call_of_python",
     "lower_ordered",
     "match_varying",
     "mlir",
@@ -187,6 +188,20 @@ def rendezvous() -> tuple[Any, int, int, str | None]:
     The store is None before jax.distributed.initialize.
     """
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
+
+
+def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effect: Any) -> Sequence[Any]:
+    """Lowers an operation of one operand and no results to a call of Python, in the order of an effect."""
+
+    def called(operand: Any) -> tuple[()]:
+        call(operand)
+        return ()
+
+    _, token, _ = mlir.emit_python_callback(
+        ctx, called, ctx.tokens_in.get(effect), [operand], ctx.avals_in, [], has_side_effect=True
+    )
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    return []
 
 
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:

@@ -37,7 +37,6 @@ with warnings.catch_warnings():
 EFFECTS: frozenset[Any] = _compat.effects_in_order(ORDER)
 _compat.allow_in_remat(EFFECTS)
 MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
-_OWN = MPI.Comm.Create_keyval()
 
 
 # Communicators are Any: type checkers can't rely on mpi4py's types.
@@ -58,19 +57,6 @@ class Comm(Transport):
     def over(cls, comm: Any) -> "Comm":
         """The ranks of an mpi4py communicator that nobody else uses."""
         return cls(comm.handle, comm.size, comm.rank)
-
-    @classmethod
-    def of(cls, comm: Any) -> "Comm":
-        """The ranks of any mpi4py communicator.
-
-        Python may be ahead of a program, and its messages must not meet the program's. So the program uses a duplicate,
-        which the communicator keeps.
-        """
-        own = comm.Get_attr(_OWN)
-        if own is None:
-            own = comm.Dup()
-            comm.Set_attr(_OWN, own)
-        return cls.over(own)
 
     @property
     def comm(self) -> Any:
@@ -154,6 +140,9 @@ class Nodes(Transport):
 
     def leaders(self) -> "Leaders":
         return Leaders(self.cross, self.inner)
+
+
+Net = Comm | Nodes | Shared
 
 
 class Leaders(base.Leaders):

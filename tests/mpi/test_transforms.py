@@ -12,11 +12,11 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 
 from processes import COMM, mine
 
-from jaxcgx.transports.mpi import Comm
+from jaxcgx.mpi import ranks
 
 pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
-NET = Comm.of(COMM)
+NET = ranks.over("test", COMM)
 COLLECTIVES = {
     "allreduce": lambda x: cgx.mpi.compressed_allreduce(
         x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="two_shot"
@@ -128,7 +128,8 @@ def test_every_dtype():
 
 
 def test_a_transport_is_static_under_jit():
-    assert Comm.of(COMM) == NET and hash(Comm.of(COMM)) == hash(NET) and Comm.of(COMM.Dup()) != NET
+    same, other = ranks.over("test", COMM), ranks.over("test", COMM.Dup())
+    assert same == NET and hash(same) == hash(NET) and other != NET
     assert NET.comm != COMM and NET.comm.size == N
 
 
