@@ -325,16 +325,16 @@ def test_a_rank_that_does_not_come_to_the_hierarchy(monkeypatch):
 
 
 def test_communicators_are_freed_with_the_users():
-    """MPI has a few thousand, and gives a number that is free again to the next."""
+    """MPI has a few thousand, and gives numbers that are free again to the next."""
     numbers = set()
-    for _ in range(3):
+    for _ in range(10):
         comm = COMM.Dup()
         nodes = cgx.mpi.hierarchy(comm)
-        f = jax.jit(lambda x: allreduce(allreduce(x, CODEC, comm), CODEC, nodes))
-        np.testing.assert_array_equal(f(jnp.ones(8)), N * N)
-        numbers.add((comm.py2f(), nodes.comm.py2f(), nodes.inner.comm.py2f(), ranks.over("test", comm).comm.py2f()))
+        numbers |= {each.py2f() for each in (nodes.comm, nodes.cross.comm, ranks.over("test", comm).comm)}
         comm.Free()
-    assert len(numbers) == 1
+    assert len(numbers) < 15
+    again = COMM.Dup()  # a program that was compiled for a communicator of the same number serves this one
+    np.testing.assert_array_equal(allreduce(jnp.ones(8), CODEC, again), N)
 
 
 def test_ranks_that_agree():
