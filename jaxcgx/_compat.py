@@ -23,7 +23,6 @@ from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
 
 __all__ = [
     "GLOO_SCATTERS_WRONGLY",
-    "CalledByPython",
     "OrderedEffect",
     "OrderedOnEachDevice",
     "Primitive",
@@ -33,6 +32,8 @@ __all__ = [
     "axis_effects",
     "batching",
     "devices_of",
+    "effects_in_order",
+    "lower_call_of_python",
     "lower_ordered",
     "match_varying",
     "mesh_of_a_part",
@@ -195,12 +196,17 @@ class OrderedOnEachDevice(OrderedEffect):
     """The same for programs on several devices, on each device by itself."""
 
 
-class CalledByPython(effects.Effect):
-    """It has no order, and goes beside an ordered effect.
+class _CalledByPython(effects.Effect):
+    """An effect without an order.
 
     In JAX 0.9 to 0.12, the second call of a program that was compiled ahead of time forgets the tokens of ordered
     effects, unless the program has an effect without an order.
     """
+
+
+def effects_in_order(order: Any) -> frozenset[Any]:
+    """The effects of operations that run in the order of an ordered effect."""
+    return frozenset({order, _CalledByPython()})
 
 
 for _allowed in (
@@ -210,7 +216,7 @@ for _allowed in (
     effects.remat_allowed_effects,
 ):
     _allowed.add_type(OrderedEffect)
-    _allowed.add_type(CalledByPython)
+    _allowed.add_type(_CalledByPython)
 effects.ordered_effects.add_type(OrderedEffect)
 effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
@@ -227,6 +233,20 @@ def rendezvous() -> tuple[Any, int, int, str | None]:
     The store is None before jax.distributed.initialize.
     """
     return distributed.client, distributed.process_id, distributed.num_processes, distributed.coordinator_address
+
+
+def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effect: Any) -> Sequence[Any]:
+    """Lowers an operation of one operand and no results to a call of Python, in the order of an effect."""
+
+    def called(operand: Any) -> tuple[()]:
+        call(operand)
+        return ()
+
+    _, token, _ = mlir.emit_python_callback(
+        ctx, called, ctx.tokens_in.get(effect), [operand], ctx.avals_in, [], has_side_effect=True
+    )
+    ctx.set_tokens_out(mlir.TokenSet({effect: token}))
+    return []
 
 
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ STOREYS = (
     ("checks", "text", "typing", "_compat"),
 )
 # (importer, imported): why this import may point upward or close a circle.
-EXCEPTIONS = {("jaxcgx.mpi.agreement", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
+EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
 MOST = 7  # parameters
 
 

@@ -12,7 +12,7 @@ from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State
 from jaxcgx.exchange import hierarchy, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
-from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.plan import SCHEDULES, Plan, why_raw
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
@@ -138,6 +138,7 @@ class Reduction:
 
     call: Call
     said: str  # who chose the schedule, for errors
+    outermost: str  # the schedule that was asked for over the outermost axis, which may have one rank
     how: Sum
     mean: bool
     stages: dict[Route, tuple[Stage, ...]]  # with their schedules
@@ -164,6 +165,7 @@ class Reduction:
         for name in asked:
             check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)
+        self.outermost = asked[0]
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.stages = {}
@@ -177,10 +179,13 @@ class Reduction:
                 check_hops(op, stage)
 
     def check_feedback(self) -> None:
-        """Checks that the schedules and codecs allow feedback."""
-        op = self.call.op
+        """Checks that the schedules and codecs allow feedback. An axis of one rank counts: what runs on one node must
+        run on two."""
+        op, call = self.call.op, self.call
         outermost = [stages[0] for stages in self.stages.values()]
-        if any(stage.schedule == "ring" for stage in outermost):
+        sent = [i for i, leaf in enumerate(call.leaves) if not why_raw(leaf, call.routes[i].codecs)]
+        asked = self.outermost == "ring" and any(not call.codecs[i][0].low_rank for i in sent)
+        if asked or any(stage.schedule == "ring" for stage in outermost):
             raise wrong(
                 op,
                 "schedule",

@@ -21,6 +21,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange.message import SHARED, STATE, Message
 from jaxcgx.native import ops
+from jaxcgx.native.eager import define_impl
 from jaxcgx.native.operands import places
 from jaxcgx.transports.base import Transport
 
@@ -81,14 +82,7 @@ def define(
     primitive = _compat.Primitive(f"jaxcgx_{name}")
     primitive.multiple_results = True
 
-    @functools.lru_cache
-    def compiled(params: tuple[tuple[str, Any], ...]) -> Any:
-        return jax.jit(functools.partial(primitive.bind, **dict(params)))
-
-    def impl(*operands: Any, **params: Any) -> list[jax.Array]:
-        return compiled(tuple(params.items()))(*operands)
-
-    primitive.def_impl(impl)
+    define_impl(primitive)
 
     def lower(*operands: Any, batch: tuple[Any, ...], tree: Any, **params: Any) -> list[jax.Array]:
         mapped: Callable[..., Any] = lambda *operands: jax.tree_util.tree_leaves(

@@ -12,8 +12,8 @@ Arguments that are not those of the namesakes over a mesh:
 Args:
   comm: an mpi4py communicator, MPI.COMM_WORLD by default; or `hierarchy()`, with which codec and schedule may be dicts,
     a value for "cross" and one for "inner"; or its `cross` or `inner` alone.
-  check: True compares what the ranks pass, when the call is traced and before anything is sent. Where they differ,
-    every rank raises an error that names the ranks and the leaf.
+  check: True compares what the ranks pass when the call is traced, too. Without it they compare when the program runs,
+    and where they differ, every rank raises an error that names the ranks and the leaf.
 """
 
 import os
@@ -43,13 +43,33 @@ except ModuleNotFoundError as _error:
 except (ImportError, RuntimeError) as _error:
     raise ImportError(f"jaxcgx.mpi: {_error}; {_MISMATCH}") from _error
 
-# The processes that mpirun started, as Open MPI's says it and as MPICH's does.
-_started = max(int(os.environ.get(name, 1)) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-if _started > 1 and MPI.COMM_WORLD.size == 1:
-    raise ImportError(
-        f"jaxcgx.mpi: mpirun started {_started} processes, and MPI ({MPI.Get_library_version().split(',')[0]}) sees "
-        f"one: the mpirun is another MPI's; {_MISMATCH}"
-    )
+
+def _check_launch() -> None:
+    """Checks that MPI sees the processes that were started with this one."""
+    if MPI.COMM_WORLD.size > 1:
+        return
+    one = f"and MPI ({MPI.Get_library_version().split(',')[0]}) sees one"
+    # What launchers say of their processes: Open MPI's mpirun, MPICH's, and srun. (SLURM_NTASKS is of the allocation,
+    # in which a process may also be alone.)
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if (started := _number(name)) > 1:
+            raise ImportError(
+                f"jaxcgx.mpi: mpirun started {started} processes, {one}: the mpirun is another MPI's; {_MISMATCH}"
+            )
+    if (started := _number("SLURM_STEP_NUM_TASKS")) > 1:
+        raise ImportError(
+            f"jaxcgx.mpi: srun started {started} processes, {one}: each would train alone; start them with "
+            "`srun --mpi=pmix`, or the type among those of `srun --mpi=list` that this MPI was built with, or with its "
+            "mpirun"
+        )
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else 1
+
+
+_check_launch()
 
 __all__ = [
     "broadcast",
@@ -60,4 +80,6 @@ __all__ = [
     "hierarchy",
 ]
 
-WAIT = 60.0  # seconds that a checked call waits for the other ranks; a program may set another number
+# A program may set other numbers.
+WAIT = 60.0  # seconds that a checked call waits for the other ranks, and after which other waits say that they wait
+MEET = 1800.0  # seconds that ranks wait for each other at the first use of a communicator and in hierarchy()

@@ -1,6 +1,7 @@
 """The collectives over a communicator. Each is its namesake in `jaxcgx`, except that ranks are processes."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,13 +12,14 @@ from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_leaf
 from jaxcgx.collectives.state import State
-from jaxcgx.mpi.agreement import Communicator, agree
+from jaxcgx.mpi import ranks
+from jaxcgx.mpi.agreement import agree, describe
+from jaxcgx.mpi.greeting import greet
 from jaxcgx.mpi.nodes import check_communicator
+from jaxcgx.mpi.waiting import Communicator, check_ready
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
-from jaxcgx.transports.mpi import Comm, Nodes, Shared
-
-Net = Comm | Nodes | Shared
+from jaxcgx.transports.mpi import Net
 
 
 def compressed_allreduce(
@@ -60,13 +62,9 @@ def compressed_allreduce(
         name,
         comm,
         check,
-        x,
+        dict(x=x, key=key, residuals=residuals, momentum=momentum, factors=factors),
         codec=codec,
-        key=key,
         op=op,
-        residuals=residuals,
-        momentum=momentum,
-        factors=factors,
         schedule=schedule,
         own=own,
         leader=leader,
@@ -115,9 +113,8 @@ def compressed_reduce_scatter(
         name,
         comm,
         check,
-        x,
+        dict(x=x, key=key),
         codec=codec,
-        key=key,
         scatter_dimension=scatter_dimension,
         tiled=tiled,
         schedule=schedule,
@@ -166,9 +163,8 @@ def compressed_allgather(
         name,
         comm,
         check,
-        x,
+        dict(x=x, key=key),
         codec=codec,
-        key=key,
         axis=axis,
         tiled=tiled,
         backward_codec=backward_codec,
@@ -213,9 +209,8 @@ def compressed_alltoall(
         name,
         comm,
         check,
-        x,
+        dict(x=x, key=key),
         codec=codec,
-        key=key,
         split_axis=split_axis,
         concat_axis=concat_axis,
         tiled=tiled,
@@ -239,7 +234,7 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
       check: compare what the ranks pass, see `jaxcgx.mpi`.
     """
     name = "broadcast"
-    net = _check_ranks(name, comm, check, x, root=root)
+    net = _check_ranks(name, comm, check, dict(x=x), root=root)
     try:
         root = operator.index(root)
     except TypeError:
@@ -257,16 +252,19 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
     return jax.tree_util.tree_map_with_path(one, x)
 
 
-def _check_ranks(name: str, comm: Any, check: Any, x: Any, /, **arguments: Any) -> Net:
-    """The transport over `comm`. With `check`, all ranks have agreed on the arguments."""
+def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /, **settings: Any) -> Net:
+    """The transport over `comm`. All ranks agree on the arguments: now with `check`, and when the program runs."""
     check_flag(name, "check", check)
     given = comm if isinstance(comm, Net) else check_communicator(name, "comm", comm)
+    check_ready(name, given.comm if isinstance(given, Net) else given)
+    mine = describe(name, arrays, settings)
     if check:
-        agree(name, given.comm if isinstance(given, Net) else given, x, arguments)
-    net = given if isinstance(given, Net) else Comm.of(given)
-    _check_one_device(name, x)
+        agree(given.comm if isinstance(given, Net) else given, mine)
+    net = given if isinstance(given, Net) else ranks.over(name, given)
+    _check_one_device(name, arrays["x"])
     if not net.parts:
-        _check_no_levels(name, **arguments)
+        _check_no_levels(name, **settings)
+    greet(mine, net)
     return net
 
 

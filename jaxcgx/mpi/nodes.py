@@ -8,11 +8,15 @@ import jax
 from mpi4py import MPI
 
 from jaxcgx.checks import unexpected, wrong
-from jaxcgx.mpi.agreement import Communicator, compare
+from jaxcgx.mpi.agreement import compare
+from jaxcgx.mpi.leave import watch
+from jaxcgx.mpi.ranks import keyval
+from jaxcgx.mpi.waiting import Communicator, check_ready, meet
 from jaxcgx.plan import environment
 from jaxcgx.transports.mpi import Comm, Nodes, Shared
 
-_NODES = MPI.Comm.Create_keyval()  # the hierarchies over a communicator
+# the hierarchies over a communicator
+_NODES = keyval(lambda made: [net for each in made.values() for net in (each.everybody, each.cross, each.inner)])
 
 
 def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
@@ -41,8 +45,10 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
         must have as many.
     """
     ranks: Communicator = check_communicator("hierarchy", "comm", comm)
+    check_ready("hierarchy", ranks)
     if inner is not None:
         inner = check_communicator("hierarchy", "inner", inner)
+    meet("hierarchy", ranks, ranks.Ibarrier())
     env, variables = _check_variables(ranks)
     _check_not_nccl(env)
     node = ranks.Split_type(MPI.COMM_TYPE_SHARED, ranks.rank) if inner is None else inner
@@ -53,6 +59,8 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
     key = (*variables, *places)
     if key not in made:
         made[key] = _make(ranks, env, places)
+        for net in {made[key].everybody, made[key].cross, made[key].inner}:
+            watch(net)
         ranks.Set_attr(_NODES, made)
     return made[key]
 

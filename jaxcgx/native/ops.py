@@ -23,6 +23,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native import partitioning, reference, registration
+from jaxcgx.native.eager import define_impl
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
 from jaxcgx.typing import ArrayLike, DTypeLike
@@ -186,7 +187,7 @@ def _register(
       over: maps `function` over an axis of the batch.
     """
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("tree", "layout", "batch", "divisor", "encoded")))
+    define_impl(primitive)
 
     def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list[Any]:
         return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
@@ -543,7 +544,7 @@ def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any,
 
 
 roundtrip_p.multiple_results = True
-roundtrip_p.def_impl(jax.jit(roundtrip_p.bind, static_argnames=("tree", "codec", "batch")))
+define_impl(roundtrip_p)
 roundtrip_p.def_abstract_eval(_roundtrip_abstract)
 batching.primitive_batchers[roundtrip_p] = functools.partial(_batch, roundtrip_p)
 mlir.register_lowering(

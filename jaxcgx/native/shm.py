@@ -2,7 +2,7 @@
 array.
 
 It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
-a `rank`, and `effects`: one effect that keeps the exchanges of all ranks in the same order.
+a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order) and `effects` (with it).
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.native.eager import define_impl
 from jaxcgx.native.rows import add
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
@@ -43,8 +44,7 @@ def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.A
 
 
 def _lower(ctx: Any, x: Any, *, operation: str, argument: int, net: Any) -> Any:
-    (effect,) = net.effects
-    return _compat.lower_ordered("jaxcgx_exchange", effect)(
+    return _compat.lower_ordered("jaxcgx_exchange", net.order)(
         ctx,
         x,
         segment=np.int64(net.segment),
@@ -84,7 +84,7 @@ def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any
     return [total if net.rank == argument else jnp.zeros_like(total)]
 
 
-exchange_p.def_impl(jax.jit(exchange_p.bind, static_argnames=("operation", "argument", "net")))
+define_impl(exchange_p)
 exchange_p.def_effectful_abstract_eval(_abstract)
 batching.primitive_batchers[exchange_p] = _batch
 ad.deflinear2(exchange_p, _transpose)

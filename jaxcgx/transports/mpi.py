@@ -23,6 +23,7 @@ from mpi4py import MPI
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import unexpected
+from jaxcgx.native.eager import define_impl
 from jaxcgx.transports import base
 from jaxcgx.transports.base import Transport, countable
 from jaxcgx.transports.shm import Shm
@@ -32,10 +33,10 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "\nThe latest supported JAX version", UserWarning)
     import mpi4jax
 
-EFFECTS: frozenset[Any] = frozenset(jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects)
+(ORDER,) = jax.make_jaxpr(lambda: mpi4jax.barrier(comm=MPI.COMM_SELF))().effects
+EFFECTS: frozenset[Any] = _compat.effects_in_order(ORDER)
 _compat.allow_in_remat(EFFECTS)
 MOST = 2**31 - 1  # elements: mpi4jax counts in C's int
-_OWN = MPI.Comm.Create_keyval()
 
 
 # Communicators are Any: type checkers can't rely on mpi4py's types.
@@ -56,19 +57,6 @@ class Comm(Transport):
     def over(cls, comm: Any) -> "Comm":
         """The ranks of an mpi4py communicator that nobody else uses."""
         return cls(comm.handle, comm.size, comm.rank)
-
-    @classmethod
-    def of(cls, comm: Any) -> "Comm":
-        """The ranks of any mpi4py communicator.
-
-        Python may be ahead of a program, and its messages must not meet the program's. So the program uses a duplicate,
-        which the communicator keeps.
-        """
-        own = comm.Get_attr(_OWN)
-        if own is None:
-            own = comm.Dup()
-            comm.Set_attr(_OWN, own)
-        return cls.over(own)
 
     @property
     def comm(self) -> Any:
@@ -99,8 +87,8 @@ class Shared(Shm):
     handle: int
 
     @classmethod
-    def over(cls, comm: Any, timeout: float = 1800.0, effects: frozenset[Any] = EFFECTS) -> "Shared":
-        return cls(**vars(Shm.over(comm, timeout, effects)), handle=comm.handle)
+    def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "Shared":
+        return cls(**vars(Shm.over(comm, timeout, order)), handle=comm.handle)
 
     @property
     def comm(self) -> Any:
@@ -152,6 +140,9 @@ class Nodes(Transport):
 
     def leaders(self) -> "Leaders":
         return Leaders(self.cross, self.inner)
+
+
+Net = Comm | Nodes | Shared
 
 
 class Leaders(base.Leaders):
@@ -228,7 +219,7 @@ def _define(
       after: where vmap's dimension is in the result.
     """
     primitive = _compat.Primitive(f"jaxcgx_mpi_{name}")
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("net", "root")))
+    define_impl(primitive)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
 
     def abstract(x: Any, *, net: Comm, **params: Any) -> tuple[Any, frozenset[Any]]:

@@ -19,7 +19,7 @@ from jaxcgx.native.rows import add
 from jaxcgx.native.shm import exchange
 from jaxcgx.transports.base import Transport, countable
 
-EFFECTS: frozenset[Any] = frozenset({_compat.OrderedEffect()})
+ORDER: Any = _compat.OrderedEffect()
 
 
 def _together(comm: Any, step: Callable[[], Any]) -> list[Any]:
@@ -43,19 +43,19 @@ class Shm(Transport):
     size: int
     rank: int
     names: ClassVar[tuple[Any, ...]] = ()
-    effects: frozenset[Any]  # one effect, shared by everything that must run in one order
+    order: Any  # the ordered effect, shared by everything that must run in one order
 
     # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.
     @classmethod
-    def over(cls, comm: Any, timeout: float = 1800.0, effects: frozenset[Any] = EFFECTS) -> "Shm":
+    def over(cls, comm: Any, timeout: float = 1800.0, order: Any = ORDER) -> "Shm":
         """The transport over the ranks of a communicator. All ranks call it together.
 
         Args:
           comm: an mpi4py communicator, or any object with a rank, a size and an allgather like one's.
           timeout: the seconds that one wait for another rank may take.
-          effects: a set of one ordered effect, which the exchanges have. A program that also waits for other ranks in
-            another way passes the effect of that way. With two effects each order is kept, and two ranks may still wait
-            for each other.
+          order: the ordered effect that the exchanges have. A program that also waits for other ranks in another way
+            passes the effect of that way. With two effects each order is kept, and two ranks may still wait for each
+            other.
         """
         check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
         # shm_attach waits for all ranks. The steps before it find what one rank can't do.
@@ -64,7 +64,11 @@ class Shm(Transport):
         process, file, _ = name.split(":")
         _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))
         segments = _together(comm, lambda: module().shm_attach(name, comm.rank, comm.size, timeout))
-        return cls(segments[comm.rank], comm.size, comm.rank, effects)
+        return cls(segments[comm.rank], comm.size, comm.rank, order)
+
+    @property
+    def effects(self) -> frozenset[Any]:
+        return _compat.effects_in_order(self.order)
 
     def close(self) -> None:
         """Leaves the other ranks. The end of the process does the same."""

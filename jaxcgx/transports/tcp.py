@@ -54,7 +54,7 @@ class TcpAxes(Axes):
     timeout: float
 
     order: ClassVar[Any] = ORDER
-    effects: ClassVar[frozenset[Any]] = frozenset({ORDER, _compat.CalledByPython()})
+    effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
 
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))

@@ -316,3 +316,13 @@ def test_no_ring():
             lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring", min_size=0, skip_1d=False), key=None), mesh(4)
         )(x)
     on_ranks(lambda x: psum(x, x, codec=cgx.Plan(codec, schedule="ring"), key=None), mesh(4))(x)  # nothing is encoded
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (1, 1), (2, 2)])
+def test_no_ring_between_nodes_on_one_node_either(sizes):
+    """A program that runs on one node must run on two."""
+    plan = cgx.Plan.from_env(NAMES[:2], {"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
+    f = on_ranks(lambda x: psum(x, x, NAMES[:2], codec=plan, key=None), mesh(*sizes))
+    words = says("compressed_psum", "schedule", got='"ring" of the plan', remedy='schedule="two_shot"')
+    with raises(ValueError, words):
+        f(jnp.ones((*sizes, 50)))

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from errors import raises, says
 from helpers import normal
@@ -12,6 +13,7 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 from processes import COMM
 
+from jaxcgx.mpi import ranks
 from jaxcgx.native import registration
 from jaxcgx.transports.mpi import Comm
 from jaxcgx.transports.shm import Shm
@@ -310,10 +312,45 @@ def test_after_a_checked_call_that_waited_in_vain(monkeypatch):
     for _ in range(2):
         with pytest.raises(RuntimeError) as raised:
             allreduce(normal(8), CODEC, comm, check=True)
-    assert (
-        "compressed_allreduce: argument 'comm': an earlier checked call over this communicator waited in vain"
-        in str(raised.value)
+    assert "compressed_allreduce: argument 'comm': an earlier call over this communicator waited in vain" in str(
+        raised.value
     )
+
+
+@several
+def test_ranks_that_come_to_their_communicators_in_other_orders(monkeypatch):
+    comms = [COMM.Dup(), COMM.Dup()]
+    monkeypatch.setattr(cgx.mpi, "MEET", 0.5)
+    for _ in range(2):  # the second time at once
+        with raises(RuntimeError, says("compressed_allreduce", "comm")):
+            allreduce(normal(8), CODEC, comms[int(R == 1)])
+    monkeypatch.undo()
+    comms[int(R != 1)].Idup()[1].Wait()  # or MPI could not end
+
+
+@several
+def test_a_rank_that_does_not_come_to_the_hierarchy(monkeypatch):
+    comm = COMM.Dup()
+    monkeypatch.setattr(cgx.mpi, "MEET", 0.5)
+    if R == 0:
+        with raises(RuntimeError, says("hierarchy", "comm", remedy="first time in the same order")):
+            cgx.mpi.hierarchy(comm)
+    COMM.Barrier()
+    if R != 0:
+        comm.Ibarrier().Wait()  # or MPI could not end
+
+
+def test_communicators_are_freed_with_the_users():
+    """MPI has a few thousand, and gives numbers that are free again to the next."""
+    numbers = set()
+    for _ in range(10):
+        comm = COMM.Dup()
+        nodes = cgx.mpi.hierarchy(comm)
+        numbers |= {each.py2f() for each in (nodes.comm, nodes.cross.comm, ranks.over("test", comm).comm)}
+        comm.Free()
+    assert len(numbers) < 15
+    again = COMM.Dup()  # a program that was compiled for a communicator of the same number serves this one
+    np.testing.assert_array_equal(allreduce(jnp.ones(8), CODEC, again), N)
 
 
 def test_ranks_that_agree():
@@ -324,3 +361,8 @@ def test_ranks_that_agree():
     with pytest.warns(UserWarning, match="argument 'key' is not used"):
         got, _ = jax.jit(f)(x)
     assert abs(got["w"] - N * x["w"]).max() < 0.1 * N
+
+
+def test_numbers_of_python_may_differ():
+    got = allreduce({"a": R + 0.5, "b": np.float64(R) if R == 1 else jnp.float32(R)}, cgx.Raw(), check=True)
+    assert got["a"] == sum(r + 0.5 for r in range(N)) and got["b"] == sum(range(N))

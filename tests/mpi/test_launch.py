@@ -48,10 +48,10 @@ def python(code, **more):
     )
 
 
-def mpirun(ranks, script, *arguments, **more):
+def mpirun(ranks, script, *arguments, run=("-m", "mpi4py"), **more):
     """A script under `mpirun -n ... python -m mpi4py`. Code, if it is no path."""
-    command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable]
-    command += ["-m", "mpi4py", *(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
+    command = [shutil.which("mpirun", path=PATH), "-n", str(ranks), sys.executable, *run]
+    command += [*(["-c", textwrap.dedent(script)] if isinstance(script, str) else [script]), *arguments]
     return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=LIMIT)
 
 
@@ -96,8 +96,10 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
         del sys.path[0]
         os.environ["PMI_SIZE"] = "2"
         attempt()
+        os.environ |= dict(PMI_SIZE="", SLURM_STEP_NUM_TASKS="4")
+        attempt()
     """)
-    missing, no_mpi4jax, other, mpirun = done.stdout.splitlines()
+    missing, no_mpi4jax, other, mpirun, srun = done.stdout.splitlines()
     assert missing.startswith("jaxcgx.mpi: import of mpi4py halted") and no_mpi4jax.startswith(
         "jaxcgx.mpi: import of mpi4jax halted"
     )
@@ -111,6 +113,7 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
         mpirun.startswith("jaxcgx.mpi: mpirun started 2 processes, and MPI (")
         and ") sees one: the mpirun is another MPI's; " in mpirun
     )
+    assert srun.startswith("jaxcgx.mpi: srun started 4 processes, and MPI (") and "srun --mpi=pmix" in srun
     for line in (other, mpirun):
         assert line.endswith(
             "; mpirun, mpi4py and mpi4jax must be of one MPI: put its mpicc and mpirun on the PATH and build mpi4jax "
@@ -196,9 +199,85 @@ def test_a_rank_that_ends_takes_the_others_along(end, words):
     assert done.returncode != 0 and words in done.stderr
 
 
-def test_shapes_that_differ_end_all_ranks_unchecked_too():
-    done = mpirun(2, START + "    print(allreduce(x[: 1000 - 500 * rank]))")
-    assert done.returncode != 0 and "MPI_ERR_TRUNCATE" in done.stderr
+@pytest.mark.parametrize(
+    ("setup", "call", "words"),
+    [
+        ("", "allreduce(x[: 1000 - 500 * rank])", "leaf x: float32[1000] on rank 0, float32[500] on rank 1"),
+        (
+            "nodes, codec = cgx.mpi.hierarchy(), cgx.MaxMin(4 + rank)",
+            "jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, nodes))(x)",
+            "argument 'codec': MaxMin(bits=4, ",
+        ),
+    ],
+    ids=["mpi", "memory"],
+)
+def test_ranks_that_differ_are_an_error_of_every_rank(setup, call, words):
+    """Also if only one of them traces: the others have that call in their cache."""
+    done = mpirun(
+        2,
+        START
+        + f"""
+    {setup}
+    try:
+        jax.block_until_ready({call})
+    except jax.errors.JaxRuntimeError as error:
+        print(error, flush=True)
+    """,
+        run=[],
+    )
+    assert done.stdout.count(f"ValueError: compressed_allreduce: expected the same on every rank, got {words}") == 2
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        (
+            None,
+            "RuntimeError: compressed_allreduce: expected a call of each of 3 ranks, got none of rank 1, which has "
+            "ended; all ranks must make as many calls",
+        ),
+        ("cgx.mpi.hierarchy()", "rank 1 (process "),
+    ],
+    ids=["mpi", "memory"],
+)
+def test_a_rank_with_fewer_batches(over, words):
+    done = mpirun(
+        3,
+        START
+        + f"""
+    net = {over}
+    step = jax.jit(lambda x: cgx.mpi.compressed_allreduce(x, codec, net))
+    for _ in range(3 - (rank == 1)):
+        step(x)  # nobody waits for the last
+    """,
+        run=[],
+    )
+    assert done.returncode != 0 and words in done.stderr
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_exception_without_mpi4py_as_main(before):
+    """Before the first call, too, for which the others wait."""
+    done = mpirun(
+        2,
+        START
+        + f"""
+    if rank == 1:
+        {"cgx.mpi" if before else "allreduce(x)"}
+        raise ValueError("one rank gives up")
+    jax.block_until_ready([allreduce(x) for _ in range(2)])
+    """,
+        run=[],
+    )
+    assert done.returncode != 0 and "ValueError: one rank gives up" in done.stderr
+    assert "jaxcgx.mpi: rank 1 ends the other ranks, because an error has ended it" in done.stderr
+
+
+def test_a_call_after_mpi_has_ended():
+    done = python(START + "    allreduce(x)\n    MPI.Finalize()\n    cgx.mpi.compressed_allreduce(x, codec)")
+    assert done.stderr.splitlines()[-1] == (
+        "RuntimeError: compressed_allreduce: MPI has ended (MPI.Finalize); make every call before that"
+    )
 
 
 def test_a_rank_that_never_comes():

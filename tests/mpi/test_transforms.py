@@ -12,11 +12,11 @@ pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 
 from processes import COMM, mine
 
-from jaxcgx.transports.mpi import Comm
+from jaxcgx.mpi import ranks
 
 pytestmark = pytest.mark.skipif(COMM.size != 2, reason="a matter of programs, not of ranks: mpirun -n 2 runs these")
 N, KEY, CODEC = COMM.size, jax.random.key(7), cgx.MaxMin(8, 64)
-NET = Comm.of(COMM)
+NET = ranks.over("test", COMM)
 COLLECTIVES = {
     "allreduce": lambda x: cgx.mpi.compressed_allreduce(
         x, cgx.MaxMin(8, 64, "stochastic"), key=KEY, schedule="two_shot"
@@ -53,6 +53,17 @@ def test_jit_and_vmap(f):
     equal(got[:, :, 2], f(X - 1))
     nested = jax.vmap(jax.vmap(f))(jnp.stack([X, 2 * X, X, X - 1]).reshape(2, 2, *X.shape))
     equal(nested[1, 1], got[:, :, 2])
+
+
+@pytest.mark.parametrize("comm", [None, cgx.mpi.hierarchy()], ids=["mpi", "memory"])
+def test_ahead_of_time_and_without_jit(comm):
+    f = lambda x: cgx.mpi.compressed_allreduce(x, CODEC, comm)
+    expected, compiled = f(X), jax.jit(f).lower(X).compile()
+    for _ in range(3):  # the second call is another way through JAX
+        equal(compiled(X), expected)
+    with jax.disable_jit():
+        equal(f(X), expected)
+        equal(cgx.mpi.broadcast(X, 1, comm), COMM.bcast(X, 1))
 
 
 @each({name: COLLECTIVES[name] for name in ("allreduce", "alltoall")})
@@ -117,7 +128,8 @@ def test_every_dtype():
 
 
 def test_a_transport_is_static_under_jit():
-    assert Comm.of(COMM) == NET and hash(Comm.of(COMM)) == hash(NET) and Comm.of(COMM.Dup()) != NET
+    same, other = ranks.over("test", COMM), ranks.over("test", COMM.Dup())
+    assert same == NET and hash(same) == hash(NET) and other != NET
     assert NET.comm != COMM and NET.comm.size == N
 
 

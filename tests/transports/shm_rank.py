@@ -116,6 +116,11 @@ def check_control_flow(net):
     every = of_ranks(net, (5,), jnp.float32)
     mine, before = jnp.asarray(every[net.rank]), jnp.asarray(every[net.rank - 1])
     same(net.shift(mine), before)  # outside of jit
+    with jax.disable_jit():
+        same(net.shift(mine), before)
+    ahead = jax.jit(net.shift).lower(mine).compile()
+    same(ahead(mine), before)
+    same(ahead(mine), before)  # the second call is another way through JAX
     home = jax.jit(lambda x: lax.scan(lambda x, _: (net.shift(x), None), x, length=net.size)[0])
     same(home(mine), mine)
     same(jax.jit(lambda x: lax.fori_loop(0, 100 * net.size + 1, lambda i, x: net.shift(x), x))(mine), before)

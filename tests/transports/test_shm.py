@@ -77,7 +77,7 @@ class Processes:
 def on_a_mesh(size, monkeypatch):
     """The digests of shm_rank.py, of ranks on a mesh."""
     script = load_script(RANK, monkeypatch)
-    every = [jnp.asarray(script.of_ranks(Shm(0, size, 0, frozenset()), *leaf)) for leaf in script.LEAVES.values()]
+    every = [jnp.asarray(script.of_ranks(Shm(0, size, 0, None), *leaf)) for leaf in script.LEAVES.values()]
 
     def run(schedule):
         return on_ranks(functools.partial(script.allreduce, schedule, Axes(("a",))), mesh(size), check_vma=False)(

@@ -1,0 +1,81 @@
+"""Every call begins with a greeting: the ranks exchange digests of what they passed, before anything else is sent.
+
+Ranks don't trace together: one may have a call in its cache that another traces anew, and both are right. So the
+digests are compared when the program runs, in the order of the exchanges. They have one length, whatever the ranks
+pass. Where they differ, all ranks see it; only then do they call Python, compare what they passed, and raise an error.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx._compat import mlir
+from jaxcgx.mpi.agreement import compare
+from jaxcgx.mpi.waiting import Communicator
+from jaxcgx.native.eager import define_impl
+from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
+
+_BYTES = 16
+_END: Mapping[str, str] = {"function": ""}  # what a rank passes that makes no more calls
+_passed: dict[bytes, Mapping[str, str]] = {}  # by digest, all that this process has ever passed
+
+
+def digest_of(mine: Mapping[str, str]) -> np.ndarray:
+    digest = hashlib.blake2b(repr(mine).encode(), digest_size=_BYTES).digest()
+    _passed[digest] = mine
+    return np.frombuffer(digest, np.uint8)
+
+
+def greet(mine: Mapping[str, str], net: Net) -> None:
+    """In a program: an error on every rank if the ranks' descriptions of the call differ."""
+    if net.size > 1:
+        greet_p.bind(jnp.asarray(digest_of(mine)), net=net)
+
+
+def part(comm: Communicator) -> None:
+    """The last greeting of a rank that makes no more calls. It answers until all ranks say the same."""
+    mine, every = digest_of(_END), np.empty((comm.size, _BYTES), np.uint8)
+    comm.Allgather(mine, every)
+    while not (every == mine).all():
+        comm.allgather(_END)  # as _explain, on the others
+        comm.Allgather(mine, every)
+
+
+greet_p: Any = _compat.Primitive("jaxcgx_mpi_greet")
+greet_p.multiple_results = True
+_differ_p: Any = _compat.Primitive("jaxcgx_mpi_differ")
+_differ_p.multiple_results = True
+
+
+def _run(mine: jax.Array, net: Net) -> list[jax.Array]:
+    differ = (net.all_gather(mine) != mine).any()
+    lax.cond(differ, lambda: _differ_p.bind(mine, net=net), list)
+    return []
+
+
+def _lower_differ(ctx: Any, mine: Any, *, net: Net) -> Sequence[Any]:
+    return _compat.lower_call_of_python(ctx, lambda mine: _explain(mine, net), mine, ORDER)
+
+
+def _explain(mine: Any, net: Net) -> None:
+    every = net.comm.allgather(_passed[np.asarray(mine).tobytes()])
+    ended = [rank for rank, passed in enumerate(every) if passed == _END]
+    if ended:
+        found = next(passed["function"] for passed in every if passed != _END)
+        raise RuntimeError(
+            f"{found}: expected a call of each of {net.size} ranks, got none of rank {' '.join(map(str, ended))}, "
+            "which has ended; all ranks must make as many calls: give them as many batches"
+        )
+    compare(every[0]["function"], every)
+
+
+define_impl(greet_p)
+for _primitive, _rule in (greet_p, mlir.lower_fun(_run, multiple_results=True)), (_differ_p, _lower_differ):
+    _primitive.def_effectful_abstract_eval(lambda mine, net: ([], EFFECTS))
+    mlir.register_lowering(_primitive, _rule)

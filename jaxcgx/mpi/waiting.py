@@ -1,0 +1,67 @@
+"""Waits for the other ranks that end: a request that is polled, and given up after a time."""
+
+import time
+import warnings
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxcgx.checks import callers_level
+
+# mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types of mpi4py's extension module.
+Communicator = Any
+
+_LATE = MPI.Comm.Create_keyval()  # the request that a rank gave up: MPI may still write to its buffers
+
+
+def patience() -> float:
+    """`jaxcgx.mpi.WAIT`: seconds that a checked call waits, and after which other waits say that they wait."""
+    from jaxcgx import mpi  # when it is needed: a program may have set another WAIT
+
+    return mpi.WAIT
+
+
+def check_ready(op: str, comm: Communicator) -> None:
+    """Checks that no rank has given up the others over this communicator, and that MPI runs."""
+    if MPI.Is_finalized():
+        raise RuntimeError(f"{op}: MPI has ended (MPI.Finalize); make every call before that")
+    if comm.Get_attr(_LATE) is not None:
+        raise RuntimeError(
+            f"{op}: argument 'comm': an earlier call over this communicator waited in vain, and the ranks are at "
+            "different places of the program; start the processes again"
+        )
+
+
+def wait(op: str, comm: Communicator, request: Any) -> None:
+    """Waits for a checked call of all ranks; an error after `jaxcgx.mpi.WAIT` seconds."""
+    if not _done(request, patience()):
+        comm.Set_attr(_LATE, request)
+        raise RuntimeError(
+            f"{op}: argument 'check': rank {comm.rank} waited {patience():g} s for the other ranks to make, and to "
+            "trace, the same call; all must make the same calls in the same order, with the same shapes"
+        )
+
+
+def meet(op: str, comm: Communicator, request: Any) -> None:
+    """Waits for what all ranks do before they first exchange. Says so after a while, and is an error at last."""
+    from jaxcgx import mpi  # when it is needed: a program may have set another MEET
+
+    what = f"for all {comm.size} ranks to come to the first use of this communicator or to hierarchy()"
+    early = patience()
+    if early < mpi.MEET and not _done(request, early):
+        warnings.warn(f"{op}: rank {comm.rank} has waited {early:g} s {what}", stacklevel=callers_level())
+    if not _done(request, mpi.MEET):
+        comm.Set_attr(_LATE, request)
+        raise RuntimeError(
+            f"{op}: argument 'comm': rank {comm.rank} waited {mpi.MEET:g} s {what}; all must use their communicators "
+            "for the first time in the same order, also when they only compile"
+        )
+
+
+def _done(request: Any, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not request.Test():
+        if time.monotonic() > end:
+            return False
+        time.sleep(1e-4)
+    return True
