@@ -13,6 +13,7 @@
 
 #include "codec/grid.h"
 #include "codec/indices.h"
+#include "codec/traits.h"
 
 namespace jaxcgx {
 
