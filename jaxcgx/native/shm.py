@@ -2,7 +2,8 @@
 array.
 
 It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
-a `rank`, and `effects`: one effect that keeps the exchanges of all ranks in the same order.
+a `rank`, `effects`: one effect that keeps the exchanges of all ranks in the same order, and a `label`: what the
+bytes are.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native.rows import add
+from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
@@ -50,6 +52,7 @@ def _lower(ctx: Any, x: Any, *, operation: str, argument: int, net: Any) -> Any:
         segment=np.int64(net.segment),
         operation=np.int64(OPERATIONS.index(operation)),
         argument=np.int64(argument),
+        digest=digest(ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 
 
