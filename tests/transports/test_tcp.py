@@ -185,7 +185,7 @@ def test_a_process_alone():
         RuntimeError,
         match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first",
     ):
-        connections.connect()
+        connections.connect(1)
 
 
 def test_devices_of_one_process():
