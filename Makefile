@@ -39,7 +39,7 @@ CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false 
 CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null && echo '$(CHEAP)')"
 PYTEST := .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-mpi bench-powersgd bench-training clean interpreter
+.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -128,6 +128,9 @@ bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py
+
+bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root also links that go down)
+	@.venv/bin/python benchmarks/failures.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 .venv/bin/python -m mpi4py benchmarks/mpi.py

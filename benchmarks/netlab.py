@@ -131,6 +131,10 @@ class Lab:
         self.running.append(subprocess.Popen(command, **options))
         return self.running[-1]
 
+    def cut(self, host):
+        """Takes a host's link down: nothing that is sent to it arrives, and nobody is told."""
+        _ip("-n", self._namespace("switch"), "link", "set", f"port{host}", "down")
+
     def __exit__(self, *_):
         for process in self.running:
             process.kill()

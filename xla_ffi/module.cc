@@ -1,7 +1,7 @@
 // The Python module: handlers as capsules, and what this build is.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
@@ -115,27 +115,28 @@ NB_MODULE(_native, m) {
       "The name of new memory for a number of ranks, for each of them to attach.", nb::arg("ranks"));
   m.def(
       "shm_attach",
-      [](const std::string& name, int64_t rank, int64_t ranks, double timeout) {
-        return value_of(jaxcgx::shm::attach(name, rank, ranks, milliseconds(timeout)));
+      [](const std::string& name, int64_t rank, const std::vector<int64_t>& processes, double timeout) {
+        return value_of(jaxcgx::shm::attach(name, rank, processes, milliseconds(timeout)));
       },
-      "The number of a segment of this process, when all ranks have attached.", nb::arg("name"), nb::arg("rank"),
-      nb::arg("ranks"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>());
+      "The number of a segment of this process, when all ranks, which are these processes, have attached.",
+      nb::arg("name"), nb::arg("rank"), nb::arg("processes"), nb::arg("timeout"),
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("shm_leave", jaxcgx::shm::leave, "Ends this process's part in all exchanges through shared memory.");
   m.def("shm_detach", jaxcgx::shm::detach, "Leaves the other ranks.", nb::arg("segment"));
   m.def(
-      "tcp_listen", [] { return value_of(jaxcgx::tcp::listen()); },
-      "The port at which this process waits for the others.");
-  m.def(
-      "tcp_connect",
-      [](int64_t process, const std::vector<std::pair<std::string, int>>& addresses, nb::bytes token, double timeout) {
-        std::vector<jaxcgx::tcp::Address> all;
-        for (const auto& [host, port] : addresses) all.push_back({host, port});
-        const std::string secret(token.c_str(), token.size());
-        const nb::gil_scoped_release others_run;
-        if (const auto failure = jaxcgx::tcp::connect(process, all, secret, milliseconds(timeout)))
+      "tcp_start",
+      [](int64_t process, const std::vector<std::tuple<std::string, int, int>>& connections, double silence) {
+        std::vector<jaxcgx::tcp::Connection> all;
+        for (const auto& [host, data, beats] : connections)
+          all.push_back({host, jaxcgx::tcp::Socket(data), jaxcgx::tcp::Socket(beats)});
+        if (const auto failure = jaxcgx::tcp::start(process, std::move(all), milliseconds(silence)))
           throw std::runtime_error(failure->what);
       },
-      "Returns when all processes are connected.", nb::arg("process"), nb::arg("addresses"), nb::arg("token"),
-      nb::arg("timeout"));
+      "Takes over connections, by process: the host, a socket for data and one for heartbeats. A process that is "
+      "silent "
+      "for that many seconds has vanished.",
+      nb::arg("process"), nb::arg("connections"), nb::arg("silence"));
+  m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def(
       "select_kernels",
       [](const std::string& name) {

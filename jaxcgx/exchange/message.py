@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.native.layout import Layout
+from jaxcgx.native.terms import digest
 from jaxcgx.transports.base import Transport
 
 # The state that a sum keeps from call to call, as fields of the message. Residuals and momentum are each rank's own.
@@ -48,6 +49,12 @@ class Stage(NamedTuple):
     codec: Codec
     schedule: str
     backward: Codec  # of the transpose
+
+    def compared(self, message: "Message", how: Any) -> "Stage":
+        """The stage whose transport compares among the ranks what they send, and how."""
+        leaves = [(x.shape, x.dtype) for x in message.leaves]
+        what = digest(self.schedule, self.codec, message.ids, leaves, how)
+        return self._replace(net=self.net.labelled(int(what)))
 
     def transposed(self) -> "Stage":
         """The stage of the transpose."""

@@ -227,6 +227,7 @@ def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """The leaves' sum over all ranks of a stage, divided, on every rank."""
+    stage = stage.compared(message, how)
     kernels = stage.codec.native is not None and not stage.codec.sparse
     if stage.net.sum_piecewise and stage.schedule != "ring" and kernels:
         summed = _piecewise(stage, message, how)
@@ -239,7 +240,7 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
 
 def reduce_scatter(stage: Stage, message: Message, own: str) -> list[Any]:
     """From leaves [ranks, ...], the sum over ranks of this rank's row, in float32."""
-    net = stage.net
+    net = stage.compared(message, own).net
     if net.size == 1:
         return [x[0].astype(jnp.float32) for x in message.leaves]
     parts = Slices(stage.codec, message, net.size)
@@ -254,7 +255,7 @@ def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
 
 def all_gather(stage: Stage, message: Message) -> list[Any]:
     """Every rank's leaves, [ranks, ...], as all ranks decode them, their owner too."""
-    net = stage.net
+    net = stage.compared(message, "all_gather").net
     if net.size == 1:
         return [x[None] for x in message.leaves]
     layout = message.layout(stage.codec)
@@ -265,7 +266,7 @@ def all_gather(stage: Stage, message: Message) -> list[Any]:
 
 def all_to_all(stage: Stage, message: Message) -> list[Any]:
     """Row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
-    net = stage.net
+    net = stage.compared(message, "all_to_all").net
     if net.size == 1:
         return list(message.leaves)
     parts = Slices(stage.codec, message, net.size)

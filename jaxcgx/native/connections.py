@@ -1,63 +1,73 @@
 """The TCP connections among the processes of jax.distributed, which a process makes once."""
 
-import functools
+import contextlib
+import ipaddress
 import secrets
 import socket
 import threading
-from typing import Any
+import time
 
 import jax
 
 from jaxcgx import _compat
+from jaxcgx.native.leaving import at_exit
+from jaxcgx.native.meeting import SILENCE, Meeting, MeetingError, Other
 from jaxcgx.native.registration import module
 
-CONNECT = 1800.0  # seconds that processes wait for each other to come to the first exchange
+LOOK = 1.0  # seconds after which a process looks again who has come
 _ONE = threading.Lock()
+_why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
 
 
-def connect() -> None:
-    """Connects the processes of jax.distributed, unless they are connected."""
+def connect(timeout: float) -> None:
+    """Connects the processes of jax.distributed, unless they are connected. It waits for them for `timeout` seconds.
+
+    There is no second try: other processes may have given up.
+    """
+    global _why
     if _compat.rendezvous()[0] is None:
         raise RuntimeError(
             "Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"
         )
     with _ONE:
-        if why := _failure():
-            raise RuntimeError(f"Tcp: {why}; start the processes again")
+        if _why is None:
+            _why = "the wait for the other processes was interrupted"
+            try:
+                _connect(timeout)
+                _why = ""
+            except (OSError, RuntimeError) as error:
+                _why = str(error)
+        if _why:
+            raise RuntimeError(f"Tcp: {_why}; start the processes again")
 
 
-@functools.cache
-def _failure() -> str | None:
-    """Why the processes are not connected. There is no second try: other processes may have given up."""
+def _connect(timeout: float) -> None:
+    """Each process tells the others through the store where it listens. A common secret keeps strangers out."""
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
-    try:
-        _connect(store, process, processes=processes, coordinator=coordinator)
-    except RuntimeError as error:
-        return str(error)
-    return None
-
-
-def _connect(store: Any, process: int, processes: int, coordinator: str) -> None:
-    """Each process tells the others through the store where it listens. A common secret keeps strangers out."""
+    address = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+        store.key_value_set("jaxcgx/tcp/secret", secrets.token_hex(32))
+    secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # Every process reaches the host of process 0 where it reaches the coordinator, which runs there.
     host = _host(coordinator) if process else ""
-    store.key_value_set(f"jaxcgx/tcp/{process}", f"{module().tcp_listen()} {host}")
-    if process == 0:
-        store.key_value_set("jaxcgx/tcp/token", secrets.token_hex(16))
-
-    def get(key: Any, whose: int) -> str:
-        try:
-            return store.blocking_key_value_get(f"jaxcgx/tcp/{key}", int(CONNECT * 1000))
-        except jax.errors.JaxRuntimeError as error:
-            late = "DEADLINE_EXCEEDED" in str(error)
-            raise RuntimeError(f"process {whose} has not come within {CONNECT:g} s" if late else str(error)) from None
-
-    token, addresses = get("token", 0), []
-    for other in range(processes):
-        port, host = get(other, other).split(" ")
-        addresses.append((host or coordinator.rpartition(":")[0].strip("[]"), int(port)))
-    module().tcp_connect(process, addresses, bytes.fromhex(token), CONNECT)
+    with Meeting(process, processes, secret, [host] if host else _own(address)) as meeting:
+        store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
+        unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
+        while meeting.missing:
+            now = time.monotonic()
+            if now >= deadline:
+                late = ", ".join(map(str, meeting.missing))
+                raise MeetingError(f"process {late} has not come within {timeout:g} s")
+            if unknown and now >= look:
+                found, look = dict(store.key_value_dir_get("jaxcgx/tcp/")), now + LOOK
+                for other in [other for other in unknown if f"jaxcgx/tcp/{other}" in found]:
+                    port, its_host = found[f"jaxcgx/tcp/{other}"].split(" ")
+                    meeting.call(Other(other, its_host or address, int(port)))
+                    unknown.remove(other)
+            meeting.step(min(deadline, look if unknown else deadline) - now)
+        module().tcp_start(process, meeting.hand_over(), SILENCE)
+    at_exit(module().tcp_leave)
 
 
 def _host(coordinator: str) -> str:
@@ -67,3 +77,22 @@ def _host(coordinator: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # it sends nothing
         probe.connect(address)
         return probe.getsockname()[0]
+
+
+def _own(coordinator: str) -> list[str]:
+    """The addresses of this host, which the coordinator's host name or address means. None if they are not this host's:
+    others reach it through a translation, or the name means loopback on the host itself (as Debian's /etc/hosts)."""
+    found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
+    loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]
+    if any(loopback) and coordinator != "localhost" and coordinator not in found:
+        return []
+    return [address for address in found if _binds(address)]
+
+
+def _binds(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+        return True

@@ -2,7 +2,8 @@
 array.
 
 It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
-a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order) and `effects` (with it).
+a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects` (with it), and
+a `label`: what the bytes are.
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.native.eager import define_impl
 from jaxcgx.native.rows import add
+from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "shift", "broadcast")  # as xla_ffi/shm/ring.h numbers them
 
@@ -50,6 +52,7 @@ def _lower(ctx: Any, x: Any, *, operation: str, argument: int, net: Any) -> Any:
         segment=np.int64(net.segment),
         operation=np.int64(OPERATIONS.index(operation)),
         argument=np.int64(argument),
+        digest=digest(ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 
 

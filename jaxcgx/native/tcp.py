@@ -17,6 +17,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
 from jaxcgx.native.connections import connect
+from jaxcgx.native.terms import digest
 
 OPERATIONS = ("all_to_all", "all_gather", "permute")  # as xla_ffi/tcp/collectives.h numbers them
 
@@ -54,9 +55,9 @@ def who_takes_part(net: Any) -> jax.Array:
     return jnp.concatenate([net.rank[None], first + jnp.asarray(places)]).astype(jnp.int32)
 
 
-def with_processes(ctx: Any, who: Any, aval: Any) -> Any:
+def with_processes(ctx: Any, who: Any, aval: Any, timeout: float) -> Any:
     """In a lowering rule: `who`, of type `aval`, with processes in place of places. It connects this process, if it
-    isn't connected yet."""
+    isn't connected yet, which may take `timeout` seconds."""
     devices = _compat.devices_of(ctx)
     if devices is None:
         raise ValueError(
@@ -68,7 +69,7 @@ def with_processes(ctx: Any, who: Any, aval: Any) -> Any:
         raise ValueError(
             f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}"
         )
-    connect()
+    connect(timeout)
 
     def by_process(who: jax.Array) -> jax.Array:
         return jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
@@ -80,10 +81,11 @@ def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ..
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx,
         x,
-        with_processes(ctx, who, ctx.avals_in[1]),
+        with_processes(ctx, who, ctx.avals_in[1], timeout=net.timeout),
         operation=np.int64(OPERATIONS.index(operation)),
         targets=np.array(targets, np.int64),
         timeout_ms=np.int64(net.timeout * 1000),
+        digest=digest(targets, ctx.avals_in[0].shape, ctx.avals_in[0].dtype, net.label),
     )
 
 

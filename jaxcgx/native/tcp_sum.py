@@ -20,6 +20,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import places
 from jaxcgx.native.ops import in_front
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
+from jaxcgx.native.terms import digest
 
 # The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**19, 16
@@ -95,7 +96,7 @@ def _lower(
 ) -> Sequence[Any]:
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
-    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who])
+    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], timeout=net.timeout)
     # As xla_ffi/tcp/allreduce.h counts them.
     payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
     workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
@@ -115,6 +116,7 @@ def _lower(
         ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
+        digest=digest(layout, messages, how),
     )
     ctx.set_tokens_out(hidden.tokens_out)
     return results[:-1]

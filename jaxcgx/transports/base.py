@@ -59,6 +59,11 @@ class Transport:
         """The ranks of the first level that speak for the others. Only transports with levels have them."""
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
+    def labelled(self, label: int) -> Any:
+        """This transport for an exchange whose bytes are what `label` says, a digest. A transport that can do so
+        compares the labels of all ranks, since ranks that differ would use the bytes as something else."""
+        return self
+
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         """From [ranks, ...], row r goes to rank r; row r of the result came from rank r."""
         raise NotImplementedError(f"{type(self).__name__}.all_to_all")

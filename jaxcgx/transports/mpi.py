@@ -106,6 +106,10 @@ class Nodes(Transport):
     names: ClassVar[tuple[Any, ...]] = ()
     effects: ClassVar[frozenset[Any]] = EFFECTS
 
+    def labelled(self, label: int) -> "Nodes":
+        parts = {part: getattr(self, part).labelled(label) for part in ("everybody", "cross", "inner")}
+        return dataclasses.replace(self, **parts)
+
     @property
     def size(self) -> int:
         return self.everybody.size

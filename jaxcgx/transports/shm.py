@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_number
+from jaxcgx.native.leaving import at_exit
 from jaxcgx.native.registration import module
 from jaxcgx.native.rows import add
 from jaxcgx.native.shm import exchange
@@ -44,6 +45,7 @@ class Shm(Transport):
     rank: int
     names: ClassVar[tuple[Any, ...]] = ()
     order: Any  # the ordered effect, shared by everything that must run in one order
+    label: int = dataclasses.field(default=0, kw_only=True)
 
     # comm: Any, because type checkers can't rely on mpi4py's types, and other communicators fit too.
     @classmethod
@@ -59,11 +61,17 @@ class Shm(Transport):
         """
         check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
         # shm_attach waits for all ranks. The steps before it find what one rank can't do.
-        _together(comm, lambda: module().shm_detach(module().shm_attach(module().shm_create(1), 0, 1, timeout)))
+
+        def check() -> int:
+            module().shm_detach(module().shm_attach(module().shm_create(1), 0, [os.getpid()], timeout))
+            return os.getpid()
+
+        processes = _together(comm, check)
         name = _together(comm, lambda: module().shm_create(comm.size) if comm.rank == 0 else None)[0]
         process, file, _ = name.split(":")
         _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))
-        segments = _together(comm, lambda: module().shm_attach(name, comm.rank, comm.size, timeout))
+        segments = _together(comm, lambda: module().shm_attach(name, comm.rank, processes, timeout))
+        at_exit(module().shm_leave)
         return cls(segments[comm.rank], comm.size, comm.rank, order)
 
     @property
@@ -73,6 +81,9 @@ class Shm(Transport):
     def close(self) -> None:
         """Leaves the other ranks. The end of the process does the same."""
         module().shm_detach(self.segment)
+
+    def labelled(self, label: int) -> "Shm":
+        return dataclasses.replace(self, label=label)
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         return exchange("all_to_all", rows, self)

@@ -52,12 +52,16 @@ class TcpAxes(Axes):
 
     over: frozenset[Any]
     timeout: float
+    label: int = 0
 
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
 
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
+
+    def labelled(self, label: int) -> "TcpAxes":
+        return dataclasses.replace(self, label=label)
 
     @property
     def parts(self) -> Mapping[Any, Axes]:

@@ -98,6 +98,9 @@ class Leaders(base.Leaders):
     def __init__(self, everybody: Axes, outer: Axes, inner: Axes):
         self.everybody, self.outer, self.inner, self.size = everybody, outer, inner, outer.size
 
+    def labelled(self, label: int) -> "Leaders":
+        return Leaders(self.everybody.labelled(label), self.outer.labelled(label), self.inner)
+
     @property
     def rank(self) -> jax.Array:
         return self.outer.rank

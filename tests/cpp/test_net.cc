@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -20,7 +21,6 @@ using tcp::Net;
 namespace {
 
 using namespace std::chrono_literals;
-const std::string kToken = "0123456789abcdef";
 
 bool has(const std::string& message, const std::string& words) { return message.find(words) != std::string::npos; }
 
@@ -46,25 +46,53 @@ class Waiter {
   std::optional<std::string> result_;
 };
 
-std::shared_ptr<Net> listening() {
-  auto made = Net::listen();
-  CHECK(std::holds_alternative<std::shared_ptr<Net>>(made), "listen");
-  return std::get<0>(made);
+// The two ends of a connection over loopback.
+std::pair<tcp::Socket, tcp::Socket> connection() {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* to = reinterpret_cast<sockaddr*>(&address);
+  socklen_t length = sizeof address;
+  const tcp::Socket listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  tcp::Socket first(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  CHECK(bind(listener.number(), to, length) == 0 && listen(listener.number(), 1) == 0 &&
+            getsockname(listener.number(), to, &length) == 0 && connect(first.number(), to, length) == 0,
+        "connect");
+  return {std::move(first), tcp::Socket(accept(listener.number(), nullptr, nullptr))};
+}
+
+std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
+                          std::chrono::milliseconds silence = 30s) {
+  auto net = Net::make(process, std::move(connections), silence);
+  CHECK(std::holds_alternative<std::shared_ptr<Net>>(net), "make");
+  return std::get<0>(net);
+}
+
+// Processes, each connected to every other.
+std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::milliseconds silence = 30s) {
+  std::vector<std::vector<tcp::Connection>> all(processes);
+  for (auto& one : all) one.resize(processes);
+  for (int64_t i = 0; i < processes; ++i) {
+    for (int64_t j = 0; j < i; ++j) {
+      auto data = connection(), beats = connection();
+      all[i][j] = {"127.0.0.1", std::move(data.first), std::move(beats.first)};
+      all[j][i] = {"127.0.0.1", std::move(data.second), std::move(beats.second)};
+    }
+  }
+  std::vector<std::shared_ptr<Net>> nets;
+  for (int64_t i = 0; i < processes; ++i) nets.push_back(made(i, std::move(all[i]), silence));
+  return nets;
 }
 
 // body(net, rank) in a thread for each of the processes, all connected.
-void together(int64_t processes, const std::function<void(Net&, int64_t)>& body) {
-  std::vector<std::shared_ptr<Net>> nets;
-  std::vector<tcp::Address> addresses;
-  for (int64_t i = 0; i < processes; ++i)
-    nets.push_back(listening()), addresses.push_back({"127.0.0.1", nets.back()->port()});
+void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
+              std::chrono::milliseconds silence = 30s) {
+  auto nets = connected(processes, silence);
   std::vector<std::thread> threads;
   for (int64_t i = 0; i < processes; ++i) {
     threads.emplace_back([&, i] {
-      const auto failure = nets[static_cast<size_t>(i)]->connect(i, addresses, kToken, 30s);
-      CHECK(!failure, failure->what);
-      body(*nets[static_cast<size_t>(i)], i);
-      nets[static_cast<size_t>(i)].reset();
+      body(*nets[i], i);
+      nets[i].reset();
     });
   }
   for (auto& thread : threads) thread.join();
@@ -84,6 +112,7 @@ struct AllToAll {
            std::chrono::milliseconds timeout = 30s)
       : number(number), rank(rank), ranks(static_cast<int64_t>(processes.size())), slots(slots) {
     tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes",
+                    0,
                     0,
                     {std::move(processes), rank, timeout},
                     {},
@@ -151,7 +180,7 @@ void test_one_way() {
     if (rank == 1) std::this_thread::sleep_for(50ms);
     for (int i = 0; i < 5; ++i) {
       Waiter waiter;
-      tcp::Exchange e{"one way", 1, {first(3), rank, 30s}, {}, rank == 0, {}, waiter.done()};
+      tcp::Exchange e{"one way", 1, 0, {first(3), rank, 30s}, {}, rank == 0, {}, waiter.done()};
       if (rank == 1) e.receives.push_back({0, 0, got.data(), 100000});
       const auto running = net.begin(std::move(e));
       if (rank == 0) net.send(running, 1, 0, data.data(), 100000);
@@ -180,6 +209,25 @@ void wait_for(const std::atomic<bool>& flag) {
   while (!flag) std::this_thread::sleep_for(1ms);
 }
 
+// A process that leaves is like one that ended, and its own exchanges end, too.
+void test_one_ends() {
+  std::atomic<bool> left{false};
+  together(2, [&](Net& net, int64_t rank) {
+    if (rank == 1) {
+      AllToAll last(net, first(2), rank, 1000, 1, 1);
+      net.leave();
+      const std::string error = last.result();
+      CHECK(has(error, "all_to_all of 1000 bytes: this process ends"), error);
+      left = true;
+      return;
+    }
+    wait_for(left);
+    AllToAll(net, first(2), rank, 1000, 1, 1).result();  // what it needs may have come
+    const std::string error = AllToAll(net, first(2), rank, 1000, 1, 2).result();
+    CHECK(has(error, "which has ended or left"), error);
+  });
+}
+
 void test_one_is_late() {
   std::atomic<bool> noticed{false};
   together(2, [&](Net& net, int64_t rank) {
@@ -188,6 +236,49 @@ void test_one_is_late() {
     CHECK(has(error, "rank 0 waits for rank 1 (process 1 at 127.0.0.1), which has not come within 200 ms"), error);
     noticed = true;
   });
+}
+
+// What a process sends to one that is late fills the sockets. That is no silence: both live.
+void test_one_is_late_for_much() {
+  together(
+      2,
+      [](Net& net, int64_t rank) {
+        if (rank == 1) std::this_thread::sleep_for(900ms);
+        CHECK(AllToAll(net, first(2), rank, 40'000'000, 1, 1).result() == "", "much, and late");
+      },
+      300ms);
+}
+
+// The others' end of connections on which nothing comes: a host that vanished. What was to be sent there doesn't
+// matter.
+void test_one_vanishes() {
+  for (const int64_t bytes : {1000, 40'000'000}) {
+    auto data = connection(), beats = connection();
+    std::vector<tcp::Connection> two(2);
+    two[1] = {"10.0.0.3", std::move(data.first), std::move(beats.first)};
+    const auto net = made(0, std::move(two), 300ms);
+    const std::string error = AllToAll(*net, first(2), 0, bytes, 1, 1).result();
+    CHECK(has(error, "process 1 at 10.0.0.3), which can't be reached: silent for 300 ms"), error);
+  }
+}
+
+// The child of a fork has copies of all sockets, which would keep the connections of a process that ends open.
+void test_fork() {
+  auto nets = connected(2);
+  int hold[2];
+  CHECK(pipe(hold) == 0, "pipe");
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const auto& net : nets) net->forget();
+    close(hold[1]);
+    char byte;
+    _exit(static_cast<int>(read(hold[0], &byte, 1)));
+  }
+  nets[1].reset();
+  const std::string error = AllToAll(*nets[0], first(2), 0, 1000, 1, 1).result();
+  CHECK(has(error, "which has ended or left"), error);
+  close(hold[0]), close(hold[1]);
+  waitpid(child, nullptr, 0);
 }
 
 // Processes that don't need the one that gave up continue.
@@ -221,76 +312,41 @@ void test_they_differ() {
   });
 }
 
-// A connection of somebody else's.
-int connection(int port) {
-  const int s = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  CHECK(connect(s, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0, "connect");
-  return s;
-}
-
-struct Hello {
-  uint64_t magic = 0x6a61786367781001;
-  char token[16];
-  int64_t process;
-
-  Hello(const std::string& secret, int64_t process) : process(process) { std::memcpy(token, secret.data(), 16); }
-};
-
-void test_strangers_are_turned_away() {
-  const auto net = listening(), other = listening();
-  std::vector<int> strangers;
-  for (const Hello& hello : {Hello("another job's...", 1), Hello(kToken, 0), Hello(kToken, 2), Hello(kToken, -1)}) {
-    strangers.push_back(connection(net->port()));
-    CHECK(write(strangers.back(), &hello, sizeof hello) == sizeof hello, "hello");
-  }
-  strangers.push_back(connection(net->port()));  // which says nothing
-  strangers.push_back(connection(net->port()));
-  CHECK(write(strangers.back(), "GET / HTTP/1.1\r\n\r\n", 18) == 18, "hello");
-  const std::vector<tcp::Address> addresses{{"127.0.0.1", net->port()}, {"127.0.0.1", 1}};
-  std::thread waits([&] { CHECK(!net->connect(0, addresses, kToken, 30s), "connect"); });
-  char byte;
-  for (size_t i = 0; i < 4; ++i) CHECK(read(strangers[i], &byte, 1) <= 0, std::to_string(i));
-  CHECK(!other->connect(1, addresses, kToken, 30s), "connect");
-  waits.join();
-  for (const int s : strangers) close(s);
-
-  const auto wrong = listening(), right = listening();
-  const std::vector<tcp::Address> two{{"127.0.0.1", right->port()}, {"127.0.0.1", wrong->port()}};
-  std::thread lonely([&] {
-    const auto failure = right->connect(0, two, kToken, 500ms);
-    CHECK(failure && failure->what == "process 1 has not come in time", failure ? failure->what : "");
+// The same bytes, of something else.
+void test_they_differ_in_what_the_bytes_are() {
+  together(2, [](Net& net, int64_t rank) {
+    std::vector<uint8_t> data(100), got(100);
+    Waiter waiter;
+    const auto running = net.begin(
+        {"a sum", 0, 7 + rank, {first(2), rank, 30s}, {{1 - rank, 0, got.data(), 100}}, 1, {}, waiter.done()});
+    net.send(running, 1 - rank, 0, data.data(), 100);
+    const std::string error = waiter.wait();
+    CHECK(has(error, "has other arrays, or another codec, schedule or divisor, of the same length") ||
+              has(error, "gave up"),
+          error);
   });
-  const auto failure = wrong->connect(1, two, "fedcba9876543210", 30s);
-  CHECK(failure && has(failure->what, "turned this process away"), failure ? failure->what : "");
-  lonely.join();
-  const auto nobody = listening();
-  const auto refused = nobody->connect(1, {{"127.0.0.1", 1}, {"127.0.0.1", nobody->port()}}, kToken, 5s);
-  CHECK(refused && has(refused->what, "process 0 at 127.0.0.1, port 1 can't be reached: Connection refused"),
-        refused ? refused->what : "");
 }
 
-// Whatever a peer sends that knows the token: an error, soon, and nothing is written where it doesn't belong.
+// Whatever a peer sends: an error, soon, and nothing is written where it doesn't belong.
 void fuzz() {
   std::mt19937_64 random(1);
   for (int64_t round = 0; round < 60; ++round) {
-    const auto net = listening();
+    auto data = connection(), beats = connection();
+    std::vector<tcp::Connection> two(2);
+    two[1] = {"127.0.0.1", std::move(data.first), std::move(beats.first)};
+    auto net = made(0, std::move(two));
     std::thread liar([&, seed = random()] {
       std::mt19937_64 of(seed);
-      const int s = connection(net->port());
-      const Hello hello(kToken, 1);
-      char answer[sizeof hello];
-      CHECK(write(s, &hello, sizeof hello) == sizeof hello &&
-                recv(s, answer, sizeof answer, MSG_WAITALL) == sizeof answer,
-            "hello");
+      const int s = data.second.number();
       const auto choose = [&](std::vector<uint64_t> likely) { return of() % 8 ? likely[of() % likely.size()] : of(); };
       for (int64_t i = 0; i < 4; ++i) {
         const uint64_t bytes = choose({0, 100, 101});
-        const uint64_t header[5] = {of() % 16 ? 0x6a61786367781002ull : 0x6a61786367781003ull, choose({0, 0, 1, 7}),
-                                    choose({0, 0, 0, 1}), choose({0, 0, 1, ~0ull}), bytes};
+        const uint64_t header[6] = {of() % 16 ? 0x6a61786367781012ull : 0x6a61786367781013ull,
+                                    choose({0, 0, 1, 7}),
+                                    choose({0, 0, 0, 1}),
+                                    choose({0, 0, 0, 1}),
+                                    choose({0, 0, 1, ~0ull}),
+                                    bytes};
         const std::vector<uint8_t> data(bytes > 1000 ? 1000 : bytes, 1);
         (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
         (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
@@ -299,13 +355,12 @@ void fuzz() {
       char rest[4096];
       while (read(s, rest, sizeof rest) > 0) {
       }
-      close(s);
     });
-    CHECK(!net->connect(0, {{"127.0.0.1", net->port()}, {"127.0.0.1", 1}}, kToken, 30s), "connect");
     for (int64_t i = 0; i < 3; ++i) {
       Waiter waiter;
       std::vector<uint8_t> in(100), out(200);
       const auto running = net->begin({"an exchange",
+                                       0,
                                        0,
                                        first(2),
                                        0,
@@ -317,7 +372,7 @@ void fuzz() {
       net->send(running, 1, 0, in.data(), 100);
       CHECK(waiter.wait() != "hangs", std::to_string(round));
     }
-    const_cast<std::shared_ptr<Net>&>(net).reset();
+    net.reset();
     liar.join();
   }
 }
@@ -341,14 +396,18 @@ void test_threads() {
 
 int main() {
   alarm(120);
+  test_fork();
   test_exchanges();
   test_several_in_flight_and_groups();
   test_one_way();
   test_one_leaves();
+  test_one_ends();
   test_one_is_late();
+  test_one_is_late_for_much();
+  test_one_vanishes();
   test_one_gives_up();
   test_they_differ();
-  test_strangers_are_turned_away();
+  test_they_differ_in_what_the_bytes_are();
   fuzz();
   test_threads();
   return test::finish();

@@ -1,4 +1,6 @@
 // Ranks that are threads of one process, so that ThreadSanitizer sees all of them.
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -21,7 +23,7 @@ std::vector<std::string> on_ranks(int64_t ranks, const Body& body) {
   for (int64_t rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       shm::Ring ring(memory, rank, ranks, std::chrono::seconds(60));
-      const Status error = ring.join();
+      const Status error = ring.join(std::vector<int64_t>(ranks, getpid()));
       messages[rank] = error ? error->message : body(ring, rank);
     });
   }

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstring>
 #include <functional>
@@ -39,12 +40,23 @@ class Processes {
     started_.push_back({process, message});
   }
 
-  // The ranks of a segment that this process makes.
-  void start(int64_t ranks, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(30)) {
+  // The ranks of a segment that this process makes. `dies`: one that is killed before it attaches.
+  void start(int64_t ranks, const Body& body, std::chrono::milliseconds timeout = std::chrono::seconds(30),
+             int64_t dies = -1) {
     const std::string name = name_of(ranks);
+    const auto bytes = static_cast<size_t>(ranks) * sizeof(pid_t);
+    auto* known = static_cast<std::atomic<pid_t>*>(
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
     for (int64_t rank = 0; rank < ranks; ++rank) {
       start([=] {
-        auto attached = shm::Segment::attach(name, rank, ranks, timeout);
+        known[rank] = getpid();
+        std::vector<int64_t> processes;
+        for (int64_t other = 0; other < ranks; ++other) {
+          while (known[other] == 0) usleep(100);
+          processes.push_back(known[other]);
+        }
+        if (rank == dies) raise(SIGKILL);
+        auto attached = shm::Segment::attach(name, rank, processes, timeout);
         if (const auto* failure = std::get_if<Failure>(&attached)) return failure->what;
         return body(std::get<0>(attached), rank);
       });
@@ -88,7 +100,8 @@ int64_t open_descriptors() {
 
 // What attaching says in this process.
 std::string refusal(const std::string& name, int64_t rank, int64_t ranks) {
-  auto attached = shm::Segment::attach(name, rank, ranks, std::chrono::milliseconds(50));
+  auto attached =
+      shm::Segment::attach(name, rank, std::vector<int64_t>(ranks, getpid()), std::chrono::milliseconds(50));
   const auto* failure = std::get_if<Failure>(&attached);
   return failure ? failure->what : "";
 }
@@ -125,6 +138,27 @@ void deaths() {
       CHECK(has(messages[rank], "all_to_all of 3000000 bytes"), messages[rank]);
     }
   }
+}
+
+void deaths_before_they_attach() {
+  Processes processes;
+  processes.start(3, [](auto&, int64_t) { return std::string("attached"); }, std::chrono::minutes(10), 1);
+  const auto messages = processes.messages();
+  for (const int64_t rank : {0, 2})
+    CHECK(has(messages[rank], "rank 1 (process ") && has(messages[rank], ") has ended"), messages[rank]);
+}
+
+// The process lives, and a thread of it is in the middle of an exchange.
+void departures_at_exit() {
+  Processes processes;
+  processes.start(2, [](auto& segment, int64_t rank) {
+    std::string message = test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000);
+    if (rank == 1) segment->ring().leave();
+    return rank == 1 ? message : message + test::run(segment->ring(), rank, Operation::kAllGather, 0, 1000);
+  });
+  const auto messages = processes.messages();
+  CHECK(messages[1].empty(), messages[1]);
+  CHECK(has(messages[0], "which has left"), messages[0]);
 }
 
 void departures() {
@@ -174,6 +208,15 @@ void disagreements() {
       CHECK(has(message, "every rank must run the same exchanges") || has(message, "gave up"), message);
     }
   }
+  // The same bytes, of something else.
+  Processes same;
+  same.start(2, [](auto& segment, int64_t rank) {
+    uint8_t in[20] = {}, out[20];
+    const Status error = segment->ring().run({Operation::kAllToAll, 0, 10, in, out, rank});
+    return error ? error->message : "";
+  });
+  for (const std::string& message : same.messages())
+    CHECK(has(message, "of other arrays, or of another codec, schedule or divisor"), message);
   // Ranks that would take nothing from each other.
   Processes processes;
   processes.start(3, [](auto& segment, int64_t rank) {
@@ -192,7 +235,7 @@ void garbage() {
     for (int64_t rank = 0; rank < 2; ++rank) {
       processes.start([=] {
         shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(2000));
-        if (ring.join()) return std::string("not joined");
+        if (ring.join({getpid(), getpid()})) return std::string("not joined");
         std::string message;
         if (rank == 0) {
           for (int64_t i = 0; i < 100 && message.empty(); ++i)
@@ -275,6 +318,8 @@ int main() {
   doubles();
   exchanges();
   deaths();
+  deaths_before_they_attach();
+  departures_at_exit();
   departures();
   lateness();
   disagreements();

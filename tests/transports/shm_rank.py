@@ -7,6 +7,7 @@ then it waits to
 be killed.
 """
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -48,6 +49,21 @@ class Comm:
     def allgather(self, mine):
         print("mine", pickle.dumps(mine).hex(), flush=True)
         return [pickle.loads(bytes.fromhex(each)) for each in input().split()]
+
+
+class Early(Comm):
+    """The last rank dies before it attaches, and what the others say to that is an exception."""
+
+    calls = 0
+
+    def allgather(self, mine):
+        self.calls += 1
+        if self.calls == 4:
+            raise mine
+        every = super().allgather(mine)
+        if self.calls == 3 and self.rank == self.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return every
 
 
 def random(shape, dtype, *seed):
@@ -268,6 +284,22 @@ def stay_away(net):
     return until_an_error(net)
 
 
+def fail(net):
+    """The last rank ends with an exception, but something keeps its process."""
+    if net.rank == net.size - 1:
+        raise ValueError("an error of one rank")
+    return until_an_error(net)
+
+
+def mistake(net):
+    """The last rank takes the bytes for other numbers."""
+    dtype = jnp.float32 if net.rank == net.size - 1 else jnp.int32
+    try:
+        jax.jit(net.all_gather)(jnp.zeros(5, dtype)).block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+
+
 def leave(net):
     """The last rank closes its transport, and lives."""
     if net.rank == net.size - 1:
@@ -279,6 +311,14 @@ def leave(net):
 def main():
     action, rank, size = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    if action == "fail":
+        atexit.register(signal.pause)  # as JAX and MPI may wait for the others
+    if action == "die_early":
+        try:
+            Shm.over(Early(rank, size), timeout=60)
+        except RuntimeError as error:
+            print(json.dumps(str(error)), flush=True)
+        signal.pause()
     net = Shm.over(Comm(rank, size), timeout=2 if action == "stay_away" else 60)
     print(json.dumps(globals()[action](net)), flush=True)
     signal.pause()  # alive, as long as others may look

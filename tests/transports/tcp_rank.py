@@ -4,10 +4,9 @@ is told:
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
 everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what
-they can't
-do, and what rank 1 alone is told by `explain`. die, stay_away: the last one kills itself, or doesn't come, in the
-middle of sums of
-the others, who print their error.
+they can't do, and what rank 1 alone is told by `explain`. die, stay_away, raise, differ: in the middle of sums of the
+others, who print their error, the last one kills itself while a child of it lives, doesn't come, ends with an
+exception, or forms the mean.
 """
 
 import ctypes
@@ -26,6 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
+from jaxcgx.native import connections
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
 SHAPES = {
@@ -230,11 +230,19 @@ def explained():
 def sum_until(action, last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
     x = array(mesh, (200_000,), "float32", 0)
-    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.MaxMin(4), schedule="two_shot")))
+    collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
+    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule="two_shot")))
+    connections.connect(60)
     for i in range(10**9):
         if last and i == 5:
             if action == "die":
+                if os.fork() == 0:
+                    os.close(1)
+                    time.sleep(100)
+                    os._exit(0)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if action == "raise":
+                raise ValueError("an error of one rank")
             time.sleep(10**6)
         try:
             program(x).block_until_ready()

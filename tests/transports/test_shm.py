@@ -114,6 +114,27 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others():
         assert processes.running[2].wait() == -signal.SIGKILL
 
 
+def test_a_rank_that_dies_before_it_attaches_is_an_error_of_the_others():
+    with Processes("die_early", 2) as processes:
+        assert re.fullmatch(r"rank 1 \(process \d+\) has ended", processes.result(0))
+
+
+def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
+    with Processes("fail", 2) as processes:
+        assert "which has left" in processes.result(0)
+        assert processes.running[1].poll() is None  # something keeps it
+
+
+def test_the_same_bytes_of_other_numbers_are_an_error_of_every_rank():
+    with Processes("mistake", 2) as processes:
+        for error in processes.results():
+            assert re.search(
+                r"INVALID_ARGUMENT: .* all_gather of 20 bytes of other arrays, or of another codec, schedule or "
+                r"divisor; every rank must run the same exchanges",
+                error,
+            )
+
+
 def test_rows_of_different_lengths_are_an_error_of_every_rank():
     with Processes("differ", 2) as processes:
         errors = processes.results()
@@ -219,7 +240,7 @@ def test_one_device_only(alone):
     ids=["right", "operation", "negative operation", "argument", "negative argument", "bytes", "dtype", "segment"],
 )
 def test_the_handler_trusts_nobody(alone, operand, changes, words):
-    attributes = {"segment": alone.segment, "operation": 2, "argument": 0} | changes
+    attributes = {"segment": alone.segment, "operation": 2, "argument": 0, "digest": 0} | changes
     effect = _compat.OrderedEffect()
     call = _compat.Primitive("call")
     call.def_effectful_abstract_eval(lambda x: (x.update(shape=(3,), dtype=np.dtype("uint8")), {effect}))

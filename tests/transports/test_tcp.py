@@ -1,7 +1,7 @@
 """Processes that exchange over connections of jaxcgx's own: the bits of the plain axes, and an end when a rank
 fails."""
 
-import functools
+import contextlib
 import json
 import os
 import pathlib
@@ -39,6 +39,7 @@ def results(action, processes):
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            process_group=0,
         )
         for rank in range(processes)
     ]
@@ -55,7 +56,8 @@ def results(action, processes):
     finally:
         limit.cancel()
         for process in running:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
             process.communicate()
 
 
@@ -94,6 +96,7 @@ def test_explain_says_what_it_does_not_count(everything):
 
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
+    """Also if it has a child, which has copies of its sockets."""
     error, nothing = results("die", 2)
     assert re.search(
         r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), "
@@ -104,32 +107,77 @@ def test_a_rank_that_is_killed_is_an_error_of_the_others():
     assert nothing is None
 
 
+def test_a_rank_that_ends_with_an_exception_is_an_error_of_the_others():
+    """JAX keeps its process until the others end, for 300 s."""
+    error, nothing = results("raise", 2)
+    assert re.search(
+        r"UNAVAILABLE: .* rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which has ended or left", error
+    )
+    assert nothing is None
+
+
+def test_programs_that_differ_are_an_error_of_every_rank():
+    errors = results("differ", 2)
+    words = "has other arrays, or another codec, schedule or divisor, of the same length"
+    assert any(re.search(rf"INVALID_ARGUMENT: .* {words}; every process must run the same", each) for each in errors)
+    assert all(words in each or "gave up" in each or "has ended or left" in each for each in errors)
+
+
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout():
     error, nothing = results("stay_away", 2)
     assert re.search(r"DEADLINE_EXCEEDED: .* rank 0 waits for rank 1 .*, which has not come within 1000 ms", error)
     assert nothing is None
 
 
-@pytest.mark.parametrize(
-    ("problem", "words"),
-    [("DEADLINE_EXCEEDED: later", "process 0 has not come within 1800 s"), ("UNAVAILABLE: gone", "UNAVAILABLE: gone")],
-)
-def test_processes_that_do_not_meet_have_no_second_try(problem, words, monkeypatch):
-    class Store:
-        def key_value_set(self, key, value):
-            assert key not in vars(self)  # as the real one
-            setattr(self, key, value)
+class Store:
+    """As much of jax.distributed's store as processes need to meet."""
 
-        def blocking_key_value_get(self, key, timeout):
-            raise jax.errors.JaxRuntimeError(problem)
+    def __init__(self):
+        self.values = {}
 
-    met = (Store(), 0, 2, "127.0.0.1:1")
-    monkeypatch.setattr(connections._compat, "rendezvous", lambda: met)
-    monkeypatch.setattr(connections.module(), "tcp_listen", lambda: 1)
-    monkeypatch.setattr(connections, "_failure", functools.cache(connections._failure.__wrapped__))
+    def key_value_set(self, key, value):
+        if key in self.values:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return list(self.values.items())
+
+
+def test_processes_that_do_not_meet_have_no_second_try(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, 1, 2, "127.0.0.1:1"))
+    monkeypatch.setattr(connections, "_why", None)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=f"Tcp: {words}; start the processes again"):
-            connections.connect()
+        with pytest.raises(RuntimeError, match=r"Tcp: process 0 has not come within 0.1 s; start the processes again"):
+            connections.connect(0.1)
+    assert store.values["jaxcgx/tcp/1"].endswith(" 127.0.0.1")
+
+
+def test_the_wait_for_the_others_can_be_interrupted(monkeypatch):
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
+    monkeypatch.setattr(connections, "_why", None)
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        connections.connect(60)
+    with pytest.raises(RuntimeError, match="the wait for the other processes was interrupted; start the processes"):
+        connections.connect(60)
+
+
+def test_the_coordinator_ends_while_a_process_waits(monkeypatch):
+    store = Store()
+
+    def get(folder):
+        if "jaxcgx/tcp/1" in store.values:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: gone")
+        return list(store.values.items())
+
+    store.key_value_dir_get = get
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (store, 1, 2, "127.0.0.1:1"))
+    monkeypatch.setattr(connections, "_why", None)
+    with pytest.raises(RuntimeError, match=r"Tcp: UNAVAILABLE: gone; start the processes again"):
+        connections.connect(60)
 
 
 def test_a_process_alone():
@@ -137,7 +185,7 @@ def test_a_process_alone():
         RuntimeError,
         match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first",
     ):
-        connections.connect()
+        connections.connect(1)
 
 
 def test_devices_of_one_process():

@@ -10,7 +10,7 @@ namespace {
 
 // The tokens order a program's exchanges; they hold nothing.
 ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
-                    int64_t segment, int64_t operation, int64_t argument) {
+                    int64_t segment, int64_t operation, int64_t argument, int64_t digest) {
   const std::string op = "exchange";
   const auto found = shm::find(segment);
   if (!found) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "jaxcgx_exchange: this transport was closed");
@@ -31,7 +31,7 @@ ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
   }
   cpu::ask_for_large_pages(y->untyped_data(), out);
   const auto* from = static_cast<const uint8_t*>(x.untyped_data());
-  const Status error = ring.run({kind, argument, bytes, from, static_cast<uint8_t*>(y->untyped_data())});
+  const Status error = ring.run({kind, argument, bytes, from, static_cast<uint8_t*>(y->untyped_data()), digest});
   return error ? error_of(op, *error) : ffi::Error::Success();
 }
 
@@ -45,6 +45,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_exchange_cpu, exchange,
                                   .Ret<ffi::Token>()
                                   .Attr<int64_t>("segment")
                                   .Attr<int64_t>("operation")
-                                  .Attr<int64_t>("argument"));
+                                  .Attr<int64_t>("argument")
+                                  .Attr<int64_t>("digest"));
 
 }  // namespace jaxcgx

@@ -85,7 +85,8 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
                      ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
   Attributes attributes(op, dictionary);
-  const auto operation = attributes.get<int64_t>("operation"), timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const auto operation = attributes.get<int64_t>("operation"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
+             digest = attributes.get<int64_t>("digest");
   const auto targets = attributes.get<Sizes>("targets");
   CGX_FAIL_IF_ERROR(attributes.error());
   const auto group = make_group(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
@@ -117,7 +118,8 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
             bytes,
             {targets.begin(), targets.end()},
             static_cast<const uint8_t*>(x.untyped_data()),
-            static_cast<uint8_t*>(y->untyped_data())},
+            static_cast<uint8_t*>(y->untyped_data()),
+            digest},
            completes(promise));
   return future;
 }
@@ -153,7 +155,8 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
                       ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce";
   Attributes attributes(op, dictionary);
-  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms");
+  const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
+             digest = attributes.get<int64_t>("digest");
   const bool two_shot = attributes.get<bool>("two_shot"), own = attributes.get<bool>("own"),
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback");
   const auto divisor = attributes.get<float>("divisor");
@@ -173,6 +176,7 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
   a.feedback = feedback;
   a.sum_feedback = sum_feedback;
   a.divisor = divisor;
+  a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
   const int32_t* who = nullptr;
   CGX_FAIL_IF_ERROR(take_buffers(*message, args, rets, &a, &who));

@@ -61,10 +61,10 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 
 // What ranks must agree on. It is in every slot, so that a rank sees a difference before it takes a byte.
 struct Ring::Terms {
-  int64_t operation, argument, bytes;
+  int64_t operation, argument, bytes, digest;
 
   bool operator==(const Terms& o) const {
-    return operation == o.operation && argument == o.argument && bytes == o.bytes;
+    return operation == o.operation && argument == o.argument && bytes == o.bytes && digest == o.digest;
   }
 
   std::string words() const {
@@ -93,11 +93,16 @@ int64_t Ring::bytes(int64_t ranks) { return ranks * static_cast<int64_t>(sizeof(
 Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout)
     : memory_(static_cast<uint8_t*>(memory)), rank_(rank), ranks_(ranks), timeout_(timeout), processes_(ranks, -1) {}
 
-Ring::~Ring() {
+void Ring::leave() {
   uint32_t here = kHere;
   // The child of a fork also has the mapping, but is no rank.
-  if (control(rank_).process.load() == static_cast<uint32_t>(getpid()))
-    control(rank_).state.compare_exchange_strong(here, kLeft);
+  if (control(rank_).process.load() != static_cast<uint32_t>(getpid())) return;
+  control(rank_).state.compare_exchange_strong(here, kLeft);
+  wake(control(rank_).written);
+}
+
+Ring::~Ring() {
+  leave();
   for (int process : processes_) {
     if (process >= 0) close(process);
   }
@@ -126,26 +131,31 @@ std::string Ring::name(int64_t rank) const {
   return "rank " + std::to_string(rank) + " (process " + std::to_string(control(rank).process.load()) + ")";
 }
 
-Status Ring::join() {
+Status Ring::join(const std::vector<int64_t>& processes) {
   uint32_t nobody = 0;
   if (!control(rank_).process.compare_exchange_strong(nobody, static_cast<uint32_t>(getpid()))) {
     return Error{Error::Kind::kDifferent, "there already is a " + name(rank_)};
+  }
+  const auto gone = [&](int64_t rank, const std::string& how) {
+    return Error{Error::Kind::kGone, "rank " + std::to_string(rank) + " (process " +
+                                         std::to_string(processes[static_cast<size_t>(rank)]) + ") " + how};
+  };
+  for (int64_t rank = 0; rank < ranks_; ++rank) {
+    processes_[rank] = static_cast<int>(syscall(SYS_pidfd_open, processes[static_cast<size_t>(rank)], 0));
+    if (processes_[rank] >= 0) continue;
+    return gone(rank,
+                errno == ESRCH ? "has ended" : std::string("can't be watched: pidfd_open: ") + std::strerror(errno));
   }
   control(rank_).state.store(kHere);
   const auto deadline = Clock::now() + timeout_;
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     while (control(rank).state.load() == kAbsent) {
+      if (died(rank)) return gone(rank, "has ended");
       if (Clock::now() >= deadline) {
         return Error{Error::Kind::kLate, "rank " + std::to_string(rank) + " has not come within " +
                                              std::to_string(timeout_.count()) + " ms"};
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    processes_[rank] = static_cast<int>(syscall(SYS_pidfd_open, control(rank).process.load(), 0));
-    if (processes_[rank] < 0) {
-      const std::string what =
-          errno == ESRCH ? " has ended" : std::string(" can't be watched: pidfd_open: ") + std::strerror(errno);
-      return Error{Error::Kind::kGone, name(rank) + what};
     }
   }
   return std::nullopt;
@@ -153,7 +163,7 @@ Status Ring::join() {
 
 Status Ring::run(const Exchange& e) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Terms terms{static_cast<int64_t>(e.operation), e.argument, e.bytes};
+  const Terms terms{static_cast<int64_t>(e.operation), e.argument, e.bytes, e.digest};
   if (!failure_ && (failure_ = exchange(e, terms))) {
     control(rank_).state.store(kFailed);
     wake(control(rank_).written);
@@ -225,9 +235,11 @@ Status Ring::read(const Exchange& e, const Terms& terms, int64_t offset) {
     if (Status error = wait(rank, terms)) return error;
     const Slot& s = slot(rank, read_);
     if (const Terms found = s.terms; !(found == terms)) {
-      return Error{Error::Kind::kDifferent, "rank " + std::to_string(rank_) + " has " + terms.words() + ", " +
-                                                name(rank) + " has " + found.words() +
-                                                "; every rank must run the same exchanges, in the same order"};
+      const bool other = found.words() == terms.words();
+      return Error{Error::Kind::kDifferent,
+                   "rank " + std::to_string(rank_) + " has " + terms.words() + ", " + name(rank) + " has " +
+                       found.words() + (other ? " of other arrays, or of another codec, schedule or divisor" : "") +
+                       "; every rank must run the same exchanges, in the same order"};
     }
     if (!comes_from(e, rank, rank_, ranks_)) continue;
     copy(target(e, rank) + offset, s.data + (e.operation == Operation::kAllToAll ? (i - 1) * step : 0), bytes);

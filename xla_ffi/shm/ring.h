@@ -31,6 +31,7 @@ struct Exchange {
   int64_t argument, bytes;
   const uint8_t* in;
   uint8_t* out;
+  int64_t digest = 0;  // of what all ranks must have in common besides
 };
 
 constexpr int64_t kMostRanks = 1024;
@@ -45,8 +46,12 @@ class Ring {
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Call before the first exchange. Returns when every rank has joined.
-  Status join();
+  // Call before the first exchange. Returns when every rank has joined. processes: of the ranks, to notice that one
+  // ends before it joins.
+  Status join(const std::vector<int64_t>& processes);
+
+  // Ends every exchange of the others that needs this rank, as the destructor does, also while one is running here.
+  void leave();
 
   // After an error, every further exchange returns it: the ranks may be in different rounds.
   Status run(const Exchange& exchange);

@@ -63,8 +63,9 @@ Or<std::string> create(int64_t ranks) {
   return std::string(name);
 }
 
-Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t rank, int64_t ranks,
-                                             std::chrono::milliseconds timeout) {
+Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t rank,
+                                             const std::vector<int64_t>& processes, std::chrono::milliseconds timeout) {
+  const auto ranks = static_cast<int64_t>(processes.size());
   if (ranks < 1 || ranks > kMostRanks || rank < 0 || rank >= ranks) {
     return Failure{"expected a rank of 1 to " + std::to_string(kMostRanks) + ", got rank " + std::to_string(rank) +
                    " of " + std::to_string(ranks)};
@@ -96,7 +97,7 @@ Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t ra
   if (memory == MAP_FAILED) return because("mmap");
   std::shared_ptr<Segment> segment(new Segment(memory, ranks));
   segment->ring_ = std::make_unique<Ring>(static_cast<uint8_t*>(memory) + Header::kBytes, rank, ranks, timeout);
-  if (const Status error = segment->ring_->join()) return Failure{error->message};
+  if (const Status error = segment->ring_->join(processes)) return Failure{error->message};
   return segment;
 }
 

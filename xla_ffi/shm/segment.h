@@ -15,9 +15,9 @@ Or<std::string> create(int64_t ranks);
 
 class Segment {
  public:
-  // Returns when all ranks have joined.
-  static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank, int64_t ranks,
-                                             std::chrono::milliseconds timeout);
+  // Returns when all ranks, which are these processes, have joined.
+  static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank,
+                                             const std::vector<int64_t>& processes, std::chrono::milliseconds timeout);
   ~Segment();
 
   Ring& ring() { return *ring_; }

@@ -20,8 +20,9 @@ Segments& segments() {
 
 }  // namespace
 
-Or<int64_t> attach(const std::string& name, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout) {
-  auto attached = Segment::attach(name, rank, ranks, timeout);
+Or<int64_t> attach(const std::string& name, int64_t rank, const std::vector<int64_t>& processes,
+                   std::chrono::milliseconds timeout) {
+  auto attached = Segment::attach(name, rank, processes, timeout);
   if (const auto* failure = std::get_if<Failure>(&attached)) return *failure;
   std::lock_guard<std::mutex> lock(segments().mutex);
   segments().by_number[++segments().last] = std::get<0>(attached);
@@ -35,6 +36,11 @@ void detach(int64_t segment) {
   if (found == segments().by_number.end()) return;
   detached.swap(found->second);
   segments().by_number.erase(found);
+}
+
+void leave() {
+  std::lock_guard<std::mutex> lock(segments().mutex);
+  for (const auto& [number, segment] : segments().by_number) segment->ring().leave();
 }
 
 std::shared_ptr<Segment> find(int64_t segment) {

@@ -5,11 +5,15 @@
 
 namespace jaxcgx::shm {
 
-// Returns when all ranks have attached.
-Or<int64_t> attach(const std::string& name, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
+// Returns when all ranks, which are these processes, have attached.
+Or<int64_t> attach(const std::string& name, int64_t rank, const std::vector<int64_t>& processes,
+                   std::chrono::milliseconds timeout);
 
 // Leaves the other ranks.
 void detach(int64_t segment);
+
+// Leaves the other ranks of all segments, also while an exchange is running here: this process ends.
+void leave();
 
 // Null after detach.
 std::shared_ptr<Segment> find(int64_t segment);

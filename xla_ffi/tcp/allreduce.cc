@@ -65,6 +65,7 @@ class Running : public std::enable_shared_from_this<Running> {
     e.name = std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " +
              std::to_string(all_ * (a_.two_shot ? ranks_ : 1) * bytes_) + " bytes";
     e.kind = kKind + a_.two_shot;
+    e.digest = a_.digest;
     e.group = std::move(group);
     for (int64_t piece = 0; piece < all_; ++piece) {
       for (int64_t i = 1; i < ranks_; ++i) {

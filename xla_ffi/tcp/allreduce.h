@@ -29,6 +29,7 @@ struct Allreduce {
   bool feedback = false;      // with residuals of the first encoding,
   bool sum_feedback = false;  // and of the sum's
   float divisor = 1.0f;
+  int64_t digest = 0;  // of what all ranks must have in common
   std::vector<int64_t> ids = {};
   Buffers first = {};            // those of the other messages follow each of its buffers
   uint8_t* workspace = nullptr;  // workspace_bytes()

@@ -19,6 +19,7 @@ struct Collective {
   std::vector<int64_t> targets;  // of permute, by rank
   const uint8_t* in;
   uint8_t* out;
+  int64_t digest;  // of what all ranks must have in common
 };
 
 // Returns when all is under way. `in` and `out` are in use until `done` is called.

@@ -1,7 +1,8 @@
-// Moving the bytes of exchanges between processes that have connected.
 #include "tcp/net.h"
 
+#include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -12,10 +13,11 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781002;  // "jaxcgx", and the version of what follows
-constexpr uint64_t kGaveUp = 0x6a61786367781003;
+constexpr uint64_t kMessage = 0x6a61786367781012;  // "jaxcgx", and the version of what follows
+constexpr uint64_t kGaveUp = 0x6a61786367781013;
 constexpr int64_t kStep = 256 << 10;            // bytes that one connection moves before the next one's turn
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
+constexpr int kBeats = 6;                       // silent ones, after which a process has vanished
 
 const char* const kEnded = "has ended or left";
 
@@ -23,9 +25,70 @@ std::string ended_or(int error) {
   return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
 }
 
+bool nonblocking(int socket) { return fcntl(socket, F_SETFL, O_NONBLOCK) == 0; }
+
 }  // namespace
 
+Socket::~Socket() {
+  if (number_ >= 0) close(number_);
+}
+
+Net::Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence)
+    : process_(process), silence_(silence), events_(std::move(events)), alarm_(std::move(alarm)) {}
+
+Net::~Net() {
+  if (!thread_.joinable()) return;
+  post([this] { stopping_ = true; });
+  thread_.join();
+}
+
+Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections,
+                                   std::chrono::milliseconds silence) {
+  const auto n = static_cast<int64_t>(connections.size());
+  const auto failed = [](const std::string& what) { return Failure{what + ": " + reason()}; };
+  if (n < 1 || n > kMostProcesses || process < 0 || process >= n) {
+    return Failure{"expected a process of 1 to " + std::to_string(kMostProcesses) + ", got process " +
+                   std::to_string(process) + " of " + std::to_string(n)};
+  }
+  Socket events(epoll_create1(EPOLL_CLOEXEC)), alarm(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (events.number() < 0) return failed("epoll_create1");
+  if (alarm.number() < 0) return failed("eventfd");
+  const std::shared_ptr<Net> net(new Net(process, std::move(events), std::move(alarm), silence));
+  const auto watch = [&](int socket, uint32_t what, Peer* peer) {
+    epoll_event event{};
+    event.events = what;
+    event.data.ptr = peer;
+    return epoll_ctl(net->events_.number(), EPOLL_CTL_ADD, socket, &event) == 0;
+  };
+  for (int64_t i = 0; i < n; ++i) {
+    Connection& c = connections[static_cast<size_t>(i)];
+    net->peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
+    if (i == process) continue;
+    Peer& peer = *net->peers_.back();
+    peer.process = i, peer.host = std::move(c.host), peer.socket = std::move(c.data), peer.beats = std::move(c.beats);
+    if (!nonblocking(peer.socket.number()) || !nonblocking(peer.beats.number()) ||
+        !watch(peer.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &peer))
+      return failed("a connection");
+  }
+  if (!watch(net->alarm_.number(), EPOLLIN, nullptr)) return failed("epoll_ctl");
+  net->next_beat_ = Clock::now() + silence / kBeats;
+  net->thread_ = std::thread([self = net.get()] { self->run(); });
+  return net;
+}
+
+void Net::forget() {
+  process_ = -1;
+  for (const auto& peer : peers_) {
+    if (peer) peer->socket = Socket(), peer->beats = Socket();
+  }
+  events_ = Socket(), alarm_ = Socket();
+}
+
 // From any thread
+
+void Net::leave() {
+  post([this] { fail({Error::Kind::kGone, process_, "ends"}); });
+}
 
 void Net::post(std::function<void()> command) {
   {
@@ -55,9 +118,10 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
   post([=] {
     if (running->over) return;
     const auto r = static_cast<size_t>(rank);
-    Peer& peer = *peers_[static_cast<size_t>(running->exchange.group.processes[r])];
+    const Exchange& e = running->exchange;
+    Peer& peer = *peers_[static_cast<size_t>(e.group.processes[r])];
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
-    peer.outs.push_back({{kMessage, running->numbers[r], running->exchange.kind, slot, bytes}, data, running});
+    peer.outs.push_back({{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes}, data, running});
   });
 }
 
@@ -66,8 +130,8 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
 void Net::run() {
   epoll_event events[64];
   while (true) {
-    const int nap = running_.empty() ? -1 : static_cast<int>(kNap.count());
-    const int n = epoll_wait(events_.number(), events, 64, nap);
+    const auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
+    const int n = epoll_wait(events_.number(), events, 64, static_cast<int>(nap.count()));
     for (int i = 0; i < n; ++i) {
       auto* peer = static_cast<Peer*>(events[i].data.ptr);
       if (peer == nullptr) {
@@ -92,6 +156,7 @@ void Net::run() {
         if (peer) moved |= push(*peer);
         if (peer) moved |= pull(*peer);
       }
+      if (Clock::now() >= next_beat_) beat();
     }
     look_at_the_clock();
   }
@@ -171,6 +236,7 @@ bool Net::pull(Peer& peer) {
       lose(peer, kEnded);
       return false;
     }
+    peer.heard = true;
     (header ? peer.header_bytes : peer.received) += n;
   }
   if (!header && peer.received == peer.header.bytes) {
@@ -203,13 +269,15 @@ bool Net::expect(Peer& peer) {
     for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
       const Exchange::Receive& r = e.receives[i];
       if (r.rank != open->second.rank || r.slot != h.slot || running->taken[i]) continue;
-      if (r.bytes == h.bytes) {
+      if (r.bytes == h.bytes && e.digest == h.digest) {
         running->taken[i] = true;
         peer.of = running;
         peer.receive = i;
         return true;
       }
-      what = "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
+      what = r.bytes == h.bytes
+                 ? "has other arrays, or another codec, schedule or divisor, of the same length"
+                 : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
     }
     if (e.kind != h.kind) what = "has another exchange";
     what += "; every process must run the same exchanges, in the same order";
@@ -222,6 +290,21 @@ bool Net::expect(Peer& peer) {
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
   if (!peer.open.empty() || !peer.outs.empty()) fail({Error::Kind::kGone, peer.process, how});
+}
+
+// Counts its own beats, not the time: a process that was stopped itself knows nothing of the others.
+void Net::beat() {
+  next_beat_ = Clock::now() + silence_ / kBeats;
+  for (const auto& peer : peers_) {
+    if (!peer || !peer->gone.empty()) continue;
+    uint8_t beats[64] = {};
+    (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // one that finds no room is not missed
+    // A process that has closed this connection has closed the other one, too; that end is behind its data.
+    if (recv(peer->beats.number(), beats, sizeof beats, 0) >= 0) peer->heard = true;
+    peer->silent = peer->heard ? 0 : peer->silent + 1;
+    peer->heard = false;
+    if (peer->silent >= kBeats) lose(*peer, "can't be reached: silent for " + std::to_string(silence_.count()) + " ms");
+  }
 }
 
 void Net::step(const std::shared_ptr<Running>& running) {
@@ -253,8 +336,9 @@ void Net::fail(Trouble trouble) {
   trouble_ = std::move(trouble);
   for (const auto& peer : peers_) {
     if (!peer) continue;
-    if (peer->outs.empty() || peer->outs.front().sent == 0) {  // not in the middle of a message
-      const Header header{kGaveUp, 0, 0, trouble_->process, 0};
+    const bool between = peer->outs.empty() || peer->outs.front().sent == 0;  // not in the middle of a message
+    if (between && trouble_->process != process_) {
+      const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0};
       ::send(peer->socket.number(), &header, sizeof header, MSG_NOSIGNAL);
     }
     shutdown(peer->socket.number(), SHUT_WR);
@@ -268,8 +352,8 @@ void Net::fail(Trouble trouble) {
 
 Error Net::error_of(const Exchange& e) const {
   const auto& [kind, process, what] = *trouble_;
-  std::string who = "process " + std::to_string(process);
-  if (process >= 0) who += " at " + peers_[static_cast<size_t>(process)]->address.host;
+  if (process == process_) return {kind, e.name + ": this process " + what};
+  const std::string who = "process " + std::to_string(process) + " at " + peers_[static_cast<size_t>(process)]->host;
   const auto rank = std::find(e.group.processes.begin(), e.group.processes.end(), process);
   if (rank == e.group.processes.end()) return {kind, e.name + ": " + who + " " + what};
   const std::string which = "rank " + std::to_string(rank - e.group.processes.begin()) + " (" + who + ")";

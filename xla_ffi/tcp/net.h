@@ -1,4 +1,4 @@
-// Exchanges among processes, each of which has a TCP connection to every other.
+// Exchanges among processes, each of which has two TCP connections to every other: one for data, one for heartbeats.
 //
 // One thread moves all bytes, on all connections at once: a link is used in both directions. It sends from and receives
 // into the caller's memory, without copies.
@@ -7,8 +7,13 @@
 // begun here, too, or to a later one. A message for a later exchange waits in the socket, and so does everything behind
 // it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
 //
+// So data also waits for a process that is late, in full sockets, and that says nothing about whether it lives. The
+// heartbeats say it: every process sends a byte now and then on the second connection, and always reads what comes
+// there. On the same connection, a heartbeat would wait behind the data. A process from which neither connection brings
+// anything has vanished.
+//
 // Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
-// Every wait ends: a process that ended, left, gave up or is late is an error that names it.
+// Every wait ends: a process that ended, left, gave up, vanished or is late is an error that names it.
 #pragma once
 
 #include <chrono>
@@ -25,11 +30,6 @@
 
 namespace jaxcgx::tcp {
 
-struct Address {
-  std::string host;
-  int port;
-};
-
 // A socket, closed with its owner.
 class Socket {
  public:
@@ -45,6 +45,12 @@ class Socket {
 
  private:
   int number_;
+};
+
+// The connections to another process.
+struct Connection {
+  std::string host;
+  Socket data, beats;
 };
 
 // The ranks that take part in an exchange.
@@ -65,7 +71,8 @@ struct Exchange {
   };
 
   std::string name;  // for errors
-  int64_t kind;      // on which all must agree
+  int64_t kind;      // on which all must agree,
+  int64_t digest;    // and on this, of everything else that all must have in common
   Group group;
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
@@ -76,21 +83,21 @@ struct Exchange {
   std::function<void(const Status&)> done;
 };
 
-constexpr int64_t kTokenBytes = 16;
 constexpr int64_t kMostProcesses = 1024;
 
 class Net {
  public:
-  // Waits for connections at port().
-  static Or<std::shared_ptr<Net>> listen();
-  int port() const { return port_; }
-
-  // Returns when every process has connected. Strangers that don't know the token are turned away.
-  std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token,
-                                 std::chrono::milliseconds timeout);
+  // connections: by process; not used for this one. A process that sends nothing for `silence` has vanished.
+  static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections,
+                                       std::chrono::milliseconds silence);
   ~Net();
 
-  int64_t process() const { return process_; }
+  // Ends every exchange, here with an error, and lets the others know. What was sent still arrives.
+  void leave();
+  // In the child of a fork: closes its copies of the sockets, which would keep the connections of a dead process open.
+  void forget();
+
+  int64_t process() const { return process_; }  // -1 after forget()
   int64_t processes() const { return static_cast<int64_t>(peers_.size()); }
 
   class Running;
@@ -108,9 +115,7 @@ class Net {
     std::string what;
   };
 
-  Net(Socket listener, Socket events, Socket alarm, int port);
-  std::optional<Failure> reach(Peer& peer, const std::string& token, std::chrono::steady_clock::time_point deadline);
-  std::optional<Failure> admit(const std::string& token, std::chrono::steady_clock::time_point deadline);
+  Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence);
   void post(std::function<void()> command);
   void run();
   void start(const std::shared_ptr<Running>& running);
@@ -120,12 +125,13 @@ class Net {
   void lose(Peer& peer, const std::string& how);
   void step(const std::shared_ptr<Running>& running);
   void look_at_the_clock();
+  void beat();
   void fail(Trouble trouble);
   Error error_of(const Exchange& exchange) const;
 
-  Socket listener_, events_, alarm_;
-  const int port_;
-  int64_t process_ = -1;
+  int64_t process_;
+  const std::chrono::milliseconds silence_;
+  Socket events_, alarm_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by process; none for this one
 
   // Commands from other threads. Everything below them belongs to the thread that moves the bytes.
@@ -134,6 +140,7 @@ class Net {
   bool stopping_ = false;
 
   std::vector<std::shared_ptr<Running>> running_;
+  std::chrono::steady_clock::time_point next_beat_;
   std::optional<Trouble> trouble_;
   std::thread thread_;
 };

@@ -1,4 +1,4 @@
-// What Net keeps of its peers and of the exchanges that are running; net.cc and connect.cc share it.
+// What Net keeps of its peers and of the exchanges that are running.
 #pragma once
 
 #include <cerrno>
@@ -19,7 +19,7 @@ inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 // In front of every message. Both ends have the same byte order.
 struct Net::Header {
   uint64_t magic;
-  int64_t number, kind, slot, bytes;  // kGaveUp: slot is the process that was the reason
+  int64_t number, kind, digest, slot, bytes;  // kGaveUp: slot is the process that was the reason
 };
 
 class Net::Running {
@@ -52,8 +52,10 @@ struct Net::Peer {
   };
 
   int64_t process;
-  Address address;
-  Socket socket;
+  std::string host;
+  Socket socket, beats;
+  bool heard = true;  // data since the last beat
+  int silent = 0;     // beats without a sign of life
   bool readable = true, writable = true;
   std::string gone;              // how, once it is
   int64_t begun = 0;             // exchanges with this process

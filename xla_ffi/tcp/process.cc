@@ -1,5 +1,7 @@
 #include "tcp/process.h"
 
+#include <pthread.h>
+
 namespace jaxcgx::tcp {
 
 std::shared_ptr<Net>& the_net() {
@@ -7,18 +9,17 @@ std::shared_ptr<Net>& the_net() {
   return net;
 }
 
-Or<int> listen() {
-  if (the_net()) return Failure{"this process listens already"};
-  auto made = Net::listen();
+std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence) {
+  if (the_net()) return Failure{"this process has connected already"};
+  auto made = Net::make(process, std::move(connections), silence);
   if (const auto* failure = std::get_if<Failure>(&made)) return *failure;
   the_net() = std::get<0>(made);
-  return the_net()->port();
+  pthread_atfork(nullptr, nullptr, [] { the_net()->forget(); });
+  return std::nullopt;
 }
 
-std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token,
-                               std::chrono::milliseconds timeout) {
-  if (!the_net()) return Failure{"this process does not listen"};
-  return the_net()->connect(process, std::move(addresses), token, timeout);
+void leave() {
+  if (the_net() && the_net()->process() >= 0) the_net()->leave();
 }
 
 }  // namespace jaxcgx::tcp

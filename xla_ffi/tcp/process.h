@@ -5,14 +5,13 @@
 
 namespace jaxcgx::tcp {
 
-// Null before listen(). Never destroyed: a program may still run when the process ends.
+// Null before start(). Never destroyed: a program may still run when the process ends.
 std::shared_ptr<Net>& the_net();
 
-// The port at which this process waits for the others. Once.
-Or<int> listen();
+// Takes over the connections of this process, once. See Net::make.
+std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence);
 
-// Returns when all processes are connected.
-std::optional<Failure> connect(int64_t process, std::vector<Address> addresses, const std::string& token,
-                               std::chrono::milliseconds timeout);
+// Before this process ends: the others learn at once that it takes part no longer.
+void leave();
 
 }  // namespace jaxcgx::tcp

@@ -1,0 +1,274 @@
+"""Measures what docs/failures.md says: how soon the other rank gets an error when one fails, and which.
+
+    python benchmarks/failures.py [--over Gloo Tcp memory MPI] [--rows killed late ...] [--out DIR]
+
+Two processes send each other 64 MiB again and again, until something happens to the second one. Rows run one by one. A
+row that cuts a link needs root: the processes are then on two hosts that netlab.py makes.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from report import RESULTS, Report
+
+OVER = "Gloo", "Tcp", "memory", "MPI"
+ROWS = {
+    "killed": "is killed (kill -9)",
+    "forked": "has a child (fork), and is killed",
+    "stopped": "is stopped (kill -STOP)",
+    "raised": "raises an exception",
+    "late": "comes 50 s late",
+    "cut": "is on a host whose link goes down",
+}
+LATE, LIMIT = 50.0, 400.0  # seconds; a row without an end is given up after the second
+ELEMENTS = 32 << 20  # of the array, which travels in two bytes each
+AT = 3  # the exchange at which it happens
+FIRST = 110  # characters of an error
+NOTES = """\
+- Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
+  answer for a rank that is late.
+- Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under
+  `mpirun python -m mpi4py`. All timeouts are the defaults.
+"""
+
+
+# A rank
+
+
+class Files:
+    """As much of a communicator as shared memory needs."""
+
+    def __init__(self, folder, rank, size):
+        self.folder, self.rank, self.size, self.calls = folder, rank, size, 0
+
+    def allgather(self, mine):
+        self.calls += 1
+        paths = [self.folder / f"gather-{self.calls}-{rank}" for rank in range(self.size)]
+        unnamed = self.folder / f"unnamed-{self.rank}"
+        unnamed.write_bytes(pickle.dumps(mine))
+        unnamed.rename(paths[self.rank])
+        while not all(path.exists() for path in paths):
+            time.sleep(0.01)
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+
+def on_mesh(axis):
+    """The exchange over an axis of a mesh of all processes."""
+    import jax
+    import numpy as np
+
+    import jaxcgx as cgx
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    spec = jax.P("data")
+    array = np.ones(ELEMENTS * mesh.size, np.float32)
+    x = jax.make_array_from_callback(array.shape, jax.NamedSharding(mesh, spec), lambda at: array[at])
+    gather = lambda x: cgx.compressed_all_gather(x, axis, cgx.Cast("bfloat16"))
+    return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
+
+
+def exchange_over(over, folder, rank, address):
+    """A program of one exchange, and its array."""
+    import jax
+    import jax.numpy as jnp
+
+    import jaxcgx as cgx
+
+    if over in ("Gloo", "Tcp"):
+        jax.distributed.initialize(address, 2, rank)
+        return on_mesh(cgx.Tcp("data") if over == "Tcp" else "data")
+    x = jnp.ones(ELEMENTS, jnp.bfloat16)
+    if over == "memory":
+        from jaxcgx.transports.shm import Shm
+
+        return jax.jit(Shm.over(Files(folder, rank, 2)).all_gather), x
+    return jax.jit(lambda x: cgx.mpi.compressed_all_gather(x, cgx.Cast("bfloat16"))), x.astype(jnp.float32)
+
+
+def happen(what):
+    """What happens to this rank."""
+    if what == "forked" and os.fork() == 0:
+        time.sleep(LIMIT)
+        os._exit(0)
+    if what in ("killed", "forked"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "raised":
+        raise ValueError("an error of one rank")
+    if what == "late":
+        time.sleep(LATE)
+
+
+def rank_main(over, row, folder, rank, address):
+    import jax
+
+    def say(what, text=""):
+        with open(folder / f"rank-{rank}", "a") as out:
+            out.write(json.dumps([what, time.monotonic(), text]) + "\n")
+
+    if over == "MPI":
+        from mpi4py import MPI
+
+        rank = MPI.COMM_WORLD.rank
+    step, x = exchange_over(over, folder, rank, address)
+    for i in range(10**9):
+        if i == AT and rank == 1:
+            say("event")
+            happen(row)
+        try:
+            jax.block_until_ready(step(x))
+        except jax.errors.JaxRuntimeError as error:
+            say("error", str(error))
+            break
+        if row == "late" and i == AT:
+            say("done")
+            break
+    time.sleep(LIMIT)
+
+
+# All of them
+
+
+def command(over, row, folder, rank, address):
+    return [
+        sys.executable,
+        *(["-m", "mpi4py"] if over == "MPI" else []),
+        __file__,
+        "--rank",
+        over,
+        row,
+        folder,
+        rank,
+        address,
+    ]
+
+
+@contextlib.contextmanager
+def ranks(over, row, folder):
+    """Starts the ranks. Gives a function that cuts the link, if there is one, and the process that the first rank is."""
+    port = random.randrange(20_000, 32_000)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    errors = [open(folder / f"errors-{rank}", "w") for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        for file in errors:
+            stack.enter_context(file)
+        if row == "cut":
+            import netlab
+
+            lab = stack.enter_context(netlab.Lab(2, 10_000))
+            address = f"{lab.address(0)}:{port}"
+            each = [
+                lab.start(rank, command(over, row, folder, rank, address), env=environment, stderr=errors[rank])
+                for rank in range(2)
+            ]
+            yield lambda: lab.cut(1), each[0]
+            return
+        options = dict(env=environment, process_group=0)
+        if over == "MPI":
+            environment |= dict(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+            environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+            mpirun = [pathlib.Path(sys.executable).with_name("mpirun"), "-n", "2"]
+            started = [[*mpirun, *command(over, row, folder, 0, "")]]
+        else:
+            started = [command(over, row, folder, rank, f"127.0.0.1:{port}") for rank in range(2)]
+        each = [
+            subprocess.Popen(list(map(str, words)), stderr=errors[i], stdout=subprocess.DEVNULL, **options)
+            for i, words in enumerate(started)
+        ]
+        try:
+            yield None, each[0]
+        finally:
+            for process in each:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with its children
+                process.wait()
+
+
+def said(folder, rank, what):
+    """When a rank said so, and the text; or None."""
+    path = folder / f"rank-{rank}"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        found = json.loads(line)
+        if found[0] == what:
+            return found[1:]
+    return None
+
+
+def last_words(folder):
+    """Why a process was ended that got no error."""
+    text = (folder / "errors-0").read_text()
+    reasons = r".*(?:unhealthy|stopped sending heartbeats|exited on signal|MPI_ABORT|Abort).*"
+    found = re.findall(reasons, text) or [line for line in text.splitlines() if line.strip()] or ["nothing"]
+    return "(ended) " + found[0].strip()
+
+
+def measure(over, row):
+    """(seconds or None, words)."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, event = pathlib.Path(name), None
+        with ranks(over, row, folder) as (cut, first):
+            end = time.monotonic() + LIMIT
+            while time.monotonic() < end:
+                if event is None and (found := said(folder, 1, "event")):
+                    event = found[0]
+                    if cut:
+                        cut()
+                        event = time.monotonic()
+                if event and (found := said(folder, 0, "error")):
+                    return found[0] - event, found[1]
+                if event and (found := said(folder, 0, "done")):
+                    return None, f"none; it went on after {found[0] - event:.0f} s"
+                if first.poll() is not None:
+                    return (time.monotonic() - event) if event else None, last_words(folder)
+                time.sleep(0.005)
+        return None, f"none after {LIMIT:.0f} s"
+
+
+def possible(over, row):
+    """Whether there is such a row: memory and mpirun's processes are on one host."""
+    return row != "cut" or (over in ("Gloo", "Tcp") and os.geteuid() == 0)
+
+
+def main():
+    if sys.argv[1:2] == ["--rank"]:
+        over, row, folder, rank, address = sys.argv[2:]
+        return rank_main(over, row, pathlib.Path(folder), int(rank), address)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--over", nargs="+", choices=OVER, default=OVER)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--out", type=pathlib.Path, help="where the results are written; without options: results/")
+    args = parser.parse_args()
+    report = Report("make bench-failures")
+    report.show("", "| over | the second of two ranks | seconds | the first rank's error |", "|---|---|---:|---|")
+    report.data["rows"] = []
+    for over in args.over:
+        for row in args.rows:
+            if not possible(over, row):
+                continue
+            seconds, words = measure(over, row)
+            words = re.sub(r"\s+", " ", words)
+            report.data["rows"].append(dict(over=over, row=row, seconds=seconds and round(seconds, 2), words=words))
+            shown = re.sub(r": jaxcgx_\w+: .*?, which", ": ... which", words)
+            shown = shown[:FIRST].replace("|", "/") + ("..." if len(shown) > FIRST else "")
+            report.show(f"| {over} | {ROWS[row]} | {'' if seconds is None else f'{seconds:.2f}'} | `{shown}` |")
+    report.show("", NOTES.rstrip())
+    whole = tuple(args.over) == OVER and args.rows == list(ROWS)
+    if args.out or whole:
+        report.write(args.out or RESULTS, "failures")
+    return None
+
+
+if __name__ == "__main__":
+    main()

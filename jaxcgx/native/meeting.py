@@ -1,0 +1,330 @@
+"""How processes meet over TCP: each connects to those before it and admits those behind it.
+
+Both ends of a connection prove that they know the job's secret, by an HMAC of what both have said. The secret itself
+never travels. A connection that has not proved it yet is a stranger's; there are few of these at a time, and the oldest
+makes room for the next. So a process whose call is cut off before it got an answer calls again.
+
+One loop in the caller's thread does it all, so a signal interrupts it. A process that ends while the others wait for
+more processes ends the meeting of all who met it.
+"""
+
+import contextlib
+import errno
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+DATA, BEATS = range(2)  # the channels: connections between two processes
+HELLO = struct.Struct("=8s32sqq")  # magic, nonce, process, channel; both ends must have one byte order
+MAGIC = b"jaxcgx\x20\x01"  # the version of the meeting and of what follows (xla_ffi/tcp)
+PROOF = 32  # bytes of an HMAC-SHA256
+REFUSED = bytes(PROOF)
+STRANGERS = 64
+MOST = 1024  # that wait to be accepted
+AGAIN = 0.1  # seconds after which a process calls again
+STEP = 0.5  # seconds until the caller of `step` has its turn, at the latest
+SILENCE = 30  # seconds until the kernel, too, takes a silent host for vanished
+
+Talk = Generator[int, bytes, None]  # yields how many bytes it needs
+
+
+class MeetingError(RuntimeError):
+    """The processes can't meet."""
+
+
+class _Refused(Exception):
+    """The other end is a stranger."""
+
+
+class Other(NamedTuple):
+    """Where another process listens."""
+
+    process: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"process {self.process} at {self.host}, port {self.port}"
+
+
+class _Connection:
+    """A connection that is talked on: the talk, and what has come for it."""
+
+    def __init__(self, sock: socket.socket, talk: Talk) -> None:
+        self.socket, self.talk, self.got = sock, talk, b""
+        self.need = next(talk)
+
+    def read(self) -> None:
+        """Takes what has come. An OSError if the other end closed the connection."""
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            some = self.socket.recv(self.need - len(self.got))
+            if not some:
+                raise ConnectionResetError(errno.ECONNRESET, "closed")
+            self.got += some
+        if len(self.got) == self.need:
+            got, self.got = self.got, b""
+            with contextlib.suppress(StopIteration):
+                self.need = self.talk.send(got)
+
+
+class Meeting:
+    """A process's part in the meeting of all. `with` closes what was not handed over.
+
+    Args:
+      process: this process.
+      processes: how many there are.
+      secret: the job's.
+      hosts: addresses of this host to listen at; none: at all of them.
+    """
+
+    def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str]) -> None:
+        self.process, self.processes, self.secret = process, processes, secret
+        self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
+        self.hosts = [""] * processes
+        self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
+        self._poll = select.poll()
+        self._strangers: list[socket.socket] = []  # the oldest first
+        self._calls: list[tuple[float, Other, int]] = []  # when to call whom, on which channel
+        self._sockets: set[socket.socket] = set()
+        self._listeners = self._listen(hosts)
+        self.port: int = self._listeners[0].getsockname()[1]
+
+    def __enter__(self) -> "Meeting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in self._sockets:
+            sock.close()
+
+    # What a caller does
+
+    def call(self, other: Other) -> None:
+        """Connects to a process before this one."""
+        self.hosts[other.process] = other.host
+        self._calls += [(0.0, other, channel) for channel in (DATA, BEATS)]
+
+    @property
+    def missing(self) -> list[int]:
+        """The processes that are not connected yet."""
+        others = [p for p in range(self.processes) if p != self.process]
+        return [p for p in others if any((p, channel) not in self.found for channel in (DATA, BEATS))]
+
+    def step(self, seconds: float) -> None:
+        """Goes on for at most so long. A `MeetingError` if the processes can't meet."""
+        now = time.monotonic()
+        due = [call for call in self._calls if call[0] <= now]
+        self._calls = [call for call in self._calls if call[0] > now]
+        for _, other, channel in due:
+            self._dial(_addresses(other), other, channel)
+        wait = min([seconds, STEP, *(at - now for at, *_ in self._calls)])
+        ready = [(number, self._handlers[number]) for number, _ in self._poll.poll(max(0.0, wait) * 1000)]
+        for number, handler in ready:
+            if self._handlers.get(number) is handler:  # an earlier one may have closed it
+                handler()
+
+    def hand_over(self) -> list[tuple[str, int, int]]:
+        """By process: its host, and the descriptors of its two connections, which belong to the caller from now on."""
+
+        def detached(process: int, channel: int) -> int:
+            if process == self.process:
+                return -1
+            self._forget(self.found[process, channel])
+            return self.found[process, channel].detach()
+
+        return [(host, detached(p, DATA), detached(p, BEATS)) for p, host in enumerate(self.hosts)]
+
+    # Sockets
+
+    def _listen(self, hosts: list[str]) -> list[socket.socket]:
+        for _ in range(10):  # a port that is free at one address may be taken at another
+            listeners, why = list[socket.socket](), "no address"
+            for host in hosts or ["::", "0.0.0.0"]:
+                try:
+                    listeners.append(self._listener(host, listeners[0].getsockname()[1] if listeners else 0))
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        break
+                    why = f"{host}: {error.strerror}"  # hosts may have one kind of address only
+            else:
+                if not listeners:
+                    raise MeetingError(f"this process can't listen at {why}")
+                return listeners
+        raise MeetingError("this process finds no port that is free at all of its addresses")
+
+    def _listener(self, host: str, port: int) -> socket.socket:
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._watch(sock, lambda: self._accept(sock))
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((host, port))
+        sock.listen(MOST)
+        return sock
+
+    def _watch(self, sock: socket.socket, handler: Callable[[], None], events: int = select.POLLIN) -> socket.socket:
+        sock.setblocking(False)
+        self._sockets.add(sock)
+        self._handlers[sock.fileno()] = handler
+        self._poll.register(sock, events)
+        return sock
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._sockets.discard(sock)
+        if self._handlers.pop(sock.fileno(), None):
+            self._poll.unregister(sock)
+
+    def _close(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        sock.close()
+
+    def _keep(self, sock: socket.socket, other: int, channel: int) -> None:
+        """A connection to a process that has proved the secret. From now on, its end ends the meeting."""
+        self._forget(sock)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_KEEPIDLE, SILENCE // 3),  # what is between the hosts may forget a connection that is idle
+            (socket.TCP_KEEPINTVL, SILENCE // 6),
+            (socket.TCP_KEEPCNT, 4),
+        ):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.found[other, channel] = sock
+
+        def ended() -> None:
+            raise MeetingError(f"process {other} at {self.hosts[other]} has ended or left before all had come")
+
+        # Not POLLIN: a process that has met all may send already.
+        self._watch(sock, ended, select.POLLRDHUP)
+
+    # The handshake
+
+    def _hello(self, channel: int) -> bytes:
+        return HELLO.pack(MAGIC, secrets.token_bytes(32), self.process, channel)
+
+    def _proof(self, role: bytes, called: bytes, answered: bytes) -> bytes:
+        return hmac.digest(self.secret, role + called + answered, "sha256")
+
+    def _answer(self, sock: socket.socket, mine: bytes) -> Talk:
+        """The talk with somebody who calls."""
+        hello = yield HELLO.size
+        magic, _, other, channel = HELLO.unpack(hello)
+        if magic != MAGIC:
+            raise _Refused
+        proof = yield PROOF
+        known = hmac.compare_digest(proof, self._proof(b"calls", hello, mine))
+        if not known or not self.process < other < self.processes or channel not in (DATA, BEATS):
+            sock.send(REFUSED)  # there is always room for this little
+            raise _Refused
+        if (other, channel) in self.found:
+            raise _Refused
+        sock.send(self._proof(b"answers", hello, mine))
+        self._strangers.remove(sock)
+        self.hosts[other] = sock.getpeername()[0]
+        self._keep(sock, other, channel)
+
+    def _ask(self, sock: socket.socket, other: Other, channel: int) -> Talk:
+        """The talk with a process that is called."""
+        mine = self._hello(channel)
+        with contextlib.suppress(OSError):  # the next read has the same error
+            sock.send(mine)
+        answer = yield HELLO.size
+        magic, _, process, _ = HELLO.unpack(answer)
+        if magic != MAGIC or process != other.process:
+            raise MeetingError(f"{other} is not that process: another one, or another version of jaxcgx, listens there")
+        sock.send(self._proof(b"calls", mine, answer))
+        proof = yield PROOF
+        if proof == REFUSED:
+            raise MeetingError(f"{other} turned this process away: it belongs to another job")
+        if not hmac.compare_digest(proof, self._proof(b"answers", mine, answer)):
+            raise MeetingError(f"{other} is not that process: it does not know the job's secret")
+        self._keep(sock, other.process, channel)
+
+    # Those who call
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock = listener.accept()[0]
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as error:
+            self._make_room(error)
+            return
+        hello = self._hello(DATA)
+        connection = _Connection(sock, self._answer(sock, hello))
+        self._watch(sock, lambda: self._listen_to(connection))
+        self._strangers.append(sock)
+        if len(self._strangers) > STRANGERS:
+            self._close(self._strangers.pop(0))
+        with contextlib.suppress(OSError):  # as in _ask
+            sock.send(hello)
+
+    def _listen_to(self, connection: _Connection) -> None:
+        try:
+            connection.read()
+        except (OSError, _Refused):
+            self._strangers.remove(connection.socket)
+            self._close(connection.socket)
+
+    def _make_room(self, error: OSError) -> None:
+        """After an error for want of descriptors: closes a stranger's connection."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise error
+        if not self._strangers:
+            raise MeetingError(
+                f"out of file descriptors: this process may open {os.sysconf('SC_OPEN_MAX')}, and needs "
+                f"{2 * self.processes} for {self.processes} processes, besides its own; raise the limit (ulimit -n)"
+            )
+        self._close(self._strangers.pop(0))
+
+    # Those who are called
+
+    def _dial(self, addresses: list[Any], other: Other, channel: int) -> None:
+        """Connects to the first address that answers."""
+        (family, *_, address), *others = addresses
+        try:
+            sock = socket.socket(family)
+        except OSError as error:
+            self._make_room(error)
+            self._again(other, channel)
+            return
+
+        def connected(error: int) -> None:
+            self._forget(sock)
+            if not error:
+                self._talk_to(sock, other, channel)
+                return
+            sock.close()
+            if not others:
+                raise MeetingError(f"{other} can't be reached: {os.strerror(error)}")
+            self._dial(others, other, channel)
+
+        self._watch(sock, lambda: connected(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)), select.POLLOUT)
+        if (error := sock.connect_ex(address)) not in (0, errno.EINPROGRESS):
+            connected(error)
+
+    def _talk_to(self, sock: socket.socket, other: Other, channel: int) -> None:
+        connection = _Connection(sock, self._ask(sock, other, channel))
+
+        def heard() -> None:
+            try:
+                connection.read()
+            except OSError:
+                self._close(sock)
+                self._again(other, channel)
+
+        self._watch(sock, heard)
+
+    def _again(self, other: Other, channel: int) -> None:
+        self._calls.append((time.monotonic() + AGAIN, other, channel))
+
+
+def _addresses(other: Other) -> list[Any]:
+    try:
+        return socket.getaddrinfo(other.host, other.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MeetingError(f"{other}: {error.strerror}") from None

@@ -1,0 +1,209 @@
+"""How processes meet: who is let in, what travels, and how it ends if one does not come."""
+
+import hashlib
+import hmac
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxcgx.native import meeting
+from jaxcgx.native.meeting import HELLO, MAGIC, PROOF, Meeting, MeetingError, Other
+
+SECRET, ANOTHER = b"s" * 32, b"a" * 32
+LIMIT = 30  # seconds, after which something hangs; it takes a thousandth of it
+
+
+def process(number, processes=2, secret=SECRET):
+    return Meeting(number, processes, secret, ["127.0.0.1"])
+
+
+def at(one):
+    return Other(one.process, "127.0.0.1", one.port)
+
+
+def go_on(*meetings, until):
+    deadline = time.monotonic() + LIMIT
+    while not until():
+        assert time.monotonic() < deadline, "hangs"
+        for one in meetings:
+            one.step(0.01)
+
+
+def connected(*meetings):
+    return lambda: not any(one.missing for one in meetings)
+
+
+def take(sock, number):
+    """So many bytes of a connection; fewer if it ends."""
+    sock.settimeout(LIMIT)
+    found = b""
+    while len(found) < number and (some := sock.recv(number - len(found))):
+        found += some
+    return found
+
+
+def stranger(one):
+    return socket.create_connection(("127.0.0.1", one.port))
+
+
+def test_three_meet_and_hand_over_their_connections():
+    with process(0, 3) as first, process(1, 3) as second, process(2, 3) as third:
+        second.call(at(first)), third.call(at(first)), third.call(at(second))
+        go_on(first, second, third, until=connected(first, second, third))
+        ours, theirs = first.hand_over(), third.hand_over()
+        assert ours[0] == ("", -1, -1) and ours[2][0] == "127.0.0.1" and theirs[0][0] == "127.0.0.1"
+        for channel in 1, 2:
+            with socket.socket(fileno=ours[2][channel]) as here, socket.socket(fileno=theirs[0][channel]) as there:
+                here.setblocking(True)
+                there.setblocking(True)
+                here.sendall(bytes([channel]))
+                assert take(there, 1) == bytes([channel])
+        for _, *numbers in ours[1:2] + theirs[1:2]:
+            for number in numbers:
+                socket.socket(fileno=number).close()
+
+
+def test_a_process_of_another_job_is_turned_away():
+    with process(0) as first, process(1, secret=ANOTHER) as other, process(1) as second:
+        other.call(at(first))
+        with pytest.raises(MeetingError, match=r"process 0 at 127.0.0.1, port \d+ turned this process away"):
+            go_on(first, other, until=lambda: False)
+        second.call(at(first))
+        go_on(first, second, until=connected(first, second))
+
+
+@pytest.mark.parametrize("number", [0, -1, 2, 10**9])
+def test_a_process_that_can_not_be_one_is_turned_away(number):
+    with process(0) as first, stranger(first) as sock:
+        first.step(1)
+        answer, hello = take(sock, HELLO.size), HELLO.pack(MAGIC, bytes(32), number, 0)
+        sock.sendall(hello + hmac.digest(SECRET, b"calls" + hello + answer, hashlib.sha256))
+        for _ in range(3):
+            first.step(0.1)
+        assert take(sock, PROOF + 1) == bytes(PROOF) and first.missing == [1]
+
+
+def test_the_secret_does_not_travel_to_whoever_listens():
+    with socket.create_server(("127.0.0.1", 0)) as liar, process(1) as second:
+        second.call(Other(0, "127.0.0.1", liar.getsockname()[1]))
+        second.step(1)
+        with liar.accept()[0] as sock:
+            sock.sendall(HELLO.pack(MAGIC, bytes(32), 0, 0))
+            second.step(1)
+            said = take(sock, HELLO.size + PROOF)
+            assert len(said) == HELLO.size + PROOF and SECRET not in said
+            sock.sendall(said[-PROOF:])  # it knows no other proof
+            with pytest.raises(MeetingError, match="is not that process: it does not know the job's secret"):
+                second.step(1)
+
+
+def test_an_old_proof_opens_nothing():
+    with process(0) as first, stranger(first) as once, stranger(first) as again:
+        first.step(1), first.step(1)
+        hello, answer = HELLO.pack(MAGIC, bytes(32), 1, 0), take(once, HELLO.size)
+        said = hello + hmac.digest(SECRET, b"calls" + hello + answer, hashlib.sha256)
+        assert take(again, HELLO.size) != answer
+        again.sendall(said)
+        for _ in range(3):
+            first.step(0.1)
+        assert take(again, PROOF + 1) == bytes(PROOF)
+
+
+def test_another_version_listens():
+    with socket.create_server(("127.0.0.1", 0)) as old, process(1) as second:
+        second.call(Other(0, "127.0.0.1", old.getsockname()[1]))
+        second.step(1)
+        with old.accept()[0] as sock:
+            sock.sendall(bytes(HELLO.size))
+            with pytest.raises(MeetingError, match="another one, or another version of jaxcgx, listens there"):
+                second.step(1)
+
+
+def test_nobody_listens():
+    with process(1) as second, socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+        nobody.close()
+        second.call(Other(0, "127.0.0.1", port))
+        with pytest.raises(MeetingError, match=f"process 0 at 127.0.0.1, port {port} can't be reached: Connection ref"):
+            second.step(1)
+
+
+def test_one_that_ends_while_another_is_missing_is_noticed_by_all():
+    with process(0, 4) as first, process(1, 4) as second:
+        with process(2, 4) as third:
+            second.call(at(first)), third.call(at(first)), third.call(at(second))
+            go_on(first, second, third, until=lambda: [one.missing for one in (first, second, third)] == [[3]] * 3)
+        for one in first, second:
+            with pytest.raises(MeetingError, match=r"process 2 at 127.0.0.1 has ended or left"):
+                one.step(LIMIT)
+
+
+def test_it_listens_at_the_addresses_it_is_told():
+    with process(0) as first, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", first.port))
+
+
+CROWDED = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+import meeting
+one = meeting.Meeting(0, 2, b"s" * 32, ["127.0.0.1"])
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), 1000))
+print(one.port, flush=True)
+try:
+    while one.missing:
+        one.step(10)
+    print("met", flush=True)
+except meeting.MeetingError as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def crowded():
+    """A process 0, in a process of its own, that may open few descriptors."""
+    running = []
+
+    def start(limit):
+        folder = str(pathlib.Path(meeting.__file__).parent)
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", CROWDED, folder, str(limit)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return running[0], Other(0, "127.0.0.1", int(running[0].stdout.readline()))
+
+    yield start
+    for one in running:
+        one.kill()
+        one.communicate()
+
+
+def test_strangers_that_take_all_descriptors_lock_nobody_out(crowded):
+    one, there = crowded(20)
+    strangers = [socket.create_connection((there.host, there.port)) for _ in range(60)]
+    with process(1) as second:
+        second.call(there)
+        go_on(second, until=connected(second))
+        assert one.stdout.readline() == "met\n"
+    for sock in strangers:
+        sock.close()
+
+
+def test_out_of_descriptors_is_an_error_that_names_the_limit(crowded):
+    one, there = crowded(4)
+    with socket.create_connection((there.host, there.port)):
+        assert re.match(
+            r"out of file descriptors: this process may open 4, and needs 4 for 2 processes, besides its own; raise "
+            r"the limit \(ulimit -n\)",
+            one.stdout.readline(),
+        )

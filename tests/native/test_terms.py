@@ -1,0 +1,48 @@
+"""The number that ranks compare."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import pytest
+
+import jaxcgx as cgx
+from jaxcgx.native.layout import Layout
+from jaxcgx.native.terms import digest
+
+LAYOUT = Layout(cgx.MaxMin(4), ((3, 5), (7,)), (jnp.dtype("float32"), jnp.dtype("bfloat16")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(codec=cgx.MaxMin(5)),
+        dict(codec=cgx.AbsMax(4)),
+        dict(codec=cgx.MaxMin(4, rounding="stochastic")),
+        dict(shapes=((5, 3), (7,))),
+        dict(dtypes=(jnp.dtype("float32"), jnp.dtype("float16"))),
+        dict(chunks=2),
+        dict(ids=(1, 0)),
+    ],
+    ids=str,
+)
+def test_everything_in_a_layout_counts(change):
+    assert digest(dataclasses.replace(LAYOUT, **change)) != digest(LAYOUT)
+
+
+def test_other_values_count():
+    assert len({int(digest(each)) for each in (1, 2, 1.0, "1", None, (1,), {"a": 1}, ((1,),), True)}) == 9
+
+
+# What it was when this was written: processes of any Python on any machine must get the same.
+def test_it_is_the_same_everywhere():
+    assert digest("two_shot", cgx.MaxMin(4), 0.25, (1, None)) == -3090697066531049077
+
+
+def test_what_has_no_plain_form_counts_as_its_type():
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        function: Callable[[int], int]
+        bits: int
+
+    assert digest(Own(lambda x: x, 1)) == digest(Own(lambda x: x, 1)) != digest(Own(lambda x: x, 2))
