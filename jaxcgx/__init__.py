@@ -27,9 +27,11 @@ from jaxcgx.collectives import (
     compressed_pmean,
     compressed_psum,
     compressed_psum_scatter,
+    grad,
     init_factors,
     local_value_and_grad,
     sync_in_backward,
+    value_and_grad,
 )
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
 from jaxcgx.plan import Plan, Rule, gradient_statistics
@@ -64,6 +66,7 @@ __all__ = [
     "dgc",
     "encode",
     "explain",
+    "grad",
     "gradient_statistics",
     "init_factors",
     "local_value_and_grad",
@@ -72,6 +75,7 @@ __all__ = [
     "roundtrip",
     "state_specs",
     "sync_in_backward",
+    "value_and_grad",
 ]
 
 

@@ -7,6 +7,7 @@ from jaxcgx.collectives.psum import compressed_pmean, compressed_psum
 from jaxcgx.collectives.psum_scatter import compressed_psum_scatter
 from jaxcgx.collectives.replicas import check_replicas
 from jaxcgx.collectives.state import init_factors
+from jaxcgx.collectives.value_and_grad import grad, value_and_grad
 
 __all__ = [
     "check_replicas",
@@ -15,7 +16,9 @@ __all__ = [
     "compressed_pmean",
     "compressed_psum",
     "compressed_psum_scatter",
+    "grad",
     "init_factors",
     "local_value_and_grad",
     "sync_in_backward",
+    "value_and_grad",
 ]

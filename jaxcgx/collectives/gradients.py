@@ -1,8 +1,9 @@
 """Gradients that JAX doesn't reduce itself, and their compressed reduction while the backward pass still runs."""
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,33 @@ from jaxcgx.exchange.message import Message
 from jaxcgx.transports.resolve import check_axes
 
 
-def _vary(x: Any, names: tuple[Any, ...]) -> Any:
+def vary(x: Any, names: tuple[Any, ...]) -> Any:
     """The tree, varying over those of the axes where JAX tracks that."""
     tracked = _compat.tracked_axes(names)
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
+
+
+# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, and as a NamedSharding of the mesh.
+_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`"
+
+
+@contextlib.contextmanager
+def without_constraints(function: str, argument: str, names: tuple[Any, ...]) -> Generator[None]:
+    """Says what to write where a loss constrains shardings over the axes of the ranks."""
+    try:
+        yield
+    except ValueError as error:
+        if not any(words in str(error) for words in _CONSTRAINED):
+            raise
+        axes = ", ".join(map(repr, names))
+        raise wrong(
+            function,
+            argument,
+            f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch",
+            f"one: {error}",
+            "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
+            'jax.lax.with_sharding_constraint(x, P(None, "model"))',
+        ) from error
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -77,7 +101,7 @@ def local_value_and_grad(
         names, given = check_axes("local_value_and_grad", axis_name).names, list(args)
         for i in argnums if isinstance(argnums, Sequence) else [argnums]:
             if -len(given) <= i < len(given):  # else jax has the better error
-                given[i] = _vary(given[i], names)
+                given[i] = vary(given[i], names)
 
         def own(*args: Any, **kwargs: Any) -> Any:
             match fun(*args, **kwargs):
@@ -165,7 +189,7 @@ def sync_in_backward(
 
         @jax.custom_vjp
         def f(leaves: list[Any], key: Any) -> list[Any]:
-            return _vary(leaves, net.names)
+            return vary(leaves, net.names)
 
         def backward(key: Any, cts: list[Any]) -> tuple[list[Any], None]:
             done = exchange(Message(message.ids, _weighted(op, net.names, cts), key))

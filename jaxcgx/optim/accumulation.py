@@ -10,12 +10,10 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives import local_value_and_grad
+from jaxcgx.collectives.gradients import local_value_and_grad, without_constraints
 from jaxcgx.transports.axes import axis_names
 
 OP = "make_train_step"
-# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, and as a NamedSharding of the mesh.
-_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`"
 
 
 class Found(NamedTuple):
@@ -41,20 +39,8 @@ def local_gradients(
     names = axis_names(axis_name)
 
     def of_micro_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
-        try:
+        with without_constraints(OP, "loss_fn", names):
             value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
-        except ValueError as error:
-            if not any(words in str(error) for words in _CONSTRAINED):
-                raise
-            axes = ", ".join(map(repr, names))
-            raise wrong(
-                OP,
-                "loss_fn",
-                f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch",
-                f"one: {error}",
-                "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
-                'jax.lax.with_sharding_constraint(x, P(None, "model"))',
-            ) from error
         loss, aux = jax.tree_util.tree_map(jnp.asarray, value if has_aux else (value, None))
         return Found(loss, aux, grads)
 

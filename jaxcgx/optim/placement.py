@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import spell_array, wrong
+from jaxcgx.checks import wrong
+from jaxcgx.collectives.splitting import check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import specs_per_rank
@@ -68,20 +67,8 @@ class Placement:
 
     def check_batch(self, batch: Any) -> None:
         """Refuses the arrays of one process where the mesh has several: jit would take them for the whole batch."""
-        if len({device.process_index for device in self.mesh.devices.flat}) == 1:
-            return
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            local = not isinstance(leaf, Tracer) and getattr(leaf, "is_fully_addressable", True)
-            if local and np.ndim(leaf):
-                raise wrong(
-                    "train.step",
-                    "batch",
-                    "arrays over the devices of all processes",
-                    f"{spell_array(leaf)} of this process, which JAX would take for the batch of all processes",
-                    f"make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
-                    f"P({self.names!r})), array)",
-                    path=path,
-                )
+            check_spans("train.step", self.mesh, self.names, leaf, path)
 
     def shardings(self, specs: Any) -> Any:
         """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.

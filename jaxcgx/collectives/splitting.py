@@ -1,0 +1,202 @@
+"""How the arguments of a program that is left to jit are split over the ranks of a mesh axis."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import spell_array, wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """The ranks along some axes of a mesh, and the axes that are left to the partitioner. `op` is for errors."""
+
+    op: str
+    mesh: Any
+    names: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
+        """The ranks of a mesh, or where it is None, of the mesh in context or of the arrays."""
+        context = jax.sharding.get_abstract_mesh()
+        known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
+        found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
+        if found is None:
+            remedy = "pass mesh=, or call it under jax.set_mesh(mesh)"
+            raise wrong(op, "mesh", "a mesh, where neither a context nor an argument has one", None, remedy)
+        if not isinstance(found, Mesh | AbstractMesh):
+            raise wrong(op, "mesh", "a jax.sharding.Mesh", repr(found), kind=TypeError)
+        if missing := [name for name in names if name not in found.shape]:
+            expected = f"an axis of the mesh, {', '.join(map(repr, found.shape))}, or a tuple of them"
+            raise wrong(op, "axis_name", expected, repr(missing[0]))
+        return cls(op, found, names)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.mesh.shape[name] for name in self.names)
+
+    @property
+    def others(self) -> frozenset[Any]:
+        """The other axes of the mesh that have several devices."""
+        return frozenset(name for name, size in self.mesh.shape.items() if name not in self.names and size > 1)
+
+    @property
+    def manual(self) -> frozenset[Any]:
+        """The axes of a shard_map over the ranks: all axes, unless the partitioner has something to do."""
+        return frozenset(self.names) if self.others else frozenset(self.mesh.shape)
+
+    @property
+    def explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def place(self, x: Any, spec: P) -> Any:
+        """x, sharded as a shard_map on an Explicit mesh wants it. On an Auto mesh the partitioner moves it."""
+        return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
+
+    def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """shard_map over the ranks."""
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual)
+        )
+
+    def spec_of_batch(self, x: Any) -> P | None:
+        """How an array that is no parameter is split over the ranks; None if nothing says it."""
+        if not np.ndim(x):
+            return P()
+        sharding = _sharding(x)
+        return None if sharding is None or sharding.mesh.empty else self._over(sharding.spec, self.names)
+
+    def specs_of_params(self, params: Any, param_specs: Any) -> Any:
+        """How parameters are sharded over the other axes: a tree of specs like them."""
+        if param_specs is not None:
+            leaves = jax.tree_util.tree_map(lambda _: 0, params)
+            fill = lambda spec, below: jax.tree_util.tree_map(lambda _: spec, below)
+            return jax.tree_util.tree_map(fill, param_specs, leaves, is_leaf=lambda x: isinstance(x, P))
+
+        def spec_of(path: Any, x: Any) -> P:
+            sharding = _sharding(x)
+            if sharding is None or sharding.mesh.empty:
+                if self.others:
+                    raise wrong(
+                        self.op,
+                        "param_specs",
+                        f"PartitionSpecs of the parameters over {', '.join(sorted(map(repr, self.others)))}, "
+                        "which their types don't say",
+                        None,
+                        "pass a tree of them, or P() where parameters are not sharded",
+                        path=path,
+                    )
+                return P()
+            if any(self._over(sharding.spec, self.names)):
+                raise wrong(
+                    self.op,
+                    "params",
+                    f"parameters that are whole on every rank of {self._spelled()}",
+                    f"one sharded as {tuple(sharding.spec)}",
+                    "docs/meshes.md shows how to train weights that are sharded over it",
+                    path=path,
+                )
+            return self._over(sharding.spec, self.others)
+
+        return jax.tree_util.tree_map_with_path(spec_of, params)
+
+    def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
+        """The specs of arrays, from (path, array, spec or None) of each.
+
+        Where nothing says how an array is split, it is along its first dimension, which all such arrays then share.
+        """
+        found, first = [], None
+        for path, x, known in leaves:
+            spec = P(self.names) if known is None else known
+            if known is None:
+                first = first or (path, x)
+                if np.shape(x)[0] != np.shape(first[1])[0]:
+                    raise wrong(
+                        self.op,
+                        "batch_specs",
+                        f"one for an array that is not split over {self._spelled()} like the others",
+                        f"none, and leaves {jax.tree_util.keystr(first[0])} of {spell_array(first[1])} and "
+                        f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose first dimensions differ",
+                        "pass a PartitionSpec for each argument; P() is for one that every rank has whole",
+                    )
+            for size, part in zip(np.shape(x), spec):
+                count = math.prod(self.mesh.shape[name] for name in _names(part))
+                if size % count:
+                    raise wrong(
+                        self.op,
+                        "batch_specs",
+                        f"arrays that {self._spelled()} splits evenly",
+                        f"{spell_array(x)} for {count} ranks",
+                        "pass batch_specs for arrays that are split otherwise, or not at all",
+                        path=path,
+                    )
+            found.append(spec)
+        if self.size > 1 and not any(any(spec) for spec in found):
+            raise wrong(
+                self.op,
+                "batch_specs",
+                f"an argument that is split over {self._spelled()}",
+                "none: every rank would compute the same",
+                f"shard the batch, jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass "
+                "batch_specs",
+            )
+        return found
+
+    def check_spans(self, x: Any, path: Any) -> None:
+        """Refuses an array of one process where the mesh has several."""
+        check_spans(self.op, self.mesh, self.names, x, path)
+
+    def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        """The shape that a rank has of an array."""
+        counts = [math.prod(self.mesh.shape[name] for name in _names(part)) for part in spec]
+        counts += [1] * (np.ndim(x) - len(counts))
+        return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(np.shape(x), counts)), jnp.result_type(x))
+
+    def _over(self, spec: Any, names: Any) -> P:
+        """A spec that has only these axes."""
+        parts = [tuple(name for name in _names(part) if name in names) for part in spec]
+        while parts and not parts[-1]:
+            parts.pop()
+        return P(*(part or None for part in parts))
+
+    def _spelled(self) -> str:
+        return repr(self.names[0] if len(self.names) == 1 else self.names)
+
+
+def check_spans(function: str, mesh: Any, names: tuple[Any, ...], x: Any, path: Any) -> None:
+    """Refuses an array of one process where the mesh has several: jit would take it for the whole batch."""
+    if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) or not np.ndim(x):
+        return
+    if isinstance(mesh, Mesh) and len({device.process_index for device in mesh.devices.flat}) > 1:
+        raise wrong(
+            function,
+            "batch",
+            "arrays over the devices of all processes",
+            f"{spell_array(x)} of this process, which JAX would take for the batch of all processes",
+            "make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+            f"P({names!r})), array)",
+            path=path,
+        )
+
+
+def _sharding(x: Any) -> NamedSharding | None:
+    """What an array, or its type, says of its sharding; None if it says nothing, as under jit on an Auto mesh."""
+    if isinstance(x, Tracer):
+        sharding: Any = jax.typeof(x).sharding
+        explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+        return sharding if explicit else None
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _names(part: Any) -> tuple[Any, ...]:
+    """The axes of an entry of a spec."""
+    return part if isinstance(part, tuple) else () if part is None else (part,)

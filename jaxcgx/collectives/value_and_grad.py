@@ -1,0 +1,380 @@
+"""value_and_grad: jax.value_and_grad for programs that leave the ranks to jit, with compressed gradients."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx import _compat
+from jaxcgx.checks import check_flag, wrong
+from jaxcgx.codecs.checks import check_codec
+from jaxcgx.collectives.arguments import Options
+from jaxcgx.collectives.gradients import local_value_and_grad, vary, without_constraints
+from jaxcgx.collectives.psum import reduce
+from jaxcgx.collectives.splitting import Ranks
+from jaxcgx.collectives.state import State
+from jaxcgx.native.layout import DTYPES
+from jaxcgx.plan import Plan
+from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.resolve import check_axes
+
+OP = "value_and_grad"
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    axis_name: Any,
+    plan: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    mesh: Any = None,
+    feedback: bool = False,
+    weighted: bool = False,
+    batch_specs: Any = None,
+    param_specs: Any = None,
+) -> "ValueAndGrad":
+    """`jax.value_and_grad` for a batch that is sharded over an axis of a mesh; the gradients' mean travels compressed.
+
+        compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
+        loss, grads = compressed(params, batch)
+
+    It is used as jax.value_and_grad is, inside or outside of jax.jit, and not inside of shard_map. Every rank of the
+    axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets: the
+    value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
+
+    Arguments that are not differentiated are split over the ranks as their sharding says. Where nothing says it, which
+    is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
+    on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
+
+    Args:
+      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank.
+      axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
+      plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
+        `codec_key=`, in each call.
+      argnums: as in jax.value_and_grad.
+      has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
+        of the whole batch. Others are averaged over the ranks.
+      mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
+      feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
+        `residuals=` and returns ((value, grads), residuals).
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The value is the sum of all sums over the
+        sum of all weights: a mean over tokens that are not masked.
+      batch_specs: how the arguments that are not differentiated are split over the axis: a PartitionSpec, or a tuple
+        with a tree of them (or a prefix of one) for each such positional argument.
+      param_specs: for a mesh with other axes, where types don't say how the differentiated arguments are sharded over
+        these: a tree of PartitionSpecs, or a prefix of one. Gradients are compressed shard by shard.
+    """
+    if not callable(loss_fn):
+        raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+    check_axis_names(OP, axis_name)
+    if not isinstance(plan, Plan | dict):
+        check_codec(OP, plan, "plan")
+    for name, flag in (("has_aux", has_aux), ("feedback", feedback), ("weighted", weighted)):
+        check_flag(OP, name, flag)
+    return ValueAndGrad(
+        loss_fn=loss_fn,
+        axis_name=axis_name,
+        plan=plan,
+        argnums=argnums,
+        has_aux=has_aux,
+        mesh=mesh,
+        feedback=feedback,
+        weighted=weighted,
+        batch_specs=batch_specs,
+        param_specs=param_specs,
+    )
+
+
+def grad(loss_fn: Callable[..., Any], axis_name: Any, plan: Any, **options: Any) -> Callable[..., Any]:
+    """`jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+
+    Args:
+      loss_fn: as in `value_and_grad`, and so are the others.
+      axis_name: the axis that the batch is split over.
+      plan: a codec, {axis name: codec} or a `Plan`.
+      **options: those of `value_and_grad`.
+    """
+    both = value_and_grad(loss_fn, axis_name, plan, **options)
+
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        found = both(*args, **kwargs)
+        (value, grads), *residuals = found if both.feedback else (found,)
+        result = (grads, value[1]) if both.has_aux else grads
+        return (result, *residuals) if both.feedback else result
+
+    return functools.update_wrapper(gradients, loss_fn)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ValueAndGrad:
+    """What `value_and_grad` returns: a function like that of jax.value_and_grad, and `init`."""
+
+    loss_fn: Callable[..., Any]
+    axis_name: Any
+    plan: Any
+    argnums: int | Sequence[int]
+    has_aux: bool
+    mesh: Any
+    feedback: bool
+    weighted: bool
+    batch_specs: Any
+    param_specs: Any
+
+    def __call__(self, *args: Any, residuals: Any = None, codec_key: Any = None, **kwargs: Any) -> Any:
+        if (residuals is not None) != self.feedback:
+            expected = (
+                "what init(params) or the call before returned" if self.feedback else "none without feedback=True"
+            )
+            raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
+        places = self._places(len(args))
+        params = [args[i] for i in places]
+        others = ([x for i, x in enumerate(args) if i not in places], kwargs)
+        ranks = self._ranks((params, others))
+        found, tree = jax.tree_util.tree_flatten_with_path(others)
+        is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
+        arrays = [(path, x) for (path, x), array in zip(found, is_array) if array]
+        for path, x in arrays:
+            ranks.check_spans(x, path)
+        given = [spec for spec, array in zip(self._given_specs(others), is_array) if array]
+        keys = tuple(_is_key(x) and not spec for (_, x), spec in zip(arrays, given))
+        specs = ranks.check_batch(
+            [
+                (path, x, P() if key else ranks.spec_of_batch(x) if spec is None else spec)
+                for (path, x), spec, key in zip(arrays, given, keys)
+            ]
+        )
+        split = _Split(
+            ranks=ranks,
+            places=places,
+            tree=tree,
+            static=tuple(None if array else x for (_, x), array in zip(found, is_array)),
+            is_array=tuple(is_array),
+            specs=tuple(specs),
+            keys=keys,
+            param_specs=_Hashed(ranks.specs_of_params(params, self._as_list(self.param_specs))),
+        )
+        value, aux, grads, kept = _run(self, split, params, [x for _, x in arrays], self._as_list(residuals), codec_key)
+        result = (value, aux) if self.has_aux else value, self._as_argument(grads)
+        return (result, self._as_argument(kept)) if self.feedback else result
+
+    def init(self, params: Any) -> Any:
+        """Residuals of zeros, with a row for each rank, sharded over the axis.
+
+        Args:
+          params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
+        """
+        given = self._as_list(params)
+        ranks = self._ranks(given)
+        specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
+
+        def rows(x: Any) -> Any:
+            return jnp.zeros((ranks.size, *np.shape(x)), jnp.float32) if jnp.result_type(x) in DTYPES else None
+
+        sharding = lambda x, spec: None if rows(x) is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
+        make = lambda: jax.tree_util.tree_map(rows, given)
+        return self._as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
+
+    def _ranks(self, arguments: Any) -> Ranks:
+        names = axis_names(self.axis_name)
+        if inside := [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]:
+            remedy = "inside, take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean"
+            raise wrong(OP, "axis_name", "a call outside of shard_map", f"one inside of it, over {inside[0]!r}", remedy)
+        return Ranks.of(OP, self.mesh, names, jax.tree_util.tree_leaves(arguments))
+
+    def _places(self, count: int) -> tuple[int, ...]:
+        """The positions of the differentiated arguments among `count`."""
+        asked = self._as_list(self.argnums)
+        if any(not -count <= i < count for i in asked):
+            raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
+        return tuple(i % count for i in asked)
+
+    def _as_list(self, value: Any) -> Any:
+        """What a caller gives for the differentiated arguments, as a list; None as it is."""
+        return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
+
+    def _as_argument(self, values: Sequence[Any]) -> Any:
+        return values[0] if isinstance(self.argnums, int) else tuple(values)
+
+    def _given_specs(self, others: tuple[list[Any], dict[str, Any]]) -> list[Any]:
+        """For each leaf of the other arguments, the caller's spec; None without one."""
+        positional, keywords = others
+        none = [None] * len(jax.tree_util.tree_leaves(keywords))
+        if self.batch_specs is None or isinstance(self.batch_specs, P):
+            every = self.batch_specs
+            return [every if np.ndim(x) else None for x in jax.tree_util.tree_leaves(positional)] + none
+        is_spec = lambda x: isinstance(x, P)
+        fill = lambda spec, below: [spec] * len(jax.tree_util.tree_leaves(below))
+        try:
+            specs = jax.tree_util.tree_map(fill, list(self.batch_specs), positional, is_leaf=is_spec)
+        except (TypeError, ValueError) as error:
+            expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+            raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
+        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + none
+
+
+class _Hashed:
+    """A tree that jit takes as static."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))
+        self._key = tuple(leaves), structure
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Hashed) and self._key == other._key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How the arguments of a call are split over the ranks."""
+
+    ranks: Ranks
+    places: tuple[int, ...]  # of the differentiated arguments
+    tree: Any  # the structure of the other arguments
+    static: tuple[Any, ...]  # their leaves that are no arrays; None in place of the others
+    is_array: tuple[bool, ...]
+    specs: tuple[P, ...]  # of the arrays
+    keys: tuple[bool, ...]  # which of them is a single random key
+    param_specs: _Hashed  # over the other axes of the mesh
+
+    def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What the loss function is called with."""
+        each = iter(arrays)
+        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
+        args, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
+        for i, x in sorted(zip(self.places, params), key=lambda pair: pair[0]):
+            args.insert(i, x)
+        return args, kwargs
+
+
+# jit: outside of the caller's jit, shard_map would run operation by operation.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
+    """(value, aux, gradients, new residuals); the last three as lists like `params`."""
+    ranks, names = split.ranks, split.ranks.names
+
+    def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
+        rank = lax.axis_index(names)
+        arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
+
+        def loss(*params: Any) -> Any:
+            args, kwargs = split.arguments(params, arrays)
+            return call.loss_fn(*args, **kwargs)
+
+        with without_constraints(OP, "loss_fn", names):
+            value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
+        mean = functools.partial(_mean, call.axis_name, call.plan)
+        if ranks.others:
+            specs = split.param_specs.tree
+            is_none = lambda x: x is None
+            row = lambda x, spec: None if x is None else P(None, *spec)
+            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
+            mean = jax.shard_map(
+                mean, in_specs=(specs, rows, P()), out_specs=(specs, rows), axis_names=set(ranks.others)
+            )
+        grads, kept = mean(grads, residuals, codec_key)
+        return (
+            value,
+            [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)],
+            grads,
+            kept,
+        )
+
+    tree, aux_specs = _aux_specs(call, split, params, arrays) if call.has_aux else (None, [])
+    arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
+    value, aux, grads, kept = ranks.map(
+        of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=(P(), aux_specs, P(), P(names))
+    )(params, arrays, residuals, codec_key)
+    return value, None if tree is None else tree.unflatten(aux), grads, kept
+
+
+def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
+    """The compressed mean of gradients over the ranks, and the new residuals."""
+    net, options = check_axes(OP, axis_name), Options(key=key)
+    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], residuals))
+    found = reduce(OP, grads, net=net, codec=plan, options=options, state=state, mean=True)
+    if residuals is None:
+        return found, None
+    return found[0], jax.tree_util.tree_map(lambda x: x[None], found[1])
+
+
+def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
+    """(the mean of the ranks' losses, this rank's aux, this rank's gradients)."""
+    every = tuple(range(len(params)))
+    found, grads = local_value_and_grad(loss, axis_name, argnums=every, has_aux=has_aux)(*params)
+    value, aux = found if has_aux else (found, None)
+    return _pmean(value, axis_names(axis_name)), aux, list(grads)
+
+
+# The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
+# ranks of ds / W - S / W^2 dw. A rank's gradients are that times the number of ranks, because their mean is taken.
+def _of_sums(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
+    """(the sum of all sums over the sum of all weights, this rank's aux, this rank's gradients)."""
+    names = axis_names(axis_name)
+    tracked = _compat.tracked_axes(names)
+
+    def sums(*params: Any) -> tuple[Any, Any]:
+        found, aux = loss(*params) if has_aux else (loss(*params), None)
+        try:
+            total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked) for x in found)
+        except (TypeError, ValueError) as error:
+            raise wrong(OP, "loss_fn", "a function that returns (sum, weight) with weighted=True", found) from error
+        return (total, weight), aux
+
+    (total, weight), back, aux = jax.vjp(sums, *vary(params, names), has_aux=True)
+    all_sums, all_weights = lax.psum((total, weight), names)
+    value, ranks = all_sums / all_weights, lax.axis_size(names)
+    cts = ranks / all_weights, -ranks * value / all_weights
+    return value, aux, list(back(tuple(_compat.vary(ct, tracked) for ct in cts)))
+
+
+def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
+    return lax.pmean(_compat.vary(jnp.asarray(x), _compat.tracked_axes(names)), names)
+
+
+def _of_all(x: Any, spec: P, names: tuple[Any, ...]) -> jax.Array:
+    """An auxiliary output as it leaves a rank: a part of the whole, or the mean."""
+    return _compat.vary(x, _compat.tracked_axes(names)) if any(spec) else _pmean(x, names)
+
+
+def _aux_specs(call: ValueAndGrad, split: _Split, params: Any, arrays: Any) -> tuple[Any, list[P]]:
+    """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say."""
+
+    def aux(params: Any, arrays: Any) -> Any:
+        args, kwargs = split.arguments(params, arrays)
+        return call.loss_fn(*args, **kwargs)[1]
+
+    ranks = split.ranks
+    parts = [ranks.local(x, spec) for x, spec in zip(arrays, split.specs)]
+    shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+    whole, local = (jax.eval_shape(aux, shapes(params), given) for given in (shapes(arrays), parts))
+    specs: list[P] = []
+    for (path, x), part in zip(jax.tree_util.tree_flatten_with_path(whole)[0], jax.tree_util.tree_leaves(local)):
+        cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
+        if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):
+            expected = f"auxiliary outputs that have the examples along one dimension, or along none ({x.shape})"
+            raise wrong(OP, "loss_fn", expected, f"{part.shape} of a rank's part", path=path)
+        if not cut and not jnp.issubdtype(x.dtype, jnp.inexact):
+            expected = "auxiliary outputs that are means in floating point, or have a row for each example"
+            remedy = "return a mean, as in (prediction == label).mean()"
+            raise wrong(OP, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
+        specs.append(P(*[None] * cut[0], ranks.names) if cut else P())
+    return jax.tree_util.tree_structure(whole), specs
+
+
+def _is_key(x: Any) -> bool:
+    """Whether an array is one random key, typed or as two words."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return not x.ndim
+    return x.dtype == np.uint32 and x.shape == (2,)

@@ -1,0 +1,272 @@
+"""value_and_grad and grad: the gradients of jit programs over sharded batches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, normal, sent
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+RANKS = 4
+CODEC = cgx.MaxMin(4, 64)
+PARAMS = {"w": normal((30, 40), 1, scale=0.2), "b": jnp.zeros(40)}
+X, MASK = normal((24, 30), 2), jnp.float32(jnp.arange(24) % 7 < jnp.arange(24) // 5)
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+@functools.lru_cache
+def mesh_of(kind, *axes):
+    axes = axes or (("data", RANKS),)
+    names, sizes = zip(*axes)
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def errors_of(params, x):
+    return (jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2
+
+
+def loss_fn(params, x, mask=None):
+    return errors_of(params, x).mean()
+
+
+def weighted_fn(params, x, mask):
+    return (errors_of(params, x).mean(-1) * mask).sum(), mask.sum()
+
+
+def global_mean(params, x, mask):
+    total, weight = weighted_fn(params, x, mask)
+    return total / weight
+
+
+def place(mesh, tree, spec=P("data")):
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+# Where the mesh and the shardings are known from.
+def called(how, mesh, f, params, *batch):
+    batch = place(mesh, batch)
+    if how == "jit":
+        with jax.set_mesh(mesh):
+            return jax.jit(f)(place(mesh, params, P()), *batch)
+    if how == "context":
+        with jax.set_mesh(mesh):
+            return f(params, *batch)
+    return f(params, *batch)
+
+
+@KINDS
+@pytest.mark.short
+@pytest.mark.parametrize("how", ["jit", "context", "arrays"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_like_jax_with_raw(kind, how, weighted):
+    mesh = mesh_of(kind)
+    fun, plain = (weighted_fn, global_mean) if weighted else (loss_fn, loss_fn)
+    found = called(how, mesh, cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK)
+    expected = jax.value_and_grad(plain)(PARAMS, X, MASK)
+    close(found, expected)
+    close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK), expected[1])
+
+
+def by_hand(params, x, residuals=None):
+    def step(params, x, residuals):
+        _, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
+        if residuals is None:
+            return cgx.compressed_pmean(grads, "data", CODEC), None
+        mean, kept = cgx.compressed_pmean(grads, "data", CODEC, residuals=jax.tree.map(lambda r: r[0], residuals))
+        return mean, jax.tree.map(lambda r: r[None], kept)
+
+    mesh = mesh_of(AxisType.Auto)
+    specs = (P(), P("data"), P("data"))
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), P("data"))))(params, x, residuals)
+
+
+@KINDS
+def test_the_bits_of_a_step_by_hand(kind):
+    _, grads = called("jit", mesh_of(kind), cgx.value_and_grad(loss_fn, "data", CODEC), PARAMS, X)
+    assert_same_trees(grads, by_hand(PARAMS, X)[0])
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["jit", "arrays"])
+def test_feedback(kind, how):
+    mesh = mesh_of(kind)
+    f = cgx.value_and_grad(loss_fn, "data", CODEC, feedback=True)
+    residuals = f.init(place(mesh, PARAMS, P()))
+    assert residuals["w"].shape == (RANKS, 30, 40) and residuals["w"].sharding.spec == P(("data",))
+    expected = jax.tree.map(np.zeros_like, residuals)
+    for _ in range(2):
+        (_, grads), residuals = called(
+            how, mesh, lambda p, x, r=residuals: f(p, x, residuals=r), place(mesh, PARAMS, P()), X
+        )
+        mean, expected = by_hand(PARAMS, X, expected)
+        assert_same_trees((grads, residuals), (mean, expected))
+    assert any(np.any(r) for r in jax.tree.leaves(residuals))
+
+
+@KINDS
+def test_aux_keys_keywords_and_what_is_no_array(kind):
+    mesh, key = mesh_of(kind), jax.random.key(3)
+
+    def fun(params, batch, key, *, scale, flag):
+        assert flag is True and scale == 2.0
+        noise = jax.random.normal(key, batch["x"].shape)
+        found = errors_of(params, batch["x"])
+        return scale * found.mean(), {"mean": found.mean(), "each": found.mean(-1), "noise": noise}
+
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), has_aux=True)
+    with jax.set_mesh(mesh):
+        (value, aux), grads = jax.jit(lambda p, b, k: f(p, b, k, scale=2.0, flag=True))(
+            PARAMS, place(mesh, {"x": X}), key
+        )
+        grads_alone, aux_alone = cgx.grad(fun, "data", cgx.Raw(), has_aux=True)(
+            PARAMS, place(mesh, {"x": X}), key, scale=2.0, flag=True
+        )
+    expected = errors_of(PARAMS, X)
+    close((value, aux["mean"], aux["each"]), (2 * expected.mean(), expected.mean(), expected.mean(-1)))
+    close(grads, jax.grad(lambda p: 2 * errors_of(p, X).mean())(PARAMS))
+    close((grads_alone, aux_alone), (grads, aux))
+    parts = np.asarray(aux["noise"]).reshape(RANKS, -1)
+    assert len({part.tobytes() for part in parts}) == RANKS
+    np.testing.assert_array_equal(parts[1], jax.random.normal(jax.random.fold_in(key, 1), (6, 30)).reshape(-1))
+
+
+@KINDS
+@pytest.mark.parametrize("argnums", [1, (2, 0)])
+def test_argnums(kind, argnums):
+    def fun(w, x, b):
+        return errors_of({"w": w, "b": b}, x).mean() if argnums != 1 else errors_of({"w": x, "b": b[0]}, w).mean()
+
+    args = (PARAMS["w"], X, PARAMS["b"]) if argnums != 1 else (X, PARAMS["w"], PARAMS["b"][None])
+    specs = P("data") if argnums != 1 else (P("data"), P())
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), argnums=argnums, mesh=mesh_of(kind), batch_specs=specs)
+    close(f(*args), jax.value_and_grad(fun, argnums)(*args))
+
+
+@KINDS
+def test_other_axes_stay_sharded(kind):
+    """Shards over "model" are compressed where they are."""
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("JAX 0.9 can't lower axis_index in a shard_map within a shard_map")
+    mesh = mesh_of(kind, ("data", 2), ("model", 2))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    params = jax.tree.map(lambda x, spec: place(mesh, x, spec), PARAMS, specs)
+
+    def fun(params, x):
+        h = x @ params["w"] + params["b"]
+        return (h**2).mean()
+
+    given = specs if kind == AxisType.Auto else None
+    f = cgx.value_and_grad(fun, "data", cgx.MaxMin(8, 20), param_specs=given, feedback=True)
+    with jax.set_mesh(mesh):
+        residuals = f.init(params)
+        step = jax.jit(lambda p, x, r: f(p, x, residuals=r))
+        (value, grads), residuals = step(params, place(mesh, X), residuals)
+        text = step.lower(params, place(mesh, X), residuals).compile().as_text()
+    expected = jax.value_and_grad(fun)(PARAMS, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    for k, g in expected[1].items():
+        np.testing.assert_allclose(grads[k], g, atol=0.02 * np.abs(g).max())
+    assert grads["w"].sharding.shard_shape((30, 40)) == (30, 20)
+    assert residuals["w"].sharding.shard_shape((2, 30, 40)) == (1, 30, 20)
+    if kind == AxisType.Auto:  # of an Explicit mesh JAX gathers what enters and leaves any such shard_map
+        assert ("all-gather", "f32") not in sent(text)
+    assert ("all-gather", "u8") in sent(text)
+
+
+def test_stochastic_rounding_takes_a_key():
+    mesh, codec = mesh_of(AxisType.Auto), cgx.MaxMin(2, 64, rounding="stochastic")
+    f = cgx.value_and_grad(loss_fn, "data", codec, mesh=mesh)
+    one, same, other = (f(PARAMS, X, codec_key=jax.random.key(i))[1] for i in (0, 0, 1))
+    assert_same_trees(one, same)
+    assert np.any(one["w"] != other["w"])
+    with raises(ValueError, says("value_and_grad", "key", expected="random key", got="None")):
+        f(PARAMS, X)
+
+
+def test_explain_counts_what_is_saved():
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        step = jax.jit(cgx.value_and_grad(loss_fn, "data", cgx.Plan(CODEC, min_size=100)))
+        found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
+    assert found.ratio > 2 and any(c.codec for c in found.collectives)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda f, x: f(PARAMS, x, jnp.zeros(8)),
+            ValueError,
+            says("value_and_grad", "batch_specs", expected="not split like the others", got="none", remedy="P()"),
+        ),
+        (
+            lambda f, x: f(PARAMS, x[:22]),
+            ValueError,
+            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="evenly", got="float32[22, 30]"),
+        ),
+        (
+            lambda f, x: f(PARAMS),
+            ValueError,
+            says("value_and_grad", "batch_specs", expected="argument split", got="none", remedy="shard the batch"),
+        ),
+        (
+            lambda f, x: f(place(mesh_of(AxisType.Auto), jnp.ones(8)), x),
+            ValueError,
+            says(
+                "value_and_grad",
+                "params",
+                at="leaf [0]",
+                expected="whole 'data'",
+                got="one sharded",
+                remedy="docs/meshes.md",
+            ),
+        ),
+        (
+            lambda f, x: f(PARAMS, x, residuals=PARAMS),
+            ValueError,
+            says("value_and_grad", "residuals", expected="without feedback=True", got="some"),
+        ),
+    ],
+    ids=["two sizes", "uneven", "nothing is split", "sharded parameters", "residuals"],
+)
+def test_bad_calls(call, error, words):
+    with raises(error, words):
+        call(cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), X)
+
+
+def test_bad_arguments():
+    mesh = mesh_of(AxisType.Auto)
+    with raises(TypeError, says("value_and_grad", "plan", expected="codec", got="4")):
+        cgx.value_and_grad(loss_fn, "data", 4)
+    with raises(ValueError, says("value_and_grad", "mesh", expected="a mesh", got="None", remedy="jax.set_mesh")):
+        jax.jit(cgx.value_and_grad(loss_fn, "data", CODEC))(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "axis_name", expected="'data'", got="'model'")):
+        cgx.value_and_grad(loss_fn, "model", CODEC, mesh=mesh)(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "argnums", expected="positions", got="3")):
+        cgx.value_and_grad(loss_fn, "data", CODEC, argnums=3, mesh=mesh)(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight)")):
+        cgx.value_and_grad(loss_fn, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf ['n']", expected="means", got="int32[]")):
+        cgx.value_and_grad(lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()}), "data", CODEC, has_aux=True, mesh=mesh)(
+            PARAMS, X
+        )
+    inside = cgx.value_and_grad(loss_fn, "data", CODEC)
+    with raises(ValueError, says("value_and_grad", "axis_name", expected="outside of shard_map", got="one inside")):
+        jax.shard_map(lambda x: inside(PARAMS, x)[0], mesh=mesh, in_specs=P("data"), out_specs=P())(X)
+
+    def constrained(params, x):
+        return loss_fn(params, lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))))
+
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
+        cgx.value_and_grad(constrained, "data", CODEC, mesh=mesh)(PARAMS, X)
