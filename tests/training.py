@@ -37,9 +37,9 @@ def local_step(optimizer, loss_fn=loss_fn):
     return step
 
 
-def on_mesh(step, state, ranks=4, **options):
+def on_mesh(step, state, ranks=4, specs=None, **options):
     """A step, jitted, on every rank; `state` is one of its optimizer's states."""
-    specs = cgx.state_specs(state, "data")
+    specs = cgx.state_specs(state, "data") if specs is None else specs
     return jax.jit(
         jax.shard_map(
             step, mesh=mesh_of(ranks), in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), **options

@@ -1,16 +1,16 @@
 """compressed_all_gather: lax.all_gather that sends a fraction of the bytes."""
 
+import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcgx.checks import check_choice
 from jaxcgx.collectives.arguments import Dimension, Options, check_dimension
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
-from jaxcgx.transports.base import Transport, join_rows
+from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
 
@@ -66,13 +66,12 @@ def gather(
         return net.plain_all_gather(leaf, dims[i], tiled=tiled, to=to)
 
     def compressed(message: Message, route: Route) -> list[Any]:
-        shapes, n = [x.shape for x in message.leaves], len(route.stages)
         gathered = message
+        join = rows.Join(operator.index(axis), tiled, tuple(stage.net.size for stage in route.stages))
         for j, stage in enumerate(route.stages):
             part = route.with_key(gathered.replace(key=message.key), j, route.stages[j + 1 :])
-            gathered = part.replace(leaves=rows.all_gather(part, stage, to))
-        outermost_first = [jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim))) for x in gathered.leaves]
-        whole = [x.reshape(call.size, *shape) for x, shape in zip(outermost_first, shapes)]
-        return [join_rows(x, dims[i], tiled) for x, i in zip(whole, message.ids)]
+            last = stage is route.stages[-1]
+            gathered = part.replace(leaves=rows.all_gather(part, stage, to, join if last else None))
+        return gathered.leaves
 
     return call.run(plain, compressed)

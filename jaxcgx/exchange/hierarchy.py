@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx.exchange import schedules
+from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.keys import fold_stage
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.exchange.schedules import Sent, Summed
@@ -56,11 +56,13 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
     outer, *inner = nets
     whole = countable(x)
     share = _cut(whole, [net.size for net in reversed(inner)], zeros=True)
-    for net in reversed(inner):
-        share = net.plain_psum_scatter(share, 0, tiled=False)
+    with jax.named_scope(scopes.INNER):
+        for net in reversed(inner):
+            share = net.plain_psum_scatter(share, 0, tiled=False)
     share = outer.plain_psum(share)
-    for net in inner:
-        share = net.plain_all_gather(share, 0, tiled=False, to="invarying" if tracked else "varying")
+    with jax.named_scope(scopes.INNER):
+        for net in inner:
+            share = net.plain_all_gather(share, 0, tiled=False, to="invarying" if tracked else "varying")
     return _join([share], [whole])[0]
 
 

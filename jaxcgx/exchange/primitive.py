@@ -71,7 +71,7 @@ def define(
     """The primitive of an exchange, with its rules.
 
     Args:
-      name: the name, which follows "jaxcgx_".
+      name: the name, as the policies of jax.checkpoint see it.
       run: run(message, **params) computes the message of results, from lax and the native operations.
       shape: shape(shape, **params) is the shape of a result leaf, from the shape of the leaf.
       transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves, which have types but
@@ -79,7 +79,7 @@ def define(
       same: whether the result leaves are the same on every rank.
       invarying: invarying(**params) is whether the types of the result leaves say that.
     """
-    primitive = _compat.Primitive(f"jaxcgx_{name}")
+    primitive = _compat.Primitive(name)
     primitive.multiple_results = True
 
     define_impl(primitive)

@@ -4,19 +4,57 @@ Leaves are [ranks, ...]: row r is for rank r, or came from it.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.exchange import primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage
-from jaxcgx.transports.base import Transport
+from jaxcgx.transports.base import Transport, join_rows, split_rows
 
 
-def all_gather(message: Message, stage: Stage, to: str) -> list[Any]:
-    """Every rank's leaves, as rows."""
-    params = dict(net=stage.net, stage=stage, ranks=stage.net.size, to=to)
+class Join(NamedTuple):
+    """How the last of several gathers joins what all have gathered, [ranks of the last, ..., ranks of the first, ...].
+
+    It is part of that gather: jax.checkpoint's policies see operations, and would keep whole weights as the results of
+    a reshape.
+    """
+
+    axis: int  # as in lax
+    tiled: bool
+    sizes: tuple[int, ...]  # the ranks of each gather, outermost first
+
+    def shape(self, gathered: tuple[int, ...]) -> tuple[int, ...]:
+        shape, n = list(gathered[len(self.sizes) :]), math.prod(self.sizes)
+        d = self._dimension(len(shape))
+        return (*shape[:d], n * shape[d], *shape[d + 1 :]) if self.tiled else (*shape[:d], n, *shape[d:])
+
+    def join(self, x: jax.Array) -> jax.Array:
+        n = len(self.sizes)
+        outermost_first = jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim)))
+        shape = x.shape[n:]
+        return join_rows(
+            outermost_first.reshape(math.prod(self.sizes), *shape), self._dimension(len(shape)), self.tiled
+        )
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """The inverse of `join`."""
+        d, n = self._dimension(x.ndim - (0 if self.tiled else 1)), len(self.sizes)
+        rows = split_rows(x, d, size=math.prod(self.sizes), tiled=self.tiled)
+        apart = rows.reshape(*self.sizes, *rows.shape[1:])
+        return jnp.transpose(apart, (*reversed(range(n)), *range(n, apart.ndim)))
+
+    def _dimension(self, ndim: int) -> int:
+        """The dimension, counted from the front, of leaves of `ndim` dimensions."""
+        return self.axis % (ndim if self.tiled else ndim + 1)
+
+
+def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None) -> list[Any]:
+    """Every rank's leaves, as rows, or joined."""
+    params = dict(net=stage.net, stage=stage, ranks=stage.net.size, to=to, join=join)
     return primitive.bind(all_gather_p, message, **params).leaves
 
 
@@ -38,31 +76,44 @@ def _back(message: Message, cts: list[Any]) -> Message:
 # all_gather
 
 
-def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, to: str) -> Message:
-    return message.replace(key=None, leaves=schedules.all_gather(stage, message))
+def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, to: str, join: Join | None) -> Message:
+    gathered = schedules.all_gather(stage, message)
+    return message.replace(key=None, leaves=gathered if join is None else [join.join(x) for x in gathered])
 
 
+# Its name is that of lax's operation, so that policies of jax.checkpoint which don't save that don't save this.
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
 # psum_scatter. Where the type of the result says that all ranks share one value ("invarying"), all ranks have the same
 # cotangent, and rank r takes row r of it. An axis of vmap has no such type: each of its ranks has a cotangent of its
 # own, most of whose rows are zero, and psum_scatter adds them. Ranks of a mesh beside it share a cotangent, which would
 # then count several times: hence the factor.
 def _all_gather_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, ranks: int, to: str, batch: tuple[Any, ...]
+    message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: tuple[Any, ...], **params: Any
 ) -> list[Any]:
+    net, ranks = params["net"], params["ranks"]
+    if join is not None:
+        split = join.split
+        for _ in batch:
+            split = jax.vmap(split)
+        cts = [split(ct) for ct in cts]
     mapped = math.prod(size for size, name in batch if name is not None)
     if to == "invarying":
         if mapped == 1:
             return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
         cts = [ct * (mapped / ranks) for ct in cts]
-    params = dict(net=net, stage=stage.transposed(), own="raw", batch=batch)
-    return primitive.bind(psum_scatter_p, _back(message, cts), **params).leaves
+    back = dict(net=net, stage=stage.transposed(), own="raw", batch=batch)
+    return primitive.bind(psum_scatter_p, _back(message, cts), **back).leaves
+
+
+def _gathered_shape(shape: tuple[int, ...], *, ranks: int, join: Join | None = None, **params: Any) -> tuple[int, ...]:
+    rows = (ranks, *shape)
+    return rows if join is None else join.shape(rows)
 
 
 all_gather_p: Any = primitive.define(
     "all_gather",
     _all_gather,
-    lambda shape, *, ranks, **params: (ranks, *shape),
+    _gathered_shape,
     _all_gather_transpose,
     same=True,
     invarying=lambda to, **params: to == "invarying",
@@ -82,12 +133,12 @@ def _psum_scatter_transpose(
     message: Message, cts: list[Any], *, net: Transport, stage: Stage, own: str, batch: tuple[Any, ...]
 ) -> list[Any]:
     ranks = message.leaves[0].shape[len(batch)]
-    params = dict(net=net, stage=stage.transposed(), ranks=ranks, to="varying", batch=batch)
+    params = dict(net=net, stage=stage.transposed(), ranks=ranks, to="varying", join=None, batch=batch)
     return primitive.bind(all_gather_p, _back(message, cts), **params).leaves
 
 
 psum_scatter_p: Any = primitive.define(
-    "psum_scatter", _psum_scatter, lambda shape, **params: shape[1:], _psum_scatter_transpose, same=False
+    "jaxcgx_psum_scatter", _psum_scatter, lambda shape, **params: shape[1:], _psum_scatter_transpose, same=False
 )
 
 
@@ -107,5 +158,5 @@ def _all_to_all_transpose(
 
 
 all_to_all_p: Any = primitive.define(
-    "all_to_all", _all_to_all, lambda shape, **params: shape, _all_to_all_transpose, same=False
+    "jaxcgx_all_to_all", _all_to_all, lambda shape, **params: shape, _all_to_all_transpose, same=False
 )

@@ -74,6 +74,8 @@ class ExchangeScope:
         return f"{self.schedule}.{_plain(spell(self.codec))}"
 
 
+# The named scope of a raw leaf's exchanges over inner axes, beside that over the outermost one.
+INNER = "jaxcgx.inner"
 Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning: dict[str, Meaning] = {}  # by tag

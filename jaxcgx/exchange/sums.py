@@ -76,5 +76,5 @@ def _transpose(
 
 
 psum_p: Any = primitive.define(
-    "psum", _run, lambda shape, **params: shape, _transpose, same=True, invarying=lambda **params: True
+    "jaxcgx_psum", _run, lambda shape, **params: shape, _transpose, same=True, invarying=lambda **params: True
 )

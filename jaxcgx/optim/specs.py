@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx.checks import wrong
 from jaxcgx.optim.nesting import check_nesting, has_rows
 from jaxcgx.transports.axes import check_axis_names
 
@@ -16,9 +17,19 @@ def state_specs(opt_state: Any, axis_name: Any) -> Any:
     know that axis.
 
     Args:
-      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth.
+      opt_state: a state, or its jax.eval_shape, with states of jaxcgx at any depth. An nnx.Optimizer of Flax is one.
       axis_name: the axis of the ranks, or the tuple of axes, that their transformations were given.
     """
+    if not any(map(has_rows, jax.tree_util.tree_leaves(opt_state, is_leaf=has_rows))):
+        raise wrong(
+            "state_specs",
+            "opt_state",
+            "a state of jaxcgx's transformations, alone or inside of another",
+            f"a {type(opt_state).__name__} without one",
+            "pass what init returned, or an nnx.Optimizer as it is: nnx.state(optimizer) has lost the types of the "
+            "states in it; a state without compress_gradients has PartitionSpec() everywhere",
+            kind=TypeError,
+        )
     check_nesting("state_specs", opt_state)
     return specs_per_rank(opt_state, check_axis_names("state_specs", axis_name), None)
 

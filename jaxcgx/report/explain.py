@@ -141,12 +141,8 @@ def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Le
     """Collects the meshes and the raw leaves of a jaxpr and of those inside. XLA's text lacks some: it joins leaves."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
-        if _SENDS.search(eqn.primitive.name):
-            leaves = [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
-            # A leaf that goes over one axis after another has one sum, over the outermost.
-            over = eqn.params.get("axes", eqn.params.get("axis_name"))
-            over = set(over if isinstance(over, tuple) else [over])
-            raw += [leaf for leaf in leaves if over >= set(leaf.axes) or eqn.primitive.name.startswith("psum")]
+        if _SENDS.search(eqn.primitive.name) and scopes.INNER not in name:
+            raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)

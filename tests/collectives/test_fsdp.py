@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ranks
 from helpers import assert_trees, sent
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -95,3 +96,30 @@ def test_scatter_then_gather():
     assert sent(jax.jit(step).lower(X).compile().as_text()) == {("all-to-all", "u8"), ("all-gather", "u8")}
     total = X.reshape(RANKS, 8, 64).sum(0)
     np.testing.assert_allclose(jax.jit(step)(X), np.tile(2 * total, (RANKS, 1)), atol=0.05 * np.ptp(total))
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(4), cgx.Raw(), {"a": cgx.MaxMin(4), "b": cgx.Raw()}], ids=str)
+@CHECKS
+def test_nothing_gathered_is_saved(codec, check_vma):
+    """Under the policy of JAX's documentation the backward pass gathers again, as with lax.all_gather."""
+    axes, kept = ("a", "b"), {}
+    policies = {"all": None, "none gathered": lambda op, *_, **__: str(op) != "all_gather"}
+
+    @functools.partial(jax.shard_map, mesh=ranks.mesh(2, 2), in_specs=P(axes), out_specs=P(axes), check_vma=check_vma)
+    def step(shards, x):
+        def local(shards, x):
+            return loss(cgx.compressed_all_gather(shards, axes, codec, tiled=True, axis=-2), x)
+
+        grads = {}
+        for name, policy in policies.items():
+            f = local if policy is None else jax.remat(local, policy=policy)
+            value, back = jax.vjp(f, shards, x)
+            kept[name] = {leaf.shape for leaf in jax.tree.leaves(back)}
+            grads[name] = back(jnp.ones_like(value))[0]
+        return grads
+
+    grads = jax.jit(step)(W, X)
+    assert_trees(np.testing.assert_array_equal, grads["none gathered"], grads["all"])
+    gathered = {w.shape for w in W.values()}
+    assert kept["all"] & gathered and not kept["none gathered"] & gathered
+    assert (8, 64) in kept["none gathered"]  # others are kept

@@ -214,7 +214,8 @@ def test_raw_costs_nothing(plan):
     wrapped = cgx.compressed(optimizer, "data", plan, axis_size=RANKS)
     plain = optax.chain(optax.stateless(lambda grads, params: lax.pmean(grads, "data")), optimizer)
     programs = [
-        hlo(on_mesh(local_step(each), each.init(PARAMS)), PARAMS, each.init(PARAMS), X) for each in (wrapped, plain)
+        hlo(on_mesh(local_step(each), each.init(PARAMS), specs=specs), PARAMS, each.init(PARAMS), X)
+        for each, specs in ((wrapped, None), (plain, P()))
     ]
     assert programs[0] == programs[1]
 

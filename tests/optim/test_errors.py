@@ -287,11 +287,6 @@ def test_rules_without_a_leaf():
             says("compress_gradients", "state", expected="structure CompressState", got="PyTreeDef("),
         ),
         (
-            lambda: optax.adam(1e-3).init(PARAMS),
-            TypeError,
-            says("compress_gradients", "state", expected="CompressState", got="tuple"),
-        ),
-        (
             lambda: cgx.compress_gradients("data", CODEC, axis_size=2 * RANKS).init(PARAMS),
             ValueError,
             says(
@@ -317,11 +312,28 @@ def test_rules_without_a_leaf():
             ),
         ),
     ],
-    ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "adam", "ranks", "dtype"],
+    ids=["guard", "no feedback", "raw", "shape", "leaf", "momentum", "ranks", "dtype"],
 )
 def test_a_state_from_another_plan(state, error, words):
     with raises(error, words):
         run(compress(CODEC), 1, state=state())
+
+
+def test_a_state_of_another_optimizer():
+    with raises(TypeError, says("compress_gradients", "state", expected="CompressState", got="tuple")):
+        jax.vmap(lambda w: compress(CODEC).update(w, optax.adam(1e-3).init(w)), axis_name="data")(PARAMS["w"])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [optax.adam(1e-3).init(PARAMS), {"opt_state": {0: compress(CODEC).init(PARAMS)._asdict()}}, PARAMS],
+    ids=["adam", "as nnx.state has it", "parameters"],
+)
+def test_specs_of_trees_without_a_state(state):
+    """All of it would seem replicated."""
+    words = says("state_specs", "opt_state", expected="state jaxcgx's", got="a ", remedy="init nnx.Optimizer")
+    with raises(TypeError, words):
+        cgx.state_specs(state, "data")
 
 
 def test_a_state_fits_any_plan_that_compresses_the_same_leaves():

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from errors import raises, says
 from helpers import normal
+from jax.sharding import PartitionSpec as P
 from training import CODEC, X, mesh_of, train
 
 import jaxcgx as cgx
@@ -67,6 +69,44 @@ def test_flax_nnx():
     for _ in range(30):
         placed, state, metrics = train_step.step(placed, state, X)
     np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-3)
+
+
+def test_nnx_optimizer():
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+    tx = cgx.compressed(optax.sgd(0.1), "data", CODEC, axis_size=4)
+    found = {}
+    for way in ("jax", "nnx"):
+        model = nnx.Linear(30, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        specs = cgx.state_specs(optimizer, "data")
+
+        def local_step(model, optimizer, x):
+            graph, params = nnx.split(model)
+            loss = lambda params: ((nnx.merge(graph, params)(x) - x.mean(-1, keepdims=True)) ** 2).mean()
+            value, grads = cgx.local_value_and_grad(loss, "data")(params)
+            optimizer.update(model, grads)
+            value = jax.lax.pmean(value, "data")
+            return value if way == "nnx" else (value, model, optimizer)
+
+        if way == "nnx":
+            placed = nnx.StateSharding(nnx.state(specs))
+            step = nnx.jit(nnx.shard_map(local_step, mesh=mesh_of(4), in_specs=(P(), placed, P("data")), out_specs=P()))
+            found[way] = [step(model, optimizer, X) for _ in range(3)]
+        else:
+            step = jax.jit(
+                jax.shard_map(
+                    local_step, mesh=mesh_of(4), in_specs=(P(), specs, P("data")), out_specs=(P(), P(), specs)
+                )
+            )
+            found[way] = []
+            for _ in range(3):
+                value, model, optimizer = step(model, optimizer, X)
+                found[way].append(value)
+        residuals = optimizer.opt_state[0].residuals["kernel"][...]
+        assert residuals.shape == (4, 30, 1) and residuals.sharding.spec == P("data") and residuals.any()
+    np.testing.assert_allclose(found["jax"], found["nnx"], rtol=1e-6)
+    with raises(TypeError, says("state_specs", "opt_state", expected="state", got="a State", remedy="nnx.Optimizer")):
+        cgx.state_specs(nnx.state(optimizer), "data")
 
 
 def test_lists_and_tuples():
