@@ -1,5 +1,5 @@
-"""Whether all ranks make the same call: what they pass, as text, its differences, and the comparison of check=True, over
-mpi4py and before anything is compiled."""
+"""Whether all ranks make the same call: what they pass, as text, how that differs, and check=True, which compares it
+over mpi4py before anything is compiled."""
 
 import hashlib
 import importlib.metadata
