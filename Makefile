@@ -39,7 +39,7 @@ CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false 
 CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null && echo '$(CHEAP)')"
 PYTEST := .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training clean interpreter
+.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -66,7 +66,7 @@ test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build an
 # Every example of a property, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and JAX.
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: CHEAP :=
-test-full: begin cpptest pytest mpi cuda matrix slowest ## the same with everything that takes long
+test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with everything that takes long
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
@@ -94,6 +94,9 @@ mpi mpi-short: $(INSTALLED)
 		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 \
 			--junitxml="$(TIMES)/mpi-$$n.\$$OMPI_COMM_WORLD_RANK.xml" || exit 1; \
 	done
+
+mpich: $(INSTALLED) ## the Python tests on 2 ranks of MPICH, in an environment of its own
+	@$(MPI_BUILD) $(CHEAP_FLAGS) .venv/bin/python scripts/mpich.py
 
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"
@@ -133,7 +136,7 @@ bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of th
 	@.venv/bin/python benchmarks/failures.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
-	@$(MPIRUN) -n 2 .venv/bin/python -m mpi4py benchmarks/mpi.py
+	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix build

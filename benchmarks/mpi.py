@@ -1,10 +1,13 @@
 """Measures compressed_allreduce against mpi4jax.allreduce between the processes of mpirun, over MPI and shared memory.
 
-mpirun -n 2 python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--out DIR]
+mpirun -n 2 --bind-to core python -m mpi4py benchmarks/mpi.py [--repeats 21] [--size MIB ...] [--layers WIDTH ...]
+    [--out DIR]
 """
 
 import argparse
+import functools
 import pathlib
+import statistics
 import time
 
 import jax
@@ -19,9 +22,15 @@ CODEC = cgx.MaxMin(4)
 COMM = MPI.COMM_WORLD
 NAMES = "mpi4jax", "two_shot", "one_shot", "memory"
 OVER_MPI, IN_MEMORY, ROWS = 4.0, 6.0, 2.0  # the goals, with 64 MiB on two ranks of one host
+LAYERS, LOOP, FUSION = 4, 4, (64, 16)
 NOTES = f"""\
 - ms: the time of one call on the slowest rank, from a barrier to its end. Programs take turns. The ratio to mpi4jax is
   formed in every turn, and the table has the medians. Arguments are donated, as a training step's state is.
+- "x" has the median, and behind it the quarter and the three quarters of the turns' ratios.
+- The layers are those of a transformer, 12 leaves each: four matrices of width x width, two of width x 4 width, and six
+  vectors. mpi4jax sums leaf by leaf in one program. MPI and memory have messages of up to 64 or 16 MiB.
+- Calls: each is a call of its own, as a training step is. Loops: {LOOP} sums in one program, whose outputs are on pages
+  that are in use already; the time is that of one sum.
 - two_shot, one_shot: over MPI. "MPI x" is how many times as fast as mpi4jax.allreduce the faster of the two is.
 - memory: through the memory that the ranks share, the inner level of a hierarchy, with schedule="auto". "memory x" is
   how many times as fast as mpi4jax.allreduce it is.
@@ -42,6 +51,28 @@ def sums(nodes):
     return dict(zip(NAMES, found))
 
 
+def layers(width):
+    """The leaves of transformer layers: 12 width^2 numbers and some."""
+    shapes = [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)] + [(width,)] * 5 + [(4 * width,)]
+    return [[jax.random.normal(jax.random.key(COMM.rank), shape) for shape in shapes] for _ in range(LAYERS)]
+
+
+def of_trees(nodes):
+    """{name: the mean of a tree over all ranks}."""
+    plain = lambda x: mpi4jax.allreduce(x, MPI.SUM, comm=COMM) / COMM.size
+    found = {"mpi4jax": lambda tree: jax.tree.map(plain, tree)}
+    for name, codec, comm in ("MPI", CODEC, None), ("memory", {"cross": cgx.Raw(), "inner": CODEC}, nodes):
+        for size in FUSION:
+            found[f"{name} {size}"] = functools.partial(
+                cgx.mpi.compressed_allreduce, codec=codec, comm=comm, op="mean", fusion_mb=size
+            )
+    return found
+
+
+def looped(f):
+    return lambda tree: jax.lax.fori_loop(0, LOOP, lambda _, tree: f(tree), tree)
+
+
 def exchanges(nodes):
     """{name: every rank's rows to all ranks}."""
     return {"mpi4jax": lambda x: mpi4jax.alltoall(x, comm=COMM), "memory": nodes.inner.all_to_all}
@@ -57,7 +88,7 @@ def seconds(step, x):
 def measure(programs, x, repeats):
     """{name: seconds in every turn}, and {name: the ratio of mpi4jax to it in every turn}."""
     steps = {name: jax.jit(f, donate_argnums=0) for name, f in programs.items()}
-    given = {name: jnp.copy(x) for name in steps}
+    given = {name: jax.tree.map(jnp.copy, x) for name in steps}
     times = {name: [] for name in steps}
     for turn in range(-2, repeats):  # the first two compile and touch the pages
         for name, step in steps.items():
@@ -68,13 +99,33 @@ def measure(programs, x, repeats):
 
 
 def cells(times):
-    return [f"{1e3 * median(taken):.2f}" for taken in times.values()]
+    return [f"{1e3 * statistics.median(taken):.2f}" for taken in times.values()]
+
+
+def spread(ratios):
+    """The median of ratios, and how they spread."""
+    if len(ratios) < 2:
+        return f"{ratios[0]:.1f}"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.1f} ({low:.1f}-{high:.1f})"
+
+
+def best(ratios, names):
+    """The ratios of the fastest of some programs."""
+    return max((ratios[name] for name in names), key=statistics.median)
+
+
+def kept(times, ratios):
+    return {
+        name: dict(seconds=[round(t, 6) for t in taken], ratios=rounded(ratios[name])) for name, taken in times.items()
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--size", type=float, nargs="+", default=[0.0625, 1, 16, 64], metavar="MIB")
+    parser.add_argument("--layers", type=int, nargs="*", default=[128, 512, 1024], metavar="WIDTH")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -82,7 +133,7 @@ def main():
     )
     args = parser.parse_args()
     nodes = cgx.mpi.hierarchy()
-    library, data = MPI.Get_library_version().split(",")[0], dict(sums={}, exchanges={})
+    library, data = MPI.Get_library_version().split(",")[0], dict(sums={}, layers={}, exchanges={})
     report = Report("make bench-mpi", args.repeats, ranks=COMM.size, mpi=library, **data) if COMM.rank == 0 else None
     show = report.show if report else lambda *lines: None
 
@@ -99,35 +150,46 @@ def main():
         times, ratios = measure(
             sums(nodes), jax.random.normal(jax.random.key(COMM.rank), (int(size * 2**18),)), args.repeats
         )
-        data["sums"][size] = {
-            name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()
-        }
-        mpi, memory = max(median(ratios[name]) for name in ("two_shot", "one_shot")), median(ratios["memory"])
+        data["sums"][size] = kept(times, ratios)
+        over_mpi, in_memory = best(ratios, ("two_shot", "one_shot")), ratios["memory"]
+        mpi, memory = median(over_mpi), median(in_memory)
         show(
             line(
                 [
                     f"{size:g}",
                     *cells(times),
-                    f"{mpi:.1f}",
+                    spread(over_mpi),
                     mark_at(size, OVER_MPI, mpi),
-                    f"{memory:.1f}",
+                    spread(in_memory),
                     mark_at(size, IN_MEMORY, memory),
                 ],
                 width=6,
             )
         )
+    if args.layers:
+        show("", f"Means of {LAYERS} transformer layers, {12 * LAYERS} leaves.")
+        columns = "mpi4jax", *(f"{name} {size}" for name in ("MPI", "memory") for size in FUSION)
+        show("", *header("MiB a layer", *columns, "MPI x", "memory x", width=12))
+    for width in args.layers:
+        tree = layers(width)
+        mib = sum(leaf.size for leaf in tree[0]) / 2**18
+        for how, wrap, count in ("calls", lambda f: f, 1), ("loops", looped, LOOP):
+            programs = {name: wrap(f) for name, f in of_trees(nodes).items()}
+            times, ratios = measure(programs, tree, args.repeats)
+            times = {name: [t / count for t in taken] for name, taken in times.items()}
+            data["layers"][f"{width} {how}"] = kept(times, ratios)
+            gains = [spread(best(ratios, [f"{name} {size}" for size in FUSION])) for name in ("MPI", "memory")]
+            show(line([f"{mib:.1f} {how}", *cells(times), *gains], width=12))
     show("", "all_to_all of bytes.", "", *header("MiB", "mpi4jax", "memory", "x", f"goal {ROWS:g}", width=6))
     for size in args.size:
         times, ratios = measure(
             exchanges(nodes), jnp.ones((COMM.size, int(size * 2**20) // COMM.size), jnp.uint8), args.repeats
         )
-        data["exchanges"][size] = {
-            name: dict(seconds=rounded(taken), ratios=rounded(ratios[name])) for name, taken in times.items()
-        }
+        data["exchanges"][size] = kept(times, ratios)
         ratio = median(ratios["memory"])
         show(line([f"{size:g}", *cells(times), f"{ratio:.1f}", mark_at(size, ROWS, ratio)], width=6))
     show("", NOTES.rstrip())
-    whole = (args.size, args.repeats) == (parser.get_default("size"), parser.get_default("repeats"))
+    whole = all(getattr(args, name) == parser.get_default(name) for name in ("size", "repeats", "layers"))
     if report and (folder := args.out or (RESULTS if whole else None)):
         report.write(folder, "mpi")
 

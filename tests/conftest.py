@@ -55,7 +55,7 @@ def pytest_configure(config):
     if not for_gpu(config):
         jax.config.update("jax_platforms", "cpu")
         os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start
-        keep_programs(first=not {"PYTEST_XDIST_WORKER", "OMPI_COMM_WORLD_RANK"} & set(os.environ))
+        keep_programs(first=not {"PYTEST_XDIST_WORKER", "OMPI_COMM_WORLD_RANK", "PMI_RANK"} & set(os.environ))
 
 
 @functools.cache

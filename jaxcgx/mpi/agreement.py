@@ -1,4 +1,5 @@
-"""check=True: whether all ranks make the same call. They compare over mpi4py before anything is sent."""
+"""Whether all ranks make the same call: what they pass, as text, how that differs, and check=True, which compares it
+over mpi4py before anything is compiled."""
 
 import hashlib
 import importlib.metadata

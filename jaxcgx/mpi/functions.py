@@ -55,7 +55,7 @@ def compressed_allreduce(
       leader: with a hierarchy, only the first rank of each node takes part in the exchange between nodes.
       strict: leaves that can't be compressed are an error, instead of travelling raw.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass, see `jaxcgx.mpi`.
+      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
     """
     name = "compressed_allreduce"
     net = _check_ranks(
@@ -106,7 +106,7 @@ def compressed_reduce_scatter(
       backward_codec: the codec of the transpose, an all-gather; by default the same.
       strict: leaves that can't be compressed are an error, instead of travelling raw.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass, see `jaxcgx.mpi`.
+      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
     """
     name = "compressed_reduce_scatter"
     net = _check_ranks(
@@ -156,7 +156,7 @@ def compressed_allgather(
       backward_codec: the codec of the transpose, a reduce-scatter; by default the same.
       strict: leaves that can't be compressed are an error, instead of travelling raw.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass, see `jaxcgx.mpi`.
+      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
     """
     name = "compressed_allgather"
     net = _check_ranks(
@@ -202,7 +202,7 @@ def compressed_alltoall(
       backward_codec: the codec of the transpose, the exchange back; by default the same.
       strict: leaves that can't be compressed are an error, instead of travelling raw.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass, see `jaxcgx.mpi`.
+      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
     """
     name = "compressed_alltoall"
     net = _check_ranks(
@@ -231,7 +231,7 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
       x: a pytree of arrays of any dtype, random keys too.
       root: a rank.
       comm: the ranks, see `jaxcgx.mpi`.
-      check: compare what the ranks pass, see `jaxcgx.mpi`.
+      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
     """
     name = "broadcast"
     net = _check_ranks(name, comm, check, dict(x=x), root=root)

@@ -9,6 +9,7 @@ all ranks have come there.
 """
 
 import atexit
+import os
 import sys
 import threading
 from types import TracebackType
@@ -23,6 +24,7 @@ from jaxcgx.transports.mpi import Comm, Shared
 
 _threads: dict[int, "_Parting"] = {}  # by MPI's handle
 _shared: dict[int, Shared] = {}  # by segment
+_PROCESS = os.getpid()  # not one that it forks
 _failed = False  # an exception has ended the program
 
 
@@ -70,7 +72,7 @@ def _say(words: str) -> None:
 
 def _leave() -> None:
     global _failed
-    if MPI.Is_finalized():
+    if MPI.Is_finalized() or os.getpid() != _PROCESS:
         return
     if not _failed:
         try:

@@ -153,7 +153,8 @@ def _mpi() -> tuple[str | None, list[Problem]]:
     packages = ("mpi4py", "mpi4jax")
     if not any(map(importlib.util.find_spec, packages)):
         return 'not installed: pip install ".[mpi]" in a checkout', []
-    launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_")  # from an mpirun that started the doctor: the child is not its rank
+    # from an mpirun or srun that started the doctor: the child is not its rank
+    launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_STEP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     try:
         done = subprocess.run(

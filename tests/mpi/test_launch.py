@@ -123,7 +123,8 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
 
 
 def test_the_doctor_of_an_installation_that_is_whole(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")  # as if mpirun had started the doctor
+    for variable in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.setenv(variable, "2")  # as if mpirun or srun had started the doctor
     monkeypatch.setenv("PATH", PATH)
     report = doctor.examine()
     assert re.search(r"^mpirun  +/.*/mpirun, .*\d\.\d", str(report), re.MULTILINE) and re.search(
