@@ -202,7 +202,7 @@ def said(folder, rank, what):
 def last_words(folder):
     """Why a process was ended that got no error."""
     text = (folder / "errors-0").read_text()
-    reasons = r".*(?:unhealthy|stopped sending heartbeats|exited on signal|MPI_ABORT|Abort).*"
+    reasons = r"The following tasks are unhealthy.*|.*exited on signal.*|.*MPI_ABORT.*|.*[Tt]erminating process.*"
     found = re.findall(reasons, text) or re.findall(r".*\w.*", text) or ["nothing"]
     return "(ended) " + found[0].strip()
 
