@@ -101,7 +101,7 @@ class Meeting:
             if meeting := alive():
                 meeting.__exit__()
 
-        # A child's copies would keep the connections of a process that is killed. Later, xla_ffi/tcp/process.cc does it.
+        # A child would keep the connections of a process that is killed. Later, xla_ffi/tcp/process.cc does it.
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
         self.port: int = self._listeners[0].getsockname()[1]
