@@ -244,7 +244,7 @@ void test_one_is_late_for_much() {
       2,
       [](Net& net, int64_t rank) {
         if (rank == 1) std::this_thread::sleep_for(900ms);
-        CHECK(AllToAll(net, first(2), rank, 40'000'000, 1, 1).result() == "", "much, and late");
+        CHECK(AllToAll(net, first(2), rank, 16'000'000, 1, 1).result() == "", "much, and late");
       },
       300ms);
 }
@@ -252,7 +252,7 @@ void test_one_is_late_for_much() {
 // The others' end of connections on which nothing comes: a host that vanished. What was to be sent there doesn't
 // matter.
 void test_one_vanishes() {
-  for (const int64_t bytes : {1000, 40'000'000}) {
+  for (const int64_t bytes : {1000, 16'000'000}) {
     auto data = connection(), beats = connection();
     std::vector<tcp::Connection> two(2);
     two[1] = {"10.0.0.3", std::move(data.first), std::move(beats.first)};
