@@ -17,6 +17,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ STRANGERS = 64
 MOST = 1024  # that wait to be accepted
 AGAIN = 0.1  # seconds after which a process calls again
 STEP = 0.5  # seconds until the caller of `step` has its turn, at the latest
-SILENCE = 30  # seconds until the kernel, too, takes a silent host for vanished
+SILENCE = 30  # seconds after which a silent process has vanished
+BEAT = SILENCE / 6
 
 Talk = Generator[int, bytes, None]  # yields how many bytes it needs
 
@@ -92,6 +94,15 @@ class Meeting:
         self._strangers: list[socket.socket] = []  # the oldest first
         self._calls: list[tuple[float, Other, int]] = []  # when to call whom, on which channel
         self._sockets: set[socket.socket] = set()
+        self._next_beat = 0.0
+        alive = weakref.ref(self)
+
+        def forget() -> None:
+            if meeting := alive():
+                meeting.__exit__()
+
+        # A child would keep the connections of a process that is killed. Later, xla_ffi/tcp/process.cc does it.
+        os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
         self.port: int = self._listeners[0].getsockname()[1]
 
@@ -122,6 +133,9 @@ class Meeting:
         self._calls = [call for call in self._calls if call[0] > now]
         for _, other, channel in due:
             self._dial(_addresses(other), other, channel)
+        if now >= self._next_beat:
+            self._beat()
+            self._next_beat = now + BEAT
         wait = min([seconds, STEP, *(at - now for at, *_ in self._calls)])
         ready = [(number, self._handlers[number]) for number, _ in self._poll.poll(max(0.0, wait) * 1000)]
         for number, handler in ready:
@@ -200,6 +214,13 @@ class Meeting:
 
         # Not POLLIN: a process that has met all may send already.
         self._watch(sock, ended, select.POLLRDHUP)
+
+    def _beat(self) -> None:
+        """For those who have met all and already listen for a sign of life (xla_ffi/tcp/net.h)."""
+        for (_, channel), sock in self.found.items():
+            if channel == BEATS:
+                with contextlib.suppress(OSError):
+                    sock.send(b"\0")
 
     # The handshake
 

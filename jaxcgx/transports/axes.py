@@ -21,7 +21,8 @@ class Tcp:
 
     Args:
       name: the name of the axis.
-      timeout: how many seconds an exchange may take, including the wait for other processes.
+      timeout: how many seconds an exchange may take, including the wait for other processes, and how many seconds they
+        wait for each other before the first one.
     """
 
     name: Hashable

@@ -60,13 +60,13 @@ class Shm(Transport):
             other.
         """
         check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
-        # shm_attach waits for all ranks. The steps before it find what one rank can't do.
 
-        def check() -> int:
+        # shm_attach waits for all ranks. The steps before it find what one rank can't do.
+        def process_that_can() -> int:
             module().shm_detach(module().shm_attach(module().shm_create(1), 0, [os.getpid()], timeout))
             return os.getpid()
 
-        processes = _together(comm, check)
+        processes = _together(comm, process_that_can)
         name = _together(comm, lambda: module().shm_create(comm.size) if comm.rank == 0 else None)[0]
         process, file, _ = name.split(":")
         _together(comm, lambda: os.close(os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)))

@@ -4,6 +4,7 @@ import hashlib
 import hmac
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -66,6 +67,19 @@ def test_three_meet_and_hand_over_their_connections():
         for _, *numbers in ours[1:2] + theirs[1:2]:
             for number in numbers:
                 socket.socket(fileno=number).close()
+
+
+def test_those_who_wait_for_more_give_signs_of_life(monkeypatch):
+    monkeypatch.setattr(meeting, "BEAT", 0.01)
+    with process(0, 3) as first, process(1, 3) as second:
+        second.call(at(first))
+        go_on(first, second, until=lambda: first.missing == second.missing == [2])
+        beats, data = first.found[1, meeting.BEATS], first.found[1, meeting.DATA]
+        for _ in range(3):
+            second.step(0.02)
+        assert len(take(beats, 2)) == 2
+        with pytest.raises(BlockingIOError):
+            data.recv(1)
 
 
 def test_a_process_of_another_job_is_turned_away():
@@ -148,9 +162,19 @@ def test_it_listens_at_the_addresses_it_is_told():
         socket.create_connection(("127.0.0.2", first.port))
 
 
+FORKING = """
+import meeting
+one = meeting.Meeting(1, 3, b"s" * 32, ["127.0.0.1"])
+one.call(meeting.Other(0, "127.0.0.1", int(sys.argv[2])))
+while one.missing != [2]:
+    one.step(1)
+if os.fork() == 0:
+    os.close(1)
+    sys.stdin.read()
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 CROWDED = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
 import meeting
 one = meeting.Meeting(0, 2, b"s" * 32, ["127.0.0.1"])
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), 1000))
@@ -166,30 +190,37 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def crowded():
-    """A process 0, in a process of its own, that may open few descriptors."""
+def start():
+    """Starts a process with a meeting of its own, and a number as its argument."""
     running = []
 
-    def start(limit):
-        folder = str(pathlib.Path(meeting.__file__).parent)
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", CROWDED, folder, str(limit)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        return running[0], Other(0, "127.0.0.1", int(running[0].stdout.readline()))
+    def run(script, argument):
+        script = "import os, resource, signal, sys\nsys.path.insert(0, sys.argv[1])" + script
+        command = [sys.executable, "-c", script, str(pathlib.Path(meeting.__file__).parent), str(argument)]
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        return running[-1]
 
-    yield start
+    yield run
     for one in running:
         one.kill()
         one.communicate()
 
 
-def test_strangers_that_take_all_descriptors_lock_nobody_out(crowded):
-    one, there = crowded(20)
+def crowded(one):
+    return Other(0, "127.0.0.1", int(one.stdout.readline()))
+
+
+def test_a_child_does_not_keep_the_connections_of_a_process_that_is_killed(start):
+    with process(0, 3) as first:
+        one = start(FORKING, first.port)
+        with pytest.raises(MeetingError, match=r"process 1 at 127.0.0.1 has ended or left"):
+            go_on(first, until=lambda: False)
+        assert one.wait() == -signal.SIGKILL
+
+
+def test_strangers_that_take_all_descriptors_lock_nobody_out(start):
+    one = start(CROWDED, 20)
+    there = crowded(one)
     strangers = [socket.create_connection((there.host, there.port)) for _ in range(60)]
     with process(1) as second:
         second.call(there)
@@ -199,8 +230,9 @@ def test_strangers_that_take_all_descriptors_lock_nobody_out(crowded):
         sock.close()
 
 
-def test_out_of_descriptors_is_an_error_that_names_the_limit(crowded):
-    one, there = crowded(4)
+def test_out_of_descriptors_is_an_error_that_names_the_limit(start):
+    one = start(CROWDED, 4)
+    there = crowded(one)
     with socket.create_connection((there.host, there.port)):
         assert re.match(
             r"out of file descriptors: this process may open 4, and needs 4 for 2 processes, besides its own; raise "

@@ -8,6 +8,7 @@ import pathlib
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -178,6 +179,21 @@ def test_the_coordinator_ends_while_a_process_waits(monkeypatch):
     monkeypatch.setattr(connections, "_why", None)
     with pytest.raises(RuntimeError, match=r"Tcp: UNAVAILABLE: gone; start the processes again"):
         connections.connect(60)
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "found", "listens_at"),
+    [
+        ("127.0.0.1", ["127.0.0.1"], ["127.0.0.1"]),
+        ("localhost", ["127.0.0.1"], ["127.0.0.1"]),
+        ("host0", ["127.0.1.1"], []),  # as Debian's /etc/hosts says on host0 itself
+        ("203.0.113.1", ["203.0.113.1"], []),  # of a translation: no host has it
+    ],
+)
+def test_where_the_first_process_listens(coordinator, found, listens_at, monkeypatch):
+    infos = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
+    monkeypatch.setattr(connections.socket, "getaddrinfo", lambda *_, **__: infos)
+    assert connections._own(coordinator) == listens_at
 
 
 def test_a_process_alone():

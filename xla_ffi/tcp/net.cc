@@ -297,7 +297,7 @@ void Net::beat() {
   next_beat_ = Clock::now() + silence_ / kBeats;
   for (const auto& peer : peers_) {
     if (!peer || !peer->gone.empty()) continue;
-    uint8_t beats[64] = {};
+    uint8_t beats[4096] = {};                                     // more than may have come while the processes met
     (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // one that finds no room is not missed
     // A process that has closed this connection has closed the other one, too; that end is behind its data.
     if (recv(peer->beats.number(), beats, sizeof beats, 0) >= 0) peer->heard = true;
