@@ -86,9 +86,11 @@ class Meeting:
     """
 
     def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str]) -> None:
-        self.process, self.processes, self.secret = process, processes, secret
+        self.process: int = process
+        self.processes: int = processes
+        self.secret: bytes = secret
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
-        self.hosts = [""] * processes
+        self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
         self._poll = select.poll()
         self._strangers: list[socket.socket] = []  # the oldest first
