@@ -55,7 +55,9 @@ def value_and_grad(
     on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
 
     Args:
-      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank.
+      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. They may
+        have leaves that are no arrays of floating point, such as the functions of an Equinox module, whose gradient is
+        None.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
         `codec_key=`, in each call.
@@ -135,8 +137,8 @@ class ValueAndGrad:
             )
             raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
         places = self._places(len(args))
-        params = [args[i] for i in places]
-        others = ([x for i, x in enumerate(args) if i not in places], kwargs)
+        params, fixed = _part([args[i] for i in places])
+        others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         ranks = self._ranks((params, others))
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
@@ -144,7 +146,7 @@ class ValueAndGrad:
         for path, x in arrays:
             ranks.check_spans(x, path)
         given = [spec for spec, array in zip(self._given_specs(others), is_array) if array]
-        keys = tuple(_is_key(x) and not spec for (_, x), spec in zip(arrays, given))
+        keys = tuple(_is_key(x) and spec is None for (_, x), spec in zip(arrays, given))
         specs = ranks.check_batch(
             [
                 (path, x, P() if key else ranks.spec_of_batch(x) if spec is None else spec)
@@ -171,7 +173,7 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given = self._as_list(params)
+        given, _ = _part(self._as_list(params))
         ranks = self._ranks(given)
         specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
 
@@ -203,13 +205,13 @@ class ValueAndGrad:
     def _as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
-    def _given_specs(self, others: tuple[list[Any], dict[str, Any]]) -> list[Any]:
-        """For each leaf of the other arguments, the caller's spec; None without one."""
-        positional, keywords = others
-        none = [None] * len(jax.tree_util.tree_leaves(keywords))
+    def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
+        """For each leaf of the other arguments, the caller's spec, or None. What belongs to parameters is whole."""
+        positional, keywords, fixed = others
+        rest = [None] * len(jax.tree_util.tree_leaves(keywords)) + [P()] * len(jax.tree_util.tree_leaves(fixed))
         if self.batch_specs is None or isinstance(self.batch_specs, P):
             every = self.batch_specs
-            return [every if np.ndim(x) else None for x in jax.tree_util.tree_leaves(positional)] + none
+            return [every if np.ndim(x) else None for x in jax.tree_util.tree_leaves(positional)] + rest
         is_spec = lambda x: isinstance(x, P)
         fill = lambda spec, below: [spec] * len(jax.tree_util.tree_leaves(below))
         try:
@@ -217,7 +219,7 @@ class ValueAndGrad:
         except (TypeError, ValueError) as error:
             expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
             raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + none
+        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + rest
 
 
 class _Hashed:
@@ -252,8 +254,10 @@ class _Split:
         """What the loss function is called with."""
         each = iter(arrays)
         leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
-        args, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
-        for i, x in sorted(zip(self.places, params), key=lambda pair: pair[0]):
+        args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
+        join = lambda x, y: y if x is None else x
+        whole = jax.tree_util.tree_map(join, list(params), fixed, is_leaf=_is_none)
+        for i, x in sorted(zip(self.places, whole), key=lambda pair: pair[0]):
             args.insert(i, x)
         return args, kwargs
 
@@ -277,9 +281,8 @@ def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals:
         mean = functools.partial(_mean, call.axis_name, call.plan)
         if ranks.others:
             specs = split.param_specs.tree
-            is_none = lambda x: x is None
             row = lambda x, spec: None if x is None else P(None, *spec)
-            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
+            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=_is_none)
             mean = jax.shard_map(
                 mean, in_specs=(specs, rows, P()), out_specs=(specs, rows), axis_names=set(ranks.others)
             )
@@ -371,6 +374,17 @@ def _aux_specs(call: ValueAndGrad, split: _Split, params: Any, arrays: Any) -> t
             raise wrong(OP, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
         specs.append(P(*[None] * cut[0], ranks.names) if cut else P())
     return jax.tree_util.tree_structure(whole), specs
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _part(params: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
+    differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
+    return take(True), take(False)
 
 
 def _is_key(x: Any) -> bool:

@@ -154,6 +154,21 @@ def test_argnums(kind, argnums):
     close(f(*args), jax.value_and_grad(fun, argnums)(*args))
 
 
+def test_leaves_without_gradients():
+    """As in a module of Equinox: an activation, a number, a count."""
+    params = {**PARAMS, "f": jnp.tanh, "scale": 2.0, "steps": jnp.arange(3)}
+
+    def fun(params, x):
+        return (params["f"](x @ params["w"] + params["b"]) * params["scale"] * jnp.float32(params["steps"][2])).mean()
+
+    floats = {k: params[k] for k in ("w", "b")}
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), feedback=True)
+    (value, grads), residuals = f(params, X, residuals=f.init(params))
+    expected = jax.value_and_grad(lambda p: fun({**params, **p}, X))(floats)
+    close((value, {k: grads[k] for k in floats}), expected)
+    assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
+
+
 @KINDS
 def test_other_axes_stay_sharded(kind):
     """Shards over "model" are compressed where they are."""
