@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcgx.checks import wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import scopes
-from jaxcgx.report import hlo
+from jaxcgx.report import hlo, programs
 from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
+
+# What functions call the tree whose only leaf is an array; the others call it x.
+_PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 
 Pairs = tuple[tuple[Any, int], ...]  # of axis names and sizes: a mesh
 
@@ -74,7 +76,16 @@ class Explanation(Totals):
             head = "operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"
             parts.append(table(head, rows))
         if self.raw:
-            rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
+            rows = [
+                (
+                    leaf.path or _PARAMETER.get(leaf.function, "x"),
+                    leaf.dtype,
+                    f"{leaf.bytes:,}",
+                    leaf.function,
+                    leaf.reason,
+                )
+                for leaf in self.raw
+            ]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
@@ -99,26 +110,24 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     collective-permute or -broadcast.
 
     Args:
-      fn: a function, jitted or not (pmap too).
+      fn: a function, jitted or not, by jax.jit, jax.pmap, nnx.jit or eqx.filter_jit. Or what these lower or compile,
+        without arguments behind it. A compiled program may lack leaves that XLA joined, and names of axes.
       *args: its arguments. A jax.ShapeDtypeStruct may stand for an array.
       show: print the result as a table.
       **kwargs: its keyword arguments.
     """
-    if isinstance(fn, jax.stages.Lowered | jax.stages.Compiled) or not callable(fn):
-        raise wrong("explain", "fn", "a function, jitted or not, and behind it its arguments", repr(fn), kind=TypeError)
-    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    if hasattr(jitted, "trace"):
-        traced = jitted.trace(*args, **kwargs)
-        jaxpr, lowered = traced.jaxpr, traced.lower()
-    else:  # pmap
-        jaxpr, lowered = jax.make_jaxpr(jitted)(*args, **kwargs), jitted.lower(*args, **kwargs)
-    compiled = lowered.compile()
-    text: str = compiled.as_text()
+    program = programs.compile_program(fn, args, kwargs)
+    text = program.text
     meshes: dict[Pairs, None] = {}
     raw: list[scopes.LeafScope] = []
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+    for sharding in program.shardings:
         _note_mesh(sharding, meshes)
-    _walk(jaxpr, "", meshes, raw)
+    if program.jaxpr is not None:
+        _walk(program.jaxpr, "", meshes, raw)
+    else:
+        meshes.update(dict.fromkeys(hlo.meshes(program.lowered_text)))
+        named = scopes.read(program.lowered_text or text)
+        raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
     result = Explanation(
         tuple(_collective(c, axes) for c in hlo.collectives(text)),
@@ -248,7 +257,8 @@ def _spell_axes(names: tuple[Any, ...] | None) -> str:
 
 def _row(c: Collective, count: int) -> tuple[str, ...]:
     often = f"{count} in a loop" if c.times is None else str(count * c.times)
-    first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
+    bare = _PARAMETER.get(c.function, "x")
+    first, more = (c.leaves[0] or bare) if c.leaves else c.name, len(c.leaves) - 1
     return (
         c.operation,
         _spell_axes(c.axes),

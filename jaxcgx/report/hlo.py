@@ -93,6 +93,12 @@ def ranks(text: str) -> int:
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
 
+def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:
+    """The meshes in StableHLO's text, as (name, size) of each axis."""
+    found = re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", lowered)
+    return [tuple((name, int(n)) for name, n in re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in found]
+
+
 def _closing(text: str, start: int) -> int:
     """The place of the parenthesis that closes the one at `start`."""
     depth = 0
