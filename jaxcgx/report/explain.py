@@ -29,6 +29,7 @@ class Collective:
     """A collective of the compiled program."""
 
     operation: str  # as XLA calls it: "all-to-all"
+    over: str  # who moves the bytes if not XLA: "Tcp", "MPI", "shared memory"
     axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no mesh
     ranks: int  # how many exchange with one another
     dtype: str
@@ -49,7 +50,6 @@ class Explanation(Totals):
 
     collectives: tuple[Collective, ...]
     raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, and why
-    tcp: int = 0  # the number of exchanges over Tcp. They are not XLA's: no number here counts them
 
     @property
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
@@ -93,11 +93,6 @@ class Explanation(Totals):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
             parts.append("Every branch of a conditional counts.")
-        if self.tcp:
-            parts.append(
-                f"Not counted: {self.tcp} exchange{'s' * (self.tcp > 1)} over Tcp. Explain the same program over plain "
-                "axes to see what they send."
-            )
         return "\n\n".join(parts)
 
 
@@ -107,7 +102,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     `fn` is compiled, not run. Bytes are those that one rank sends to others each time a collective runs; where ranks
     differ, the rank that sends most counts. For W ranks and B bytes of operands they are 2 (W - 1) / W B of an
     all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of an all-gather, and B of a
-    collective-permute or -broadcast.
+    collective-permute or -broadcast. Exchanges over Tcp, MPI and shared memory count like the collectives that send as
+    much.
 
     Args:
       fn: a function, jitted or not, by jax.jit, jax.pmap, nnx.jit or eqx.filter_jit. Or what these lower or compile,
@@ -129,11 +125,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
         named = scopes.read(program.lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    result = Explanation(
-        tuple(_collective(c, axes) for c in hlo.collectives(text)),
-        tuple(raw),
-        text.count('custom_call_target="jaxcgx_tcp_'),
-    )
+    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw))
     if show:
         print(result)
     return result
@@ -167,10 +159,22 @@ class _Axes:
 
     def of(self, collective: hlo.Collective, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         """(names or None, ranks), by a mesh that has the `wanted` axes if there is one."""
+        if collective.over:
+            return self._moved(collective.over, len(collective.groups[0]), wanted)
         key = collective.groups, collective.permutes, wanted
         if key not in self.known:
             self.known[key] = self._find(*key)
         return self.known[key]
+
+    def _moved(self, over: str, ranks: int, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
+        """The axes of an exchange that XLA doesn't know as one: all of the call's, or the first with as many ranks."""
+        if over != "Tcp":
+            return (f"{ranks} ranks over MPI" if over == "MPI" else over,), ranks
+        sizes = next((mesh for mesh in self.meshes if set(wanted) <= set(mesh)), {})
+        for names in (wanted, *((name,) for name in wanted)) if sizes else ():
+            if math.prod(sizes[name] for name in names) == ranks:
+                return names, ranks
+        return None, ranks
 
     def _find(self, groups: hlo.Groups, permutes: bool, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
@@ -209,10 +213,10 @@ def _sent(operation: str, size: int, ranks: int) -> int:
 def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
     # may send nothing, or over other axes.
-    scope = scopes.read(found.name) if _SENDS.search(found.name) else []
+    scope = scopes.read(found.name) if found.over or _SENDS.search(found.name) else []
     calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.MessageScope, scopes.LeafScope))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
-    if calls and names is not None and not set(names) <= set(calls[0].axes):
+    if calls and not found.over and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []
     exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.ExchangeScope)]
     size = sum(size for _, size in found.operands)
@@ -225,6 +229,7 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,
+        over=found.over,
         axes=names,
         ranks=ranks,
         dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
@@ -260,7 +265,7 @@ def _row(c: Collective, count: int) -> tuple[str, ...]:
     bare = _PARAMETER.get(c.function, "x")
     first, more = (c.leaves[0] or bare) if c.leaves else c.name, len(c.leaves) - 1
     return (
-        c.operation,
+        f"{c.operation} over Tcp" if c.over == "Tcp" else c.operation,
         _spell_axes(c.axes),
         c.dtype,
         f"{c.bytes:,}",
