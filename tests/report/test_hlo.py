@@ -122,7 +122,7 @@ ENTRY %main (x: f32[3000], y: u8[4,800]) -> f32[3000] {
   %h = (u8[4,800]{1,0}, token[]) custom-call(%row, %token), custom_call_target="mpi_allgather_ffi", backend_config={comm = 1 : i64}
   ROOT %i = f32[3000]{0} custom-call(%x), custom_call_target="jaxcgx_encode", backend_config={operation = 1 : i64}
 }
-"""
+"""  # noqa: E501
 
 
 def test_exchanges_that_are_custom_calls():
