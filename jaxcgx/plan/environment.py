@@ -12,9 +12,16 @@ _FLAG = {"0": False, "1": True}
 _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 
 
-def _variable(name: str, default: Any, values: dict[str, Any] | int) -> Any:
-    """A field for a variable. values: {text: its meaning}, or the smallest integer that is allowed."""
-    return dataclasses.field(default=default, metadata=dict(variable=name, values=values))
+def _variable(name: str, default: Any, values: dict[str, Any] | int, remedy: str = "") -> Any:
+    """A field for a variable.
+
+    Args:
+      name: the variable.
+      default: the meaning of a variable that isn't set.
+      values: {text: its meaning}, or the smallest integer that is allowed.
+      remedy: what to do about another value.
+    """
+    return dataclasses.field(default=default, metadata=dict(variable=name, values=values, remedy=remedy))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +43,13 @@ class Environment:
     intra_broadcast: bool = _variable("CGX_INTRA_BROADCAST", True, _FLAG)
     intra_compress: bool = _variable("CGX_INTRA_COMPRESS", True, _FLAG)
     all_to_all: bool = _variable("CGX_DEBUG_ALL_TO_ALL_REDUCTION", False, _FLAG)
+    remote_buffers: bool = _variable("CGX_REMOTE_BUF_COMPRESSION", False, _FLAG)
+    fake_ratio: float = _variable(
+        "CGX_COMPRESSION_FAKE_RATIO",
+        1.0,
+        {"1": 1.0, "1.0": 1.0},
+        "CGX exchanges only that share of a buffer, to measure other ratios with wrong sums; unset it",
+    )
     dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
 
 
@@ -45,12 +59,10 @@ def read(environ: Mapping[str, str] = os.environ, op: str = "Plan.from_env") -> 
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
         raise unexpected(f"{op}: variable {unknown[0]}", f"one of {', '.join(fields)}", repr(unknown[0]), "unset it")
     given = {field: name for name, field in fields.items() if name in environ}
-    return Environment(
-        **{field.name: _check(op, name, environ[name], field.metadata["values"]) for field, name in given.items()}
-    )
+    return Environment(**{field.name: _check(op, environ[name], **field.metadata) for field, name in given.items()})
 
 
-def _check(op: str, name: str, text: str, values: dict[str, Any] | int) -> Any:
+def _check(op: str, text: str, variable: str, values: dict[str, Any] | int, remedy: str) -> Any:
     if isinstance(values, dict):
         if text in values:
             return values[text]
@@ -59,4 +71,4 @@ def _check(op: str, name: str, text: str, values: dict[str, Any] | int) -> Any:
         if re.fullmatch("[0-9]{1,13}", text) and values <= int(text) < MOST:
             return int(text)
         expected = f"an integer of at least {values} (and less than 2^40)"
-    raise unexpected(f"{op}: variable {name}", expected, repr(text))
+    raise unexpected(f"{op}: variable {variable}", expected, repr(text), remedy)

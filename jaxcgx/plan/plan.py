@@ -137,23 +137,42 @@ class Plan(Assignment):
         return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name, pull=pull, select=select))
 
     @classmethod
-    def from_env(cls, axis_name: Any = None, environ: Mapping[str, str] = os.environ) -> Self:
+    def from_env(
+        cls,
+        axis_name: Any = None,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        bits: int | None = None,
+        bucket_size: int | None = None,
+        min_size: int | None = None,
+        skip_1d: bool = False,
+    ) -> Self:
         """CGX's behaviour under these environment variables. docs/plans.md has the table.
+
+        What CGX's program says in its CGXState comes before the variables, and so do these arguments.
 
         Args:
           axis_name: a tuple of axes, outermost first, is a hierarchy: nodes, and ranks within a node. None or one name
             is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
           environ: the variables.
+          bits: the bits per element, 1 to 8; 32: everything travels raw.
+          bucket_size: the elements of a bucket.
+          min_size: leaves of fewer elements travel raw (`layer_min_size`), and those of up to 16 always.
+          skip_1d: whether leaves of one dimension or none travel raw, as with CGX's hook for layers.
         """
-        names, env = check_axis_names("Plan.from_env", axis_name, optional=True), environment.read(environ)
+        op = "Plan.from_env"
+        names, env = check_axis_names(op, axis_name, optional=True), environment.read(environ)
         hierarchy = len(names) > 1
-        codec = MaxMin(env.bits, env.bucket_size, skip_incomplete=env.skip_incomplete) if env.bits < 32 else Raw()
+        bits = env.bits if bits is None else _check_bits(op, bits)
+        size = env.bucket_size if bucket_size is None else check_integer(op, "bucket_size", bucket_size, 1, MOST)
+        least = env.minimal_size + 1 if min_size is None else check_integer(op, "min_size", min_size, 0)
+        codec = MaxMin(bits, size, skip_incomplete=env.skip_incomplete) if bits < 32 else Raw()
         codec = Raw() if env.dummy else codec
         inner, cross = ("one_shot", "one_shot") if env.all_to_all else (env.inner_reduction, env.cross_reduction)
         return cls(
             by_axis(names, codec, codec if env.intra_compress else Raw()),
-            min_size=max(env.minimal_size, 16) + 1,  # up to that many elements CGX sends as they are
-            skip_1d=False,
+            min_size=max(least, 17),  # up to 16 elements CGX always sends as they are
+            skip_1d=check_flag(op, "skip_1d", skip_1d),
             fusion_mb=env.fusion_mb,
             schedule=by_axis(names, cross if hierarchy else inner, inner),
             leader=hierarchy and env.intra_broadcast,
@@ -214,3 +233,11 @@ class Plan(Assignment):
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
         except (TypeError, ValueError) as error:
             raise ValueError(f"Plan.load: {path}: {error}") from None
+
+
+def _check_bits(op: str, bits: Any) -> int:
+    """CGX's number of bits, 32 without compression."""
+    number = check_integer(op, "bits", bits)
+    if number not in (*range(1, 9), 32):
+        raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", number)
+    return number

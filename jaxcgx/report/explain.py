@@ -11,15 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcgx.checks import wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import scopes
-from jaxcgx.report import hlo
+from jaxcgx.report import hlo, programs
 from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
 
-_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward")
+_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward", "value_and_grad")
+# What functions call the tree whose only leaf is an array; the others call it x.
+_PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 
 Pairs = tuple[tuple[Any, int], ...]  # of axis names and sizes: a mesh
 
@@ -29,6 +30,7 @@ class Collective:
     """A collective of the compiled program."""
 
     operation: str  # as XLA calls it: "all-to-all"
+    over: str  # who moves the bytes if not XLA: "Tcp", "MPI", "shared memory"
     axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no mesh
     ranks: int  # how many exchange with one another
     dtype: str
@@ -49,7 +51,6 @@ class Explanation(Totals):
 
     collectives: tuple[Collective, ...]
     raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, and why
-    tcp: int = 0  # the number of exchanges over Tcp. They are not XLA's: no number here counts them
 
     @property
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
@@ -76,7 +77,16 @@ class Explanation(Totals):
             head = "operation", "axes", "dtype", "bytes", "times", "function", "codec", "schedule", "leaves or origin"
             parts.append(table(head, rows))
         if self.raw:
-            rows = [(leaf.path or "x", leaf.dtype, f"{leaf.bytes:,}", leaf.function, leaf.reason) for leaf in self.raw]
+            rows = [
+                (
+                    leaf.path or _PARAMETER.get(leaf.function, "x"),
+                    leaf.dtype,
+                    f"{leaf.bytes:,}",
+                    leaf.function,
+                    leaf.reason,
+                )
+                for leaf in self.raw
+            ]
             parts.append(table(("left raw", "dtype", "bytes", "function", "because"), rows))
         sent = [(_spell_axes(axes), *sizes) for axes, sizes in self.totals.items() if sizes[0]]
         parts.append(self.spell_totals("a rank sends over", sent))
@@ -89,11 +99,6 @@ class Explanation(Totals):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
             parts.append("Every branch of a conditional counts.")
-        if self.tcp:
-            parts.append(
-                f"Not counted: {self.tcp} exchange{'s' * (self.tcp > 1)} over Tcp. Explain the same program over plain "
-                "axes to see what they send."
-            )
         return "\n\n".join(parts)
 
 
@@ -103,35 +108,30 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     `fn` is compiled, not run. Bytes are those that one rank sends to others each time a collective runs; where ranks
     differ, the rank that sends most counts. For W ranks and B bytes of operands they are 2 (W - 1) / W B of an
     all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of an all-gather, and B of a
-    collective-permute or -broadcast.
+    collective-permute or -broadcast. Exchanges over Tcp, MPI and shared memory count like the collectives that send as
+    much.
 
     Args:
-      fn: a function, jitted or not (pmap too).
+      fn: a function, jitted or not, by jax.jit, jax.pmap, nnx.jit or eqx.filter_jit. Or what these lower or compile,
+        without arguments behind it. A compiled program may lack leaves that XLA joined, and names of axes.
       *args: its arguments. A jax.ShapeDtypeStruct may stand for an array.
       show: print the result as a table.
       **kwargs: its keyword arguments.
     """
-    if isinstance(fn, jax.stages.Lowered | jax.stages.Compiled) or not callable(fn):
-        raise wrong("explain", "fn", "a function, jitted or not, and behind it its arguments", repr(fn), kind=TypeError)
-    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    if hasattr(jitted, "trace"):
-        traced = jitted.trace(*args, **kwargs)
-        jaxpr, lowered = traced.jaxpr, traced.lower()
-    else:  # pmap
-        jaxpr, lowered = jax.make_jaxpr(jitted)(*args, **kwargs), jitted.lower(*args, **kwargs)
-    compiled = lowered.compile()
-    text: str = compiled.as_text()
+    program = programs.compile_program(fn, args, kwargs)
+    text = program.text
     meshes: dict[Pairs, None] = {}
     raw: list[scopes.LeafScope] = []
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+    for sharding in program.shardings:
         _note_mesh(sharding, meshes)
-    _walk(jaxpr, "", meshes, raw)
+    if program.jaxpr is not None:
+        _walk(program.jaxpr, "", meshes, raw)
+    else:
+        meshes.update(dict.fromkeys(hlo.meshes(program.lowered_text)))
+        named = scopes.read(program.lowered_text or text)
+        raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    result = Explanation(
-        tuple(_collective(c, axes) for c in hlo.collectives(text)),
-        tuple(raw),
-        text.count('custom_call_target="jaxcgx_tcp_'),
-    )
+    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw))
     if show:
         print(result)
     return result
@@ -165,10 +165,22 @@ class _Axes:
 
     def of(self, collective: hlo.Collective, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         """(names or None, ranks), by a mesh that has the `wanted` axes if there is one."""
+        if collective.over:
+            return self._moved(collective.over, len(collective.groups[0]), wanted)
         key = collective.groups, collective.permutes, wanted
         if key not in self.known:
             self.known[key] = self._find(*key)
         return self.known[key]
+
+    def _moved(self, over: str, ranks: int, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
+        """The axes of an exchange that XLA doesn't know as one: all of the call's, or the first with as many ranks."""
+        if over != "Tcp":
+            return (f"{ranks} ranks over MPI" if over == "MPI" else over,), ranks
+        sizes = next((mesh for mesh in self.meshes if set(wanted) <= set(mesh)), {})
+        for names in (wanted, *((name,) for name in wanted)) if sizes else ():
+            if math.prod(sizes[name] for name in names) == ranks:
+                return names, ranks
+        return None, ranks
 
     def _find(self, groups: hlo.Groups, permutes: bool, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
         for mesh in sorted(self.meshes, key=lambda mesh: not set(wanted) <= set(mesh)):
@@ -207,10 +219,10 @@ def _sent(operation: str, size: int, ranks: int) -> int:
 def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
     # may send nothing, or over other axes.
-    scope = scopes.read(found.name) if _SENDS.search(found.name) else []
+    scope = scopes.read(found.name) if found.over or _SENDS.search(found.name) else []
     calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.MessageScope, scopes.LeafScope))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
-    if calls and names is not None and not set(names) <= set(calls[0].axes):
+    if calls and not found.over and names is not None and not set(names) <= set(calls[0].axes):
         scope, calls = [], []
     exchanges = [meaning for _, meaning in scope if isinstance(meaning, scopes.ExchangeScope)]
     size = sum(size for _, size in found.operands)
@@ -223,6 +235,7 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,
+        over=found.over,
         axes=names,
         ranks=ranks,
         dtype=_joined(_dtype(dtype) for dtype, _ in found.operands),
@@ -255,9 +268,10 @@ def _spell_axes(names: tuple[Any, ...] | None) -> str:
 
 def _row(c: Collective, count: int) -> tuple[str, ...]:
     often = f"{count} in a loop" if c.times is None else str(count * c.times)
-    first, more = (c.leaves[0] or "x") if c.leaves else c.name, len(c.leaves) - 1
+    bare = _PARAMETER.get(c.function, "x")
+    first, more = (c.leaves[0] or bare) if c.leaves else c.name, len(c.leaves) - 1
     return (
-        c.operation,
+        f"{c.operation} over Tcp" if c.over == "Tcp" else c.operation,
         _spell_axes(c.axes),
         c.dtype,
         f"{c.bytes:,}",

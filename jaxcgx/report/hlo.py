@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxcgx.report import calls
+
 Groups = tuple[tuple[int, ...], ...]  # of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
 
@@ -24,6 +26,7 @@ OPERATIONS = (
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) .*-> .*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)")
 _COLLECTIVE = re.compile(rf" ({'|'.join(OPERATIONS)})(?:-start)?(?=\()")
+_CUSTOM = re.compile(r" custom-call\(")
 _CALLED = re.compile(r"\b(body|condition|\w*calls|to_apply|\w+_computations?)=(%[\w.-]+|\{[^}]*\})")
 _MESH = re.compile(r"@?mesh[\[<](.*?)[\]>](?:, device_ids=\((\[.*?|[\d,]+)\))? ?\{(.*?)\}")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -39,6 +42,7 @@ class Collective:
     name: str  # op_name
     times: int | None  # how often it runs; None: it is in a loop of unknown length
     branch: bool  # it is in a branch of a conditional
+    over: str = ""  # who moves the bytes, if not XLA; the only group is then (0, 1, ..., ranks - 1)
 
     @property
     def permutes(self) -> bool:
@@ -66,14 +70,24 @@ def collectives(text: str) -> list[Collective]:
             if m := _COLLECTIVE.search(bare):
                 end = _closing(bare, m.end())
                 operands = [_shape(shapes[x]) for x in re.findall(r"%([\w.-]+)", bare[m.end() : end])]
-                op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
                 yield Collective(
                     operation=m[1],
                     operands=tuple(x for shape in operands for x in shape),
                     groups=_groups(bare[end:], everybody),
-                    name=op_name[1] if op_name else "",
+                    name=_op_name(line),
                     times=times,
                     branch=branch,
+                )
+                continue
+            if found := _moved(line, bare, shapes):
+                yield Collective(
+                    operation=found.operation,
+                    operands=((found.dtype, found.bytes),),
+                    groups=(tuple(range(found.ranks)),),
+                    name=_op_name(line),
+                    times=times,
+                    branch=branch,
+                    over=found.over,
                 )
                 continue
             for kind, called in _CALLED.findall(bare):
@@ -91,6 +105,27 @@ def collectives(text: str) -> list[Collective]:
 def ranks(text: str) -> int:
     """The number of devices that a program runs on."""
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
+
+
+def _op_name(line: str) -> str:
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
+    return found[1] if found else ""
+
+
+def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> calls.Exchange | None:
+    """The exchange of an instruction that is a custom call of one."""
+    target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
+    if not (target and m):
+        return None
+    names = re.findall(r"%([\w.-]+)", bare[m.end() : _closing(bare, m.end() - 1)])
+    operand = next((array for name in names[:1] for array in _arrays(shapes[name])), None)
+    return None if operand is None else calls.read(target[1], line, operand, results=_arrays(line))
+
+
+def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:
+    """The meshes in StableHLO's text, as (name, size) of each axis."""
+    found = re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", lowered)
+    return [tuple((name, int(n)) for name, n in re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in found]
 
 
 def _closing(text: str, start: int) -> int:
@@ -111,6 +146,13 @@ def _shape(definition: str) -> Operands:
         bits = 8 if dtype == "pred" else int((re.findall(r"\d+", dtype) or ["0"])[0])
         found.append((dtype, math.prod(int(n.strip("<=")) for n in dims.split(",") if n) * bits // 8))
     return tuple(found)
+
+
+def _arrays(definition: str) -> list[calls.Array]:
+    """The arrays that an instruction results in, with their shapes. A token is an array of no bytes."""
+    text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
+    shapes = [tuple(_numbers(dims.replace("<=", ""))) for _, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text)]
+    return [calls.Array(dtype, size, shape) for (dtype, size), shape in zip(_shape(definition), shapes)]
 
 
 def _groups(attributes: str, ranks: int) -> Groups:

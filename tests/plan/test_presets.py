@@ -334,6 +334,7 @@ def test_what_only_transports_need():
         ("CGX_INTRA_COMPRESS", "on", "one of 0, 1"),
         ("CGX_DEBUG_ALL_TO_ALL_REDUCTION", "true", "one of 0, 1"),
         ("CGX_DEBUG_DUMMY_COMPRESSION", "x", "one of 0, 1"),
+        ("CGX_REMOTE_BUF_COMPRESSION", "2", "one of 0, 1"),
     ],
 )
 def test_bad_variables(variable, value, expected):
@@ -341,6 +342,35 @@ def test_bad_variables(variable, value, expected):
         cgx.Plan.from_env(environ={variable: value})
     assert str(caught.value).startswith(f"Plan.from_env: variable {variable}: expected {expected}")
     assert str(caught.value).endswith(f"got {value!r}")
+
+
+def test_a_ratio_that_makes_sums_wrong():
+    words = says(
+        "Plan.from_env", "CGX_COMPRESSION_FAKE_RATIO", expected="1 1.0", got="'0.5'", remedy="wrong sums unset"
+    )
+    with raises(ValueError, words):
+        cgx.Plan.from_env(environ={"CGX_COMPRESSION_FAKE_RATIO": "0.5"})
+    harmless = {"CGX_COMPRESSION_FAKE_RATIO": "1.0", "CGX_REMOTE_BUF_COMPRESSION": "1"}
+    assert cgx.Plan.from_env(environ=harmless) == cgx.Plan.from_env(environ={})
+
+
+def test_arguments_come_before_variables():
+    """As CGXState does. The ring, the leader and the fusion stay those of the variables."""
+    given = env(COMPRESSION_BUCKET_SIZE="64", COMPRESSION_MINIMAL_SIZE="99", FUSION_BUFFER_SIZE_MB="8")
+    found = cgx.Plan.from_env(TUPLE, given, bits=2, bucket_size=128, min_size=1024, skip_1d=True)
+    codec = cgx.MaxMin(2, 128)
+    assert found == cgx.Plan(
+        {"node": codec, "local": codec}, fusion_mb=8, schedule={"node": "ring", "local": "two_shot"}, leader=True
+    )
+    assert cgx.Plan.from_env(None, given, bits=32).default == RAW
+    assert cgx.Plan.from_env(None, given, min_size=0).min_size == 17
+    for bits in (0, 9, 16):
+        with raises(ValueError, says("Plan.from_env", "bits", expected="1 8 32", got=str(bits))):
+            cgx.Plan.from_env(bits=bits, environ={})
+    with raises(TypeError, says("Plan.from_env", "bits", expected="integer", got="4.0")):
+        cgx.Plan.from_env(bits=4.0, environ={})
+    with raises(ValueError, says("Plan.from_env", "bucket_size", expected="integer 1", got="0")):
+        cgx.Plan.from_env(bucket_size=0, environ={})
 
 
 def test_a_variable_that_cgx_does_not_have():

@@ -480,10 +480,48 @@ def test_nothing():
     [
         (None, says("explain", "fn", expected="function", got="None")),
         (jnp.zeros(2), says("explain", "fn", expected="function", got="Array(")),
-        (jax.jit(jnp.sin).lower(1.0), says("explain", "fn", expected="function", got="<")),
-        (jax.jit(jnp.sin).lower(1.0).compile(), says("explain", "fn", expected="function", got="<")),
+        (
+            jax.jit(jnp.sin).lower(1.0),
+            says("explain", "args", expected="none program lowered compiled", got="1 behind Lowered"),
+        ),
     ],
 )
 def test_bad_input(fn, words):
     with raises(TypeError, words):
         cgx.explain(fn, jnp.zeros(3))
+
+
+@pytest.mark.parametrize("way", ["lowered", "compiled", "nnx", "nnx lowered", "equinox", "equinox compiled"])
+def test_functions_and_programs_of_any_kind(way):
+    """What jax.jit's function sends, found from what its library has of it."""
+
+    def f(t):
+        return cgx.compressed_pmean(t, ("a", "b"), {"a": cgx.MaxMin(4), "b": cgx.Raw()})
+
+    f = jax.shard_map(f, mesh=mesh(("a", 2), ("b", 2)), in_specs=P(("a", "b")), out_specs=P())
+    x = {"n": jnp.ones((4, 3), jnp.int32), "w": normal((4, 500))}
+    expected = quiet(jax.jit(f), x)
+    assert expected.bytes and len(expected.raw) == 1
+    if "nnx" in way:
+        jitted = pytest.importorskip("flax.nnx", reason="needs the extra `test`").jit(f)
+    elif "equinox" in way:
+        jitted = pytest.importorskip("equinox", reason="needs the extra `test`").filter_jit(f)
+    else:
+        jitted = jax.jit(f)
+    if "compiled" in way:
+        found = quiet(jitted.lower(x).compile())
+    elif "lowered" in way:
+        found = quiet(jitted.lower(x))
+    else:
+        found = quiet(jitted, x)
+    assert found.totals == expected.totals and found.raw == expected.raw
+    assert [c.leaves for c in found.collectives] == [c.leaves for c in expected.collectives]
+
+
+def test_a_bare_array_has_the_name_of_its_parameter():
+    def loss(w, x):
+        return (cgx.sync_in_backward(w, "a", cgx.MaxMin(4)) * x).sum()
+
+    step = jax.shard_map(jax.grad(loss), mesh=mesh(("a", 2)), in_specs=(P(), P("a")), out_specs=P())
+    text = str(quiet(step, normal((500,)), normal((1000,))))
+    assert "sync_in_backward  MaxMin(bits=4)  one_shot  params" in text

@@ -102,3 +102,40 @@ def test_every_collective_of_a_program_is_found():
 )
 def test_groups_in_all_their_forms(text, groups):
     assert hlo._groups(", " + text, 4) == groups
+
+
+CALLS = """HloModule jit_f, replica_count=1, num_partitions=2
+
+ENTRY %main (x: f32[3000], y: u8[4,800]) -> f32[3000] {
+  %x = f32[1,3000]{1,0} parameter(0)
+  %y = u8[4,800]{1,0} parameter(1)
+  %row = u8[800]{0} parameter(2)
+  %who = s32[3]{0} parameter(3)
+  %token = token[] after-all()
+  %a = (f32[1,3000]{1,0}, u8[4800]{0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", metadata={op_name="sum"}, backend_config={batch = 1 : i64, chunks = 2 : i64, codec = {bits = 4 : i32}, ranks = 2 : i64, two_shot = true}
+  %b = (f32[1,3000]{1,0}, u8[6192]{0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", backend_config={ranks = 4 : i64, two_shot = false}
+  %c = (u8[4,800]{1,0}, token[]) custom-call(%y, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 0 : i64, targets = dense<> : tensor<0xi64>}
+  %d = (u8[4,800]{1,0}, token[]) custom-call(%row, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 1 : i64, targets = dense<> : tensor<0xi64>}
+  %e = (u8[800]{0}, token[]) custom-call(%row, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 2 : i64, targets = dense<[1, 2, 0]> : tensor<3xi64>}
+  %f = (u8[4,800]{1,0}, token[]) custom-call(%row, %token), custom_call_target="jaxcgx_exchange", backend_config={operation = 1 : i64, argument = 0 : i64}
+  %g = (u8[4,800]{1,0}, token[]) custom-call(%y, %token), custom_call_target="mpi_alltoall_ffi", backend_config={comm = 1 : i64, sendcount = 800 : i64}
+  %h = (u8[4,800]{1,0}, token[]) custom-call(%row, %token), custom_call_target="mpi_allgather_ffi", backend_config={comm = 1 : i64}
+  ROOT %i = f32[3000]{0} custom-call(%x), custom_call_target="jaxcgx_encode", backend_config={operation = 1 : i64}
+}
+"""  # noqa: E501
+
+
+def test_exchanges_that_are_custom_calls():
+    """Each as the collective of XLA that sends as many bytes. A kernel is none."""
+    found = [(c.operation, c.operands, len(c.groups[0]), c.over) for c in hlo.collectives(CALLS)]
+    assert found == [
+        ("all-reduce", (("u8", 1600),), 2, "Tcp"),
+        ("all-gather", (("u8", 1548),), 4, "Tcp"),
+        ("all-to-all", (("u8", 3200),), 4, "Tcp"),
+        ("all-gather", (("u8", 800),), 4, "Tcp"),
+        ("collective-permute", (("u8", 800),), 3, "Tcp"),
+        ("all-gather", (("u8", 800),), 4, "shared memory"),
+        ("all-to-all", (("u8", 3200),), 4, "MPI"),
+        ("all-gather", (("u8", 800),), 4, "MPI"),
+    ]
+    assert hlo.collectives(CALLS)[0].name == "sum"

@@ -92,8 +92,11 @@ def test_meshes_that_it_can_not_serve(everything):
         )
 
 
-def test_explain_says_what_it_does_not_count(everything):
-    assert "Not counted: 1 exchange over Tcp." in everything[1][2]
+def test_explain_counts_it(everything):
+    rows = [line.split() for line in everything[1][2].splitlines()]
+    sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"
+    assert ["all-gather", "over", "Tcp", "data", "uint8", sent] in [row[:6] for row in rows]
+    assert ["data", sent, "24,000"] in [row[:3] for row in rows]  # lax.psum sends 2 * 3 / 4 of 16,000
 
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():

@@ -1,0 +1,91 @@
+"""Exchanges that are custom calls of a compiled program: over Tcp, MPI and shared memory."""
+
+import math
+import re
+import sys
+from typing import Any, NamedTuple
+
+from jaxcgx.native import shm, tcp
+
+# XLA's names of what the transports and mpi4jax do.
+_NAMES = {
+    "all_to_all": "all-to-all",
+    "all_gather": "all-gather",
+    "permute": "collective-permute",
+    "shift": "collective-permute",
+    "broadcast": "collective-broadcast",
+    "alltoall": "all-to-all",
+    "allgather": "all-gather",
+    "allreduce": "all-reduce",
+    "sendrecv": "collective-permute",
+    "bcast": "collective-broadcast",
+}
+
+
+class Exchange(NamedTuple):
+    """An exchange, as a collective of XLA that sends as many bytes."""
+
+    operation: str
+    dtype: str  # as XLA calls it
+    bytes: int  # of the collective's operand
+    ranks: int
+    over: str  # who moves the bytes
+
+
+class Array(NamedTuple):
+    """An operand or a result."""
+
+    dtype: str  # as XLA calls it
+    bytes: int
+    shape: tuple[int, ...]
+
+
+def read(target: str, attributes: str, operand: Array, results: list[Array]) -> Exchange | None:
+    """The exchange of a custom call, or None for another call.
+
+    Args:
+      target: its target.
+      attributes: the text behind its operands.
+      operand: its first operand.
+      results: its results.
+    """
+    if target == "jaxcgx_tcp_allreduce":
+        ranks, two_shot = _number(attributes, "ranks"), "two_shot = true" in attributes
+        # The workspace, the last array among the results, has this many times the bytes of the message.
+        message = next(x.bytes for x in reversed(results) if x.bytes) // (3 if two_shot else ranks)
+        return Exchange("all-reduce" if two_shot else "all-gather", "u8", message, ranks=ranks, over="Tcp")
+    if target == "jaxcgx_tcp_exchange":
+        operation = tcp.OPERATIONS[_number(attributes, "operation")]
+        targets = re.search(r"targets = dense<.*?> : tensor<(\d+)xi64>", attributes)
+        ranks = int(targets[1]) if targets and operation == "permute" else _ranks(_NAMES[operation], operand, results)
+        return Exchange(_NAMES[operation], operand.dtype, operand.bytes, ranks=ranks, over="Tcp")
+    if target == "jaxcgx_exchange":
+        operation = _NAMES[shm.OPERATIONS[_number(attributes, "operation")]]
+        ranks = _ranks(operation, operand, results)
+        return Exchange(operation, operand.dtype, operand.bytes, ranks=ranks, over="shared memory")
+    if (m := re.fullmatch(r"mpi_([a-z]+)(?:_ffi)?", target)) and m[1] in _NAMES:
+        operation = _NAMES[m[1]]
+        known = operation in ("all-to-all", "all-gather")
+        ranks = _ranks(operation, operand, results) if known else _size_of_communicator(_number(attributes, "comm"))
+        return Exchange(operation, operand.dtype, operand.bytes, ranks=ranks, over="MPI")
+    return None
+
+
+def _number(attributes: str, name: str) -> int:
+    found = re.search(rf"\b{name} = (\d+)", attributes)
+    return int(found[1]) if found else 0
+
+
+def _ranks(operation: str, operand: Array, results: list[Array]) -> int:
+    """The ranks as the shapes say; 2 where they don't."""
+    if operation == "all-to-all":
+        return operand.shape[0]
+    if operation == "all-gather":
+        return math.prod(results[0].shape) // max(math.prod(operand.shape), 1)
+    return 2
+
+
+def _size_of_communicator(handle: int) -> int:
+    """The size of a communicator of a program that this process has traced, where its handle is alive."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    return 2 if mpi is None else mpi.Intracomm.fromhandle(handle).size
