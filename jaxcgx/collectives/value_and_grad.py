@@ -273,8 +273,11 @@ def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals:
         arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
 
         def loss(*params: Any) -> Any:
-            args, kwargs = split.arguments(params, arrays)
-            return call.loss_fn(*args, **kwargs)
+            given = split.arguments(params, arrays)
+            before = jax.tree_util.tree_leaves_with_path(given)
+            found = call.loss_fn(*given[0], **given[1])
+            _check_unchanged(before, given)
+            return found
 
         with without_constraints(OP, "loss_fn", names):
             value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
@@ -374,6 +377,16 @@ def _aux_specs(call: ValueAndGrad, split: _Split, params: Any, arrays: Any) -> t
             raise wrong(OP, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
         specs.append(P(*[None] * cut[0], ranks.names) if cut else P())
     return jax.tree_util.tree_structure(whole), specs
+
+
+def _check_unchanged(before: list[tuple[Any, Any]], given: Any) -> None:
+    """Refuses a loss that changes its arguments, as modules of NNX may: each rank has copies, which are lost."""
+    for (path, old), new in zip(before, jax.tree_util.tree_leaves(given)):
+        if new is not old:
+            expected = "a function that leaves its arguments as they are"
+            raise wrong(
+                OP, "loss_fn", expected, "one that changes them, such as statistics or random streams", path=path
+            )
 
 
 def _is_none(x: Any) -> bool:

@@ -169,6 +169,27 @@ def test_leaves_without_gradients():
     assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
 
 
+class Statistics:
+    """A module as NNX has it: a pytree that a call may change."""
+
+    def __init__(self, w, mean):
+        self.w, self.mean = w, mean
+
+    def __call__(self, x):
+        self.mean = x.mean()
+        return x @ self.w
+
+
+jax.tree_util.register_pytree_node(Statistics, lambda m: ((m.w, m.mean), None), lambda _, leaves: Statistics(*leaves))
+
+
+def test_a_loss_that_changes_its_arguments_is_refused():
+    f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", CODEC, mesh=mesh_of(AxisType.Auto))
+    words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", expected="leaves arguments", got="one")
+    with raises(ValueError, words):
+        f(Statistics(PARAMS["w"], jnp.zeros(())), X)
+
+
 @KINDS
 def test_other_axes_stay_sharded(kind):
     """Shards over "model" are compressed where they are."""
