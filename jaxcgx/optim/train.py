@@ -147,7 +147,7 @@ class Step:
         return self._jitted(params, opt_state, batch, key)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        return getattr(object.__getattribute__(self, "_jitted"), name)  # which a copy lacks at first
 
 
 def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> Any:
