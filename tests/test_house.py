@@ -25,6 +25,7 @@ STOREYS = (
 # (importer, imported): why this import may point upward or close a circle.
 EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
 MOST = 7  # parameters
+MOST_BY_POSITION = 4  # arguments of a call inside the package
 
 
 @functools.cache
@@ -148,6 +149,35 @@ def test_functions_have_few_parameters():
                 names = parameters(node)
                 if len(names) > MOST and not (node in tree.body and (module, name) in exempt):
                     wrong.append(f"{module}:{node.lineno} {name} has {len(names)}: {', '.join(names)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def definitions():
+    """{name: [node]} of every function and class of the package."""
+    found = {}
+    for tree in modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def takes_any_number(node):
+    return isinstance(node, ast.FunctionDef) and node.args.vararg is not None
+
+
+def test_calls_name_their_arguments():
+    """The functions of checks.py are called everywhere in one order, and a function of *args has no other way."""
+    checks = {node.name for node in modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
+    exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any_number, nodes))}
+    known, wrong = definitions().keys() - exempt, []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION:
+                name = getattr(node.func, "id", getattr(node.func, "attr", None))  # f(...) or module.f(...)
+                if name in known:
+                    wrong.append(f"{module}:{node.lineno} {name} has {len(node.args)} arguments without a name")
+    assert {"Grid", "_run"} <= known
     assert not wrong, "\n".join(wrong)
 
 

@@ -38,7 +38,7 @@ class Sign(GridCodec):
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))
         total = sum_of_magnitudes(scaled(x, scale))
-        return symmetric_grid(lo, hi, 1, unit_of(total, x.shape[-1], scale))
+        return symmetric_grid(lo, hi, 1, unit=unit_of(total, x.shape[-1], scale))
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return ieee.shr(ieee.bits(x), 31) ^ 1

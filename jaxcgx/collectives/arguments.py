@@ -61,7 +61,9 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
         return (Stage(net, one, schedule="auto", backward=one),)
-    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net.parts, "a codec")]
+    codecs = [
+        check_codec(op, codec, argument) for codec in check_each(op, argument, codec, parts=net.parts, what="a codec")
+    ]
     return tuple(Stage(part, codec, schedule="auto", backward=codec) for part, codec in zip(net.parts.values(), codecs))
 
 

@@ -98,7 +98,7 @@ class Call:
         check_low_rank(op, "codec", forward.stages, sums)
         check_low_rank(op, "backward_codec", backward.stages, sums)
         self.codecs = [[stage.codec for stage in there] for there in forward.stages]
-        self.key = check_shared_key(op, used, possible, options.key, net.names)
+        self.key = check_shared_key(op, used, possible, key=options.key, names=net.names)
         self.hierarchy = any(len(there) > 1 for there in forward.stages)
         self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(forward.stages, backward.stages)]
         fusion_mb = options.fusion_mb

@@ -161,7 +161,7 @@ class Reduction:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"
             raise wrong(op, "leader", "False without a hierarchy", True, remedy)
         by_axis = isinstance(schedule, dict)
-        asked = check_each(op, "schedule", schedule, net.parts, "a schedule") if by_axis else [schedule]
+        asked = check_each(op, "schedule", schedule, parts=net.parts, what="a schedule") if by_axis else [schedule]
         for name in asked:
             check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)

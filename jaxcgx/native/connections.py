@@ -51,7 +51,7 @@ def _connect(timeout: float) -> None:
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # Every process reaches the host of process 0 where it reaches the coordinator, which runs there.
     host = _host(coordinator) if process else ""
-    with Meeting(process, processes, secret, [host] if host else _own(address)) as meeting:
+    with Meeting(process, processes, secret, hosts=[host] if host else _own(address)) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
         unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
         while meeting.missing:

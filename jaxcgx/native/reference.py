@@ -62,7 +62,7 @@ def _flat(leaves: Sequence[Any]) -> list[jax.Array]:
 def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
     """The function that draws the random bits of elements of a piece."""
     ids = layout.ids or ()
-    return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count)
+    return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count=count)
 
 
 def _encode_chunk(
@@ -85,7 +85,7 @@ def _encode_chunk(
     def plain(p: Piece, first: int, count: int) -> jax.Array:
         x = fetch(p, first, count)
         travels = narrow(x, layout.dtypes[p.leaf]) if x.dtype == jnp.float32 else x
-        keep(p, first, count, widen(x), widen(travels))
+        keep(p, first, count=count, x=widen(x), decoded=widen(travels))
         return to_bytes(travels)
 
     for p in pieces:
@@ -105,7 +105,7 @@ def _encode_chunk(
                         f"{type(codec).__name__}.encode_buckets: expected {name} {jnp.dtype(dtype)}[{number},{width}], "
                         f"got {got.dtype}{list(got.shape)}"
                     )
-            keep(p, first, number * size, x, codec.decode_buckets(meta, codes, size))
+            keep(p, first, count=number * size, x=x, decoded=codec.decode_buckets(meta, codes, size))
             metas.append(to_bytes(meta).reshape(-1))
             body.append(codes.reshape(-1))
         bodies.append((p.codes, body))

@@ -126,7 +126,7 @@ def _abstract(
     *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
     def result(shape: tuple[int, ...], dtype: Any) -> Any:
-        return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
+        return _compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch))
 
     sums = [result(s, d if how.two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
     fed = tree.unflatten(avals).residuals is not None

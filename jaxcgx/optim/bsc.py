@@ -40,5 +40,5 @@ def bsc(
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "threshold, size_bound, pull and select")
-    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name, pull=pull, select=select))
+    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
     return compress_with(OP, axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

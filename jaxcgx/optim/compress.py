@@ -148,7 +148,9 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         expected = "the parameters with 'weight_decay'"
         raise wrong(settings.function, "params", expected, None, "call update(gradients, state, params)")
     grads = flatten(updates)
-    kept = Kept(grads.match(state.residuals), grads.match(state.momentum), grads.match(state.factors))
+    kept = Kept(
+        residuals=grads.match(state.residuals), momentum=grads.match(state.momentum), factors=grads.match(state.factors)
+    )
     trace = grads.match(state.trace)
 
     moved = [accelerate(settings, u, g) for u, g in zip(kept.momentum, grads.values)]
@@ -156,7 +158,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
     found = switch(
         settings.phases,
         state.count,
-        [functools.partial(exchange, settings, plan, key) for plan in settings.plans],
+        [functools.partial(exchange, settings, plan, key=key) for plan in settings.plans],
         grads.tree([each.gradient for each in moved]),
         kept._replace(momentum=[each.momentum for each in moved]),
     )

@@ -79,7 +79,7 @@ class TcpAxes(Axes):
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
         target = dict(pairs)
-        return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))
+        return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
     def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
         operands = tcp_sum.Operands(
