@@ -181,6 +181,23 @@ def test_calls_name_their_arguments():
     assert not wrong, "\n".join(wrong)
 
 
+def docstrings():
+    """(module, line, text) of every string that documents a module, a class, a function or an attribute."""
+    for module, tree in modules().items():
+        bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+        for node in (node for body in bodies for node in body if isinstance(node, ast.Expr)):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                yield module, node.lineno, node.value.value
+
+
+def test_docstrings_begin_with_a_summary():
+    """The first line is a whole sentence, and the detail comes after an empty line."""
+    found = [(module, line, text.split("\n")) for module, line, text in docstrings()]
+    assert len(found) > 500
+    assert not [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()]
+    assert not [f"{module}:{line}" for module, line, lines in found if not lines[0].endswith((".", ":", "?"))]
+
+
 @pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])
 def test_private_imports_of_jax_are_in_compat(private):
     """What JAX keeps to itself, or moves between versions. The doctor asks for jaxlib's version."""

@@ -80,8 +80,10 @@ def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Arr
 
 
 class GridCodec(Codec):
-    """A codec whose codes are `code_bits` wide. Its metadata is the unit (meta = 1), or the unit and the base (meta =
-    2)."""
+    """A codec whose codes are `code_bits` wide.
+
+    Its metadata is the unit (meta = 1), or the unit and the base (meta = 2).
+    """
 
     meta = 1
 

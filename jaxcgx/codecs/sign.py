@@ -53,8 +53,10 @@ def _add_in_order(x: jax.Array) -> jax.Array:
 
 
 def sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    """float32[buckets, 1] of float32[buckets, n], added in the order of xla_ffi/codec/sign.h: rows, lanes by halves,
-    blocks, groups of blocks."""
+    """The sum of magnitudes of each bucket: float32[buckets, 1] of float32[buckets, n].
+
+    They are added in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks.
+    """
     buckets, n = x.shape
     x = jnp.abs(x)
     whole, rest = divmod(n, BLOCK)

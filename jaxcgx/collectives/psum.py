@@ -179,8 +179,10 @@ class Reduction:
                 check_hops(op, stage)
 
     def check_feedback(self) -> None:
-        """Checks that the schedules and codecs allow feedback. An axis of one rank counts: what runs on one node must
-        run on two."""
+        """Checks that the schedules and codecs allow feedback.
+
+        An axis of one rank counts: what runs on one node must run on two.
+        """
         op, call = self.call.op, self.call
         outermost = [stages[0] for stages in self.stages.values()]
         sent = [i for i, leaf in enumerate(call.leaves) if not why_raw(leaf, call.routes[i].codecs)]

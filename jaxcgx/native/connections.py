@@ -80,8 +80,11 @@ def _host(coordinator: str) -> str:
 
 
 def _own(coordinator: str) -> list[str]:
-    """The addresses of this host, which the coordinator's host name or address means. None if they are not this host's:
-    others reach it through a translation, or the name means loopback on the host itself (as Debian's /etc/hosts)."""
+    """The addresses of this host that the coordinator's host name or address means.
+
+    None if they are not this host's: others reach it through a translation, or the name means loopback on the host
+    itself (as Debian's /etc/hosts).
+    """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
     loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]
     if any(loopback) and coordinator != "localhost" and coordinator not in found:

@@ -78,8 +78,10 @@ def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.vmap for functions that use lax.switch: vmap would compute every branch, which JAX can't do under shard_map's
-    check_vma."""
+    """jax.vmap for functions that use lax.switch.
+
+    vmap would compute every branch, which JAX can't do under shard_map's check_vma.
+    """
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
@@ -477,8 +479,9 @@ clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
 
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
-    """The arrays with 0 in place of every element that the payload of a sparse codec has. An array that is donated is
-    updated in place.
+    """The arrays with 0 in place of every element that the payload of a sparse codec has.
+
+    An array that is donated is updated in place.
 
     Args:
       layout: of the message.
@@ -535,8 +538,10 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Whether every shard rounds to the same numbers on its own. The elements of a shard from the last axis on that is
-    cut are consecutive in the leaf."""
+    """Whether every shard rounds to the same numbers on its own.
+
+    The elements of a shard from the last axis on that is cut are consecutive in the leaf.
+    """
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True

@@ -35,8 +35,10 @@ def narrow(x: jax.Array, dtype: DType) -> jax.Array:
 
 
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
-    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits. In C++ it
-    is xla_ffi/codec/cast.h."""
+    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
+
+    In C++ it is xla_ffi/codec/cast.h.
+    """
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
     if noise is None:
@@ -151,8 +153,10 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
 
 
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
-    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket). In the raw tail there is
-    neither metadata nor a bucket: both are None."""
+    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket).
+
+    In the raw tail there is neither metadata nor a bucket: both are None.
+    """
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
     for first, number, size in p.buckets():

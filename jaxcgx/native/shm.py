@@ -1,5 +1,4 @@
-"""Exchanges among the processes of a host, through memory that they share, as a JAX primitive that is linear in one
-array.
+"""Exchanges among the processes of a host through shared memory, as a JAX primitive that is linear in one array.
 
 It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
 a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects` (with it), and

@@ -56,8 +56,10 @@ def who_takes_part(net: Any) -> jax.Array:
 
 
 def with_processes(ctx: Any, who: Any, aval: Any, timeout: float) -> Any:
-    """In a lowering rule: `who`, of type `aval`, with processes in place of places. It connects this process, if it
-    isn't connected yet, which may take `timeout` seconds."""
+    """In a lowering rule: `who`, of type `aval`, with processes in place of places.
+
+    It connects this process, if it isn't connected yet, which may take `timeout` seconds.
+    """
     devices = _compat.devices_of(ctx)
     if devices is None:
         raise ValueError(

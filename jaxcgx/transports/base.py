@@ -47,8 +47,10 @@ class Transport:
     """This rank: an int, or a traced one."""
 
     sum_piecewise: Any = None
-    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None), which overlaps kernels with the
-    exchange."""
+    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None).
+
+    It overlaps kernels with the exchange.
+    """
 
     @property
     def parts(self) -> Mapping[Any, "Transport"]:
@@ -60,8 +62,11 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
     def labelled(self, label: int) -> Any:
-        """This transport for an exchange whose bytes are what `label` says, a digest. A transport that can do so
-        compares the labels of all ranks, since ranks that differ would use the bytes as something else."""
+        """This transport for an exchange whose bytes are what `label` says, a digest.
+
+        A transport that can do so compares the labels of all ranks, since ranks that differ would use the bytes as
+        something else.
+        """
         return self
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:

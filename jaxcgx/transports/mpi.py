@@ -150,8 +150,9 @@ Net = Comm | Nodes | Shared
 
 
 class Leaders(base.Leaders):
-    """The first ranks of the nodes. Only they exchange. The other ranks take part in the last step alone, in which
-    their leader gives them its result.
+    """The first ranks of the nodes.
+
+    Only they exchange. The other ranks take part in the last step alone, in which their leader gives them its result.
     """
 
     cross: Comm

@@ -47,8 +47,10 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """Named axes, some of them in `over`. All axes together go over connections, and so does each axis in `over` by
-    itself."""
+    """Named axes, some of them in `over`.
+
+    All axes together go over connections, and so does each axis in `over` by itself.
+    """
 
     over: frozenset[Any]
     timeout: float
