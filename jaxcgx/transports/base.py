@@ -1,7 +1,8 @@
 """The contract of a transport: who moves the bytes of an exchange among ranks.
 
 A transport is static under jit: hashable, and equal where it moves bytes among the same ranks in the same way. It knows
-rows of bytes and arrays that travel as they are; it knows no codec.
+rows of bytes and arrays that travel as they are. It asks nothing of a codec: a `PiecewiseSum` has one in its layout,
+and the transport passes it on to `native` as it is.
 
 A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
 `shift` and `plain_psum`. The other members have defaults.
@@ -19,7 +20,10 @@ from jaxcgx.native.rows import add
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport does by itself, piece by piece, with the bits of a schedule."""
+    """A sum that a transport does by itself, piece by piece, with the bits of a schedule.
+
+    The layout has the message's codec in it. The transport passes both on to `native` and reads neither.
+    """
 
     layout: Layout  # with two_shot a chunk per rank, else one
     leaves: list[jax.Array]
