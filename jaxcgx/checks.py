@@ -29,8 +29,9 @@ def wrong(
     path: Any = (),
     kind: type[Exception] = ValueError,
 ) -> Exception:
-    """The error for an argument. `got` is text as it is; `path` is the JAX path of the leaf if the argument is a
-    tree.
+    """The error for an argument.
+
+    `got` is text as it is. `path` is the JAX path of the leaf if the argument is a tree.
     """
     return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, got, remedy, kind=kind)
 

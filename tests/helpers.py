@@ -108,7 +108,7 @@ def assert_same_trees(got, expected):
 
 
 def assert_same_values(a, b):
-    """The same bits, but for the payload of NaNs, which a processor may choose."""
+    """The same bits, except in the payload of NaNs, which a processor may choose."""
     assert a.shape == b.shape and a.dtype == b.dtype
     nan = np.isnan(np.asarray(a, np.float32))
     np.testing.assert_array_equal(nan, np.isnan(np.asarray(b, np.float32)))
@@ -116,8 +116,10 @@ def assert_same_values(a, b):
 
 
 def one_nan(layout, payload, chunk=None):
-    """A payload, or one of its chunks, whose raw float32 numbers have only one NaN: of a sum it is the processor's
-    choice."""
+    """A payload, or one of its chunks, with every NaN among its raw float32 numbers replaced by the same one.
+
+    The processor chooses which NaN a sum is.
+    """
     payload = np.array(payload)
     for row, pieces in zip(
         np.atleast_2d(payload), layout.pieces if chunk is None else [layout.pieces[chunk]], strict=True
@@ -161,7 +163,7 @@ def native_key(codec):
 
 
 def custom_calls(fn, *args):
-    """How often each jaxcgx call stands in the compiled program."""
+    """How many calls of each jaxcgx kernel the compiled program has."""
     text = jax.jit(fn).lower(*args).compile().as_text()
     return {name: text.count(f'custom_call_target="jaxcgx_{name}"') for name in ("encode", "decode", "reduce")}
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md tells the truth: the diff of its codec applies, and the codec works."""
+"""CONTRIBUTING.md tells the truth: the diffs of its codec and its transport apply, and both work."""
 
 import os
 import pathlib
@@ -12,7 +12,8 @@ import pytest
 from jaxcgx.native import registration
 
 ROOT = pathlib.Path(__file__).parent.parent
-PYTHON, NATIVE = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL | re.MULTILINE)
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+CODEC, KERNELS, TRANSPORT = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 # An editable install finds the package of the checkout first.
 USE_THE_COPY = """
@@ -40,10 +41,15 @@ for schedule in ("two_shot", "one_shot", "ring"):
     assert (total == total[:1]).all() and np.corrcoef(total[0], x.sum(0))[0, 1] > 0.95
 """
 
-TESTS = """
+TESTS_OF_THE_CODEC = """
 import pytest
 tests = ["tests/codecs/test_log2.py", "tests/codecs/test_base.py"]
 sys.exit(pytest.main([*tests, "-q", "-k", "log2 or Log2", "-p", "no:cacheprovider"]))
+"""
+
+TESTS_OF_THE_TRANSPORT = """
+import pytest
+sys.exit(pytest.main(["tests/transports/test_gathered.py", "-q", "-p", "no:cacheprovider"]))
 """
 
 
@@ -53,7 +59,7 @@ def apply(diff, where, *options):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The package, with its native module, and its tests, with the codec."""
+    """The package, with its native module, and its tests, with the codec and the transport."""
     where = tmp_path_factory.mktemp("copy")
     leave = shutil.ignore_patterns("__pycache__", "cpp", "results", ".hypothesis")
     for name in ("jaxcgx", "tests", "xla_ffi"):
@@ -61,21 +67,30 @@ def copy(tmp_path_factory):
     shutil.copy(ROOT / "pyproject.toml", where)
     if registration.MODULE and not list((where / "jaxcgx" / "native").glob("_native*")):
         shutil.copy(registration.MODULE.__file__, where / "jaxcgx" / "native")
-    done = apply(PYTHON, where)
-    assert done.returncode == 0, done.stderr
+    for diff in (CODEC, TRANSPORT):
+        done = apply(diff, where)
+        assert done.returncode == 0, done.stderr
     return where
 
 
-@pytest.mark.parametrize("code", (RUN, TESTS), ids=("run", "tests"))
-def test_the_codec_works(copy, code):
+def run(code, where):
     command = [sys.executable, "-P", "-c", USE_THE_COPY + code]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", (RUN, TESTS_OF_THE_CODEC), ids=("run", "tests"))
+def test_the_codec_works(copy, code):
+    run(code, copy)
+
+
+def test_the_transport_works(copy):
+    run(TESTS_OF_THE_TRANSPORT, copy)
 
 
 def test_its_kernels_compile(copy):
     """They are not run: that would take a build of the native module."""
-    done = apply(NATIVE, copy)
+    done = apply(KERNELS, copy)
     assert done.returncode == 0, done.stderr
     assert "native_codec(Kind.LOG2" in (copy / "jaxcgx" / "codecs" / "log2.py").read_text()
     compiler = os.environ.get("CXX", "c++")

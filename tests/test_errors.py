@@ -51,9 +51,8 @@ class Wrong(cgx.Codec):
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
             ValueError,
-            "encode: argument 'key': expected a random key, because MaxMin(bits=4, bucket_size=512, "
-            "rounding='stochastic', skip_incomplete=False) rounds stochastically, got None; pass "
-            "key=jax.random.key(...), another one every step",
+            "encode: argument 'key': expected a random key, because MaxMin(bits=4, rounding='stochastic') rounds "
+            "stochastically, got None; pass key=jax.random.key(...), another one every step",
         ),
         (
             lambda: cgx.decode(jnp.zeros(31, jnp.uint8), cgx.MaxMin(), (9,), "float32"),

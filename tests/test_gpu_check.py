@@ -196,7 +196,7 @@ def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
         if (one_nan(layout, other) == payload).all():
             free.append(at)
         assert (one_nan(layout, other[at[0]], at[0]) == one_nan(layout, other)[at[0]]).all()
-    assert len(free) == 3  # of the only float32 that is NaN, but for the byte of its sign
+    assert len(free) == 3  # the bytes of the only NaN, except the one with its sign
 
 
 @pytest.mark.parametrize(

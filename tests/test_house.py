@@ -25,6 +25,7 @@ STOREYS = (
 # (importer, imported): why this import may point upward or close a circle.
 EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
 MOST = 7  # parameters
+MOST_BY_POSITION = 4  # arguments of a call inside the package
 
 
 @functools.cache
@@ -149,6 +150,52 @@ def test_functions_have_few_parameters():
                 if len(names) > MOST and not (node in tree.body and (module, name) in exempt):
                     wrong.append(f"{module}:{node.lineno} {name} has {len(names)}: {', '.join(names)}")
     assert not wrong, "\n".join(wrong)
+
+
+def definitions():
+    """{name: [node]} of every function and class of the package."""
+    found = {}
+    for tree in modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+def takes_any_number(node):
+    return isinstance(node, ast.FunctionDef) and node.args.vararg is not None
+
+
+def test_calls_name_their_arguments():
+    """The functions of checks.py are called everywhere in one order, and a function of *args has no other way."""
+    checks = {node.name for node in modules()["jaxcgx.checks"].body if isinstance(node, ast.FunctionDef)}
+    exempt = checks | {name for name, nodes in definitions().items() if all(map(takes_any_number, nodes))}
+    known, wrong = definitions().keys() - exempt, []
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > MOST_BY_POSITION:
+                name = getattr(node.func, "id", getattr(node.func, "attr", None))  # f(...) or module.f(...)
+                if name in known:
+                    wrong.append(f"{module}:{node.lineno} {name} has {len(node.args)} arguments without a name")
+    assert {"Grid", "_run"} <= known
+    assert not wrong, "\n".join(wrong)
+
+
+def docstrings():
+    """(module, line, text) of every string that documents a module, a class, a function or an attribute."""
+    for module, tree in modules().items():
+        bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
+        for node in (node for body in bodies for node in body if isinstance(node, ast.Expr)):
+            if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                yield module, node.lineno, node.value.value
+
+
+def test_docstrings_begin_with_a_summary():
+    """The first line is a whole sentence, and the detail comes after an empty line."""
+    found = [(module, line, text.split("\n")) for module, line, text in docstrings()]
+    assert len(found) > 500
+    assert not [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()]
+    assert not [f"{module}:{line}" for module, line, lines in found if not lines[0].endswith((".", ":", "?"))]
 
 
 @pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])

@@ -119,8 +119,10 @@ class Codec:
         return n % self.bucket_size if self.skip_incomplete and self.bucket_size else 0
 
     def may_cut(self, n: int) -> bool:
-        """Whether a leaf that is cut every n elements rounds to the same numbers, each part on its own. It doesn't if a
-        bucket is cut, nor if noise depends on an element's place in the leaf."""
+        """Whether a leaf that is cut every n elements rounds to the same numbers, each part on its own.
+
+        It doesn't if a bucket is cut, nor if noise depends on an element's place in the leaf.
+        """
         return not (self.stochastic or self.whole or n % (self.bucket_size or 1))
 
     def wire_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:

@@ -42,7 +42,7 @@ class ByteGrad(GridCodec):
         if self.compatible:
             range_ = range_ + jnp.float32(1e-7) * scale
         unit = jnp.where(range_ > 0, unit_of(range_, 255, scale), 0)
-        grid = make_grid(lo, hi, unit, 255, scale)
+        grid = make_grid(lo, hi, unit=unit, steps=255, scale=scale)
         grid.origin = ieee.round_even(top * grid.inv) - 255
         grid.base = ieee.positive_zero(jnp.where(unit > 0, unscaled(grid.origin * unit, scale), lo))
         grid.finite &= jnp.isfinite(grid.base + grid.unit * 255)

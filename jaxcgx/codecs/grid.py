@@ -60,7 +60,7 @@ def make_grid(lo: jax.Array, hi: jax.Array, unit: jax.Array, steps: ArrayLike, s
     real = unscaled(unit, scale)
     zero = jnp.zeros_like(lo)
     finite = jnp.isfinite(lo) & jnp.isfinite(hi) & jnp.isfinite(real * steps)
-    return Grid(real, zero, inv, zero, scale, finite)
+    return Grid(unit=real, base=zero, inv=inv, origin=zero, scale=scale, finite=finite)
 
 
 def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Array | None = None) -> Grid:
@@ -71,13 +71,19 @@ def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Arr
     constant = ieee.bits(lo) == ieee.bits(hi)
     steps = jnp.where(constant, 1, jnp.float32(steps))
     return make_grid(
-        lo, hi, jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit), steps, scale
+        lo,
+        hi,
+        unit=jnp.where(constant, top, unit_of(top, steps, scale) if unit is None else unit),
+        steps=steps,
+        scale=scale,
     )
 
 
 class GridCodec(Codec):
-    """A codec whose codes are `code_bits` wide. Its metadata is the unit (meta = 1), or the unit and the base (meta =
-    2)."""
+    """A codec whose codes are `code_bits` wide.
+
+    Its metadata is the unit (meta = 1), or the unit and the base (meta = 2).
+    """
 
     meta = 1
 

@@ -66,7 +66,7 @@ class MaxMin(GridCodec):
         scale, steps = scale_of(ieee.largest(lo, hi)), 2**self.bits - 1
         origin = scaled(lo, scale)
         range_ = scaled(hi, scale) - origin
-        grid = make_grid(lo, hi, jnp.where(range_ > 0, unit_of(range_, steps, scale), 0), steps, scale)
+        grid = make_grid(lo, hi, unit=jnp.where(range_ > 0, unit_of(range_, steps, scale), 0), steps=steps, scale=scale)
         grid.base, grid.origin = ieee.positive_zero(lo), origin
         grid.finite &= jnp.isfinite(grid.base + grid.unit * steps)
         return grid

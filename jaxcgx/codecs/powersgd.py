@@ -130,8 +130,10 @@ class PowerSGD(Codec):
     # many shapes.
     @staticmethod
     def orthonormal(p: jax.Array) -> jax.Array:
-        """An orthonormal basis of the columns of k matrices, given as [k, rank, m]. A column that the columns before it
-        span becomes 0."""
+        """An orthonormal basis of the columns of k matrices, given as [k, rank, m].
+
+        A column that the columns before it span becomes 0.
+        """
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

@@ -38,7 +38,7 @@ class Sign(GridCodec):
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         scale = scale_of(ieee.largest(lo, hi))
         total = sum_of_magnitudes(scaled(x, scale))
-        return symmetric_grid(lo, hi, 1, unit_of(total, x.shape[-1], scale))
+        return symmetric_grid(lo, hi, 1, unit=unit_of(total, x.shape[-1], scale))
 
     def quantize(self, x: jax.Array, grid: Grid, noise: jax.Array | None) -> jax.Array:
         return ieee.shr(ieee.bits(x), 31) ^ 1
@@ -53,8 +53,10 @@ def _add_in_order(x: jax.Array) -> jax.Array:
 
 
 def sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    """float32[buckets, 1] of float32[buckets, n], added in the order of xla_ffi/codec/sign.h: rows, lanes by halves,
-    blocks, groups of blocks."""
+    """The sum of magnitudes of each bucket: float32[buckets, 1] of float32[buckets, n].
+
+    They are added in the order of xla_ffi/codec/sign.h: rows, lanes by halves, blocks, groups of blocks.
+    """
     buckets, n = x.shape
     x = jnp.abs(x)
     whole, rest = divmod(n, BLOCK)

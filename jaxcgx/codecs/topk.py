@@ -217,8 +217,11 @@ class TopK(Codec):
 
 
 def _exponential(sample: jax.Array, n: int, k: int) -> jax.Array:
-    """The magnitude that k of n elements reach if all are distributed like the sample. An exponential distribution is
-    fitted to the sample. Another one is fitted to the quarter of it that is largest, and so on."""
+    """The magnitude that k of n elements reach if all are distributed like the sample.
+
+    An exponential distribution is fitted to the sample. Another one is fitted to the quarter of it that is largest, and
+    so on.
+    """
     largest = ieee.as_float(sample.max())
     scale = scale_of(largest)
     x = scaled(ieee.as_float(sample), scale)

@@ -60,7 +60,10 @@ def gather(
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))
     extra = 0 if tiled else 1
-    dims = [check_dimension(op, "axis", axis, leaf, path, extra) for leaf, path in zip(call.leaves, call.paths)]
+    dims = [
+        check_dimension(op, "axis", axis, leaf=leaf, path=path, extra=extra)
+        for leaf, path in zip(call.leaves, call.paths)
+    ]
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_all_gather(leaf, dims[i], tiled=tiled, to=to)
@@ -71,7 +74,7 @@ def gather(
         for j, stage in enumerate(route.stages):
             part = route.with_key(gathered.replace(key=message.key), j, route.stages[j + 1 :])
             last = stage is route.stages[-1]
-            gathered = part.replace(leaves=rows.all_gather(part, stage, to, join if last else None))
+            gathered = part.replace(leaves=rows.all_gather(part, stage, to, join=join if last else None))
         return gathered.leaves
 
     return call.run(plain, compressed)

@@ -64,9 +64,9 @@ def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dime
     split_axes: list[int] = []
     concat_axes: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
-        split_axes.append(check_dimension(op, "split_axis", split_axis, leaf, path))
-        concat_axes.append(check_dimension(op, "concat_axis", concat_axis, leaf, path))
-        check_divisible(op, "split_axis", split_axes[-1], leaf, path, size=call.size, tiled=tiled)
+        split_axes.append(check_dimension(op, "split_axis", split_axis, leaf=leaf, path=path))
+        concat_axes.append(check_dimension(op, "concat_axis", concat_axis, leaf=leaf, path=path))
+        check_divisible(op, "split_axis", split_axes[-1], leaf=leaf, path=path, size=call.size, tiled=tiled)
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         return net.plain_all_to_all(leaf, split_axes[i], concat_axis=concat_axes[i], tiled=tiled)

@@ -1,6 +1,5 @@
 """The options that all collectives share, and the checks of their arguments."""
 
-import operator
 import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import callers_level, check_array, check_choice, spell_array, wrong
+from jaxcgx.checks import callers_level, check_array, check_choice, check_integer, spell_array, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.checks import check_codec, check_encodes
+from jaxcgx.codecs.checks import check_codec, check_encodes, check_key
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.message import Stage
-from jaxcgx.native.rng import key_words
 from jaxcgx.transports.base import Transport
 
 
@@ -63,7 +61,9 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
     if not isinstance(codec, dict):
         one = check_codec(op, codec, argument)
         return (Stage(net, one, schedule="auto", backward=one),)
-    codecs = [check_codec(op, codec, argument) for codec in check_each(op, argument, codec, net.parts, "a codec")]
+    codecs = [
+        check_codec(op, codec, argument) for codec in check_each(op, argument, codec, parts=net.parts, what="a codec")
+    ]
     return tuple(Stage(part, codec, schedule="auto", backward=codec) for part, codec in zip(net.parts.values(), codecs))
 
 
@@ -83,30 +83,22 @@ def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], 
                 )
 
 
-def check_key(op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple[Any, ...]) -> jax.Array | None:
-    """The key's words if one of the codecs in use draws noise, else None.
+def check_shared_key(
+    op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple[Any, ...]
+) -> jax.Array | None:
+    """`check_key` for the codecs in use. The key must be the same on every rank.
 
     `possible` are the codecs that leaves of another tree could use. A key for one of these is no mistake.
     """
     drawing = [codec for codec in used if codec.stochastic]
-    if key is None:
-        if drawing:
-            raise wrong(
-                op,
-                "key",
-                f"a random key, because {spell(drawing[0])} rounds stochastically",
-                None,
-                "pass key=jax.random.key(...), the same on every rank and another one every step",
-            )
-        return None
     if not drawing:
-        if not any(codec.stochastic for codec in possible):
+        if key is not None and not any(codec.stochastic for codec in possible):
             codecs = ", ".join(map(spell, dict.fromkeys(possible)))
             warnings.warn(
                 f"{op}: argument 'key' is not used: {codecs} draws no random numbers", stacklevel=callers_level()
             )
         return None
-    words = key_words(op, key)
+    words = check_key(op, drawing[0], key, "the same on every rank and another one every step")
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
         raise wrong(
             op,
@@ -156,7 +148,7 @@ def check_tracked(op: str, names: tuple[Any, ...]) -> bool:
     return bool(tracked)
 
 
-def check_leaf(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
+def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
     """The leaf as an array. It must be whole on a device."""
     leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
@@ -184,10 +176,7 @@ def check_summable(op: str, x: Any) -> None:
 def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any, extra: int = 0) -> int:
     """`dimension`, counted from the front, of an array with `extra` more dimensions than the leaf."""
     ndim = leaf.ndim + extra
-    try:
-        d = operator.index(dimension)
-    except TypeError:
-        raise wrong(op, argument, "an integer", repr(dimension), kind=TypeError) from None
+    d = check_integer(op, argument, dimension)
     if not -ndim <= d < ndim:
         expected = f"a dimension of {spell_array(leaf)}{' with one more' if extra else ''}"
         raise wrong(op, argument, expected, dimension, path=path)

@@ -9,7 +9,14 @@ import jax
 from jaxcgx import plan
 from jaxcgx.checks import at, check_flag, check_positive, check_varying, wrong
 from jaxcgx.codecs.base import Codec
-from jaxcgx.collectives.arguments import Options, check_key, check_leaf, check_low_rank, check_stages, check_tracked
+from jaxcgx.collectives.arguments import (
+    Options,
+    check_low_rank,
+    check_shared_key,
+    check_stages,
+    check_tracked,
+    check_whole,
+)
 from jaxcgx.exchange import scopes
 from jaxcgx.exchange.keys import fold_stage
 from jaxcgx.exchange.message import Message, Stage
@@ -49,7 +56,7 @@ class _Assigned(NamedTuple):
     stages: list[tuple[Stage, ...]]  # of each leaf
     guarded: list[str | None]  # why a plan leaves it raw
     used: list[Codec]
-    possible: list[Codec]  # the codecs of another tree, too (check_key)
+    possible: list[Codec]  # the codecs of another tree, too (check_shared_key)
 
 
 class Call:
@@ -79,7 +86,7 @@ class Call:
         check_flag(op, "strict", options.strict)
         found, self.tree = jax.tree_util.tree_flatten_with_path(x)
         self.paths = [path for path, _ in found]
-        self.leaves = [check_leaf(op, argument, path, leaf) for path, leaf in found]
+        self.leaves = [check_whole(op, argument, path, leaf) for path, leaf in found]
         self.tracked = check_tracked(op, net.names)
         if not gradients:
             check_varying(op, net.names, self.paths, self.leaves)
@@ -91,7 +98,7 @@ class Call:
         check_low_rank(op, "codec", forward.stages, sums)
         check_low_rank(op, "backward_codec", backward.stages, sums)
         self.codecs = [[stage.codec for stage in there] for there in forward.stages]
-        self.key = check_key(op, used, possible, options.key, net.names)
+        self.key = check_shared_key(op, used, possible, key=options.key, names=net.names)
         self.hierarchy = any(len(there) > 1 for there in forward.stages)
         self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(forward.stages, backward.stages)]
         fusion_mb = options.fusion_mb

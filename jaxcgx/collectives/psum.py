@@ -161,7 +161,7 @@ class Reduction:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"
             raise wrong(op, "leader", "False without a hierarchy", True, remedy)
         by_axis = isinstance(schedule, dict)
-        asked = check_each(op, "schedule", schedule, net.parts, "a schedule") if by_axis else [schedule]
+        asked = check_each(op, "schedule", schedule, parts=net.parts, what="a schedule") if by_axis else [schedule]
         for name in asked:
             check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)
@@ -179,8 +179,10 @@ class Reduction:
                 check_hops(op, stage)
 
     def check_feedback(self) -> None:
-        """Checks that the schedules and codecs allow feedback. An axis of one rank counts: what runs on one node must
-        run on two."""
+        """Checks that the schedules and codecs allow feedback.
+
+        An axis of one rank counts: what runs on one node must run on two.
+        """
         op, call = self.call.op, self.call
         outermost = [stages[0] for stages in self.stages.values()]
         sent = [i for i, leaf in enumerate(call.leaves) if not why_raw(leaf, call.routes[i].codecs)]

@@ -75,8 +75,8 @@ def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options
     schedule = "one_shot" if options.schedule == "auto" else options.schedule
     dims: list[int] = []
     for leaf, path in zip(call.leaves, call.paths):
-        dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf, path))
-        check_divisible(op, "scatter_dimension", dims[-1], leaf, path, size=call.size, tiled=tiled)
+        dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf=leaf, path=path))
+        check_divisible(op, "scatter_dimension", dims[-1], leaf=leaf, path=path, size=call.size, tiled=tiled)
     stages = {route: [stage._replace(schedule=schedule) for stage in route.stages] for route in call.groups}
     for each in stages.values():
         for stage in each:

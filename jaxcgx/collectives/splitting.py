@@ -152,7 +152,7 @@ class Ranks:
 
     def check_spans(self, x: Any, path: Any) -> None:
         """Refuses an array of one process where the mesh has several."""
-        check_spans(self.op, self.mesh, self.names, x, path)
+        check_spans(self.op, self.mesh, self.names, x=x, path=path)
 
     def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
         """The shape that a rank has of an array."""

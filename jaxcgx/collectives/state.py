@@ -36,7 +36,7 @@ class Kept:
         self.arrays = {}
         if state.residuals is not None:
             shapes = [x.shape if x.dtype in DTYPES else None for x in call.leaves]
-            self.arrays["residuals"] = _check(call, "residuals", state.residuals, shapes)
+            self.arrays["residuals"] = _check(call, "residuals", state.residuals, shapes=shapes)
         if state.momentum is not None:
             if state.residuals is None:
                 raise wrong(call.op, "residuals", "a tree like x with 'momentum'", None)
@@ -86,7 +86,9 @@ def _check(call: Call, argument: str, given: Any, shapes: list[Any], dtypes: lis
 
 
 def _check_momentum(call: Call, given: Any) -> list[Any]:
-    found = _check(call, "momentum", given, [x.shape for x in call.leaves], [x.dtype for x in call.leaves])
+    found = _check(
+        call, "momentum", given=given, shapes=[x.shape for x in call.leaves], dtypes=[x.dtype for x in call.leaves]
+    )
     for i, array in enumerate(found):
         codec = call.codecs[i][0]
         if array is not None and i not in call.raw and not codec.sparse:
@@ -102,7 +104,7 @@ def _check_momentum(call: Call, given: Any) -> list[Any]:
 
 
 def _check_factors(call: Call, given: Any) -> list[Any]:
-    found = _check(call, "factors", given, list(map(factor_shape, call.leaves, call.codecs)))
+    found = _check(call, "factors", given, shapes=list(map(factor_shape, call.leaves, call.codecs)))
     for path, array in zip(call.paths, found):
         if array is not None and (axes := [n for n in call.net.names if n in _compat.varying_axes(array)]):
             raise wrong(

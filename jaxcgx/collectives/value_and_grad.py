@@ -163,7 +163,14 @@ class ValueAndGrad:
             keys=keys,
             param_specs=_Hashed(ranks.specs_of_params(params, self._as_list(self.param_specs))),
         )
-        value, aux, grads, kept = _run(self, split, params, [x for _, x in arrays], self._as_list(residuals), codec_key)
+        value, aux, grads, kept = _run(
+            self,
+            split,
+            params=params,
+            arrays=[x for _, x in arrays],
+            residuals=self._as_list(residuals),
+            codec_key=codec_key,
+        )
         result = (value, aux) if self.has_aux else value, self._as_argument(grads)
         return (result, self._as_argument(kept)) if self.feedback else result
 
@@ -189,7 +196,7 @@ class ValueAndGrad:
         if inside := [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]:
             remedy = "inside, take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean"
             raise wrong(OP, "axis_name", "a call outside of shard_map", f"one inside of it, over {inside[0]!r}", remedy)
-        return Ranks.of(OP, self.mesh, names, jax.tree_util.tree_leaves(arguments))
+        return Ranks.of(OP, self.mesh, names, arrays=jax.tree_util.tree_leaves(arguments))
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
@@ -297,7 +304,7 @@ def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals:
             kept,
         )
 
-    tree, aux_specs = _aux_specs(call, split, params, arrays) if call.has_aux else (None, [])
+    tree, aux_specs = _aux_specs(call, split, params, arrays=arrays) if call.has_aux else (None, [])
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
     value, aux, grads, kept = ranks.map(
         of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=(P(), aux_specs, P(), P(names))

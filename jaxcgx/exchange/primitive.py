@@ -100,9 +100,10 @@ def define(
         gone = net.names if invarying(**params) else ()
         message = tree.unflatten(avals)
         state = message.replace(leaves=[], key=None)
-        results = jax.tree_util.tree_map(lambda x: _compat.result_aval([x], x.shape, x.dtype, n), state).replace(
+        results = jax.tree_util.tree_map(lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n), state).replace(
             leaves=[
-                _compat.result_aval([x], sizes + shape(x.shape[n:], **params), x.dtype, n, gone) for x in message.leaves
+                _compat.result_aval([x], sizes + shape(x.shape[n:], **params), dtype=x.dtype, rows=n, invarying=gone)
+                for x in message.leaves
             ]
         )
         return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects

@@ -113,8 +113,8 @@ def _gathered_shape(shape: tuple[int, ...], *, ranks: int, join: Join | None = N
 all_gather_p: Any = primitive.define(
     "all_gather",
     _all_gather,
-    _gathered_shape,
-    _all_gather_transpose,
+    shape=_gathered_shape,
+    transpose=_all_gather_transpose,
     same=True,
     invarying=lambda to, **params: to == "invarying",
 )
@@ -138,7 +138,11 @@ def _psum_scatter_transpose(
 
 
 psum_scatter_p: Any = primitive.define(
-    "jaxcgx_psum_scatter", _psum_scatter, lambda shape, **params: shape[1:], _psum_scatter_transpose, same=False
+    "jaxcgx_psum_scatter",
+    _psum_scatter,
+    shape=lambda shape, **params: shape[1:],
+    transpose=_psum_scatter_transpose,
+    same=False,
 )
 
 
@@ -158,5 +162,5 @@ def _all_to_all_transpose(
 
 
 all_to_all_p: Any = primitive.define(
-    "jaxcgx_all_to_all", _all_to_all, lambda shape, **params: shape, _all_to_all_transpose, same=False
+    "jaxcgx_all_to_all", _all_to_all, shape=lambda shape, **params: shape, transpose=_all_to_all_transpose, same=False
 )

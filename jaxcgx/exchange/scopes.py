@@ -63,8 +63,9 @@ class ExchangeScope:
 
     @classmethod
     def of(cls, schedule: str, layout: Layout, part: float = 1.0) -> "ExchangeScope":
-        """The exchange of a layout's message. `part` is the fraction of the uncompressed bytes that the collective of
-        lax with the same name would send.
+        """The exchange of a layout's message.
+
+        `part` is the fraction of the uncompressed bytes that the collective of lax with the same name would send.
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
         return cls(schedule, layout.codec, part * size / max(layout.chunks * layout.chunk_bytes, 1))

@@ -76,5 +76,10 @@ def _transpose(
 
 
 psum_p: Any = primitive.define(
-    "jaxcgx_psum", _run, lambda shape, **params: shape, _transpose, same=True, invarying=lambda **params: True
+    "jaxcgx_psum",
+    _run,
+    shape=lambda shape, **params: shape,
+    transpose=_transpose,
+    same=True,
+    invarying=lambda **params: True,
 )

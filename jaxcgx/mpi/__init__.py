@@ -10,8 +10,10 @@ rank.
 Arguments that are not those of the namesakes over a mesh:
 
 Args:
-  comm: an mpi4py communicator, MPI.COMM_WORLD by default; or `hierarchy()`, with which codec and schedule may be dicts,
-    a value for "cross" and one for "inner"; or its `cross` or `inner` alone.
+  comm: the ranks, one of these. None is MPI.COMM_WORLD.
+    An mpi4py communicator.
+    `hierarchy()`. Codec and schedule may then be dicts, with a value for "cross" and one for "inner".
+    The `cross` or `inner` of a hierarchy alone.
   check: True compares what the ranks pass when the call is traced, too. Without it they compare when the program runs,
     and where they differ, every rank raises an error that names the ranks and the leaf.
 """

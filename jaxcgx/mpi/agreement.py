@@ -1,5 +1,7 @@
-"""Whether all ranks make the same call: what they pass, as text, how that differs, and check=True, which compares it
-over mpi4py before anything is compiled."""
+"""Whether all ranks make the same call: what they pass, as text, and how that differs.
+
+With check=True, they compare it over mpi4py before anything is compiled.
+"""
 
 import hashlib
 import importlib.metadata

@@ -1,6 +1,5 @@
 """The collectives over a communicator. Each is its namesake in `jaxcgx`, except that ranks are processes."""
 
-import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jaxcgx.checks import check_choice, check_flag, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
-from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_leaf
+from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_whole
 from jaxcgx.collectives.state import State
 from jaxcgx.mpi import ranks
 from jaxcgx.mpi.agreement import agree, describe
@@ -235,15 +234,12 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
     """
     name = "broadcast"
     net = _check_ranks(name, comm, check, dict(x=x), root=root)
-    try:
-        root = operator.index(root)
-    except TypeError:
-        raise wrong(name, "root", "a rank", repr(root), kind=TypeError) from None
+    root = check_integer(name, "root", root)
     if not 0 <= root < net.size:
         raise wrong(name, "root", f"a rank from 0 to {net.size - 1}", root)
 
     def one(path: Any, leaf: Any) -> Any:
-        leaf = check_leaf(name, "x", path, leaf)
+        leaf = check_whole(name, "x", path, leaf)
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return net.broadcast(leaf, root)
         data = net.broadcast(jax.random.key_data(leaf), root)

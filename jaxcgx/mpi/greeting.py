@@ -60,7 +60,7 @@ def _run(mine: jax.Array, net: Net) -> list[jax.Array]:
 
 
 def _lower_differ(ctx: Any, mine: Any, *, net: Net) -> Sequence[Any]:
-    return _compat.lower_call_of_python(ctx, lambda mine: _explain(mine, net), mine, ORDER)
+    return _compat.lower_call_of_python(ctx, lambda mine: _explain(mine, net), mine, effect=ORDER)
 
 
 def _explain(mine: Any, net: Net) -> None:

@@ -29,8 +29,11 @@ _failed = False  # an exception has ended the program
 
 
 class _Parting(threading.Thread):
-    """Parts from the ranks of a communicator at the end. A communicator needs a thread of its own, because other ranks
-    may greet over one communicator after the other. It starts early, because no thread may start at the end."""
+    """Parts from the ranks of a communicator at the end.
+
+    A communicator needs a thread of its own, because other ranks may greet over one communicator after the other. It
+    starts early, because no thread may start at the end.
+    """
 
     def __init__(self, comm: Any) -> None:
         super().__init__(name="jaxcgx.mpi", daemon=True)

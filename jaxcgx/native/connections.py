@@ -51,7 +51,7 @@ def _connect(timeout: float) -> None:
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # Every process reaches the host of process 0 where it reaches the coordinator, which runs there.
     host = _host(coordinator) if process else ""
-    with Meeting(process, processes, secret, [host] if host else _own(address)) as meeting:
+    with Meeting(process, processes, secret, hosts=[host] if host else _own(address)) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
         unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
         while meeting.missing:
@@ -80,8 +80,11 @@ def _host(coordinator: str) -> str:
 
 
 def _own(coordinator: str) -> list[str]:
-    """The addresses of this host, which the coordinator's host name or address means. None if they are not this host's:
-    others reach it through a translation, or the name means loopback on the host itself (as Debian's /etc/hosts)."""
+    """The addresses of this host that the coordinator's host name or address means.
+
+    None if they are not this host's: others reach it through a translation, or the name means loopback on the host
+    itself (as Debian's /etc/hosts).
+    """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
     loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]
     if any(loopback) and coordinator != "localhost" and coordinator not in found:

@@ -1,5 +1,6 @@
-"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp. A list is int32[k], ascending, of indices below
-n. Entries of n mean none and come last.
+"""Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp.
+
+A list is int32[k], ascending, of indices below n. Entries of n mean none and come last.
 
 A list has one of two forms, whichever is shorter; n and k decide that. The form of Elias and Fano has the low bits of
 each index as they are, and the high bits as a row of bits in which the j-th one is at j + high. The other form is a bit

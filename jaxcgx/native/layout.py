@@ -1,5 +1,7 @@
-"""Where everything of a message is, from its shapes alone. In C++ it is xla_ffi/codec/layout.h; docs/wire-format.md
-describes it."""
+"""Where everything of a message is, from its shapes alone.
+
+In C++ it is xla_ffi/codec/layout.h. docs/wire-format.md describes it.
+"""
 
 import contextlib
 import dataclasses

@@ -51,16 +51,18 @@ def _check_leaves(
     if len(arrays) != len(layout.shapes):
         raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
     for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, dtypes)):
-        _check_array(function, argument, x, shape, dtype, path=(SequenceKey(i),))
+        _check_array(function, argument, x=x, shape=shape, dtype=dtype, path=(SequenceKey(i),))
     return arrays
 
 
 def _check_residuals(function: str, residuals: Iterable[Any], layout: Layout) -> list[Any]:
-    return _check_leaves(function, "residuals", residuals, layout, [jnp.float32] * len(layout.shapes))
+    return _check_leaves(
+        function, "residuals", arrays=residuals, layout=layout, dtypes=[jnp.float32] * len(layout.shapes)
+    )
 
 
 def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
-    return _check_array(function, "payload", payload, (layout.chunks, layout.chunk_bytes), "uint8")
+    return _check_array(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
 
 
 def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
@@ -69,15 +71,17 @@ def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
         return None
     if key is None:
         raise wrong(function, "key", f"uint32[2], because {codec} rounds stochastically", None)
-    return _check_array(function, "key", key, (2,), "uint32")
+    return _check_array(function, "key", x=key, shape=(2,), dtype="uint32")
 
 
 # The rules that all primitives share
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.vmap for functions that use lax.switch: vmap would compute every branch, which JAX can't do under shard_map's
-    check_vma."""
+    """jax.vmap for functions that use lax.switch.
+
+    vmap would compute every branch, which JAX can't do under shard_map's check_vma.
+    """
     return lambda *operands: lax.map(lambda each: function(*each), operands)
 
 
@@ -233,7 +237,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
       leaves: arrays of the layout's shapes and dtypes.
       key: uint32[2], for stochastic codecs.
     """
-    leaves = _check_leaves("encode", "leaves", leaves, layout, layout.dtypes)
+    leaves = _check_leaves("encode", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over
         return jnp.zeros((layout.chunks, 0), jnp.uint8)
     return _bind(encode_p, Encode(leaves, key=_check_key("encode", layout.codec, key)), layout=layout)[0]
@@ -253,7 +257,7 @@ def encode_fed(
       residuals: float32 arrays of the leaves' shapes.
       key: uint32[2], for stochastic codecs.
     """
-    leaves = _check_leaves("encode_fed", "leaves", leaves, layout, layout.dtypes)
+    leaves = _check_leaves("encode_fed", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     residuals = _check_residuals("encode_fed", residuals, layout)
     if not leaves:
         return jnp.zeros((layout.chunks, 0), jnp.uint8), []
@@ -342,7 +346,7 @@ def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divis
     """
     if layout.chunks != 1:
         raise wrong("reduce", "layout", "a layout of one chunk", f"one of {layout.chunks}", "reduce_encoded takes it")
-    operands, divisor = _check_sum("reduce", layout, payloads, divisor, own=own)
+    operands, divisor = _check_sum("reduce", layout, payloads, divisor=divisor, own=own)
     return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=False) if layout.shapes else []
 
 
@@ -366,8 +370,8 @@ def reduce_encoded(
       divisor: of the sum, before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
-    operands, divisor = _check_sum("reduce_encoded", layout, payloads, divisor, chunk, own)
-    operands = operands._replace(key=_check_sums_key("reduce_encoded", layout, payloads, key))
+    operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
+    operands = operands._replace(key=_check_sums_key("reduce_encoded", layout, payloads, key=key))
     return _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)[0] if layout.shapes else payloads[0]
 
 
@@ -395,9 +399,9 @@ def reduce_fed(
       divisor: of the sum, before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
-    operands, divisor = _check_sum("reduce_fed", layout, payloads, divisor, chunk)
+    operands, divisor = _check_sum("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
     residuals = _check_residuals("reduce_fed", residuals, layout)
-    operands = operands._replace(residuals=residuals, key=_check_sums_key("reduce_fed", layout, payloads, key))
+    operands = operands._replace(residuals=residuals, key=_check_sums_key("reduce_fed", layout, payloads, key=key))
     if not layout.shapes:
         return payloads[0], []
     payload, *residuals = _bind(reduce_p, operands, layout=layout, divisor=divisor, encoded=True)
@@ -408,12 +412,12 @@ def _check_sum(
     function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
 ) -> tuple[Reduce, float]:
     """The operands of every sum, and the divisor as a static parameter."""
-    _check_array(function, "payloads", payloads, (*jnp.shape(payloads)[:1], layout.chunk_bytes), "uint8")
+    _check_array(function, "payloads", x=payloads, shape=(*jnp.shape(payloads)[:1], layout.chunk_bytes), dtype="uint8")
     if not divisor >= _LEAST_DIVISOR:
         raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
     leaves, rank = (None, 0) if own is None else own
     if leaves is not None:
-        leaves = _check_leaves(function, "own", leaves, layout, layout.dtypes)
+        leaves = _check_leaves(function, "own", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     where = jnp.stack([jnp.asarray(chunk, jnp.int32), jnp.asarray(rank, jnp.int32)])
     return Reduce(payloads, where, leaves), float(divisor)
 
@@ -475,8 +479,9 @@ clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
 
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
-    """The arrays with 0 in place of every element that the payload of a sparse codec has. An array that is donated is
-    updated in place.
+    """The arrays with 0 in place of every element that the payload of a sparse codec has.
+
+    An array that is donated is updated in place.
 
     Args:
       layout: of the message.
@@ -484,12 +489,12 @@ def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> li
       arrays: of the layout's shapes and dtypes.
     """
     payload = _check_payload("clear", payload, layout)
-    arrays = _check_leaves("clear", "arrays", arrays, layout, layout.dtypes)
+    arrays = _check_leaves("clear", "arrays", arrays=arrays, layout=layout, dtypes=layout.dtypes)
     return _bind(clear_p, Clear(payload, arrays), layout=layout) if arrays else []
 
 
 def _clear_abstract(operands: Clear, layout: Layout, batch: tuple[Any, ...]) -> Any:
-    return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, len(batch)) for x in operands.arrays]
+    return [_compat.result_aval([operands.payload, x], x.shape, x.dtype, rows=len(batch)) for x in operands.arrays]
 
 
 def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -533,8 +538,10 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 
 
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
-    """Whether every shard rounds to the same numbers on its own. The elements of a shard from the last axis on that is
-    cut are consecutive in the leaf."""
+    """Whether every shard rounds to the same numbers on its own.
+
+    The elements of a shard from the last axis on that is cut are consecutive in the leaf.
+    """
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
         return True

@@ -35,8 +35,10 @@ def narrow(x: jax.Array, dtype: DType) -> jax.Array:
 
 
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
-    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits. In C++ it
-    is xla_ffi/codec/cast.h."""
+    """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
+
+    In C++ it is xla_ffi/codec/cast.h.
+    """
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
     if noise is None:
@@ -62,7 +64,7 @@ def _flat(leaves: Sequence[Any]) -> list[jax.Array]:
 def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
     """The function that draws the random bits of elements of a piece."""
     ids = layout.ids or ()
-    return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count)
+    return lambda p, first, count: noise(key, ids[p.leaf], p.start + first, count=count)
 
 
 def _encode_chunk(
@@ -85,7 +87,7 @@ def _encode_chunk(
     def plain(p: Piece, first: int, count: int) -> jax.Array:
         x = fetch(p, first, count)
         travels = narrow(x, layout.dtypes[p.leaf]) if x.dtype == jnp.float32 else x
-        keep(p, first, count, widen(x), widen(travels))
+        keep(p, first, count=count, x=widen(x), decoded=widen(travels))
         return to_bytes(travels)
 
     for p in pieces:
@@ -105,7 +107,7 @@ def _encode_chunk(
                         f"{type(codec).__name__}.encode_buckets: expected {name} {jnp.dtype(dtype)}[{number},{width}], "
                         f"got {got.dtype}{list(got.shape)}"
                     )
-            keep(p, first, number * size, x, codec.decode_buckets(meta, codes, size))
+            keep(p, first, count=number * size, x=x, decoded=codec.decode_buckets(meta, codes, size))
             metas.append(to_bytes(meta).reshape(-1))
             body.append(codes.reshape(-1))
         bodies.append((p.codes, body))
@@ -151,8 +153,10 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
 
 
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
-    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket). In the raw tail there is
-    neither metadata nor a bucket: both are None."""
+    """The stretches of a piece: (first element, count, meta, codes, elements of a bucket).
+
+    In the raw tail there is neither metadata nor a bucket: both are None.
+    """
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
     for first, number, size in p.buckets():

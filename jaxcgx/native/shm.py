@@ -1,5 +1,4 @@
-"""Exchanges among the processes of a host, through memory that they share, as a JAX primitive that is linear in one
-array.
+"""Exchanges among the processes of a host through shared memory, as a JAX primitive that is linear in one array.
 
 It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
 a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects` (with it), and
@@ -39,7 +38,7 @@ def exchange(operation: str, x: jax.Array, net: Any, argument: int = 0) -> jax.A
     if operation == "all_to_all" and x.shape[:1] != (net.size,):
         raise wrong(operation, "rows", f"a row for each of {net.size} ranks", spell_array(x))
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
-        return exchange(operation, x.astype(jnp.int8), net, argument).astype(x.dtype)
+        return exchange(operation, x.astype(jnp.int8), net, argument=argument).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.dtype.name.endswith("e2m1fn"):
         raise wrong(operation, "x", "elements of whole bytes", spell_array(x), kind=TypeError)
     return exchange_p.bind(x, operation=operation, argument=argument, net=net)
@@ -82,7 +81,7 @@ def _transpose(ct: jax.Array, x: Any, *, operation: str, argument: int, net: Any
     if operation == "all_gather":
         return [add(exchange("all_to_all", ct, net))]
     if operation == "shift":
-        return [exchange("shift", ct, net, -argument % net.size)]
+        return [exchange("shift", ct, net, argument=-argument % net.size)]
     total = add(exchange("all_gather", ct, net))
     return [total if net.rank == argument else jnp.zeros_like(total)]
 

@@ -1,7 +1,7 @@
 """Exchanges among processes over TCP, as a JAX primitive.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitive has no
-derivatives: those of a collective are that collective's business. The operand `who` says who takes part: this rank, and
+derivatives; each collective defines its own. The operand `who` says who takes part: this rank, and
 every rank's place in the mesh.
 """
 
@@ -28,8 +28,10 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
     """An exchange of an array.
 
     Args:
-      operation: "all_to_all", from [ranks, ...] row r to rank r, and row r of the result from rank r; "all_gather",
-        every rank's x as [ranks, ...]; or "permute", x of the rank whose target this rank is.
+      operation: one of these.
+        "all_to_all": from [ranks, ...], row r goes to rank r, and row r of the result came from rank r.
+        "all_gather": every rank's x, as [ranks, ...].
+        "permute": x of the rank whose target this rank is.
       x: the array.
       net: the transport.
       targets: for "permute", the target of each rank, -1 for none.
@@ -56,8 +58,10 @@ def who_takes_part(net: Any) -> jax.Array:
 
 
 def with_processes(ctx: Any, who: Any, aval: Any, timeout: float) -> Any:
-    """In a lowering rule: `who`, of type `aval`, with processes in place of places. It connects this process, if it
-    isn't connected yet, which may take `timeout` seconds."""
+    """In a lowering rule: `who`, of type `aval`, with processes in place of places.
+
+    It connects this process, if it isn't connected yet, which may take `timeout` seconds.
+    """
     devices = _compat.devices_of(ctx)
     if devices is None:
         raise ValueError(

@@ -1,5 +1,6 @@
-"""The sum of a message over TCP, as a JAX primitive: pieces are encoded, added up and decoded while other pieces are on
-their way.
+"""The sum of a message over TCP, as a JAX primitive.
+
+Pieces are encoded, added up and decoded while other pieces are on their way.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py).
 """
@@ -53,8 +54,9 @@ class Results(NamedTuple):
 
 
 def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, net: Any) -> Results:
-    """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits: float32 sums with the first one,
-    else leaves.
+    """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits.
+
+    The result is float32 sums with "one_shot", else leaves.
 
     Args:
       layout: the message, cut into a chunk for each rank with two_shot, else into one. Its codec has kernels.
@@ -126,7 +128,7 @@ def _abstract(
     *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
     def result(shape: tuple[int, ...], dtype: Any) -> Any:
-        return _compat.result_aval(avals, (*batch, *shape), dtype, len(batch))
+        return _compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch))
 
     sums = [result(s, d if how.two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
     fed = tree.unflatten(avals).residuals is not None

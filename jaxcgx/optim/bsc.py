@@ -34,11 +34,12 @@ def bsc(
       axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
       threshold: the share of a leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel raw.
-      momentum, momentum_masking: as in `compress_gradients`.
+      momentum: the factor of momentum, as in `compress_gradients`.
+      momentum_masking: momentum becomes 0 where an element was sent.
       pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
       select: as in `TopK`.
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "threshold, size_bound, pull and select")
-    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name, pull=pull, select=select))
+    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
     return compress_with(OP, axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

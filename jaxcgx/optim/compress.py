@@ -75,7 +75,11 @@ def compress_gradients(
       seed: the seed of the noise of codecs that round stochastically.
       axis_size: the number of ranks, for an `init` outside shard_map without a mesh in context (jax.set_mesh). 1 for a
         state that is replicated for jax.pmap, where every device has its own.
-      schedule, own, leader, strict, fusion_mb: as in `compressed_pmean`.
+      schedule: how the bytes travel, as in `compressed_pmean`.
+      own: how a rank adds its own part, as in `compressed_pmean`.
+      leader: whether one rank per node speaks for the others.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
     """
     settings = Settings(
         function="compress_gradients",
@@ -119,7 +123,8 @@ def compressed(
 
     Args:
       optimizer: an optax.GradientTransformation.
-      axis_name, plan: as in `compress_gradients`.
+      axis_name: the axis of the ranks, or a tuple of axes.
+      plan: a codec, {axis: codec}, a Plan or a schedule of these, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """
     return import_optax("compressed").chain(compress_with("compressed", axis_name, plan, **options), optimizer)
@@ -148,7 +153,9 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         expected = "the parameters with 'weight_decay'"
         raise wrong(settings.function, "params", expected, None, "call update(gradients, state, params)")
     grads = flatten(updates)
-    kept = Kept(grads.match(state.residuals), grads.match(state.momentum), grads.match(state.factors))
+    kept = Kept(
+        residuals=grads.match(state.residuals), momentum=grads.match(state.momentum), factors=grads.match(state.factors)
+    )
     trace = grads.match(state.trace)
 
     moved = [accelerate(settings, u, g) for u, g in zip(kept.momentum, grads.values)]
@@ -156,7 +163,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
     found = switch(
         settings.phases,
         state.count,
-        [functools.partial(exchange, settings, plan, key) for plan in settings.plans],
+        [functools.partial(exchange, settings, plan, key=key) for plan in settings.plans],
         grads.tree([each.gradient for each in moved]),
         kept._replace(momentum=[each.momentum for each in moved]),
     )

@@ -52,9 +52,14 @@ def dgc(
       axis_name: the axis of the ranks. In a tuple, the inner axes sum everything, and the outermost one exchanges a
         `ratio` of the sums.
       ratio: the share of a leaf's elements that is sent.
-      momentum, nesterov, momentum_masking, weight_decay: as in `compress_gradients`.
-      values, select, pull: as in `TopK`.
-      min_size, skip_1d: which leaves travel raw, as in a `Plan`. Their momentum comes after the reduction.
+      momentum: the factor of momentum, as in `compress_gradients`.
+      nesterov: Nesterov's momentum.
+      momentum_masking: momentum becomes 0 where an element was sent.
+      values: the codec of the elements that are sent, as in `TopK`.
+      select: how the largest elements are found, as in `TopK`.
+      pull: "all" elements that any rank sent come back, or the "top" of the sum, as in `TopK`.
+      min_size: smaller leaves travel raw, as in a `Plan`. Their momentum comes after the reduction.
+      skip_1d: leaves of one dimension or none travel raw, too.
       clip_value: the largest magnitude of an element.
       clip_norm: the largest norm of a leaf. Without check_vma, norms are those of a device's own shards.
       clip_global_norm: the largest norm of the mean of all leaves together. A rank's share of the mean, its gradients
@@ -63,6 +68,7 @@ def dgc(
       warmup_coeff: the share in each of these epochs. None: ratio**((epoch + 1) / (warmup_epochs + 1)). A number c:
         c**(epoch + 1); the paper's is 0.25. Or a list of the shares; 1 sends everything.
       steps_per_epoch: the number of steps in an epoch of the warm-up.
+      weight_decay: weight_decay * parameters is added to the mean, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")

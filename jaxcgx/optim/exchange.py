@@ -15,7 +15,7 @@ from jaxcgx.transports.resolve import check_axes
 
 
 class Kept(NamedTuple):
-    """What an exchange uses and renews: lists with an entry for each leaf, which is None for a leaf without."""
+    """The state that an exchange reads and returns anew: lists with an entry for each leaf, None where it has none."""
 
     residuals: list[Any]  # float32[1, *shape]
     momentum: list[Any]  # [1, *shape]
@@ -30,15 +30,15 @@ class Exchanged(NamedTuple):
     telemetry: Telemetry | None = None
 
 
-def exchange(settings: Settings, plan: Plan, key: jax.Array | None, gradients: Any, kept: Kept) -> Exchanged:
+def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key: jax.Array | None) -> Exchanged:
     """Exchanges gradients with one plan.
 
     Args:
       settings: the arguments of compress_gradients.
       plan: the plan.
-      key: the key of this step's noise.
       gradients: the tree that this rank sends.
-      kept: what is kept, for all plans.
+      kept: the state for all plans.
+      key: the key of this step's noise.
     """
     leaves = flatten(gradients)
     codecs = encoders(settings, plan, leaves)

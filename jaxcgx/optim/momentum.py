@@ -1,4 +1,4 @@
-"""Momentum: of every rank's own gradients before they are sent, and of what is the same on all ranks after it."""
+"""Momentum of a rank's own gradients before they are sent, and of raw leaves and weight decay after the mean."""
 
 from typing import Any, NamedTuple
 

@@ -21,8 +21,8 @@ def check_nesting(function: str, opt_state: Any) -> None:
     These are wrappers around compress_gradients, and transformations before it in a chain.
     """
     optax = import_optax(function)
-    _check_around(function, opt_state, optax.MultiStepsState, "MultiSteps")
-    _check_around(function, opt_state, optax.ApplyIfFiniteState, "apply_if_finite")
+    _check_around(function, opt_state, optax.MultiStepsState, name="MultiSteps")
+    _check_around(function, opt_state, optax.ApplyIfFiniteState, name="apply_if_finite")
     for chain in jax.tree_util.tree_leaves(opt_state, is_leaf=_is_chain):
         if _is_chain(chain):
             _check_before(function, chain)

@@ -97,15 +97,17 @@ class Settings:
         function, names = self.function, axis_names(self.axis_name)
         schedule = self.schedule
         by_axis = isinstance(schedule, dict)
-        for each in check_each(function, "schedule", schedule, names, "a schedule") if by_axis else [schedule]:
+        for each in (
+            check_each(function, "schedule", schedule, parts=names, what="a schedule") if by_axis else [schedule]
+        ):
             check_choice(function, "schedule", each, SCHEDULES)
             check_own(function, self.own, each)
         for plan in self.plans:
             for codec in (plan.default, *(rule.codec for rule in plan.rules)):
                 if isinstance(codec, dict):
-                    check_each(function, "plan", codec, names, "a codec")
+                    check_each(function, "plan", codec, parts=names, what="a codec")
             if isinstance(plan.schedule, dict):
-                check_each(function, "plan", plan.schedule, names, "a schedule")
+                check_each(function, "plan", plan.schedule, parts=names, what="a schedule")
 
     def _check_combinations(self) -> None:
         """Checks arguments that need one another."""

@@ -126,8 +126,9 @@ def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Ar
 
 
 def _log2(x: float) -> float:
-    """log2, interpolated linearly between powers of two, as math.log2 need not be the same on every machine. At least
-    -150.
+    """log2, interpolated linearly between powers of two, and at least -150.
+
+    math.log2 need not be the same on every machine.
     """
     fraction, exponent = math.frexp(max(x, 2.0**-150))
     return exponent + 2 * fraction - 2

@@ -109,8 +109,9 @@ def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
 
 
 def _distance(point: Sequence[float], centre: Sequence[float]) -> float:
-    """The squared distance. It takes sums, products and roots only: IEEE 754 fixes these in every library, but not
-    powers.
+    """The squared distance.
+
+    It takes sums, products and roots only. IEEE 754 fixes these in every library, but not powers.
     """
     return math.fsum((a - b) * (a - b) for a, b in zip(point, centre))
 

@@ -48,7 +48,7 @@ class Environment:
         "CGX_COMPRESSION_FAKE_RATIO",
         1.0,
         {"1": 1.0, "1.0": 1.0},
-        "CGX exchanges only that share of a buffer, to measure other ratios with wrong sums; unset it",
+        remedy="CGX exchanges only that share of a buffer, to measure other ratios with wrong sums; unset it",
     )
     dummy: bool = _variable("CGX_DEBUG_DUMMY_COMPRESSION", False, _FLAG)
 

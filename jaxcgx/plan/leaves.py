@@ -33,8 +33,11 @@ def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
 
 
 def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
-    """The shape of a leaf's warm-start factor (PowerSGD), or None. Outermost codec
-    first.
+    """The shape of a leaf's warm-start factor (PowerSGD), or None.
+
+    Args:
+      leaf: the leaf.
+      codecs: its codecs, the outermost one first.
     """
     low_rank: Any = next((codec for codec in codecs if codec.low_rank), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)

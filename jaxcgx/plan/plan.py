@@ -134,7 +134,7 @@ class Plan(Assignment):
           pull: as in TopK.
           select: as in TopK.
         """
-        return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name, pull=pull, select=select))
+        return cls(**sparsification("Plan.bsc", threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
 
     @classmethod
     def from_env(

@@ -125,7 +125,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
     for sharding in program.shardings:
         _note_mesh(sharding, meshes)
     if program.jaxpr is not None:
-        _walk(program.jaxpr, "", meshes, raw)
+        _walk(program.jaxpr, "", meshes, raw=raw)
     else:
         meshes.update(dict.fromkeys(hlo.meshes(program.lowered_text)))
         named = scopes.read(program.lowered_text or text)
@@ -147,7 +147,7 @@ def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Le
             for value in param if isinstance(param, tuple | list) else [param]:
                 _note_mesh(value, meshes)
                 if hasattr(getattr(value, "jaxpr", value), "eqns"):
-                    _walk(value, name, meshes, raw)
+                    _walk(value, name, meshes, raw=raw)
 
 
 def _note_mesh(value: Any, meshes: dict[Pairs, None]) -> None:

@@ -13,8 +13,10 @@ from jaxcgx.transports.base import Transport
 
 @dataclasses.dataclass(frozen=True)
 class Tcp:
-    """An axis whose compressed bytes jaxcgx's own TCP connections move. It takes the place of the axis's name in
-    `axis_name`, alone or in a tuple of axes; everything else knows the axis by its name.
+    """An axis whose compressed bytes jaxcgx's own TCP connections move.
+
+    It takes the place of the axis's name in `axis_name`, alone or in a tuple of axes. Everything else knows the axis by
+    its name.
 
     It is for CPUs, with one device in each process, after jax.distributed.initialize. The processes connect when the
     first program with such an exchange is lowered.

@@ -1,7 +1,8 @@
 """The contract of a transport: who moves the bytes of an exchange among ranks.
 
 A transport is static under jit: hashable, and equal where it moves bytes among the same ranks in the same way. It knows
-rows of bytes and arrays that travel as they are; it knows no codec.
+rows of bytes and arrays that travel as they are. It asks nothing of a codec: a `PiecewiseSum` has one in its layout,
+and the transport passes it on to `native` as it is.
 
 A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
 `shift` and `plain_psum`. The other members have defaults.
@@ -19,7 +20,10 @@ from jaxcgx.native.rows import add
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport does by itself, piece by piece, with the bits of a schedule."""
+    """A sum that a transport does by itself, piece by piece, with the bits of a schedule.
+
+    The layout has the message's codec in it. The transport passes both on to `native` and reads neither.
+    """
 
     layout: Layout  # with two_shot a chunk per rank, else one
     leaves: list[jax.Array]
@@ -47,8 +51,10 @@ class Transport:
     """This rank: an int, or a traced one."""
 
     sum_piecewise: Any = None
-    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None), which overlaps kernels with the
-    exchange."""
+    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None).
+
+    It overlaps kernels with the exchange.
+    """
 
     @property
     def parts(self) -> Mapping[Any, "Transport"]:
@@ -60,8 +66,11 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
     def labelled(self, label: int) -> Any:
-        """This transport for an exchange whose bytes are what `label` says, a digest. A transport that can do so
-        compares the labels of all ranks, since ranks that differ would use the bytes as something else."""
+        """This transport for an exchange whose bytes are what `label` says, a digest.
+
+        A transport that can do so compares the labels of all ranks, since ranks that differ would use the bytes as
+        something else.
+        """
         return self
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:

@@ -150,8 +150,9 @@ Net = Comm | Nodes | Shared
 
 
 class Leaders(base.Leaders):
-    """The first ranks of the nodes. Only they exchange. The other ranks take part in the last step alone, in which
-    their leader gives them its result.
+    """The first ranks of the nodes.
+
+    Only they exchange. The other ranks take part in the last step alone, in which their leader gives them its result.
     """
 
     cross: Comm
@@ -255,7 +256,7 @@ def _psum(x: jax.Array, net: Comm) -> jax.Array:
     return mpi4jax.allreduce(x.astype(dtype), MPI.SUM, comm=net.comm).astype(x.dtype)
 
 
-psum_p: Any = _define("psum", _psum, lambda shape, net: shape, lambda ct, net: net.plain_psum(ct))
+psum_p: Any = _define("psum", _psum, shape=lambda shape, net: shape, transpose=lambda ct, net: net.plain_psum(ct))
 
 
 # all_to_all: row r came from rank r, so its cotangent goes back to rank r.
@@ -268,7 +269,12 @@ def _all_to_all(x: jax.Array, net: Comm) -> jax.Array:
 
 
 all_to_all_p: Any = _define(
-    "all_to_all", _all_to_all, lambda shape, net: shape, lambda ct, net: net.all_to_all(ct), before=1, after=1
+    "all_to_all",
+    _all_to_all,
+    shape=lambda shape, net: shape,
+    transpose=lambda ct, net: net.all_to_all(ct),
+    before=1,
+    after=1,
 )
 
 
@@ -282,7 +288,11 @@ def _all_gather(x: jax.Array, net: Comm) -> jax.Array:
 
 
 all_gather_p: Any = _define(
-    "all_gather", _all_gather, lambda shape, net: (net.size, *shape), lambda ct, net: net.all_to_all(ct).sum(0), after=1
+    "all_gather",
+    _all_gather,
+    shape=lambda shape, net: (net.size, *shape),
+    transpose=lambda ct, net: net.all_to_all(ct).sum(0),
+    after=1,
 )
 
 
@@ -300,4 +310,4 @@ def _broadcast_transpose(ct: jax.Array, net: Comm, root: int) -> jax.Array:
     return total if net.rank == root else jnp.zeros_like(total)
 
 
-broadcast_p: Any = _define("broadcast", _broadcast, lambda shape, net: shape, _broadcast_transpose)
+broadcast_p: Any = _define("broadcast", _broadcast, shape=lambda shape, net: shape, transpose=_broadcast_transpose)

@@ -92,11 +92,11 @@ class Shm(Transport):
         return exchange("all_gather", row, self)
 
     def shift(self, row: jax.Array) -> jax.Array:
-        return exchange("shift", row, self, 1 % self.size)
+        return exchange("shift", row, self, argument=1 % self.size)
 
     def broadcast(self, x: jax.Array, root: int) -> jax.Array:
         """The array of rank `root`."""
-        return exchange("broadcast", x, self, root)
+        return exchange("broadcast", x, self, argument=root)
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
         """The sum in rank order. Every rank adds up a part of it."""

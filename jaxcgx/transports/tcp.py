@@ -47,8 +47,10 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """Named axes, some of them in `over`. All axes together go over connections, and so does each axis in `over` by
-    itself."""
+    """Named axes, some of them in `over`.
+
+    All axes together go over connections, and so does each axis in `over` by itself.
+    """
 
     over: frozenset[Any]
     timeout: float
@@ -79,7 +81,7 @@ class TcpAxes(Axes):
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
         target = dict(pairs)
-        return tcp.exchange("permute", row, self, tuple(target.get(rank, -1) for rank in range(self.size)))
+        return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
     def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
         operands = tcp_sum.Operands(

@@ -43,8 +43,10 @@ class Axes(base.Transport):
 
     @property
     def at_once(self) -> bool:
-        """Whether JAX takes the axes together: under vmap(axis_name=...) it gathers and permutes over one axis at a
-        time."""
+        """Whether JAX takes the axes together.
+
+        Under vmap(axis_name=...) it gathers and permutes over one axis at a time.
+        """
         return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
     def all_gather(self, row: jax.Array) -> jax.Array:
@@ -87,8 +89,10 @@ class Axes(base.Transport):
 
 
 class Leaders(base.Leaders):
-    """The ranks of `outer` that are first along `inner` speak. The results of the
-    others between two gathers are discarded. `everybody` is `outer` and `inner` combined."""
+    """The ranks of `outer` that are first along `inner` speak.
+
+    The results of the others between two gathers are discarded. `everybody` is `outer` and `inner` combined.
+    """
 
     everybody: Axes
     outer: Axes

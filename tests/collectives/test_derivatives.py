@@ -162,7 +162,7 @@ def test_a_codec_for_each_direction(op, check_vma):
     (value, gradient), (lossy_value, same), (same_value, lossy_gradient) = on_ranks(body, mesh(4), check_vma)(
         normal((4, 8, 6)), weights
     )
-    np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # but for the order of a sum
+    np.testing.assert_allclose(same, gradient, rtol=1e-6, atol=1e-6)  # except for the order of a sum
     np.testing.assert_allclose(same_value, value, rtol=1e-5)
     assert (np.abs(lossy_value - value) > 1e-3).any() and (np.abs(lossy_gradient - gradient) > 1e-3).any()
 

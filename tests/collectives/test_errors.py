@@ -388,6 +388,11 @@ def test_wordings(f, error, text):
             says("compressed_psum_scatter", "scatter_dimension", expected="integer", got="'rows'"),
         ),
         (
+            lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, axis=True),
+            TypeError,
+            says("compressed_all_gather", "axis", expected="integer", got="True"),
+        ),
+        (
             lambda x, same: cgx.compressed_all_gather(x, "a", CODEC, axis=2),
             ValueError,
             says("compressed_all_gather", "axis", expected="dimension float32[8] one more", got="2"),

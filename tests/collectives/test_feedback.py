@@ -38,7 +38,7 @@ def total(trees, axes):
 
 
 def assert_conserved(x, before, results, after, axes, weight=1, rtol=3e-7):
-    """What all ranks have and had over, x + before, is what has arrived and what is over now, results + after."""
+    """Nothing is lost: over all ranks, x + residuals before = results + residuals after."""
     assert x
     for name in x:
         have = total(x[name], axes) + total(before[name], axes)
@@ -86,7 +86,7 @@ def test_the_sum_is_of_what_was_meant():
 
 
 def test_encoded_owner_loses_the_second_encoding():
-    """own="encoded": residuals are what a rank's own bytes lost, whoever owns what, and that of the sum's is gone."""
+    """own="encoded": residuals have what encoding a rank's own part lost. What encoding the sum lost is gone."""
     x, zero = tree(4), jax.tree.map(jnp.zeros_like, tree(4))
     codec = cgx.MaxMin(2, 64)
     _, after = on_ranks(lambda x, e: psum(x, e, own="encoded", schedule="two_shot", codec=codec, key=None), mesh(4))(
@@ -241,7 +241,7 @@ def test_donated_residuals_are_overwritten_in_place():
 
 
 def test_many_steps_lose_nothing():
-    """Over 50 steps with 2 bits what was meant and what arrived differ by what is over, and that doesn't grow."""
+    """Over 50 steps with 2 bits, the exact sum and the results differ by the residuals, and these stay bounded."""
     xs = normal((4, 50, 640), 0)
 
     def run(xs):

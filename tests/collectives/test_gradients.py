@@ -188,7 +188,7 @@ def test_identity_forward_and_layer_by_layer():
         mean = np.mean([one[i] for one in local], 0)
         spread = max(np.ptp(one[i]) for one in local)
         assert np.abs(g - mean).max() <= 2 * spread / 15
-    # The last layer's exchange stands before the first layer's backward pass, not behind it.
+    # The last layer's exchange comes before the first layer's backward pass.
     program = str(jax.make_jaxpr(run)(weights, X))
     assert program.count("jaxcgx_psum") == 3
     assert program.find("jaxcgx_psum") < program.rfind("dot_general")

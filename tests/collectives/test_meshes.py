@@ -27,7 +27,7 @@ def loss(params, x, out_sharding=None):
 
 
 def loss_on(axis_type):
-    """On Explicit meshes a sum over what is sharded has to say where its result lies."""
+    """The loss. On Explicit meshes, a product over a sharded dimension must name the sharding of its result."""
     return functools.partial(loss, out_sharding=P(None, None)) if axis_type == AxisType.Explicit else loss
 
 
@@ -70,8 +70,8 @@ def test_model_axis_left_to_the_partitioner(axis_type):
     params, x = place(mesh, PARAMS, SPECS), place(mesh, X, P("data"))
     found = check(program(lambda g: cgx.compressed_pmean(g, "data", CODEC)), mesh, params, x)
     plain = sent(jax.jit(program(lambda g: jax.lax.pmean(g, "data"))).lower(params, x).compile().as_text())
-    # Gradients travel as bytes, and nothing of float32 is gathered that isn't without compression: on an Explicit mesh
-    # jax 0.10 gathers what enters and leaves such a shard_map, whatever stands in it.
+    # Gradients travel as bytes. float32 is gathered only where the uncompressed program gathers it, too: on an Explicit
+    # mesh, jax 0.10 gathers everything that enters or leaves such a shard_map.
     assert ("all-gather", "u8") in found
     assert {f for f in found if f[1] == "f32"} <= plain
     if axis_type == AxisType.Auto:

@@ -80,7 +80,7 @@ def test_other_collectives_share_messages_too():
 
 
 def test_no_copies_of_leaves():
-    """Kernels read leaves where they lie: what is allocated besides results is bytes of the wire."""
+    """Kernels read leaves in place. A program allocates only its results and the bytes that travel."""
     tree = [normal((4, 50_000 + i)) for i in range(20)]
     compiled = program(lambda t: cgx.compressed_psum([x[0] for x in t], "a", CODEC, schedule="two_shot"), mesh(4), tree)
     wire = sum(CODEC.wire_bytes(x[0].shape, x.dtype) for x in tree)

@@ -1,4 +1,4 @@
-"""Sums of sparse codecs: what is not sent stays, whoever sums and whatever way sums come back."""
+"""Sums of sparse codecs: what is not sent stays in the residuals, with every schedule."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def test_all_that_is_sent_arrives(way):
 )
 @pytest.mark.parametrize("way", WAYS)
 def test_what_values_lose_stays_too(way, codec):
-    """But for the rounding of float32: quantized values aren't whole."""
+    """The loss of quantized values stays in the residuals, too, except for float32 rounding: values are fractions."""
     x, before = tree(4), tree(4, seed=1)
     results, after = on_ranks(lambda x, e: psum(x, e, codec=codec, **WAYS[way]), mesh(4))(x, before)
     for name in x:

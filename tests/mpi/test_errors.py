@@ -167,7 +167,8 @@ def in_a_mesh():
             ValueError,
             says("broadcast", "root", expected=f"rank 0 {N - 1}", got=str(N)),
         ),
-        (lambda x: cgx.mpi.broadcast(x, 0.5), TypeError, says("broadcast", "root", expected="rank", got="0.5")),
+        (lambda x: cgx.mpi.broadcast(x, 0.5), TypeError, says("broadcast", "root", expected="integer", got="0.5")),
+        (lambda x: cgx.mpi.broadcast(x, False), TypeError, says("broadcast", "root", expected="integer", got="False")),
         (
             lambda x: cgx.mpi.broadcast({"w": object()}),
             TypeError,

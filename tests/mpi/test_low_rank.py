@@ -1,4 +1,7 @@
-"""PowerSGD over MPI: what a mesh of as many ranks gives, to the order of sums; nothing lost; the same on every rank."""
+"""PowerSGD over MPI: the results of a mesh, except for the order of sums. They are the same on every rank.
+
+With feedback, nothing is lost.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,7 @@ def steps(mean):
 
 @pytest.mark.parametrize("nodes", [False, True], ids=["ranks", "nodes"])
 def test_as_over_a_mesh(nodes):
-    """ "nodes": all ranks share one, and sum as they are within it, or in one step."""
+    """With "nodes", all ranks are on one node. Their sum is then exact."""
     x = {"w": normal((N, 30, 40)), "v": normal((N, 30, 40), 1), "b": normal((N, 40), 2)}
     comm, codec = (cgx.mpi.hierarchy(), {"cross": CODEC, "inner": cgx.Raw()}) if nodes else (None, CODEC)
     over_mpi = steps(

@@ -95,7 +95,7 @@ def test_derivatives(f):
     loss = lambda x: (jnp.sin(f(jnp.sin(x))) * weight).sum()
     slope = jax.jit(jax.grad(loss))(X)
     equal(jax.jit(jax.grad(jax.checkpoint(loss)))(X), slope)
-    # <weight, f(tangent)> = <transposed f(weight), tangent>, summed over all ranks, but for what rounding loses
+    # Summed over all ranks, <weight, f(tangent)> = <transposed f(weight), tangent>, except for rounding.
     back = jax.vjp(f, X)[1](weight)[0]
     there, here = (COMM.allreduce(float((a * b).sum())) for a, b in ((weight, f(tangent)), (back, tangent)))
     assert abs(there - here) < 0.02 * N * float(jnp.linalg.norm(weight)) * float(jnp.linalg.norm(tangent))

@@ -1,4 +1,4 @@
-"""Where everything lies, by arithmetic."""
+"""Layouts: every element is in one piece, nothing overlaps, and chunks are balanced."""
 
 import itertools
 

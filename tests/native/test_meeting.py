@@ -40,7 +40,7 @@ def connected(*meetings):
 
 
 def take(sock, number):
-    """So many bytes of a connection; fewer if it ends."""
+    """`number` bytes of a connection, or fewer if it ends."""
     sock.settimeout(LIMIT)
     found = b""
     while len(found) < number and (some := sock.recv(number - len(found))):
