@@ -151,9 +151,9 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
     lo = fminf(lo, range[i].x), hi = fmaxf(hi, range[i].y);
-  widen_stats(&lo, &hi, 32);
-  __shared__ float of_warp[2][kMostThreads / 32];
-  if (threadIdx.x % 32 == 0) of_warp[0][threadIdx.x / 32] = lo, of_warp[1][threadIdx.x / 32] = hi;
+  widen_stats(&lo, &hi, kWarpSize);
+  __shared__ float of_warp[2][kMostThreads / kWarpSize];
+  if (threadIdx.x % kWarpSize == 0) of_warp[0][threadIdx.x / kWarpSize] = lo, of_warp[1][threadIdx.x / kWarpSize] = hi;
   float* sums = work + kGridFloats + kRangeFloats * parts;
   const bool needs_sums = traits_of(m.codec.kind).sums;
   constexpr int64_t kGroup = Sign::kSumGroup / kBlock;
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (uint32_t i = 0; i < blockDim.x / 32; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+  for (uint32_t i = 0; i < blockDim.x / kWarpSize; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   float sum = 0.0f;
   if (needs_sums) {
     if (m.stage != kSums) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
 // Threads for a bucket of n elements: one a lane, a power of two or whole warps.
 uint32_t threads_for(int64_t n) {
   const int64_t lanes = div_up(n, kRows);
-  if (lanes > 32) return static_cast<uint32_t>(div_up(lanes, 32) * 32);
+  if (lanes > kWarpSize) return static_cast<uint32_t>(div_up(lanes, kWarpSize)) * kWarpSize;
   uint32_t threads = 1;
   while (threads < lanes) threads *= 2;
   return threads;
@@ -207,8 +207,8 @@ Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<tr
   m.stage = stage;
   m.threads = large ? kMostThreads : threads_for(largest);
   // The fast kernels leave only the last bucket of each piece.
-  m.groups = large ? 1 : std::max(1u, (fast ? 32 : kSmallThreads) / m.threads);
-  Launches launches(call, kernel, name, m.groups * m.threads < 32 ? 32 : m.groups * m.threads);
+  m.groups = large ? 1 : std::max(1u, (fast ? kWarpSize : kSmallThreads) / m.threads);
+  Launches launches(call, kernel, name, std::max(kWarpSize, m.groups * m.threads));
   int64_t work = 0;
   for (int64_t row = 0; row < call.batch; ++row) {
     for (const Piece& p : l.pieces) {

@@ -133,14 +133,14 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
 // The range over the threads of a bucket. Every thread of the block must call this.
 CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
   widen_stats(lo, hi, threads);
-  if (threads <= 32) return;
-  __shared__ float of_warp[2][kMostThreads / 32];
-  of_warp[0][threadIdx.x / 32] = *lo, of_warp[1][threadIdx.x / 32] = *hi;
+  if (threads <= kWarpSize) return;
+  __shared__ float of_warp[2][kMostThreads / kWarpSize];
+  of_warp[0][threadIdx.x / kWarpSize] = *lo, of_warp[1][threadIdx.x / kWarpSize] = *hi;
   __syncthreads();
-  const uint32_t warp = threadIdx.x % 32, first = l.first_thread / 32;
-  *lo = warp < threads / 32 ? of_warp[0][first + warp] : INFINITY;
-  *hi = warp < threads / 32 ? of_warp[1][first + warp] : -INFINITY;
-  widen_stats(lo, hi, 32);
+  const uint32_t warp = threadIdx.x % kWarpSize, first = l.first_thread / kWarpSize;
+  *lo = warp < threads / kWarpSize ? of_warp[0][first + warp] : INFINITY;
+  *hi = warp < threads / kWarpSize ? of_warp[1][first + warp] : -INFINITY;
+  widen_stats(lo, hi, kWarpSize);
 }
 
 // The sum of the magnitudes of a block, in every thread that has a lane of it. The order is that of codec/sign.h, which
@@ -151,7 +151,7 @@ CGX_D float sum_of_block(const Lane& l, uint32_t threads, const float (&x)[kRows
   for (int r = 0; r < kRows; ++r) sum += r < l.rows ? fabsf(x[r] * scale) : 0.0f;
 #pragma unroll
   for (uint32_t m = kLanes / 2; m > 0; m /= 2) {
-    const float other = __shfl_xor_sync(kWarp, sum, m);
+    const float other = __shfl_xor_sync(kWholeWarp, sum, m);
     if (m < threads) sum += other;
   }
   return sum;

@@ -9,14 +9,14 @@ namespace jaxcgx::cuda {
 // a / divisor, rounded once, without a division: the product with the rounded reciprocal is corrected twice by its
 // exact remainder (Markstein). Small numbers are scaled first, as on the CPU.
 CGX_D float divide(float a, float divisor, float inverse) {
-  const bool tiny = fabsf(a) < 0x1p-60f;
-  const float scaled = tiny ? a * 0x1p80f : a, first = scaled * inverse;
+  const bool tiny = fabsf(a) < kTiny;
+  const float scaled = tiny ? a * kUp : a, first = scaled * inverse;
   float q = first;
 #pragma unroll
   for (int i = 0; i < 2; ++i) q = __fmaf_rn(__fmaf_rn(-q, divisor, scaled), inverse, q);
   // The remainder of an infinity would be a NaN, and a zero would lose its sign.
   q = is_finite(first) && first != 0.0f ? q : first;
-  return tiny ? q * 0x1p-80f : q;
+  return tiny ? q * kDown : q;
 }
 template <int n>
 CGX_D void divide(const Message& m, float (&x)[n]) {

@@ -34,10 +34,10 @@ Status launch_fast(const Call& call, Launches<T> launches) {
 // The range over `threads` neighbours, a power of two; by hand, like fold_before in topk.cuh.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
-  for (uint32_t m = 1; m < 32; m *= 2) {
+  for (uint32_t m = 1; m < kWarpSize; m *= 2) {
     if (m >= threads) break;
-    *lo = fminf(*lo, __shfl_xor_sync(kWarp, *lo, m));
-    *hi = fmaxf(*hi, __shfl_xor_sync(kWarp, *hi, m));
+    *lo = fminf(*lo, __shfl_xor_sync(kWholeWarp, *lo, m));
+    *hi = fmaxf(*hi, __shfl_xor_sync(kWholeWarp, *hi, m));
   }
 }
 // Minimum and maximum drop NaNs. A NaN or an infinity leaves a NaN here, which then makes the range infinite.
@@ -49,7 +49,8 @@ CGX_D void spread_poison(float poison, float* lo, float* hi) {
 // The grid of this thread's bucket. Every thread of the block must call this.
 template <class C>
 CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
-  const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / 32, first_warp = warp & ~((threads >> 5) - 1);
+  const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / kWarpSize,
+                 first_warp = warp & ~(threads / kWarpSize - 1);
   float lo = x[0][0], hi = lo, bad = 0.0f;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -58,12 +59,12 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
   }
   spread_poison(bad, &lo, &hi);
   widen_stats(&lo, &hi, threads);
-  if (threads > 32) {
-    __shared__ float of_warp[2][kThreads / 32];
+  if (threads > kWarpSize) {
+    __shared__ float of_warp[2][kThreads / kWarpSize];
     of_warp[0][warp] = lo, of_warp[1][warp] = hi;
     __syncthreads();
 #pragma unroll 1
-    for (uint32_t i = first_warp; i < first_warp + (threads >> 5); ++i)
+    for (uint32_t i = first_warp; i < first_warp + threads / kWarpSize; ++i)
       lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
@@ -75,15 +76,16 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lane[j] = 0.0f;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) lane[j] += fabsf(x[r][j] * scale);
-      if (threads >= 4) lane[j] += __shfl_xor_sync(kWarp, lane[j], 2);
-      if (threads >= 2) lane[j] += __shfl_xor_sync(kWarp, lane[j], 1);
+      if (threads >= 4) lane[j] += __shfl_xor_sync(kWholeWarp, lane[j], 2);
+      if (threads >= 2) lane[j] += __shfl_xor_sync(kWholeWarp, lane[j], 1);
     }
     const float block = (lane[0] + lane[2]) + (lane[1] + lane[3]);
     if (threads <= 4) {
       sum = block;
-    } else if (threads <= 32) {
+    } else if (threads <= kWarpSize) {
 #pragma unroll 1
-      for (uint32_t i = 0; i < threads; i += 4) sum += __shfl_sync(kWarp, block, (threadIdx.x & (32 - threads)) + i);
+      for (uint32_t i = 0; i < threads; i += 4)
+        sum += __shfl_sync(kWholeWarp, block, (threadIdx.x & (kWarpSize - threads)) + i);
     } else {
       __shared__ float of_block[kThreads / 4];
       of_block[threadIdx.x / 4] = block;

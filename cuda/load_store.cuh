@@ -6,7 +6,7 @@
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kWarp = 0xffffffffu;
+constexpr uint32_t kWarpSize = 32, kWholeWarp = 0xffffffffu;  // kWholeWarp: its lanes, as a mask
 
 CGX_D bool aligned(const void* p, uint32_t bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
 
@@ -26,11 +26,11 @@ CGX_D uint32_t narrow(DType dtype, float x) {
   uint16_t half;
   if (dtype == DType::kF16) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
-    return x == x ? half : 0x7e00u;
+    return x == x ? half : Cast<DType::kF16>::kNaN;
   }
 #if __CUDA_ARCH__ >= 800
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(x));
-  return x == x ? half : 0x7fc0u;
+  return x == x ? half : Cast<DType::kBF16>::kNaN;
 #endif
 #endif
   return static_cast<uint32_t>(dtype == DType::kF16 ? Cast<DType::kF16>::to_bits<Scalar, false>(x, 0)

@@ -8,12 +8,14 @@
 
 namespace jaxcgx::cuda {
 
+constexpr int kSlotBits = 30;
+
 // A piece, or the part of one that a kernel handles. `slot` is row * chunks + chunk.
 struct Entry {
   const void* leaf;  // the piece's first element
   uint64_t codes;    // bytes from the chunk's beginning,
   uint32_t meta;     // and floats
-  uint32_t slot : 30, dtype : 2;
+  uint32_t slot : kSlotBits, dtype : 2;
   uint32_t tile;   // its first tile, counted from the slot's first in this launch
   uint32_t count;  // in the kernel's own unit
 };
@@ -129,7 +131,7 @@ struct Leaves {
 };
 
 inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) {
-  return static_cast<uint32_t>(row * l.chunks() + chunk) & 0x3fffffffu;
+  return static_cast<uint32_t>(row * l.chunks() + chunk) & ((1u << kSlotBits) - 1);
 }
 
 // A piece, except the kernel's count.
@@ -157,10 +159,10 @@ struct Item {
   }
 };
 
-// An error if a message overflows the table's numbers of 30 and 32 bits.
+// An error if a message overflows the table's numbers of kSlotBits and 32 bits.
 inline Status check_size(const Layout& l, int64_t batch) {
   const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
-  bool fits = batch <= (int64_t{1} << 30) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
+  bool fits = batch <= (int64_t{1} << kSlotBits) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
   for (const int64_t end : l.meta_end) fits = fits && end / 4 <= UINT32_MAX;
   for (const Piece& p : l.pieces) fits = fits && units(p.coded) <= UINT32_MAX && units(p.raw) <= UINT32_MAX;
   return fits ? Status() : Status{"table of pieces", cudaErrorInvalidConfiguration};

@@ -14,8 +14,9 @@ CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int6
 
 // The memory for encoding a piece. A warp reads a segment. In the passes after the first, a block reads a group of
 // segments.
-constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / 32;
-constexpr int64_t kSegment = 1024, kGroup = 32 * kSegment;
+constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarpSize;
+constexpr uint32_t kGroupSegments = kWarpSize;  // of a group: a warp's lanes scan their counts
+constexpr int64_t kSegment = 1024, kGroup = kGroupSegments * kSegment;
 struct SelectionWords {
   int64_t room;  // for the candidates of a segment
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
@@ -102,18 +103,18 @@ struct Memory {
 template <class Op>
 CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
   __shared__ uint32_t of_warp[32];
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
 #pragma unroll
-  for (uint32_t d = 1; d < 32; d *= 2) {
-    const uint32_t before = __shfl_up_sync(kWarp, x, d);
+  for (uint32_t d = 1; d < kWarpSize; d *= 2) {
+    const uint32_t before = __shfl_up_sync(kWholeWarp, x, d);
     if (lane >= d) x = op(x, before);
   }
-  if (lane == 31) of_warp[warp] = x;
-  x = __shfl_up_sync(kWarp, x, 1);
+  if (lane == kWarpSize - 1) of_warp[warp] = x;
+  x = __shfl_up_sync(kWholeWarp, x, 1);
   if (lane == 0) x = 0;
   __syncthreads();
   *all = 0;
-  for (uint32_t w = 0; w < blockDim.x / 32; ++w) {
+  for (uint32_t w = 0; w < blockDim.x / kWarpSize; ++w) {
     if (w == warp) x = op(x, *all);
     *all = op(*all, of_warp[w]);
   }
@@ -126,7 +127,7 @@ CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
 
 // The number of lanes before this one whose bit is set.
 CGX_D uint32_t before_lane(uint32_t ballot) {
-  return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % 32)) - 1)));
+  return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % kWarpSize)) - 1)));
 }
 
 // The low bits of index j are cut into fields: whole bytes, and those of codec/pack.h. Calls f(the field's byte in the

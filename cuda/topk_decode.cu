@@ -112,14 +112,15 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
   if (l.list.split && is_one(first_bit) && before < k) {
     uint32_t run = 0;
-    int64_t bit = first_bit - 1 - threadIdx.x % 32, j = int64_t{before} - 1 - threadIdx.x % 32;
-    for (uint32_t zeros = 0; zeros == 0; bit -= 32, j -= 32) {
-      zeros = ~__ballot_sync(kWarp, is_one(bit));
-      if ((zeros & ((2u << (threadIdx.x % 32)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
+    int64_t bit = first_bit - 1 - threadIdx.x % kWarpSize, j = int64_t{before} - 1 - threadIdx.x % kWarpSize;
+    for (uint32_t zeros = 0; zeros == 0; bit -= kWarpSize, j -= kWarpSize) {
+      zeros = ~__ballot_sync(kWholeWarp, is_one(bit));
+      if ((zeros & ((2u << (threadIdx.x % kWarpSize)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
     }
     // By hand, like fold_before.
 #pragma unroll
-    for (uint32_t lanes = 16; lanes > 0; lanes /= 2) run = larger(run, __shfl_xor_sync(kWarp, run, lanes));
+    for (uint32_t lanes = kWarpSize / 2; lanes > 0; lanes /= 2)
+      run = larger(run, __shfl_xor_sync(kWholeWarp, run, lanes));
     largest = larger(largest, run);
   }
   each([&](int64_t j, int64_t) { largest = l.indices()[j] = larger(largest, l.indices()[j]); });

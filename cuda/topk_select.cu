@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   const Place p = place_of(t);
   if (p.index < 0) return;
   const Selection s(t, p);
-  const uint32_t segment = p.tile * kSelectWarps + threadIdx.x / 32, threshold = s.state->threshold;
+  const uint32_t segment = p.tile * kSelectWarps + threadIdx.x / kWarpSize, threshold = s.state->threshold;
   const int64_t blocks = div_up(s.n, kSegment * kSelectWarps);
   if (p.tile >= blocks) return;
   uint32_t found = 0, all;
@@ -23,15 +23,15 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
     s.each_element(segment, [&](bool there, float undivided, uint32_t i) {
       const float x = s.divided(undivided);
       const bool reaches = there && magnitude_of(x) >= threshold;
-      const uint32_t ballot = __ballot_sync(kWarp, reaches);
+      const uint32_t ballot = __ballot_sync(kWholeWarp, reaches);
       if (ballot == 0) return;
       const uint32_t at = found + before_lane(ballot);
       if (reaches && at < room) candidates[at] = {bits_of(x), i};
       found += static_cast<uint32_t>(__popc(ballot));
     });
-    if (threadIdx.x % 32 == 0) s.memory[s.words.found + segment] = found;
+    if (threadIdx.x % kWarpSize == 0) s.memory[s.words.found + segment] = found;
   }
-  sum_before(threadIdx.x % 32 == 0 ? found : 0, &all);
+  sum_before(threadIdx.x % kWarpSize == 0 ? found : 0, &all);
   if (threadIdx.x == 0) atomicAdd(&s.state->reached, all);
   if (!is_last(s.state, blocks) || threadIdx.x != 0) return;
   const Sparse& sparse = s.m.codec.sparse;
@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
     uint2 count = {0, 0};
     s.each_candidate(segment, [&](bool there, float x, uint32_t) {
       const uint32_t magnitude = magnitude_of(x);
-      count.x += static_cast<uint32_t>(__popc(__ballot_sync(kWarp, there && magnitude > smallest)));
-      count.y += static_cast<uint32_t>(__popc(__ballot_sync(kWarp, there && magnitude == smallest)));
+      count.x += static_cast<uint32_t>(__popc(__ballot_sync(kWholeWarp, there && magnitude > smallest)));
+      count.y += static_cast<uint32_t>(__popc(__ballot_sync(kWholeWarp, there && magnitude == smallest)));
     });
-    if (threadIdx.x % 32 == 0) s.picked()[segment] = count;
+    if (threadIdx.x % kWarpSize == 0) s.picked()[segment] = count;
     mine.x += count.x, mine.y += count.y;
   });
-  if (threadIdx.x % 32 != 0) mine = {0, 0};
+  if (threadIdx.x % kWarpSize != 0) mine = {0, 0};
   sum_before(mine.x, &all.x);
   sum_before(mine.y, &all.y);
   if (threadIdx.x == 0) s.groups()[p.tile] = all;
@@ -145,26 +145,27 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   if (p.index < 0) return;
   const Selection s(t, p);
   if (p.tile >= div_up(s.n, kGroup)) return;
-  const uint32_t smallest = s.state->prefix, equals = s.state->rank, lane = threadIdx.x % 32;
+  const uint32_t smallest = s.state->prefix, equals = s.state->rank, lane = threadIdx.x % kWarpSize;
   float* lost = t.residuals[p.index].lost;
   uint32_t* indices = s.memory + s.words.indices;
   uint32_t* values = s.memory + s.words.values;
   // The counts before each segment of the group: a warp's scan (by hand, see fold_before in topk.cuh).
-  const int64_t own = int64_t{p.tile} * 32 + lane;
+  const int64_t own = int64_t{p.tile} * kGroupSegments + lane;
   uint2 count = own * kSegment < s.n ? s.picked()[own] : uint2{0, 0}, sum = count;
 #pragma unroll
-  for (uint32_t d = 1; d < 32; d *= 2) {
-    const uint2 other = {__shfl_up_sync(kWarp, sum.x, d), __shfl_up_sync(kWarp, sum.y, d)};
+  for (uint32_t d = 1; d < kWarpSize; d *= 2) {
+    const uint2 other = {__shfl_up_sync(kWholeWarp, sum.x, d), __shfl_up_sync(kWholeWarp, sum.y, d)};
     if (lane >= d) sum.x += other.x, sum.y += other.y;
   }
   const uint2 of_group = s.groups()[p.tile];
   const uint2 before = {of_group.x + sum.x - count.x, of_group.y + sum.y - count.y};
   s.each_segment(p.tile, [&](uint32_t segment) {
-    uint32_t above = __shfl_sync(kWarp, before.x, segment % 32), equal = __shfl_sync(kWarp, before.y, segment % 32);
+    uint32_t above = __shfl_sync(kWholeWarp, before.x, segment % kGroupSegments),
+             equal = __shfl_sync(kWholeWarp, before.y, segment % kGroupSegments);
     const auto place = [&](bool there, float x, uint32_t i) {
       const uint32_t magnitude = magnitude_of(x);
-      const uint32_t larger = __ballot_sync(kWarp, there && magnitude > smallest),
-                     same = __ballot_sync(kWarp, there && magnitude == smallest);
+      const uint32_t larger = __ballot_sync(kWholeWarp, there && magnitude > smallest),
+                     same = __ballot_sync(kWholeWarp, there && magnitude == smallest);
       const uint32_t equal_here = equal + before_lane(same);
       const bool sent = there && (magnitude > smallest || (magnitude == smallest && equal_here < equals));
       if (sent) {

@@ -7,7 +7,8 @@
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kBins = 2048;  // of a digit of 11 bits; the second and the third have 10
+constexpr uint32_t kDigitBits = 10;          // of a digit of a magnitude; the first has one more
+constexpr uint32_t kBins = 2 << kDigitBits;  // of the first digit
 constexpr int kDigits = 3;
 static_assert(kMostRefinements < kBins, "");
 
@@ -62,18 +63,18 @@ struct Selection {
     if (m.sums) divide(m, x);
     return x[0];
   }
-  // Calls f(whether it exists, undivided, number) for 32 elements of a segment at a time, in order, by all lanes of a
-  // warp.
+  // Calls f(whether it exists, undivided, number) for kWarpSize elements of a segment at a time, in order, by all lanes
+  // of a warp.
   template <class Fn>
   CGX_D void each_element(uint32_t segment, Fn f) const {
     constexpr uint32_t kAhead = 8;  // loads under way before one is used
     const uint32_t first = segment * kSegment;
-    for (uint32_t i = first + threadIdx.x % 32; i < first + kSegment; i += 32 * kAhead) {
+    for (uint32_t i = first + threadIdx.x % kWarpSize; i < first + kSegment; i += kWarpSize * kAhead) {
       float x[kAhead];
       const auto load = [&](const auto* leaf, auto convert) {
         std::remove_const_t<std::remove_pointer_t<decltype(leaf)>> raw[kAhead];
 #pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) raw[a] = i + 32 * a < n ? __ldcs(leaf + i + 32 * a) : 0;
+        for (uint32_t a = 0; a < kAhead; ++a) raw[a] = i + kWarpSize * a < n ? __ldcs(leaf + i + kWarpSize * a) : 0;
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; ++a) x[a] = convert(raw[a]);
       };
@@ -85,12 +86,12 @@ struct Selection {
       if (old != nullptr) {
         float y[kAhead];
 #pragma unroll
-        for (uint32_t a = 0; a < kAhead; ++a) y[a] = i + 32 * a < n ? old[i + 32 * a] : 0.0f;
+        for (uint32_t a = 0; a < kAhead; ++a) y[a] = i + kWarpSize * a < n ? old[i + kWarpSize * a] : 0.0f;
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; ++a) x[a] += y[a];
       }
 #pragma unroll
-      for (uint32_t a = 0; a < kAhead; ++a) f(i + 32 * a < n, x[a], i + 32 * a);
+      for (uint32_t a = 0; a < kAhead; ++a) f(i + kWarpSize * a < n, x[a], i + kWarpSize * a);
     }
   }
   // Calls f(whether it exists, x, number) for candidates, likewise.
@@ -104,7 +105,7 @@ struct Selection {
       });
       return;
     }
-    for (uint32_t i = threadIdx.x % 32; i - threadIdx.x % 32 < found; i += 32) {
+    for (uint32_t i = threadIdx.x % kWarpSize; i - threadIdx.x % kWarpSize < found; i += kWarpSize) {
       const uint2 candidate = i < found ? candidates(segment)[i] : uint2{0, 0};
       f(i < found, float_of(candidate.x), candidate.y);
     }
@@ -112,8 +113,8 @@ struct Selection {
   // Calls f(segment) for the segments of a group that are this warp's.
   template <class Fn>
   CGX_D void each_segment(uint32_t group, Fn f) const {
-    for (uint32_t i = threadIdx.x / 32; i < 32; i += kSelectWarps) {
-      if (const uint32_t segment = group * 32 + i; segment * kSegment < n) f(segment);
+    for (uint32_t i = threadIdx.x / kWarpSize; i < kGroupSegments; i += kSelectWarps) {
+      if (const uint32_t segment = group * kGroupSegments + i; segment * kSegment < n) f(segment);
     }
   }
 };
@@ -145,13 +146,13 @@ CGX_D void add_bins(State* s, const uint32_t (&bins)[kBins]) {
   }
 }
 
-CGX_D uint32_t shift_of(int digit) { return 20u - 10u * static_cast<uint32_t>(digit); }
+CGX_D uint32_t shift_of(int digit) { return kDigitBits * (kDigits - 1) - kDigitBits * static_cast<uint32_t>(digit); }
 CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, uint32_t prefix) {
   const uint32_t code = magnitude >> shift_of(digit);
   if (digit == 0)
     atomicAdd(&bins[code], 1u);
-  else if (code >> 10 == prefix)
-    atomicAdd(&bins[code & 1023], 1u);
+  else if (code >> kDigitBits == prefix)
+    atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
 }
 // The whole block finds the digit of the magnitude of this rank in the histogram of a digit. Rank 0 is above all
 // magnitudes.
@@ -166,7 +167,7 @@ CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   for (uint32_t i = kEach; i-- > 0;) {
     const uint32_t count = bins[i];
     if (above < rank && rank <= above + count) {
-      s->prefix = prefix << 10 | (kBins - kEach * (threadIdx.x + 1) + i);
+      s->prefix = prefix << kDigitBits | (kBins - kEach * (threadIdx.x + 1) + i);
       s->rank = rank - above;
     }
     above += count;

@@ -1,8 +1,11 @@
-"""The house: no module imports upward or in a circle, no function has more parameters than a reader can hold."""
+"""The house: no module imports upward or in a circle, no function has more parameters than a reader can hold.
+
+C++ and CUDA: the same of parameters, and only codec/traits.h and its like ask which codec there is."""
 
 import ast
 import functools
 import pathlib
+import re
 
 import pytest
 
@@ -26,6 +29,18 @@ STOREYS = (
 EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
 MOST = 7  # parameters
 MOST_BY_POSITION = 4  # arguments of a call inside the package
+# (file, words of the line): why this line asks which codec it has. Other code asks codec/traits.h.
+KINDS = {
+    ("cuda/arithmetic.cuh", "AbsMax::grid"): "one kernel has MaxMin's and AbsMax's grids, and chooses as it runs",
+    ("cuda/arithmetic.cuh", "AbsMax::top"): "AbsMax's codes in this kernel are larger by its top code",
+}
+KIND_FILES = {f"xla_ffi/codec/{name}.h" for name in ("base", "dispatch", "traits")}
+UNREAD = re.compile(  # in C++: comments, strings, characters, preprocessor lines
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|(?<!\w)'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",
+    re.DOTALL | re.MULTILINE,
+)
+MEMBER = re.compile(r"(?:,|\)\s*:)\s*\w+\s*$")  # that a constructor initializes
+BODY = re.compile(r"(?:\s*(?:const|noexcept|override|final|mutable|&&?|->[^;{}()=]*))*\s*(?:\{|:(?!:))")
 
 
 @functools.cache
@@ -196,6 +211,77 @@ def test_docstrings_begin_with_a_summary():
     assert len(found) > 500
     assert not [f"{module}:{line}" for module, line, lines in found if len(lines) > 1 and lines[1].strip()]
     assert not [f"{module}:{line}" for module, line, lines in found if not lines[0].endswith((".", ":", "?"))]
+
+
+def code(text):
+    """C++ without what UNREAD names; the lines keep their numbers."""
+    return UNREAD.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+
+
+@functools.cache
+def native():
+    """{path: code} of every C++ and CUDA file of the package."""
+    files = [path for folder in ("xla_ffi", "cuda") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {str(path.relative_to(ROOT)): code(path.read_text()) for path in sorted(files)}
+
+
+def native_definitions(text):
+    """(line, name, number of parameters) of every function and lambda that some code defines."""
+    opened = []  # (bracket, its place, commas directly inside)
+    for found in re.finditer(r"[][(){}<>,;]", text.replace("->", "  ")):
+        sign, at = found[0], found.start()
+        if sign in "([{<":
+            opened.append([sign, at, 0])
+        elif sign == "," and opened:
+            opened[-1][2] += 1
+        elif sign in ")]};":  # a < that none of these closes was a comparison
+            while opened and opened[-1][0] == "<":
+                opened.pop()
+            if sign == ";":
+                continue
+            _, start, commas = opened.pop()
+            before = text[max(0, start - 80) : start]
+            name = re.search(r"(\w+|[])])\s*$", before)
+            other = name and (MEMBER.search(before) or name[1] in ("if", "for", "while", "switch", "catch"))
+            if sign == ")" and name and not other and BODY.match(text, at + 1):
+                count = commas + 1 if text[start + 1 : at].strip() else 0
+                yield text.count("\n", 0, start) + 1, name[1], count
+        elif sign == ">" and opened and opened[-1][0] == "<":
+            opened.pop()
+
+
+def test_definitions_are_found():
+    text = """
+    struct S { S(int a, std::pair<int, int> b) : a(a), b(b) {} };  // f(int a) {
+    auto f(void (*g)(int, int), int b = h(1, 2)) const -> int { if (a < b, c) { return k(1, 2, 3); } }
+    const auto l = [&](int a, int b, int c) mutable { print("f(int a) {"); };
+    int declared(int a, int b);
+    void none() {}
+    """
+    assert list(native_definitions(code(text))) == [(2, "S", 2), (3, "f", 2), (4, "]", 3), (6, "none", 0)]
+
+
+def test_native_functions_have_few_parameters():
+    found = [(path, *each) for path, text in native().items() for each in native_definitions(text)]
+    assert {("cuda/load_store.cuh", "store_halves", 5), ("xla_ffi/handlers/tcp.cc", "exchange", 6)} <= {
+        (path, name, count) for path, _, name, count in found
+    }
+    assert not [f"{path}:{line} {name} has {count}" for path, line, name, count in found if count > MOST]
+
+
+def test_native_code_asks_traits_which_codec_it_has():
+    asks, own = re.compile(r"(?<!Error::)\bKind::k"), re.compile(r"static constexpr Kind kKind = Kind::k\w+;")
+    lines = [
+        (path, number, line)
+        for path, text in native().items()
+        if path not in KIND_FILES
+        for number, line in enumerate(text.splitlines(), 1)
+        if asks.search(line) and not own.search(line)
+    ]
+    needed = {key for key in KINDS for path, _, line in lines if path == key[0] and key[1] in line}
+    assert needed == set(KINDS)
+    wrong = [line for line in lines if not any(line[0] == path and words in line[2] for path, words in KINDS)]
+    assert not wrong, "\n".join(f"{path}:{number} {line.strip()}" for path, number, line in wrong)
 
 
 @pytest.mark.parametrize("private", ["jax._src", "jax.extend", "jax.interpreters", "jaxlib"])

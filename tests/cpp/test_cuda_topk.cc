@@ -54,7 +54,7 @@ void large() {
           r);
 }
 
-// What the sample says nothing of, and equal magnitudes: the bytes are those of the CPU.
+// Pieces whose sample misleads, and equal magnitudes: the bytes are those of the CPU.
 void misleading() {
   Random r{3};
   const int64_t n = 5000;
@@ -80,7 +80,7 @@ void misleading() {
   }
 }
 
-// Lists of no encoder: ones side by side from one stretch into the next, whose indices are in no order.
+// Lists that no encoder writes: runs of ones that cross from one stretch into the next, with unordered indices.
 void any_list() {
   Random r{4};
   const Layout l(topk(0.1, Select::kExact, kRaw), {{20000, DType::kF32}}, 1);
@@ -98,7 +98,7 @@ void any_list() {
   }
 }
 
-// Of a chunk that there is not every number is NaN, and the residuals stay.
+// An out-of-range chunk yields NaN everywhere and keeps the residuals.
 void nowhere() {
   Random r{5};
   const Message m(topk(0.1, Select::kExact, kRaw), {{1000, DType::kF32}}, 2, 1, r);
@@ -137,7 +137,7 @@ void nothing() {
   }
 }
 
-// Messages whose workspace or rows a table has no numbers for are refused before anything is touched.
+// A message whose workspace or rows overflow a table's numbers is refused before any buffer is touched.
 void too_large() {
   const void* const in[1] = {};
   const int64_t ids[1] = {};

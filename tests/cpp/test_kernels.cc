@@ -61,7 +61,7 @@ void compare(const Codec& codec, const std::vector<Leaf>& shapes, int64_t chunks
     }();
     flush_denormals(false);
     CHECK(got.payload == expected.payload, context);
-    // Which NaN the sum of two is, is the processor's choice, and Raw values keep it.
+    // The processor chooses the NaN of a sum of two NaNs, and Raw values keep it.
     CHECK(is_sparse(codec.kind) ? same_numbers(DType::kF32, got.sum, expected.sum) : got.sum == expected.sum, context);
     for (size_t i = 0; i < shapes.size(); ++i) {
       const std::string leaf = context + ", leaf " + std::to_string(i);
@@ -99,7 +99,7 @@ void small_sizes() {
   }
 }
 
-// Alone, a size meets every number of chunks: more chunks than buckets, and buckets that just miss a chunk.
+// Each size alone, with every number of chunks: more chunks than buckets, and buckets that just miss a chunk.
 void single_leaves() {
   Random r{2};
   for (const int64_t bucket : {3, 128, 1000}) {

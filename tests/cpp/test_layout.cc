@@ -1,5 +1,4 @@
-// Where the parts of a message stand, and lists of indices: what no message of a size that a test can make reaches,
-// too.
+// The layout of messages, and lists of indices, also of sizes that no test can allocate.
 #include <algorithm>
 
 #include "check.h"
@@ -93,7 +92,7 @@ void layouts() {
   }
 }
 
-// A sample lies within its piece, wherever it begins, and its threshold is one of its elements.
+// Wherever a sample begins, it is inside its piece, and its threshold is one of its elements.
 void samples() {
   for (const int64_t n : {int64_t{1}, int64_t{2}, int64_t{300}, int64_t{1} << 20, kMostIndices - 1, kMostIndices}) {
     for (const double share : {0x1p-15, 0.01, 1.0}) {
@@ -111,8 +110,8 @@ void samples() {
   }
 }
 
-// Lists of indices, up to the largest piece: as many bytes as a list of these indices needs, and from where each index
-// lies it comes back.
+// Lists of indices, up to the largest piece. A list has exactly the bytes that its indices need, and each index is read
+// back from its place.
 void index_lists() {
   CHECK(IndexList(10, 3).bytes == 4 && !IndexList(10, 3).split, "a bit each");
   CHECK(IndexList(1000, 10).bytes == 4 + 2 * 6 && IndexList(1000, 10).low == 6,

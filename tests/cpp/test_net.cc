@@ -160,8 +160,8 @@ void test_exchanges() {
   }
 }
 
-// Large enough that sockets fill up: what belongs to the second exchange stands behind the first, of other ranks, in
-// other order.
+// The first exchange fills the sockets, so that the bytes of the second wait behind it. The second has other ranks, in
+// another order.
 void test_several_in_flight_and_groups() {
   together(4, [](Net& net, int64_t process) {
     const std::vector<int64_t> row = process < 2 ? std::vector<int64_t>{0, 1} : std::vector<int64_t>{3, 2};
@@ -242,7 +242,7 @@ void test_one_is_late() {
   }
 }
 
-// What a process sends to one that is late fills the sockets. That is no silence: both live.
+// A process fills the sockets to one that is late. Neither counts as silent: both send heartbeats.
 void test_one_is_late_for_much() {
   together(
       2,
@@ -253,8 +253,8 @@ void test_one_is_late_for_much() {
       300ms);
 }
 
-// The others' end of connections on which nothing comes: a host that vanished. What was to be sent there doesn't
-// matter.
+// A host that vanished: its connections stay open, and nothing comes. Whether bytes still wait to be sent there makes
+// no difference.
 void test_one_vanishes() {
   for (const int64_t bytes : {int64_t{1000}, kMuch}) {
     auto data = connection(), beats = connection();
@@ -316,7 +316,7 @@ void test_they_differ() {
   });
 }
 
-// The same bytes, of something else.
+// As many bytes, but another digest.
 void test_they_differ_in_what_the_bytes_are() {
   together(2, [](Net& net, int64_t rank) {
     std::vector<uint8_t> data(100), got(100);
@@ -331,7 +331,7 @@ void test_they_differ_in_what_the_bytes_are() {
   });
 }
 
-// Whatever a peer sends: an error, soon, and nothing is written where it doesn't belong.
+// Whatever a peer sends ends in an error soon, and writes nothing outside the buffers.
 void fuzz() {
   std::mt19937_64 random(1);
   for (int64_t round = 0; round < 60; ++round) {

@@ -46,7 +46,7 @@ int main() {
     return message;
   };
   for (const std::string& message : on_ranks(3, many)) CHECK(message.empty(), message);
-  // Two threads of a rank at once are one after the other.
+  // Exchanges in two threads of a rank run one after the other.
   const auto twice = [](shm::Ring& ring, int64_t rank) {
     std::string first, second;
     std::thread other([&] { first = test::run(ring, rank, shm::Operation::kAllGather, 0, 300000); });

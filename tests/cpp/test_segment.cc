@@ -22,7 +22,7 @@ using shm::Operation;
 
 namespace {
 
-// Processes that do something each, and what each of them says. One that hangs is killed, and says nothing.
+// Runs a job in each of several processes, and collects what each reports. A process that hangs is killed.
 class Processes {
  public:
   using Body = std::function<std::string(std::shared_ptr<shm::Segment>&, int64_t rank)>;
@@ -208,7 +208,7 @@ void disagreements() {
       CHECK(has(message, "every rank must run the same exchanges") || has(message, "gave up"), message);
     }
   }
-  // The same bytes, of something else.
+  // As many bytes, but another digest.
   Processes same;
   same.start(2, [](auto& segment, int64_t rank) {
     uint8_t in[20] = {}, out[20];
@@ -226,7 +226,7 @@ void disagreements() {
   for (const std::string& message : messages) CHECK(has(message, "10 bytes") || has(message, "gave up"), message);
 }
 
-// Random bytes in all of the memory end the exchanges of the others with an error or with wrong bytes, never otherwise.
+// Random bytes in all of the memory: the exchanges of the others end, with an error or with wrong bytes.
 void garbage() {
   for (int seed = 0; seed < 20; ++seed) {
     const auto bytes = static_cast<size_t>(shm::Ring::bytes(2));
@@ -267,7 +267,7 @@ void names() {
               has(std::get<1>(created).what, "expected 1 to 1024 ranks, got " + std::to_string(ranks)),
           "");
   }
-  // As where there is too little memory.
+  // As if there were too little memory.
   struct rlimit limit;
   getrlimit(RLIMIT_FSIZE, &limit);
   std::signal(SIGXFSZ, SIG_IGN);
@@ -283,7 +283,7 @@ void names() {
   CHECK(has(refusal(name, -1, 2), "got rank -1 of 2"), refusal(name, -1, 2));
   CHECK(has(refusal(name, 0, 3), "is for 2 ranks, got rank 0 of 3"), refusal(name, 0, 3));
   CHECK(has(refusal(name + "0", 0, 2), "is not, or no longer, the memory"), refusal(name + "0", 0, 2));
-  // A file of somebody's stays open.
+  // A file that is not the segment's stays open.
   const int file = open("/dev/null", O_RDWR);
   CHECK(has(refusal(std::to_string(getpid()) + ":" + std::to_string(file) + ":1", 0, 1),
             "is not, or no longer, the memory"),

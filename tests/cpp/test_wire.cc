@@ -105,7 +105,7 @@ void halves(const Format& f) {
   for (const float x : {std::numeric_limits<float>::max(), 0x1p-149f, 0.0f, -0.0f}) round_trip(x);
 }
 
-// Of the 2^16 noises as many round up as the fraction says; an exact number never moves.
+// The share of the 2^16 noises that round up is the fraction. An exact number never moves.
 template <DType kFormat>
 void stochastic_halves(const Format& f) {
   for (const int code : {0, 5, 0x3ff, 0x400, 0x3c00, 0x3f80, 0x7bfe}) {

@@ -229,6 +229,7 @@ def test_one_device_only(alone):
         (jnp.zeros(3, jnp.uint8), {"operation": -1}, "no operation -1"),
         (jnp.zeros(3, jnp.uint8), {"argument": 1}, "argument 1 of 1 ranks"),
         (jnp.zeros(3, jnp.uint8), {"argument": -1}, "argument -1 of 1 ranks"),
+        (jnp.zeros(3, jnp.uint8), {"digest": None}, "INVALID_ARGUMENT: jaxcgx_exchange: attribute 'digest': "),
         (jnp.zeros(2, jnp.uint8), {}, "a result of 3 bytes does not belong to an operand of 2"),
         (jnp.zeros(3, jnp.int8), {}, "a result of another dtype than the operand"),
         (
@@ -237,7 +238,17 @@ def test_one_device_only(alone):
             "FAILED_PRECONDITION: jaxcgx_exchange: this transport was closed",
         ),
     ],
-    ids=["right", "operation", "negative operation", "argument", "negative argument", "bytes", "dtype", "segment"],
+    ids=[
+        "right",
+        "operation",
+        "negative operation",
+        "argument",
+        "negative argument",
+        "missing",
+        "bytes",
+        "dtype",
+        "segment",
+    ],
 )
 def test_the_handler_trusts_nobody(alone, operand, changes, words):
     attributes = {"segment": alone.segment, "operation": 2, "argument": 0, "digest": 0} | changes
@@ -247,7 +258,7 @@ def test_the_handler_trusts_nobody(alone, operand, changes, words):
     mlir.register_lowering(
         call,
         lambda ctx, x: _compat.lower_ordered("jaxcgx_exchange", effect)(
-            ctx, x, **{name: np.int64(value) for name, value in attributes.items()}
+            ctx, x, **{name: np.int64(value) for name, value in attributes.items() if value is not None}
         ),
     )
     if words is None:

@@ -73,6 +73,9 @@ struct Codec : Dense {
 constexpr int64_t kUnit = 512;              // chunks of a codec without buckets begin at multiples of this
 constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
 
+// Numbers below kTiny are multiplied by kUp, which is exact, before arithmetic whose results may be denormal.
+constexpr float kTiny = 0x1p-60f, kUp = 0x1p80f, kDown = 0x1p-80f;
+
 CGX_HD uint32_t bits_of(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);

@@ -10,6 +10,7 @@ namespace jaxcgx {
 template <DType kFormat>
 struct Cast {
   static_assert(kFormat == DType::kBF16 || kFormat == DType::kF16, "Cast goes to a 16-bit format");
+  static constexpr uint32_t kNaN = kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00;
 
   // Adds `noise`, or a constant that rounds half to even, below the bits that stay. A carry into the exponent is right.
   template <class V, bool kStochastic>
@@ -30,7 +31,7 @@ struct Cast {
           kStochastic ? shr(round_int(small * V::splat(0x1p40f)) + noise, 16) : round_int(small * V::splat(0x1p24f));
       code = select(less(magnitude, V::splat(0x38800000)), denormal, code);
     }
-    code = select(less(V::splat(0x7f800000), magnitude), V::splat(kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00),
+    code = select(less(V::splat(0x7f800000), magnitude), V::splat(static_cast<int32_t>(kNaN)),
                   code | (shr(raw, 16) & V::splat(0x8000)));
     return code;
   }

@@ -27,7 +27,7 @@ struct Grid {
 // so that neither unit nor 1 / unit leaves the normal range.
 CGX_HD float scale_of(float largest) {
   if (largest >= 0x1p100f) return 0x1p-40f;
-  return largest < 0x1p-60f && largest > 0.0f ? 0x1p80f : 1.0f;
+  return largest < kTiny && largest > 0.0f ? kUp : 1.0f;
 }
 
 CGX_HD float unit_of(float range, float steps, float scale) {

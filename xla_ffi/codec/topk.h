@@ -75,7 +75,7 @@ CGX_HD int64_t enough(const Sparse& s, int64_t k) { return ceil_of(s.lower * sta
 // The ladder: the first threshold, and `refinements` next ones. Small ones are scaled by a power of two, like all
 // numbers that may be denormal.
 CGX_HD float next_threshold(const Sparse& s, float t) {
-  const float up = t < 0x1p-60f ? 0x1p80f : 1.0f;
+  const float up = t < kTiny ? kUp : 1.0f;
   return t * up * static_cast<float>(s.lower) / up;
 }
 

@@ -94,8 +94,8 @@ void scale(const float* x, int64_t n, float factor, float* out) {
 // Small numbers are scaled exactly before the division, like all numbers on the wire that may be denormal.
 void divide(const float* x, int64_t n, float divisor, float* out, Write write) {
   const auto op = [=](F a) {
-    const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(0x1p-60f)));
-    const F up = select(tiny, splat_f(0x1p80f), splat_f(1.0f)), down = select(tiny, splat_f(0x1p-80f), splat_f(1.0f));
+    const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(kTiny)));
+    const F up = select(tiny, splat_f(kUp), splat_f(1.0f)), down = select(tiny, splat_f(kDown), splat_f(1.0f));
     return a * up / splat_f(divisor) * down;
   };
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) == 0) {

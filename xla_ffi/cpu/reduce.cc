@@ -3,107 +3,160 @@
 #include "cpu/topk.h"
 
 namespace jaxcgx::cpu {
+namespace {
 
-void reduce(const Reduce& a, const Pool& pool) {
-  const Layout& l = a.layout;
-  if (is_sparse(l.codec.kind)) return reduce_topk(a, pool);
-  const Kernels& k = kernels();
-  const DecodeFn decode_codes = k.decoder(l.codec);
-  const int meta_count = meta_floats(l.codec.kind);
+// Elements of a span: `n`, from the leaf's element `at` on.
+struct Stretch {
+  const Span& span;
+  int64_t at, n;
+};
 
-  const auto residual_at = [&](const Span& s, int64_t at) {
-    const auto i = static_cast<size_t>(s.piece->leaf);
-    return a.residuals[i] + s.row * l.leaves[i].size + at;
-  };
-  // Sums the bases of all ranks, then unit * value of one rank after another: the order is part of the wire. `last` is
-  // how `out` is written last. If there is a divisor, `undivided` gets the sum before the division.
-  const auto sum_to = [&](const Span& s, int64_t at, int64_t n, float* out, float* undivided, Write last) {
-    const auto i = static_cast<size_t>(s.piece->leaf);
-    const uint8_t* payloads = a.payloads + s.row * a.ranks * l.chunk_bytes;
-    const int64_t own = a.own != nullptr ? a.where[2 * s.row + 1] : -1;
-    float* const result = out;
-    if (a.divisor != 1.0f) out = undivided;
-    const auto add_own = [&](bool first) {
-      const DType dtype = l.leaves[i].dtype;
-      const void* x = at_element(a.own[i], dtype, s.row * l.leaves[i].size + at);
-      alignas(64) float buffer[kTile];
-      float* to = first ? out : buffer;
-      k.load(dtype, x, n, to);
-      if (!first) k.add(out, buffer, n, out);
-    };
-    if (s.bucket > 0) {
-      const int64_t rel = at - s.piece->start, index = rel / s.bucket, offset = rel % s.bucket;
-      const int64_t meta_offset = meta_at(l, *s.piece, index), codes_offset = codes_at(l, *s.piece, index, offset);
-      const auto meta = [&](int64_t rank, int which) {
-        float value;
-        std::memcpy(&value, payloads + rank * l.chunk_bytes + meta_offset + 4 * which, 4);
-        return value;
-      };
-      float base = 0.0f;
-      if (meta_count == 2) {
-        for (int64_t r = 0; r < a.ranks; ++r) {
-          if (r != own) base = base + meta(r, 1);
-        }
-      }
-      const bool once = out == result && a.own == nullptr && a.ranks <= Terms::kMost;
-      Write write = once ? last : Write::kOver;
-      Terms terms;
-      const auto flush = [&] {
-        decode_codes(terms, n, base, out, write);
-        terms.ranks = 0;
-        write = Write::kOnto;
-      };
-      for (int64_t r = 0; r < a.ranks; ++r) {
-        if (r != own) terms.add(payloads + r * l.chunk_bytes + codes_offset, meta(r, 0));
-        if (r == own || terms.ranks == Terms::kMost || r + 1 == a.ranks) flush();
-        if (r == own) add_own(false);
-      }
-    } else {
-      const int64_t offset = plain_at(l, s, at - s.piece->start);
-      const DType dtype = plain_dtype(l, s);
-      for (int64_t r = 0; r < a.ranks; ++r) {
-        if (r == own) {
-          add_own(r == 0);
-        } else {
-          alignas(64) float buffer[kTile];
-          k.load(dtype, payloads + r * l.chunk_bytes + offset, n, r == 0 ? out : buffer);
-          if (r > 0) k.add(out, buffer, n, out);
-        }
-      }
-    }
-    if (a.residuals != nullptr) k.add(out, residual_at(s, at), n, out);
-    if (a.divisor != 1.0f) k.divide(undivided, n, a.divisor, result, last);
-  };
+// Sums messages without lists, stretch by stretch.
+class Reducer {
+ public:
+  explicit Reducer(const Reduce& a)
+      : a_(a),
+        l_(a.layout),
+        k_(kernels()),
+        decode_codes_(k_.decoder(l_.codec)),
+        meta_count_(meta_floats(l_.codec.kind)),
+        spans_(l_, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1) {}
 
-  const Spans spans(l, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1);
-  if (a.payload != nullptr) {
-    for (int64_t row = 0; row < a.batch; ++row) clear_gaps(l, a.where[2 * row], a.payload + row * l.chunk_bytes);
-    const auto sum = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
-      sum_to(s, at, n, buffer, buffer + kTile, Write::kOver);
+  void to_payload(const Pool& pool) const {
+    for (int64_t row = 0; row < a_.batch; ++row) clear_gaps(l_, a_.where[2 * row], a_.payload + row * l_.chunk_bytes);
+    const auto sum_in = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
+      sum({s, at, n}, buffer, buffer + kTile, Write::kOver);
       return buffer;
     };
     const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
-      float* residual = residual_at(s, at);
-      if (a.divisor == 1.0f) return k.residual(x, decoded, residual, n, residual);
-      alignas(64) float multiplied[kTile];  // the undivided sum follows x
-      k.scale(decoded, n, a.divisor, multiplied);
-      k.residual(x + kTile, multiplied, residual, n, residual);
+      keep_lost({s, at, n}, x, decoded);
     };
-    Encoder(Target{l, a.payload, l.chunk_bytes, true, a.leaf_ids, a.keys}, sum, keep, a.residuals != nullptr)
-        .run(spans, pool);
-    return;
+    Encoder(Target{l_, a_.payload, l_.chunk_bytes, true, a_.leaf_ids, a_.keys}, sum_in, keep, a_.residuals != nullptr)
+        .run(spans_, pool);
   }
-  const Write write = write_of_leaves(l, a.batch);
-  for (size_t i = 0; i < l.leaves.size(); ++i) {
-    if (l.leaves[i].size > 0) ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * int64_t{sizeof(float)});
-  }
-  spans.each(pool, [&](const Span& s) {
-    const auto i = static_cast<size_t>(s.piece->leaf);
-    each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-      alignas(64) float undivided[kTile];
-      sum_to(s, at, n, a.leaves[i] + s.row * l.leaves[i].size + at, undivided, write);
+
+  void to_leaves(const Pool& pool) const {
+    const Write write = write_of_leaves(l_, a_.batch);
+    for (size_t i = 0; i < l_.leaves.size(); ++i) {
+      const int64_t size = l_.leaves[i].size;
+      if (size > 0) ask_for_large_pages(a_.leaves[i], a_.batch * size * int64_t{sizeof(float)});
+    }
+    spans_.each(pool, [&](const Span& s) {
+      each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
+        alignas(64) float undivided[kTile];
+        sum({s, at, n}, in_leaf(a_.leaves, {s, at, n}), undivided, write);
+      });
     });
-  });
+  }
+
+ private:
+  // `last` is how `out` is written last. If there is a divisor, `undivided` gets the sum before the division.
+  void sum(const Stretch& x, float* out, float* undivided, Write last) const {
+    const bool divides = a_.divisor != 1.0f;
+    float* const to = divides ? undivided : out;
+    if (x.span.bucket > 0)
+      sum_bucket(x, to, divides ? Write::kOver : last);
+    else
+      sum_plain(x, to);
+    if (a_.residuals != nullptr) k_.add(to, in_leaf(a_.residuals, x), x.n, to);
+    if (divides) k_.divide(to, x.n, a_.divisor, out, last);
+  }
+
+  // Sums the bases of all ranks, then unit * value of one rank after another: the order is part of the wire.
+  void sum_bucket(const Stretch& x, float* out, Write last) const {
+    const Span& s = x.span;
+    const int64_t rel = x.at - s.piece->start, index = rel / s.bucket, offset = rel % s.bucket, own = own_rank(s);
+    const uint8_t* const meta = payloads(s) + meta_at(l_, *s.piece, index);
+    const uint8_t* const codes = payloads(s) + codes_at(l_, *s.piece, index, offset);
+    const float base = meta_count_ == 2 ? sum_of_bases(meta, own) : 0.0f;
+    const bool once = a_.own == nullptr && a_.ranks <= Terms::kMost;
+    Write write = once ? last : Write::kOver;
+    Terms terms;
+    for (int64_t r = 0; r < a_.ranks; ++r) {
+      if (r != own) terms.add(codes + r * l_.chunk_bytes, meta_of(meta, r, 0));
+      if (r == own || terms.ranks == Terms::kMost || r + 1 == a_.ranks) {
+        decode_codes_(terms, x.n, base, out, write);
+        terms.ranks = 0;
+        write = Write::kOnto;
+      }
+      if (r == own) put(own_elements(x), leaf_of(s).dtype, x.n, false, out);
+    }
+  }
+
+  // Elements without buckets, of one rank after another.
+  void sum_plain(const Stretch& x, float* out) const {
+    const Span& s = x.span;
+    const uint8_t* const sent = payloads(s) + plain_at(l_, s, x.at - s.piece->start);
+    for (int64_t r = 0, own = own_rank(s); r < a_.ranks; ++r) {
+      if (r == own)
+        put(own_elements(x), leaf_of(s).dtype, x.n, r == 0, out);
+      else
+        put(sent + r * l_.chunk_bytes, plain_dtype(l_, s), x.n, r == 0, out);
+    }
+  }
+
+  // Adds n elements to `out`; the first become it.
+  void put(const void* elements, DType dtype, int64_t n, bool first, float* out) const {
+    if (first) return k_.load(dtype, elements, n, out);
+    alignas(64) float buffer[kTile];
+    k_.load(dtype, elements, n, buffer);
+    k_.add(out, buffer, n, out);
+  }
+
+  // The residuals become what encoding the sum x lost. If there is a divisor, the undivided sum follows x.
+  void keep_lost(const Stretch& lost, const float* x, const float* decoded) const {
+    float* const residual = in_leaf(a_.residuals, lost);
+    if (a_.divisor == 1.0f) return k_.residual(x, decoded, residual, lost.n, residual);
+    alignas(64) float multiplied[kTile];
+    k_.scale(decoded, lost.n, a_.divisor, multiplied);
+    k_.residual(x + kTile, multiplied, residual, lost.n, residual);
+  }
+
+  // Value `which` of a bucket's metadata in the payload of a rank; `meta` is where the first rank's are.
+  float meta_of(const uint8_t* meta, int64_t rank, int which) const {
+    float value;
+    std::memcpy(&value, meta + rank * l_.chunk_bytes + 4 * which, 4);
+    return value;
+  }
+  float sum_of_bases(const uint8_t* meta, int64_t own) const {
+    float sum = 0.0f;
+    for (int64_t r = 0; r < a_.ranks; ++r) {
+      if (r != own) sum = sum + meta_of(meta, r, 1);
+    }
+    return sum;
+  }
+
+  // The first rank's payload.
+  const uint8_t* payloads(const Span& s) const { return a_.payloads + s.row * a_.ranks * l_.chunk_bytes; }
+  // The rank that takes part with its own leaves; -1: none.
+  int64_t own_rank(const Span& s) const { return a_.own != nullptr ? a_.where[2 * s.row + 1] : -1; }
+  const Leaf& leaf_of(const Span& s) const { return l_.leaves[static_cast<size_t>(s.piece->leaf)]; }
+  int64_t element_of(const Stretch& x) const { return x.span.row * leaf_of(x.span).size + x.at; }
+  float* in_leaf(float* const* leaves, const Stretch& x) const {
+    return leaves[static_cast<size_t>(x.span.piece->leaf)] + element_of(x);
+  }
+  const void* own_elements(const Stretch& x) const {
+    const void* const leaf = a_.own[static_cast<size_t>(x.span.piece->leaf)];
+    return at_element(leaf, leaf_of(x.span).dtype, element_of(x));
+  }
+
+  const Reduce& a_;
+  const Layout& l_;
+  const Kernels& k_;
+  const DecodeFn decode_codes_;
+  const int meta_count_;
+  const Spans spans_;
+};
+
+}  // namespace
+
+void reduce(const Reduce& a, const Pool& pool) {
+  if (is_sparse(a.layout.codec.kind)) return reduce_topk(a, pool);
+  const Reducer reducer(a);
+  if (a.payload != nullptr)
+    reducer.to_payload(pool);
+  else
+    reducer.to_leaves(pool);
 }
 
 }  // namespace jaxcgx::cpu

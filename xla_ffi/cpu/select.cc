@@ -48,8 +48,8 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
-// `count` of n elements are a sample. Sorted from the largest down, at which position of the sample are the k largest
-// of all elements most likely passed? At the average position plus six standard deviations.
+// Of n elements, `count` are a sample, sorted from the largest down. Returns the position in it behind which the k
+// largest elements are most likely passed: the average position plus six standard deviations.
 int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
   const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
   return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);

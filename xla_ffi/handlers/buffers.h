@@ -18,6 +18,23 @@ inline ffi::Error expect_count(const std::string& op, const char* name, size_t g
   return invalid(op, std::string(name) + ": got " + std::to_string(got) + ", expected " + std::to_string(expected));
 }
 
+inline ffi::Error expect_operation(const std::string& op, int64_t got, int64_t operations) {
+  if (got >= 0 && got < operations) return ffi::Error::Success();
+  return invalid(op, "no operation " + std::to_string(got));
+}
+
+// The bytes of a row of an exchange's operand and result, which have `in_rows` and `out_rows` rows.
+inline ffi::ErrorOr<int64_t> check_rows(const std::string& op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
+                                        int64_t in_rows, int64_t out_rows) {
+  const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
+  const auto in = static_cast<int64_t>(x.size_bytes()), out = static_cast<int64_t>(y.size_bytes());
+  const int64_t bytes = in / in_rows;
+  if (x.element_type() != y.element_type()) return bad("a result of another dtype than the operand");
+  if (bytes * in_rows != in || bytes * out_rows != out)
+    return bad("a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in));
+  return bytes;
+}
+
 // The operands (ffi::RemainingArgs) or the results (ffi::RemainingRets), taken one after another.
 template <class All>
 class Buffers {

@@ -101,7 +101,7 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
   return Message{std::move(layout), d.ids, d.batch};
 }
 
-// The attributes of a call, by name. error() and message() tell of the first that is missing or of a wrong type.
+// The attributes of a call, by name. error() and message() report the first one that is missing or has the wrong type.
 class Attributes {
  public:
   Attributes(std::string op, const ffi::Dictionary& all) : op_(std::move(op)), all_(all) {}

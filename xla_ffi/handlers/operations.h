@@ -1,11 +1,11 @@
 // The operations as XLA calls them, the same on every platform: check the attributes and every buffer, then run.
 //
-// A Platform has
-//  - Context, which XLA hands to its handlers: threads or a stream;
-//  - encode, decode, reduce and clear of a Context and the arguments in codec/operations.h;
-//  - workspace_bytes of a message that an operation decodes `payloads` of, and that it encodes or not. A workspace that
-//    is not empty is one more result behind an operation's own;
-//  - check_where, which checks `where` if the host can read it.
+// A Platform has these members:
+//  - Context: what XLA hands to its handlers, threads or a stream.
+//  - encode, decode, reduce, clear: run an operation, given a Context and its arguments (codec/operations.h).
+//  - workspace_bytes: the size of the workspace, given the layout, the batch, the number of payloads that the operation
+//    decodes of each message, and whether it encodes. A workspace that is not empty is the operation's last result.
+//  - check_where: checks `where` if the host can read it.
 #pragma once
 
 #include <string>
@@ -16,8 +16,8 @@
 
 namespace jaxcgx {
 
-// Some results are written only in part. XLA was told that they are the operands, and copies these first if it still
-// needs them.
+// Results that are written only in part must be in place of their operands. XLA knows this, and copies an operand first
+// if it still needs it.
 template <class T>
 ffi::Error expect_in_place(const std::string& op, const char* result, const char* operand, const Message& m,
                            const std::vector<T*>& operands, const std::vector<T*>& results) {
@@ -91,8 +91,8 @@ ffi::Error decode(typename Platform::Context context, ffi::RemainingArgs args, f
   return Platform::decode(context, d);
 }
 
-// Operands: payloads, where, own leaves (with own), residuals (with feedback), keys (where the result is encoded and
-// the codec stochastic). Results: the sum as fp32 leaves; or the sum as a payload, and the new residuals, in place.
+// Operands: payloads, where, own leaves (with own), residuals (with feedback), keys (if the result is encoded and the
+// codec is stochastic). Results: the sum as fp32 leaves, or the sum as a payload and the new residuals in place.
 template <class Platform>
 ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   ffi::Dictionary dictionary) {

@@ -19,8 +19,8 @@
 namespace jaxcgx {
 namespace {
 
-// As in XLA's own threads. XLA continues a program in the thread that completes a result, and its bits must not depend
-// on which one that is.
+// XLA continues a program in the thread that completes a result. Its own threads flush denormals, and the program's
+// bits must not depend on the thread.
 void flush_denormals() {
 #if defined(__SSE__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -92,41 +92,32 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   const auto group = make_group(op, who.typed_data(), static_cast<int64_t>(who.element_count()) - 1, timeout_ms);
   if (group.has_error()) return failed(group.error());
   const int64_t ranks = group->size();
-  if (operation < 0 || operation >= tcp::kOperations)
-    return failed(invalid(op, "no operation " + std::to_string(operation)));
+  CGX_FAIL_IF_ERROR(expect_operation(op, operation, tcp::kOperations));
   const auto kind = static_cast<tcp::Operation>(operation);
-  const int64_t in = static_cast<int64_t>(x.size_bytes()), out = static_cast<int64_t>(y->size_bytes());
-  const int64_t bytes = kind == tcp::Operation::kAllToAll ? in / ranks : in;
-  if (x.element_type() != y->element_type()) return failed(invalid(op, "a result of another dtype than the operand"));
-  if ((kind == tcp::Operation::kAllToAll && bytes * ranks != in) ||
-      out != (kind == tcp::Operation::kPermute ? bytes : bytes * ranks)) {
-    return failed(invalid(
-        op, "a result of " + std::to_string(out) + " bytes does not belong to an operand of " + std::to_string(in)));
-  }
-  if (static_cast<int64_t>(targets.size()) != (kind == tcp::Operation::kPermute ? ranks : 0))
+  const bool permutes = kind == tcp::Operation::kPermute;
+  const auto bytes = check_rows(op, x, *y, kind == tcp::Operation::kAllToAll ? ranks : 1, permutes ? 1 : ranks);
+  if (bytes.has_error()) return failed(bytes.error());
+  if (static_cast<int64_t>(targets.size()) != (permutes ? ranks : 0))
     return failed(invalid(op, "targets: not one for each rank"));
   for (const int64_t target : targets) {
     if (target < -1 || target >= ranks)
       return failed(invalid(op, "target " + std::to_string(target) + " of " + std::to_string(ranks) + " ranks"));
   }
 
-  cpu::ask_for_large_pages(y->untyped_data(), out);
+  auto* const out = static_cast<uint8_t*>(y->untyped_data());
+  cpu::ask_for_large_pages(out, static_cast<int64_t>(y->size_bytes()));
   ffi::Promise promise;
   ffi::Future future(promise);
   tcp::run(tcp::the_net(), *group,
-           {kind,
-            bytes,
-            {targets.begin(), targets.end()},
-            static_cast<const uint8_t*>(x.untyped_data()),
-            static_cast<uint8_t*>(y->untyped_data()),
-            digest},
+           {kind, *bytes, {targets.begin(), targets.end()}, static_cast<const uint8_t*>(x.untyped_data()), out, digest},
            completes(promise));
   return future;
 }
 
-// Operands: leaves, residuals (with feedback), who takes part, keys (stochastic: the first, and with two_shot the
-// sum's), a token. Results: the sums, as fp32 (one_shot) or as the leaves are (two_shot), new residuals (with
-// feedback), workspace, a token. The tokens order a program's exchanges.
+// Operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with two_shot
+// also the sum's), a token.
+// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), workspace, a token.
+// The tokens order a program's exchanges.
 ffi::Error take_buffers(const Message& message, ffi::RemainingArgs args, ffi::RemainingRets rets, tcp::Allreduce* a,
                         const int32_t** who) {
   const std::string op = "tcp_allreduce";

@@ -96,7 +96,7 @@ void Net::post(std::function<void()> command) {
     commands_.push_back(std::move(command));
   }
   const uint64_t one = 1;
-  if (write(alarm_.number(), &one, sizeof one) < 0) {  // fails only if the alarm rings already
+  if (write(alarm_.number(), &one, sizeof one) < 0) {  // fails only if the alarm is already set
   }
 }
 

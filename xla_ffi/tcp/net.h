@@ -7,8 +7,8 @@
 // begun here, too, or to a later one. A message for a later exchange waits in the socket, and so does everything behind
 // it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
 //
-// So data also waits for a process that is late, in full sockets, and that says nothing about whether it lives. The
-// heartbeats say it: every process sends a byte now and then on the second connection, and always reads what comes
+// So data also waits in full sockets for a process that is late, which does not show whether it is alive. Heartbeats
+// show it: every process sends a byte now and then on the second connection, and always reads what comes
 // there. On the same connection, a heartbeat would wait behind the data. A process from which neither connection brings
 // anything has vanished.
 //
@@ -71,8 +71,8 @@ struct Exchange {
   };
 
   std::string name;  // for errors
-  int64_t kind;      // on which all must agree,
-  int64_t digest;    // and on this, of everything else that all must have in common
+  int64_t kind;      // must be the same on all ranks
+  int64_t digest;    // of everything else that must be the same on all ranks
   Group group;
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
