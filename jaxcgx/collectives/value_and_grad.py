@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives.arguments import Options
+from jaxcgx.collectives.batches import Split, check_unchanged, is_none, part
 from jaxcgx.collectives.gradients import local_value_and_grad, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
@@ -137,42 +138,22 @@ class ValueAndGrad:
             )
             raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
         places = self._places(len(args))
-        params, fixed = _part([args[i] for i in places])
+        params, fixed = part([args[i] for i in places])
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         ranks = self._ranks((params, others))
-        found, tree = jax.tree_util.tree_flatten_with_path(others)
-        is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
-        arrays = [(path, x) for (path, x), array in zip(found, is_array) if array]
-        for path, x in arrays:
-            ranks.check_spans(x, path)
-        given = [spec for spec, array in zip(self._given_specs(others), is_array) if array]
-        keys = tuple(_is_key(x) and spec is None for (_, x), spec in zip(arrays, given))
-        specs = ranks.check_batch(
-            [
-                (path, x, P() if key else ranks.spec_of_batch(x) if spec is None else spec)
-                for (path, x), spec, key in zip(arrays, given, keys)
-            ]
-        )
-        split = _Split(
-            ranks=ranks,
-            places=places,
-            tree=tree,
-            static=tuple(None if array else x for (_, x), array in zip(found, is_array)),
-            is_array=tuple(is_array),
-            specs=tuple(specs),
-            keys=keys,
-            param_specs=_Hashed(ranks.specs_of_params(params, self._as_list(self.param_specs))),
-        )
-        value, aux, grads, kept = _run(
+        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
+        split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
+        done = _run(
             self,
             split,
             params=params,
-            arrays=[x for _, x in arrays],
+            arrays=split.arrays(others),
             residuals=self._as_list(residuals),
             codec_key=codec_key,
         )
-        result = (value, aux) if self.has_aux else value, self._as_argument(grads)
-        return (result, self._as_argument(kept)) if self.feedback else result
+        value = (done.value, done.aux) if self.has_aux else done.value
+        result = value, self._as_argument(done.grads)
+        return (result, self._as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
         """Residuals of zeros, with a row for each rank, sharded over the axis.
@@ -180,7 +161,7 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given, _ = _part(self._as_list(params))
+        given, _ = part(self._as_list(params))
         ranks = self._ranks(given)
         specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
 
@@ -229,50 +210,19 @@ class ValueAndGrad:
         return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + rest
 
 
-class _Hashed:
-    """A tree that jit takes as static."""
+class _Done(NamedTuple):
+    """What a step has found, or the specs of that."""
 
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))
-        self._key = tuple(leaves), structure
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Hashed) and self._key == other._key
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Split:
-    """How the arguments of a call are split over the ranks."""
-
-    ranks: Ranks
-    places: tuple[int, ...]  # of the differentiated arguments
-    tree: Any  # the structure of the other arguments
-    static: tuple[Any, ...]  # their leaves that are no arrays; None in place of the others
-    is_array: tuple[bool, ...]
-    specs: tuple[P, ...]  # of the arrays
-    keys: tuple[bool, ...]  # which of them is a single random key
-    param_specs: _Hashed  # over the other axes of the mesh
-
-    def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """What the loss function is called with."""
-        each = iter(arrays)
-        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
-        args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
-        join = lambda x, y: y if x is None else x
-        whole = jax.tree_util.tree_map(join, list(params), fixed, is_leaf=_is_none)
-        for i, x in sorted(zip(self.places, whole), key=lambda pair: pair[0]):
-            args.insert(i, x)
-        return args, kwargs
+    value: Any
+    aux: Any
+    grads: Any
+    residuals: Any
 
 
 # jit: outside of the caller's jit, shard_map would run operation by operation.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
-    """(value, aux, gradients, new residuals); the last three as lists like `params`."""
+def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: Any, codec_key: Any) -> "_Done":
+    """The step of all ranks; gradients and residuals are lists like `params`."""
     ranks, names = split.ranks, split.ranks.names
 
     def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
@@ -283,7 +233,7 @@ def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals:
             given = split.arguments(params, arrays)
             before = jax.tree_util.tree_leaves_with_path(given)
             found = call.loss_fn(*given[0], **given[1])
-            _check_unchanged(before, given)
+            check_unchanged(OP, before, given)
             return found
 
         with without_constraints(OP, "loss_fn", names):
@@ -292,24 +242,20 @@ def _run(call: ValueAndGrad, split: _Split, params: Any, arrays: Any, residuals:
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
-            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=_is_none)
+            rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
             mean = jax.shard_map(
                 mean, in_specs=(specs, rows, P()), out_specs=(specs, rows), axis_names=set(ranks.others)
             )
         grads, kept = mean(grads, residuals, codec_key)
-        return (
-            value,
-            [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)],
-            grads,
-            kept,
-        )
+        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)]
+        return _Done(value, shown, grads, kept)
 
-    tree, aux_specs = _aux_specs(call, split, params, arrays=arrays) if call.has_aux else (None, [])
+    tree, aux_specs = split.aux_specs(call.loss_fn, params, arrays=arrays) if call.has_aux else (None, [])
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-    value, aux, grads, kept = ranks.map(
-        of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=(P(), aux_specs, P(), P(names))
+    done = ranks.map(
+        of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=_Done(P(), aux_specs, P(), P(names))
     )(params, arrays, residuals, codec_key)
-    return value, None if tree is None else tree.unflatten(aux), grads, kept
+    return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
 
 
 def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
@@ -359,56 +305,3 @@ def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
 def _of_all(x: Any, spec: P, names: tuple[Any, ...]) -> jax.Array:
     """An auxiliary output as it leaves a rank: a part of the whole, or the mean."""
     return _compat.vary(x, _compat.tracked_axes(names)) if any(spec) else _pmean(x, names)
-
-
-def _aux_specs(call: ValueAndGrad, split: _Split, params: Any, arrays: Any) -> tuple[Any, list[P]]:
-    """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say."""
-
-    def aux(params: Any, arrays: Any) -> Any:
-        args, kwargs = split.arguments(params, arrays)
-        return call.loss_fn(*args, **kwargs)[1]
-
-    ranks = split.ranks
-    parts = [ranks.local(x, spec) for x, spec in zip(arrays, split.specs)]
-    shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
-    whole, local = (jax.eval_shape(aux, shapes(params), given) for given in (shapes(arrays), parts))
-    specs: list[P] = []
-    for (path, x), part in zip(jax.tree_util.tree_flatten_with_path(whole)[0], jax.tree_util.tree_leaves(local)):
-        cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
-        if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):
-            expected = f"auxiliary outputs that have the examples along one dimension, or along none ({x.shape})"
-            raise wrong(OP, "loss_fn", expected, f"{part.shape} of a rank's part", path=path)
-        if not cut and not jnp.issubdtype(x.dtype, jnp.inexact):
-            expected = "auxiliary outputs that are means in floating point, or have a row for each example"
-            remedy = "return a mean, as in (prediction == label).mean()"
-            raise wrong(OP, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
-        specs.append(P(*[None] * cut[0], ranks.names) if cut else P())
-    return jax.tree_util.tree_structure(whole), specs
-
-
-def _check_unchanged(before: list[tuple[Any, Any]], given: Any) -> None:
-    """Refuses a loss that changes its arguments, as modules of NNX may: each rank has copies, which are lost."""
-    for (path, old), new in zip(before, jax.tree_util.tree_leaves(given)):
-        if new is not old:
-            expected = "a function that leaves its arguments as they are"
-            raise wrong(
-                OP, "loss_fn", expected, "one that changes them, such as statistics or random streams", path=path
-            )
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _part(params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
-    differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-    take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
-    return take(True), take(False)
-
-
-def _is_key(x: Any) -> bool:
-    """Whether an array is one random key, typed or as two words."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return not x.ndim
-    return x.dtype == np.uint32 and x.shape == (2,)

@@ -1,0 +1,140 @@
+"""The arguments of a call that is left to jit: what is differentiated, what is split over ranks, what is no array."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import wrong
+from jaxcgx.collectives.splitting import Ranks
+
+
+class Hashed:
+    """A tree that jit takes as static."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))
+        self._key = tuple(leaves), structure
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Hashed) and self._key == other._key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """How the arguments of a call are split over the ranks."""
+
+    ranks: Ranks
+    places: tuple[int, ...]  # of the differentiated arguments
+    tree: Any  # the structure of the other arguments
+    static: tuple[Any, ...]  # their leaves that are no arrays; None in place of the others
+    is_array: tuple[bool, ...]
+    specs: tuple[P, ...]  # of the arrays
+    keys: tuple[bool, ...]  # which of them is a single random key
+    param_specs: Hashed  # over the other axes of the mesh
+
+    @classmethod
+    def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
+        """The split of a call.
+
+        Args:
+          ranks: the ranks.
+          places: the positions of the differentiated arguments.
+          others: the other arguments: those by position, those by name, and what isn't differentiated of parameters.
+          given: the caller's spec for each leaf of `others`, or None.
+          param_specs: how the differentiated arguments are sharded over the other axes.
+        """
+        found, tree = jax.tree_util.tree_flatten_with_path(others)
+        is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
+        specs: list[tuple[Any, Any, P | None]] = []
+        keys: list[bool] = []
+        for (path, x), array, spec in zip(found, is_array, given):
+            if array:
+                ranks.check_spans(x, path)
+                keys.append(is_key(x) and spec is None)
+                specs.append((path, x, P() if keys[-1] else ranks.spec_of_batch(x) if spec is None else spec))
+        return cls(
+            ranks=ranks,
+            places=places,
+            tree=tree,
+            static=tuple(None if array else x for (_, x), array in zip(found, is_array)),
+            is_array=tuple(is_array),
+            specs=tuple(ranks.check_batch(specs)),
+            keys=tuple(keys),
+            param_specs=Hashed(param_specs),
+        )
+
+    def arrays(self, others: Any) -> list[Any]:
+        """The arrays among the other arguments."""
+        return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
+
+    def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What the loss function is called with."""
+        each = iter(arrays)
+        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
+        args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
+        join = lambda x, y: y if x is None else x
+        whole = jax.tree_util.tree_map(join, list(params), fixed, is_leaf=is_none)
+        for i, x in sorted(zip(self.places, whole), key=lambda pair: pair[0]):
+            args.insert(i, x)
+        return args, kwargs
+
+    def aux_specs(self, loss_fn: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P]]:
+        """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say."""
+
+        def aux(params: Any, arrays: Any) -> Any:
+            args, kwargs = self.arguments(params, arrays)
+            return loss_fn(*args, **kwargs)[1]
+
+        ranks = self.ranks
+        parts = [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
+        shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
+        whole, local = (jax.eval_shape(aux, shapes(params), given) for given in (shapes(arrays), parts))
+        specs: list[P] = []
+        for (path, x), part in zip(jax.tree_util.tree_flatten_with_path(whole)[0], jax.tree_util.tree_leaves(local)):
+            cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
+            if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):
+                expected = f"auxiliary outputs that have the examples along one dimension, or along none ({x.shape})"
+                raise wrong(ranks.op, "loss_fn", expected, f"{part.shape} of a rank's part", path=path)
+            if not cut and not jnp.issubdtype(x.dtype, jnp.inexact):
+                expected = "auxiliary outputs that are means in floating point, or have a row for each example"
+                remedy = "return a mean, as in (prediction == label).mean()"
+                raise wrong(ranks.op, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
+            specs.append(P(*[None] * cut[0], ranks.names) if cut else P())
+        return jax.tree_util.tree_structure(whole), specs
+
+
+def check_unchanged(op: str, before: list[tuple[Any, Any]], given: Any) -> None:
+    """Refuses a loss that changes its arguments, as modules of NNX may: each rank has copies, which are lost."""
+    for (path, old), new in zip(before, jax.tree_util.tree_leaves(given)):
+        if new is not old:
+            expected = "a function that leaves its arguments as they are"
+            raise wrong(
+                op, "loss_fn", expected, "one that changes them, such as statistics or random streams", path=path
+            )
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
+    differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
+    take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
+    return take(True), take(False)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array is one random key, typed or as two words."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return not x.ndim
+    return x.dtype == np.uint32 and x.shape == (2,)
