@@ -162,9 +162,13 @@ def test_the_wait_for_the_others_can_be_interrupted(monkeypatch):
     monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
     monkeypatch.setattr(connections, "_why", None)
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
-        connections.connect(60)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            connections.connect(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(RuntimeError, match="the wait for the other processes was interrupted; start the processes"):
         connections.connect(60)
 
