@@ -11,6 +11,7 @@ from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
 from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_whole
 from jaxcgx.collectives.state import State
+from jaxcgx.exchange import scopes
 from jaxcgx.mpi import ranks
 from jaxcgx.mpi.agreement import agree, describe
 from jaxcgx.mpi.greeting import greet
@@ -260,7 +261,8 @@ def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /,
     _check_one_device(name, arrays["x"])
     if not net.parts:
         _check_no_levels(name, **settings)
-    greet(mine, net)
+    with scopes.scope(scopes.MessageScope(name, net.names, ("digest",))):
+        greet(mine, net)
     return net
 
 
