@@ -1,5 +1,6 @@
 """docs/convert.md: each pair of steps runs, and with Raw() both train the same."""
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -98,7 +99,8 @@ def losses(source, style, codec, kind=AxisType.Auto):
         names[short] = pytest.importorskip(library, reason="needs the extra `test`")
     exec(compile(source, "docs/convert.md", "exec"), names)
     x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh):
+    context = contextlib.nullcontext() if style is replicated else jax.set_mesh(mesh)
+    with context, jax.numpy_dtype_promotion("standard"):  # programs of users have that
         return np.array([float(loss) for loss in style(names["step"], x, y, optimizer)])
 
 
