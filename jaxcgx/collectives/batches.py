@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.splitting import Ranks
+from jaxcgx.collectives.splitting import Ranks, check_spans
 
 
 class Hashed:
@@ -54,13 +54,13 @@ class Split:
         """
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
+        arrays = [leaf for leaf, array in zip(found, is_array) if array]
+        check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
         specs: list[tuple[Any, Any, P | None]] = []
         keys: list[bool] = []
-        for (path, x), array, spec in zip(found, is_array, given):
-            if array:
-                ranks.check_spans(x, path)
-                keys.append(is_key(x) and spec is None)
-                specs.append((path, x, P() if keys[-1] else ranks.spec_of_batch(x) if spec is None else spec))
+        for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
+            keys.append(is_key(x) and spec is None)
+            specs.append((path, x, P() if keys[-1] else ranks.spec_of_batch(x) if spec is None else spec))
         return cls(
             ranks=ranks,
             places=places,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -150,10 +150,6 @@ class Ranks:
             )
         return found
 
-    def check_spans(self, x: Any, path: Any) -> None:
-        """Refuses an array of one process where the mesh has several."""
-        check_spans(self.op, self.mesh, self.names, x=x, path=path)
-
     def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
         """The shape that a rank has of an array."""
         counts = [math.prod(self.mesh.shape[name] for name in _names(part)) for part in spec]
@@ -171,20 +167,24 @@ class Ranks:
         return repr(self.names[0] if len(self.names) == 1 else self.names)
 
 
-def check_spans(function: str, mesh: Any, names: tuple[Any, ...], x: Any, path: Any) -> None:
-    """Refuses an array of one process where the mesh has several: jit would take it for the whole batch."""
-    if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) or not np.ndim(x):
+def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterable[tuple[Any, Any]]) -> None:
+    """Refuses arrays of one process where the mesh has several: jit would take them for the whole batch.
+
+    `leaves` are pairs of a path and a value.
+    """
+    if not isinstance(mesh, Mesh) or len({device.process_index for device in mesh.devices.flat}) == 1:
         return
-    if isinstance(mesh, Mesh) and len({device.process_index for device in mesh.devices.flat}) > 1:
-        raise wrong(
-            function,
-            "batch",
-            "arrays over the devices of all processes",
-            f"{spell_array(x)} of this process, which JAX would take for the batch of all processes",
-            "make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
-            f"P({names!r})), array)",
-            path=path,
-        )
+    for path, x in leaves:
+        if not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True) and np.ndim(x):
+            raise wrong(
+                function,
+                "batch",
+                "arrays over the devices of all processes",
+                f"{spell_array(x)} of this process, which JAX would take for the batch of all processes",
+                "make it of every process's own part: jax.make_array_from_process_local_data(NamedSharding(mesh, "
+                f"P({names!r})), array)",
+                path=path,
+            )
 
 
 def _sharding(x: Any) -> NamedSharding | None:

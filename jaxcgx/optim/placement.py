@@ -67,8 +67,8 @@ class Placement:
 
     def check_batch(self, batch: Any) -> None:
         """Refuses the arrays of one process where the mesh has several: jit would take them for the whole batch."""
-        for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-            check_spans("train.step", self.mesh, self.names, x=leaf, path=path)
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        check_spans("train.step", self.mesh, self.names, leaves=leaves)
 
     def shardings(self, specs: Any) -> Any:
         """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.
