@@ -10,8 +10,8 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.gradients import local_value_and_grad, without_constraints
-from jaxcgx.transports.axes import axis_names
+from jaxcgx.collectives.gradients import without_constraints
+from jaxcgx.optim.ranks import Ranks
 
 OP = "make_train_step"
 
@@ -25,28 +25,27 @@ class Found(NamedTuple):
 
 
 def local_gradients(
-    loss_fn: Callable[..., Any], axis_name: Any, *, has_aux: bool, accumulate: int
+    loss_fn: Callable[..., Any], ranks: Ranks, *, has_aux: bool, accumulate: int
 ) -> Callable[..., Any]:
     """A function (params, batch, key) -> Found, of one rank's own batch.
 
     Args:
       loss_fn: a function (params, batch), or (params, batch, key) where there is a key, that returns the loss.
-      axis_name: the axis of the ranks. Every rank draws a key of its own.
+      ranks: every one draws a key of its own.
       has_aux: whether `loss_fn` returns (loss, aux).
       accumulate: the number of micro-batches, each with a key of its own. They share the scalars of the batch.
     """
-    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=has_aux)
-    names = axis_names(axis_name)
+    value_and_grad = ranks.value_and_grad(loss_fn, has_aux)
 
     def of_micro_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
-        with without_constraints(OP, "loss_fn", names):
+        with without_constraints(OP, "loss_fn", ranks.net().names):
             value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
         loss, aux = jax.tree_util.tree_map(jnp.asarray, value if has_aux else (value, None))
         return Found(loss, aux, grads)
 
     def of_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
         if key is not None:
-            key = jax.random.fold_in(key, lax.axis_index(names))
+            key = jax.random.fold_in(key, ranks.net().rank)
         if accumulate == 1:
             return of_micro_batch(params, batch, key)
         parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), batch)
@@ -55,7 +54,7 @@ def local_gradients(
             part = jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts)
             return of_micro_batch(params, part, None if key is None else jax.random.fold_in(key, i))
 
-        return _mean(of_part, accumulate, _compat.tracked_axes(names))
+        return _mean(of_part, accumulate, _compat.tracked_axes(ranks.net().names))
 
     return of_batch
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.dgc import refuse_plan
+from jaxcgx.optim.ranks import check_ranks
 from jaxcgx.plan import Plan
 from jaxcgx.plan.sparsification import sparsification
 
@@ -41,5 +42,6 @@ def bsc(
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "threshold, size_bound, pull and select")
-    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name=axis_name, pull=pull, select=select))
+    names = check_ranks(OP, axis_name).levels or None
+    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name=names, pull=pull, select=select))
     return compress_with(OP, axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)

@@ -19,7 +19,6 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.state import CompressState, check_state, describe_state
 from jaxcgx.plan import Plan
-from jaxcgx.transports.resolve import check_axes
 
 if TYPE_CHECKING:
     import optax
@@ -144,7 +143,7 @@ def _transformation(settings: Settings) -> "optax.GradientTransformation":
 
 def _update(settings: Settings, updates: Any, state: CompressState, params: Any) -> tuple[Any, CompressState]:
     """One step: the mean of the gradients `updates`, and the state after it."""
-    check_axes(settings.function, settings.axis_name)
+    settings.ranks.net()  # or an error
     updates = check_arrays(settings.function, "updates", updates)
     check_state(settings, state, describe_state(settings, updates, 1))
     if settings.weight_decay is None:

@@ -9,11 +9,10 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK, check_pull, check_select, check_values
 from jaxcgx.optim.clipping import Clipping
 from jaxcgx.optim.compress import compress_with
+from jaxcgx.optim.ranks import check_ranks
 from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis
-from jaxcgx.transports.axes import check_axis_names
-from jaxcgx.transports.resolve import check_axes
 
 if TYPE_CHECKING:
     import jax
@@ -77,12 +76,12 @@ def dgc(
     check_pull(OP, "pull", pull)
     check_integer(OP, "min_size", min_size, 0)
     check_flag(OP, "skip_1d", skip_1d)
-    names = check_axis_names(OP, axis_name)
+    ranks = check_ranks(OP, axis_name)
     clipping = Clipping(clip_value=clip_value, clip_norm=clip_norm, clip_global_norm=clip_global_norm)
 
     def plan(ratio: float) -> Plan:
         codec = values if ratio == 1 else TopK(ratio, values, select=select, pull=pull)
-        return Plan(by_axis(names, codec, Raw()), min_size=min_size, skip_1d=skip_1d)
+        return Plan(by_axis(ranks.levels, codec, Raw()), min_size=min_size, skip_1d=skip_1d)
 
     inner = compress_with(
         OP,
@@ -99,7 +98,7 @@ def dgc(
     )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        net = check_axes(OP, axis_name)
+        net = ranks.net()
         return inner.update(clipping.clip(updates, net.names, net.size), state, params)
 
     return inner._replace(update=update)

@@ -5,13 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.collectives import compressed_pmean
 from jaxcgx.optim.leaves import Leaves, encoders, flatten
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import factor_shape
-from jaxcgx.transports.resolve import check_axes
 
 
 class Kept(NamedTuple):
@@ -65,21 +63,20 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     )
     telemetry = None
     if settings.telemetry:
-        names = check_axes(settings.function, settings.axis_name).names
         telemetry = measure(
-            names, leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
+            settings.ranks.net(), leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
         )
     return Exchanged(found.mean, renewed, telemetry)
 
 
 def _pmean(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
-    """compressed_pmean of lists. What is given to it comes back renewed."""
+    """The compressed mean of lists. What is given to it comes back renewed."""
     has = lambda values: any(value is not None for value in values)
 
     def send(given: Kept) -> Exchanged:
         trees = {name: leaves.tree(values) for name, values in given._asdict().items() if has(values)}
         gradients = leaves.tree(leaves.values)
-        found = compressed_pmean(gradients, settings.axis_name, plan, key=key, **trees, **settings.collective)
+        found = settings.ranks.compressed_pmean(gradients, plan, key=key, **trees, **settings.collective)
         named = dict(zip(("mean", *trees), found if trees else [found]))
         kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
         return Exchanged(leaves.match(named["mean"]), kept)

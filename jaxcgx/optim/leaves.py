@@ -8,7 +8,6 @@ from jaxcgx.checks import check_array
 from jaxcgx.codecs.base import Codec
 from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
-from jaxcgx.transports.axes import axis_names
 
 
 class Leaves(NamedTuple):
@@ -45,7 +44,7 @@ def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]
     """For each leaf the codecs that encode it, outermost axis first; none where it travels raw."""
     if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
         return []
-    names, found = axis_names(settings.axis_name), []
+    names, found = settings.ranks.levels, []
     assigned = plan.assign(settings.function, "plan", paths=leaves.paths, leaves=leaves.values)
     for leaf, (codec, guarded) in zip(leaves.values, assigned):
         codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]

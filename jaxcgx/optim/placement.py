@@ -14,7 +14,7 @@ from jaxcgx.collectives.splitting import check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import specs_per_rank
-from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Placement:
     def __post_init__(self) -> None:
         mesh = self.mesh
         if not isinstance(mesh, Mesh):
-            raise wrong(OP, "mesh", "a jax.sharding.Mesh", repr(mesh), kind=TypeError)
+            expected = "a jax.sharding.Mesh, or none with an MPI communicator as 'data_axis'"
+            raise wrong(OP, "mesh", expected, repr(mesh), kind=TypeError)
         names = self.names and check_axis_names(OP, self.data_axis, "data_axis")
         if not names or any(name not in mesh.shape for name in names):
             expected = f"an axis of the mesh, {', '.join(map(repr, mesh.shape))}, or a tuple of them"
@@ -106,6 +107,17 @@ class Placement:
         specs = self.param_specs, specs_per_rank(state, None, self.param_specs)
         on_shards = jax.shard_map(update, in_specs=(*specs, self.param_specs), out_specs=specs, axis_names=self.others)
         return on_shards(grads, state, params)
+
+
+def check_placement(mesh: Any, data_axis: Any, param_specs: Any) -> Placement | None:
+    """The placement on a mesh; None for processes of a communicator, each of which has all on its own device."""
+    if not is_communicator(data_axis):
+        return Placement(mesh, data_axis, param_specs)
+    for argument, given in {"mesh": mesh, "param_specs": param_specs}.items():
+        if given is not None:
+            expected = "none with a communicator as 'data_axis', whose processes have a device each"
+            raise wrong(OP, argument, expected, repr(given), "leave it out, or pass the mesh's axis as 'data_axis'")
+    return None
 
 
 def _shortest(spec: P) -> P:

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.collectives.arguments import check_each, check_own
 from jaxcgx.optim.phases import Phase, check_phases
+from jaxcgx.optim.ranks import Ranks, check_ranks
 from jaxcgx.plan import SCHEDULES, Plan
-from jaxcgx.transports.axes import axis_names, check_axis_names
 
 
 def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:
@@ -29,7 +29,7 @@ def check_hyperparameter(function: str, argument: str, value: Any, check: Callab
 class Settings:
     """The arguments of `compress_gradients`, which explains them.
 
-    `function` is the public function that errors name, and `phases` is what `plan` says.
+    `function` is the public function that errors name, `ranks` is what `axis_name` says, and `phases` what `plan` says.
     """
 
     function: str
@@ -51,10 +51,11 @@ class Settings:
     leader: bool
     strict: bool
     fusion_mb: Any
+    ranks: Ranks = dataclasses.field(init=False)
     phases: tuple[Phase, ...] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        check_axis_names(self.function, self.axis_name)
+        object.__setattr__(self, "ranks", check_ranks(self.function, self.axis_name))
         object.__setattr__(self, "phases", check_phases(self.function, self.plan))
         for name in ("feedback", "nesterov", "momentum_masking", "skip_nonfinite", "telemetry", "leader", "strict"):
             check_flag(self.function, name, getattr(self, name))
@@ -94,7 +95,7 @@ class Settings:
 
     def _check_travel(self) -> None:
         """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""
-        function, names = self.function, axis_names(self.axis_name)
+        function, names = self.function, self.ranks.levels
         schedule = self.schedule
         by_axis = isinstance(schedule, dict)
         for each in (
@@ -128,7 +129,7 @@ class Settings:
 
     def _check_rings(self) -> None:
         """Refuses a ring over the outermost axis: no rank knows what the sums that it encodes on the way lose."""
-        outermost = axis_names(self.axis_name)[0]
+        outermost = next(iter(self.ranks.levels), None)  # None: a communicator
         for plan in self.plans:
             argument, given = ("plan", plan.schedule) if self.schedule == "auto" else ("schedule", self.schedule)
             over = given.get(outermost) if isinstance(given, dict) else given

@@ -18,7 +18,8 @@ class CompressState(NamedTuple):
     """The state of compress_gradients.
 
     A field is None where the arguments have no use for it; count and key are None where nothing is compressed. Arrays
-    per rank have a leading axis of the ranks and are sharded over it (`state_specs`). Inside shard_map its size is 1.
+    per rank have a leading axis of the ranks and are sharded over it (`state_specs`). Inside shard_map, and over MPI,
+    its size is 1.
     """
 
     count: Any  # int32[]: the number of steps until now
@@ -110,9 +111,5 @@ def _remedy(settings: Settings, want: Any, got: Any, rows: bool) -> str:
     if got.shape == want.shape:
         return "the state keeps the dtype that init gave it, whatever parameters are cast to; cast it back"
     if rows and got.shape[1:] == want.shape[1:]:
-        return (
-            f"that is of several ranks; shard the state over {settings.axis_name!r}, as jaxcgx.state_specs(state, "
-            f"{settings.axis_name!r}) says; under jax.pmap, make it with axis_size=1; one of another number of "
-            "ranks is for jaxcgx.reshard_state"
-        )
+        return f"that is of several ranks; {settings.ranks.remedy}"
     return _OTHER

@@ -9,6 +9,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.codecs.base import Codec
 from jaxcgx.optim.leaves import Leaves
+from jaxcgx.transports.base import Transport
 
 TINY = 2.0**-126
 
@@ -47,7 +48,7 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
 
 
 def measure(
-    names: tuple[Any, ...],
+    net: Transport,
     leaves: Leaves,
     codecs: list[list[Codec]],
     residuals: list[Any],
@@ -57,7 +58,7 @@ def measure(
     """The telemetry of one exchange.
 
     Args:
-      names: the axes of the ranks.
+      net: the ranks.
       leaves: the gradients that were sent.
       codecs: for each leaf the codecs that encode it, outermost axis first; none: raw.
       residuals: those before the exchange, [1, *shape].
@@ -69,9 +70,9 @@ def measure(
     if encoded:
         each = (jnp.stack(_sums(leaves.values[i], residuals[i], mean=mean[i], lost=lost[i])) for i in encoded)
         rows = jnp.stack(_compat.match_varying(*each))
-        # Over the ranks and the axes of the mesh that leaves are sharded over, in the same order in every process.
-        shards = sorted(_compat.varying_axes(rows) - set(names), key=str)
-        rows = lax.psum(rows, (*names, *shards))
+        # The axes of the mesh that leaves are sharded over, in the same order in every process.
+        shards = tuple(sorted(_compat.varying_axes(rows) - set(net.names), key=str))
+        rows = net.plain_psum(lax.psum(rows, shards) if shards else rows)
         sums = {i: Sums(*row) for i, row in zip(encoded, rows)}
     nothing = jnp.zeros((), jnp.float32)
     share = lambda part, whole: part / jnp.maximum(whole, TINY)

@@ -1,4 +1,4 @@
-"""make_train_step: data-parallel training done, for a loss, an optimizer and a mesh."""
+"""make_train_step: data-parallel training done, for a loss, an optimizer and a mesh or an MPI communicator."""
 
 import functools
 from collections.abc import Callable
@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.optim.accumulation import addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
-from jaxcgx.optim.placement import OP, Placement
+from jaxcgx.optim.placement import OP, Placement, check_placement
+from jaxcgx.optim.ranks import Ranks, check_ranks
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.telemetry import Telemetry
@@ -45,7 +44,7 @@ class TrainStep(NamedTuple):
 def make_train_step(
     loss_fn: Callable[..., Any],
     optimizer: "optax.GradientTransformation",
-    mesh: Any,  # jax.sharding.Mesh has a decorator without types: for type checkers it is unknown
+    mesh: Any = None,  # jax.sharding.Mesh has a decorator without types: for type checkers it is unknown
     *,
     data_axis: Any = "data",
     compress: Callable[..., Any] = compress_gradients,
@@ -62,14 +61,20 @@ def make_train_step(
         for batch in batches:
             params, opt_state, metrics = train.step(params, opt_state, batch)
 
+    Between the processes of mpirun, pass a communicator in place of a mesh (docs/mpi.md):
+
+        train = cgx.make_train_step(loss_fn, optax.adam(1e-3), data_axis=MPI.COMM_WORLD, plan=cgx.MaxMin(4))
+
     Args:
       loss_fn: a function (params, batch) that returns the loss of the part of a batch that it is given, or with
         `has_aux` (the loss, a pytree of arrays). Where `step` is given a random key, another one every step, it is
         called with (params, batch, key); the key differs for every rank and micro-batch.
       optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
-      mesh: a jax.sharding.Mesh.
+      mesh: a jax.sharding.Mesh; none with a communicator.
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
-        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch.
+        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch. Or an MPI
+        communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of the process, and `init` takes the parameters
+        of the first rank.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
       param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the
         parameters that says how they are sharded over these. Gradients are compressed shard by shard (docs/meshes.md);
@@ -81,51 +86,55 @@ def make_train_step(
       **options: the options of `compress`, among them `plan` and `telemetry`.
     """
     optax = import_optax(OP)
-    placement = Placement(mesh, data_axis, param_specs)
+    placement = check_placement(mesh, data_axis, param_specs)
+    ranks = check_ranks(OP, data_axis, "data_axis")
     _check_functions(loss_fn, optimizer, compress)
     check_flag(OP, "has_aux", has_aux)
     check_flag(OP, "donate", donate)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     extended = optax.with_extra_args_support(optimizer)
-    transformation = compress(data_axis, axis_size=placement.ranks, **options)
-    gradients = local_gradients(loss_fn, data_axis, has_aux=has_aux, accumulate=accumulate)
-    names = placement.names
+    transformation = compress(data_axis, axis_size=placement and placement.ranks, **options)
+    gradients = local_gradients(loss_fn, ranks, has_aux=has_aux, accumulate=accumulate)
+    update = functools.partial(placement.update_shards, transformation.update) if placement else transformation.update
 
-    def local_step(params: Any, opt_state: Any, batch: Any, key: Any) -> tuple[Any, Any, Metrics]:
+    def local_step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
         """The part of one rank."""
         sent, rest = opt_state
         found = gradients(params, batch, key)
-        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=params)
-        tracked = _compat.tracked_axes(names)
-        mean = lambda x: (lax.pmean if addable(x) else _first)(_compat.vary(x, tracked), names)
-        loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
+        grads, sent = update(found.gradients, sent, params)
+        loss, aux = _mean((found.loss, found.aux), ranks)
         updates, rest = _update_with_value(extended.update, grads, rest, params, value=loss)
         return optax.apply_updates(params, updates), (sent, rest), Metrics(loss, aux, sent.telemetry)
+
+    def fresh(params: Any, init: Callable[..., Any]) -> tuple[Any, Any]:
+        params = jax.tree_util.tree_map(jnp.copy, ranks.first(params))  # donated later: not the caller's
+        return params, (init(params), extended.init(params))
+
+    donated = (0, 1) if donate else ()
+    if placement is None:
+        start = functools.partial(fresh, init=transformation.init)
+        return TrainStep(jax.jit(start), jax.jit(local_step, donate_argnums=donated))
 
     def init(params: Any) -> tuple[Any, Any]:
         params = jax.tree_util.tree_map(jnp.asarray, params)
         specs = placement.specs_of(params)
         first, first_specs = placement.init_per_rank(transformation.init, params)
         wanted = specs, (first_specs, placement.optimizer_specs(extended, params))
-
-        def fresh(params: Any) -> tuple[Any, Any]:  # a copy: what is donated later must not be the caller's
-            return jax.tree_util.tree_map(jnp.copy, params), (first(params), extended.init(params))
-
-        make = jax.jit(fresh, out_shardings=placement.shardings(wanted))
+        make = jax.jit(functools.partial(fresh, init=first), out_shardings=placement.shardings(wanted))
         return make(jax.device_put(params, placement.shardings(specs)))
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    @functools.partial(jax.jit, donate_argnums=donated)
     def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
         specs = state_specs(opt_state, data_axis)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
-        batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
+        batch_specs = jax.tree_util.tree_map(lambda x: P(placement.names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
         return jax.shard_map(
             local_step,
             mesh=mesh,
-            axis_names=set(names),
+            axis_names=set(placement.names),
             in_specs=(P(), specs, batch_specs, P()),
             out_specs=(P(), specs, P()),
         )(params, opt_state, batch, key)
@@ -160,11 +169,16 @@ def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> An
     return update(*args)
 
 
-def _first(key: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """The random keys of the first rank, on every rank."""
-    words = jax.random.key_data(key)
-    own = jnp.where(lax.axis_index(names) == 0, words, jnp.zeros_like(words))
-    return jax.random.wrap_key_data(lax.psum(own, names), impl=jax.random.key_impl(key))
+def _mean(tree: Any, ranks: Ranks) -> Any:
+    """The mean of every rank's tree. Random keys are those of the first rank."""
+
+    def first(key: jax.Array) -> jax.Array:
+        words = jax.random.key_data(key)
+        own = jnp.where(ranks.net().rank == 0, words, jnp.zeros_like(words))
+        return jax.random.wrap_key_data(ranks.net().plain_psum(own), impl=jax.random.key_impl(key))
+
+    means = ranks.pmean(jax.tree_util.tree_map(lambda x: x if addable(x) else None, tree))
+    return jax.tree_util.tree_map(lambda x, mean: first(x) if mean is None else mean, tree, means)
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:

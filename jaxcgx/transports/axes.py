@@ -77,14 +77,20 @@ def _hashable(value: Any) -> bool:
     return True
 
 
+def is_communicator(given: Any) -> bool:
+    """Whether a caller names the processes of mpirun: by an mpi4py communicator or a transport over one."""
+    modules = [kind.__module__ for kind in type(given).__mro__]  # neither may be installed
+    return any(name.partition(".")[0] == "mpi4py" or name == "jaxcgx.transports.mpi" for name in modules)
+
+
 def _not_a_name(given: Any) -> tuple[str, str] | None:
     """What else a caller has of ranks, in words, and the remedy. All of it is hashable, as names are."""
-    # mpi4py may not be installed.
-    if isinstance(given, Transport) or type(given).__module__.partition(".")[0] == "mpi4py":
+    if isinstance(given, Transport) or is_communicator(given):
         return (
             f"a communicator, {given!r}",
             "axes are those of a mesh; for the processes of mpirun call jaxcgx.mpi.compressed_allreduce(gradients, "
-            'codec, communicator, op="mean")',
+            'codec, communicator, op="mean"), or pass the communicator alone to jaxcgx.make_train_step or '
+            "jaxcgx.compress_gradients",
         )
     if isinstance(given, Mesh | AbstractMesh):
         return f"a mesh, {given!r}", f"pass the name of its axis, one of {', '.join(map(repr, given.shape))}"

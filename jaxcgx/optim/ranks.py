@@ -1,0 +1,126 @@
+"""The ranks of a step: those along axes of a mesh, or the processes of an MPI communicator."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from jaxcgx import _compat
+from jaxcgx.checks import wrong
+from jaxcgx.collectives import compressed_pmean, local_value_and_grad
+from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
+from jaxcgx.transports.base import Transport
+from jaxcgx.transports.resolve import check_axes
+
+
+class Rows(NamedTuple):
+    """The rows of arrays per rank, as init makes them."""
+
+    count: int  # 1 where a rank has its own
+    varying: frozenset[Any]  # the axes that they vary over, where JAX tracks that
+    sharded: bool  # whether the mesh in context has as many ranks
+
+
+class Ranks(Protocol):
+    """What a step asks of its ranks."""
+
+    @property
+    def levels(self) -> tuple[Any, ...]:
+        """What codecs and schedules can be given for in a dict, outermost first. A communicator has none."""
+        ...
+
+    @property
+    def remedy(self) -> str:
+        """What to do with arrays per rank that have the rows of several ranks."""
+        ...
+
+    def net(self) -> Transport:
+        """The transport over them, where a step is traced."""
+        ...
+
+    def rows(self, axis_size: int | None) -> Rows:
+        """The rows of arrays per rank. `axis_size`: the number of ranks that the user gave."""
+        ...
+
+    def first(self, params: Any) -> Any:
+        """The parameters that all ranks start from, those of the first one."""
+        ...
+
+    def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
+        """The mean of every rank's tree, as `jaxcgx.compressed_pmean`."""
+        ...
+
+    def pmean(self, x: Any) -> Any:
+        """The uncompressed mean of every rank's tree."""
+        ...
+
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        """`jax.value_and_grad` whose gradients are those of this rank alone."""
+        ...
+
+
+def check_ranks(function: str, axis_name: Any, argument: str = "axis_name") -> Ranks:
+    """The ranks that the argument of a public function names."""
+    if is_communicator(axis_name):
+        from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+
+        return Processes.over(function, axis_name, argument)
+    check_axis_names(function, axis_name, argument)
+    return MeshRanks(function, axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshRanks:
+    """The ranks along named axes. `Ranks` documents the members."""
+
+    function: str
+    axis_name: Any
+
+    @property
+    def levels(self) -> tuple[Any, ...]:
+        return axis_names(self.axis_name)
+
+    @property
+    def remedy(self) -> str:
+        return (
+            f"shard the state over {self.axis_name!r}, as jaxcgx.state_specs(state, {self.axis_name!r}) says; under "
+            "jax.pmap, make it with axis_size=1; one of another number of ranks is for jaxcgx.reshard_state"
+        )
+
+    def net(self) -> Transport:
+        return check_axes(self.function, self.axis_name)
+
+    def rows(self, axis_size: int | None) -> Rows:
+        try:
+            return Rows(1, _compat.tracked_axes(self.net().names), False)
+        except NameError:
+            pass  # outside of shard_map
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+        found = math.prod(sizes[name] for name in self.levels) if all(name in sizes for name in self.levels) else None
+        count = found if axis_size is None else axis_size
+        if count is None:
+            raise wrong(
+                self.function,
+                "axis_size",
+                f"the number of ranks of {self.axis_name!r}, which init can't see",
+                None,
+                "pass it, or call init under jax.set_mesh(mesh) or inside jax.shard_map; for jax.pmap pass "
+                "axis_size=1, and replicate the state",
+            )
+        return Rows(count, frozenset(), count == found)
+
+    def first(self, params: Any) -> Any:
+        return params  # those of the mesh
+
+    def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
+        return compressed_pmean(x, self.axis_name, plan, **options)
+
+    def pmean(self, x: Any) -> Any:
+        net = self.net()
+        tracked = _compat.tracked_axes(net.names)
+        return jax.tree_util.tree_map(lambda leaf: net.plain_pmean(_compat.vary(leaf, tracked)), x)
+
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+        return local_value_and_grad(loss_fn, self.axis_name, has_aux=has_aux)
