@@ -45,6 +45,8 @@ class Dimensions(NamedTuple):
 
 def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[Any], what: str) -> list[Any]:
     """The values of a dict for the parts of a transport, outermost first. what: the values, in words."""
+    if not parts:  # a communicator
+        raise wrong(op, argument, f"{what} for all ranks of a communicator", given, "pass jaxcgx.mpi.hierarchy()")
     missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
     if missing or unknown:
         problems = [(missing, "missing"), (unknown, "not among them")]

@@ -24,9 +24,7 @@ class Found(NamedTuple):
     gradients: Any
 
 
-def local_gradients(
-    loss_fn: Callable[..., Any], ranks: Ranks, *, has_aux: bool, accumulate: int
-) -> Callable[..., Any]:
+def local_gradients(loss_fn: Callable[..., Any], ranks: Ranks, *, has_aux: bool, accumulate: int) -> Callable[..., Any]:
     """A function (params, batch, key) -> Found, of one rank's own batch.
 
     Args:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.dgc import refuse_plan
-from jaxcgx.optim.ranks import check_ranks
+from jaxcgx.optim.settings import check_ranks
 from jaxcgx.plan import Plan
 from jaxcgx.plan.sparsification import sparsification
 

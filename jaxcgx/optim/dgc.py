@@ -9,7 +9,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK, check_pull, check_select, check_values
 from jaxcgx.optim.clipping import Clipping
 from jaxcgx.optim.compress import compress_with
-from jaxcgx.optim.ranks import check_ranks
+from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis

@@ -19,7 +19,7 @@ def init_state(settings: Settings, params: Any) -> CompressState:
     """The state before the first step, sharded over the ranks where a mesh is in context."""
     rows = settings.ranks.rows(settings.axis_size)
     params = check_arrays(settings.function, "params", params)
-    expected = describe_state(settings, params, rows.count)
+    expected = describe_state(settings, params, rows.size)
 
     def fresh() -> CompressState:
         state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), expected)

@@ -62,4 +62,3 @@ class Processes:
 
     def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         return jax.value_and_grad(loss_fn, has_aux=has_aux)
-

@@ -10,7 +10,7 @@ import jax
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.collectives import compressed_pmean, local_value_and_grad
-from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
+from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
@@ -18,7 +18,7 @@ from jaxcgx.transports.resolve import check_axes
 class Rows(NamedTuple):
     """The rows of arrays per rank, as init makes them."""
 
-    count: int  # 1 where a rank has its own
+    size: int  # 1 where a rank has its own
     varying: frozenset[Any]  # the axes that they vary over, where JAX tracks that
     sharded: bool  # whether the mesh in context has as many ranks
 
@@ -59,16 +59,6 @@ class Ranks(Protocol):
     def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
         """`jax.value_and_grad` whose gradients are those of this rank alone."""
         ...
-
-
-def check_ranks(function: str, axis_name: Any, argument: str = "axis_name") -> Ranks:
-    """The ranks that the argument of a public function names."""
-    if is_communicator(axis_name):
-        from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
-
-        return Processes.over(function, axis_name, argument)
-    check_axis_names(function, axis_name, argument)
-    return MeshRanks(function, axis_name)
 
 
 @dataclasses.dataclass(frozen=True)

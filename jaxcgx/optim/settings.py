@@ -10,8 +10,19 @@ from jax.core import Tracer
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
 from jaxcgx.collectives.arguments import check_each, check_own
 from jaxcgx.optim.phases import Phase, check_phases
-from jaxcgx.optim.ranks import Ranks, check_ranks
+from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.transports.axes import check_axis_names, is_communicator
+
+
+def check_ranks(function: str, axis_name: Any, argument: str = "axis_name") -> Ranks:
+    """The ranks that the argument of a public function names."""
+    if is_communicator(axis_name):
+        from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+
+        return Processes.over(function, axis_name, argument)
+    check_axis_names(function, axis_name, argument)
+    return MeshRanks(function, axis_name)
 
 
 def check_hyperparameter(function: str, argument: str, value: Any, check: Callable[..., Any], *args: Any) -> None:

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.optim.nesting import check_nesting, has_rows
-from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.axes import check_axis_names, is_communicator
 
 
 def state_specs(opt_state: Any, axis_name: Any) -> Any:
@@ -30,6 +30,10 @@ def state_specs(opt_state: Any, axis_name: Any) -> Any:
             "states in it; a state without compress_gradients has PartitionSpec() everywhere",
             kind=TypeError,
         )
+    if is_communicator(axis_name):
+        expected = "an axis of a mesh, or a tuple of axes"
+        remedy = "over MPI a state is on one device, and needs no specs"
+        raise wrong("state_specs", "axis_name", expected, f"a communicator, {axis_name!r}", remedy, kind=TypeError)
     check_nesting("state_specs", opt_state)
     return specs_per_rank(opt_state, check_axis_names("state_specs", axis_name), None)
 

@@ -48,12 +48,7 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
 
 
 def measure(
-    net: Transport,
-    leaves: Leaves,
-    codecs: list[list[Codec]],
-    residuals: list[Any],
-    mean: list[Any],
-    lost: list[Any],
+    net: Transport, leaves: Leaves, codecs: list[list[Codec]], residuals: list[Any], mean: list[Any], lost: list[Any]
 ) -> Telemetry:
     """The telemetry of one exchange.
 

@@ -13,8 +13,9 @@ from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.optim.accumulation import addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.placement import OP, Placement, check_placement
-from jaxcgx.optim.ranks import Ranks, check_ranks
+from jaxcgx.optim.ranks import Ranks
 from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.telemetry import Telemetry
 

@@ -82,15 +82,19 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
     (tmp_path / "mpi4jax.py").write_text("raise RuntimeError('MPI ABI incompatibility detected!')")
     done = python(f"""
         import os, sys, jaxcgx
-        def attempt():
+        def attempt(start=lambda: jaxcgx.mpi):
             try:
-                jaxcgx.mpi
+                start()
             except ImportError as error:
                 print(error)
         for name in ("mpi4py", "mpi4jax"):
             sys.modules[name] = None
             attempt()
             del sys.modules[name]
+        from mpi4py import MPI
+        sys.modules["mpi4jax"] = None
+        attempt(lambda: jaxcgx.compress_gradients(MPI.COMM_WORLD, jaxcgx.Raw()))
+        del sys.modules["mpi4jax"]
         sys.path.insert(0, {str(tmp_path)!r})
         attempt()
         del sys.path[0]
@@ -99,10 +103,11 @@ def test_what_is_missing_or_does_not_fit(tmp_path):
         os.environ |= dict(PMI_SIZE="", SLURM_STEP_NUM_TASKS="4")
         attempt()
     """)
-    missing, no_mpi4jax, other, mpirun, srun = done.stdout.splitlines()
+    missing, no_mpi4jax, by_optim, other, mpirun, srun = done.stdout.splitlines()
     assert missing.startswith("jaxcgx.mpi: import of mpi4py halted") and no_mpi4jax.startswith(
         "jaxcgx.mpi: import of mpi4jax halted"
     )
+    assert by_optim == no_mpi4jax
     for line in (missing, no_mpi4jax):
         assert line.endswith(
             '; install it with `pip install ".[mpi]"` in a checkout, and where no mpicc is on the PATH, before that, '

@@ -1,4 +1,4 @@
-"""Training between the processes of mpirun: the parameters and the state of a mesh with as many devices, bit for bit."""
+"""Training between the processes of mpirun: the parameters and the state of a mesh, bit for bit."""
 
 import functools
 
@@ -21,61 +21,177 @@ from processes import COMM, same_everywhere
 N, R, STEPS = COMM.size, COMM.rank, 4
 MINE = np.asarray(X)[R * len(X) // N : (R + 1) * len(X) // N]
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
-GRID = (2, 2) if N == 4 else (1, N)
+GRID = (2, 2) if N == 4 else (N, 1)  # nodes, and ranks of a node
 
 
 @functools.cache
 def nodes():
-    """A hierarchy of GRID[0] nodes."""
     return cgx.mpi.hierarchy(COMM, COMM.Split(R // GRID[1], R))
 
 
-def run(train, x, params=PARAMS, keys=None):
+def run(train, x, params=PARAMS, key=None):
     """(parameters, state, the last step's metrics)."""
     params, state = train.init(params)
-    for i in range(STEPS):
-        params, state, metrics = train.step(params, state, x, None if keys is None else jax.random.fold_in(keys, i))
+    for _ in range(STEPS):
+        params, state, metrics = train.step(params, state, x, key)
     return params, state, metrics
 
 
-def on_mesh(make, sizes=(N,)):
-    """`run` of make(mesh=..., data_axis=...) on a mesh of `sizes`, as this rank sees it. The first rank computes it."""
+def on_mesh(run_there, *sizes):
+    """What run_there(mesh, data_axis) gives this rank. The first rank computes it for all."""
     found = None
     if R == 0:
         names, types = ("data", "inner")[: len(sizes)], (AxisType.Auto,) * len(sizes)
         mesh = jax.make_mesh(sizes, names, axis_types=types, devices=jax.devices()[:N])
-        found = jax.tree.map(np.asarray, make(mesh=mesh, data_axis=names if len(names) > 1 else "data"))
-    params, state, metrics = COMM.bcast(found)
-    own = lambda field: jax.tree.map(lambda rows: rows[R : R + 1], field)
-    sent = state[0]._replace(residuals=own(state[0].residuals), momentum=own(state[0].momentum))
-    return params, (sent, state[1]), metrics
-
-
-def per_level(cross, inner):
-    """A codec for each level, as a function of their names."""
-    return lambda names: dict(zip(names, (cross, inner)))
+        found = jax.tree.map(np.asarray, run_there(mesh, names))
+    params, (sent, rest), metrics = COMM.bcast(found)
+    own = {name: jax.tree.map(lambda rows: rows[R : R + 1], getattr(sent, name)) for name in sent.per_rank}
+    return params, (sent._replace(**own), rest), metrics
 
 
 DGC = dict(compress=cgx.dgc, ratio=0.1, skip_1d=False, momentum=0.9)
 CASES = {
     "feedback": dict(plan=STOCHASTIC, seed=3, momentum=0.5, telemetry=True),
     "accumulated": dict(plan=CODEC, accumulate=2, skip_nonfinite=True),
-    "scheduled": dict(plan={0: cgx.MaxMin(8), 2: cgx.PowerSGD(2)}),
+    "scheduled": dict(plan={0: cgx.MaxMin(8), 2: CODEC}),
     "dgc": dict(DGC, warmup_epochs=2, warmup_coeff=0.5, steps_per_epoch=1, clip_global_norm=1.0, weight_decay=1e-3),
     "bsc": dict(compress=cgx.bsc, threshold=0.1, size_bound=0, pull="top"),
+    "dgc between nodes": DGC,
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_a_mesh(case):
-    options = CASES[case]
-    make = lambda **where: cgx.make_train_step(loss_fn, OPTIMIZER, **where, **options)
-    params, state, metrics = run(make(data_axis=COMM), MINE)
-    expected = on_mesh(lambda **where: run(make(**where), X))
-    assert_same_trees((params, state[0]._replace(telemetry=None), state[1]),
-                      (expected[0], expected[1][0]._replace(telemetry=None), expected[1][1]))
-    np.testing.assert_allclose(metrics.loss, expected[2].loss, rtol=1e-6)
-    if metrics.telemetry:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), metrics.telemetry, expected[2].telemetry)
-    assert same_everywhere((params, state[1], metrics))
-    assert state[0].residuals["w"].shape == (1, 30, 40)
+    """Bit for bit, except for the means of loss and telemetry, which MPI and XLA add up in other orders."""
+    sizes = GRID if "nodes" in case else (N,)
+    make = functools.partial(cgx.make_train_step, loss_fn, OPTIMIZER, **CASES[case])
+    got = run(make(data_axis=nodes() if "nodes" in case else COMM), MINE)
+    params, (sent, rest), metrics = on_mesh(lambda mesh, names: run(make(mesh, data_axis=names), X), *sizes)
+    assert_same_trees((got[0], got[1][1]), (params, rest))
+    assert_same_trees(got[1][0]._replace(telemetry=None), sent._replace(telemetry=None))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got[2], metrics)
+    assert same_everywhere((got[0], got[1][1], got[2]))
+    assert got[1][0].residuals["w"].shape == (1, 30, 40)
+
+
+def test_as_by_hand():
+    """And from the first rank's parameters, whatever the others have."""
+    optimizer = cgx.compressed(OPTIMIZER, COMM, CODEC)
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, optimizer.init(PARAMS)
+    for _ in range(STEPS):
+        params, state = step(params, state, MINE)
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC)
+    others = jax.tree.map(lambda x: x + R, PARAMS)
+    assert_same_trees(run(train, MINE, others)[:2], (params, state))
+
+
+def test_keys_and_auxiliary_outputs():
+    def loss(params, x, key):
+        return (params * x).sum(), {"drawn": jax.random.normal(key, (3,)), "key": key, "rank": R, "two": 2}
+
+    train = cgx.make_train_step(loss, OPTIMIZER, data_axis=COMM, plan=CODEC, has_aux=True)
+    key = jax.random.key(5)
+    aux = run(train, jnp.ones(30), jnp.zeros(30), key)[2].aux
+    drawn = [jax.random.normal(jax.random.fold_in(key, rank), (3,)) for rank in range(N)]
+    np.testing.assert_allclose(aux["drawn"], np.mean(drawn, 0), rtol=1e-5, atol=1e-6)
+    assert aux["key"] == jax.random.fold_in(key, 0) and aux["two"] == 2
+    np.testing.assert_allclose(aux["rank"], (N - 1) / 2)
+
+
+def test_donation():
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC)
+    given = jax.tree.map(jnp.array, PARAMS)
+    before = train.init(given)
+    train.step(*before, MINE)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def of_all_ranks():
+    """A state with the rows of two ranks."""
+    optimizer = cgx.compress_gradients(COMM, CODEC)
+    state = jax.tree.map(lambda x: jnp.concatenate([x, x]) if x.ndim > 2 else x, optimizer.init(PARAMS))
+    return optimizer.update(PARAMS, state)
+
+
+LEVELS = {"cross": CODEC, "inner": CODEC}
+STEP, GRADIENTS = "make_train_step", "compress_gradients"
+
+
+@pytest.mark.parametrize(
+    ("f", "error", "words"),
+    [
+        (
+            lambda: cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(1), data_axis=COMM, plan=CODEC),
+            ValueError,
+            says(STEP, "mesh", expected="none communicator 'data_axis'", got="Mesh", remedy="leave it out 'data_axis'"),
+        ),
+        (
+            lambda: cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC, param_specs=jax.P()),
+            ValueError,
+            says(STEP, "param_specs", expected="none communicator 'data_axis'", got="P()"),
+        ),
+        (
+            lambda: cgx.make_train_step(loss_fn, OPTIMIZER, plan=CODEC),
+            TypeError,
+            says(STEP, "mesh", expected="jax.sharding.Mesh MPI communicator 'data_axis'", got="None"),
+        ),
+        (
+            lambda: cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=MPI.COMM_NULL, plan=CODEC),
+            TypeError,
+            says(STEP, "data_axis", expected="mpi4py communicator", got="MPI.COMM_NULL"),
+        ),
+        (
+            lambda: cgx.dgc(MPI.COMM_NULL),
+            TypeError,
+            says("dgc", "axis_name", expected="mpi4py communicator", got="MPI.COMM_NULL"),
+        ),
+        (
+            lambda: cgx.bsc((COMM,)),
+            TypeError,
+            says("bsc", "axis_name", expected="name", got="a communicator", remedy="communicator alone"),
+        ),
+        (
+            lambda: cgx.compress_gradients(COMM, CODEC, axis_size=N).init(PARAMS),
+            ValueError,
+            says(GRADIENTS, "axis_size", expected=f"none {N} ranks", got=str(N), remedy="leave it out"),
+        ),
+        (
+            lambda: cgx.compress_gradients(COMM, LEVELS),
+            ValueError,
+            says(GRADIENTS, "plan", expected="codec communicator", got="{'cross'", remedy="jaxcgx.mpi.hierarchy()"),
+        ),
+        (
+            lambda: cgx.compress_gradients(cgx.mpi.hierarchy(), {"data": CODEC}),
+            ValueError,
+            says(GRADIENTS, "plan", expected="codec axis 'cross' 'inner'", got="{'data'"),
+        ),
+        (
+            of_all_ranks,
+            ValueError,
+            says(
+                GRADIENTS,
+                "state",
+                at="leaf .residuals['w']",
+                expected="float32[1, 30, 40]",
+                got="float32[2, 30, 40]",
+                remedy="row own rank",
+            ),
+        ),
+        (
+            lambda: cgx.state_specs(cgx.compress_gradients(COMM, CODEC).init(PARAMS), COMM),
+            TypeError,
+            says("state_specs", "axis_name", expected="axis mesh", got="a communicator", remedy="MPI no specs"),
+        ),
+    ],
+)
+def test_errors(f, error, words):
+    with raises(error, words):
+        f()
