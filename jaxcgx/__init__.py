@@ -33,7 +33,17 @@ from jaxcgx.collectives import (
     sync_in_backward,
     value_and_grad,
 )
-from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
+from jaxcgx.optim import (
+    bsc,
+    compress_gradients,
+    compressed,
+    dgc,
+    gather_state,
+    make_train_step,
+    reshard_state,
+    restore_state,
+    state_specs,
+)
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
@@ -66,12 +76,14 @@ __all__ = [
     "dgc",
     "encode",
     "explain",
+    "gather_state",
     "grad",
     "gradient_statistics",
     "init_factors",
     "local_value_and_grad",
     "make_train_step",
     "reshard_state",
+    "restore_state",
     "roundtrip",
     "state_specs",
     "sync_in_backward",

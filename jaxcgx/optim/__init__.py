@@ -3,7 +3,9 @@
 from jaxcgx.optim.bsc import bsc
 from jaxcgx.optim.compress import compress_gradients, compressed
 from jaxcgx.optim.dgc import dgc
+from jaxcgx.optim.gather import gather_state
 from jaxcgx.optim.reshard import reshard_state
+from jaxcgx.optim.restore import restore_state
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.telemetry import Telemetry
@@ -18,7 +20,9 @@ __all__ = [
     "compress_gradients",
     "compressed",
     "dgc",
+    "gather_state",
     "make_train_step",
     "reshard_state",
+    "restore_state",
     "state_specs",
 ]

@@ -30,13 +30,13 @@ def reshard_state(opt_state: Any, new_size: int) -> Any:
     def reshard(node: Any) -> Any:
         if not has_rows(node):
             return node
-        spread = lambda name, keep: jax.tree_util.tree_map(functools.partial(_spread, size, keep), getattr(node, name))
-        return node._replace(**{name: spread(name, keep) for name, keep in node.per_rank.items()})
+        field = lambda name, keep: jax.tree_util.tree_map(functools.partial(spread, size, keep), getattr(node, name))
+        return node._replace(**{name: field(name, keep) for name, keep in node.per_rank.items()})
 
     return jax.tree_util.tree_map(reshard, opt_state, is_leaf=has_rows)
 
 
-def _spread(size: int, keep: str, rows: Any) -> Any:
+def spread(size: int, keep: str, rows: Any) -> Any:
     """`size` equal rows with the sum, or the mean, of `rows`."""
     if rows.shape[0] == size:
         return rows

@@ -114,6 +114,28 @@ def test_donation():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
+def test_checkpoints(tmp_path):
+    """Of as many ranks, bit for bit, and of one more: residuals keep their sum over the ranks."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC, momentum=0.5)
+    params, state, _ = run(train, MINE)
+    whole, path = cgx.gather_state(state, COMM), COMM.bcast(tmp_path)
+    if R == 0:
+        assert whole[0].residuals["w"].shape == (N, 30, 40)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "same", (params, whole))
+            checkpointer.save(path / "more", (params, cgx.reshard_state(whole, N + 1)))
+    else:
+        assert whole is None
+    COMM.Barrier()
+    assert_same_trees(cgx.restore_state(path / "same", train.init(PARAMS), comm=COMM), (params, state))
+    _, (more, _) = cgx.restore_state(path / "more", train.init(PARAMS), comm=COMM)
+    before, after = COMM.allreduce(np.asarray(state[0].residuals["w"])), COMM.allreduce(np.asarray(more.residuals["w"]))
+    assert after.shape == (1, 30, 40)
+    np.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-6)
+    COMM.Barrier()  # before the folder is gone
+
+
 def of_all_ranks():
     """A state with the rows of two ranks."""
     optimizer = cgx.compress_gradients(COMM, CODEC)

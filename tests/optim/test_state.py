@@ -6,10 +6,9 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_bytes, assert_same_trees
-from jax.sharding import NamedSharding
+from helpers import assert_same_bytes
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, compress_state, local_step, mesh_of, on_mesh, place
+from training import CODEC, PARAMS, STOCHASTIC, X, compress_state, local_step, on_mesh, place
 
 import jaxcgx as cgx
 
@@ -149,24 +148,3 @@ def test_sixteen_bit_momentum_keeps_its_dtype():
 def test_bad_sizes(size, error):
     with raises(error, says("reshard_state", "new_size", expected="positive integer")):
         cgx.reshard_state(compressed(4).init(PARAMS), size)
-
-
-def test_orbax_saves_and_restores(tmp_path):
-    """Save, restore, go on: the bits of the run that nothing interrupts."""
-    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
-    params, state, _ = train(4, PARAMS, compressed(4, momentum=0.5).init(PARAMS), 3, momentum=0.5)
-    expected = train(4, params, state, 3, momentum=0.5)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "three", (params, state))
-        checkpointer.wait_until_finished()
-        shapes = jax.eval_shape(compressed(4, momentum=0.5).init, PARAMS)
-        specs = (jax.tree.map(lambda _: P(), PARAMS), cgx.state_specs(shapes, "data"))
-        target = jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(4), spec)),
-            (PARAMS, shapes),
-            specs,
-        )
-        restored = checkpointer.restore(tmp_path / "three", target)
-    residual = compress_state(restored[1]).residuals["w"]
-    assert residual.sharding.spec == P("data") and residual.addressable_shards[0].data.shape == (1, 30, 40)
-    assert_same_trees(train(4, *restored, 3, momentum=0.5)[:2], expected[:2])

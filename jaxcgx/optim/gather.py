@@ -1,0 +1,38 @@
+"""States of optimizers over MPI, whose rows every process has for itself, in one place: for a checkpoint."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcgx.optim.nesting import has_rows
+
+
+def gather_state(opt_state: Any, comm: Any) -> Any:
+    """An optimizer's state over MPI with the rows of all ranks, as on a mesh; None on all ranks but the first.
+
+    All ranks call it. The rows are NumPy's. `jaxcgx.restore_state` goes back.
+
+    Args:
+      opt_state: this rank's state.
+      comm: the MPI communicator or `jaxcgx.mpi.hierarchy()` that its transformations were given.
+    """
+    from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+
+    net = Processes.over("gather_state", comm, "comm").net()
+    jax.effects_barrier()  # programs that still send may use the same communicator
+
+    def gather(row: Any) -> np.ndarray | None:
+        row = np.ascontiguousarray(row)
+        words = row.view(f"u{row.itemsize}")  # MPI doesn't know bfloat16
+        rows = np.empty((net.size, *row.shape[1:]), words.dtype) if net.rank == 0 else None
+        net.comm.Gather(words, rows)
+        return None if rows is None else rows.view(row.dtype)
+
+    def of_node(node: Any) -> Any:
+        if not has_rows(node):
+            return node
+        return node._replace(**{name: jax.tree_util.tree_map(gather, getattr(node, name)) for name in node.per_rank})
+
+    whole = jax.tree_util.tree_map(of_node, opt_state, is_leaf=has_rows)
+    return whole if net.rank == 0 else None

@@ -1,0 +1,170 @@
+"""Checkpoints of Orbax, restored on another number of ranks than wrote them."""
+
+import re
+import types
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.optim.nesting import has_rows
+from jaxcgx.optim.reshard import spread
+from jaxcgx.plan.leaves import spell_path
+from jaxcgx.transports.base import Transport
+
+OP = "restore_state"
+
+
+class Leaf(NamedTuple):
+    """A leaf of the template."""
+
+    path: Any  # of JAX
+    value: Any
+    keep: str | None  # what its rows keep over the ranks; None: it has none
+
+    @property
+    def name(self) -> str:
+        """Its path, as Orbax has it."""
+        return spell_path(self.path)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape, as Orbax has it."""
+        if hasattr(self.value, "dtype") and jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key):
+            return jax.eval_shape(jax.random.key_data, self.value).shape
+        return np.shape(self.value)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape can become this leaf: it may have other rows."""
+        return self.shape == shape or (self.keep is not None and len(shape) > 0 and self.shape[1:] == shape[1:])
+
+
+def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | None = None, comm: Any = None) -> Any:
+    """Restores a checkpoint that Orbax wrote, on any number of ranks.
+
+        params, state = cgx.restore_state(path, train.init(params))
+
+    Arrays per rank of jaxcgx's states may have other numbers of ranks in the checkpoint than in the template. They
+    become those of `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With as many
+    ranks, all bits are those of the checkpoint.
+
+    Args:
+      path: the absolute path of the checkpoint. A CheckpointManager has it in folder/step/default.
+      template: a tree like the one that was saved, with the arrays, or jax.ShapeDtypeStructs with shardings, of the new
+        ranks. What comes back is placed like them.
+      per_rank: other leaves that have a leading axis of ranks, and what they keep over the ranks: {regular expression
+        that is searched in the leaf's path: "sum" or "mean"}. Integers, of which all rows must be the same, keep them.
+      comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
+        all ranks (`jaxcgx.gather_state`), and the template the process's own.
+    """
+    ocp = _import_orbax()
+    net = None if comm is None else _net(comm)
+    leaves, structure = _flatten(template, per_rank or {})
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        saved = _shapes(checkpointer, path)
+        _check(leaves, saved)
+
+        def read(wanted: dict[int, Any]) -> list[Any]:
+            """All leaves, of which only those wanted are read, as these arrays say."""
+            tree = structure.unflatten([wanted.get(i, ocp.PLACEHOLDER) for i in range(len(leaves))])
+            args = ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree))
+            return structure.flatten_up_to(checkpointer.restore(path, args=args))
+
+        moved = [
+            i for i, leaf in enumerate(leaves) if leaf.keep and (net is not None or leaf.shape != saved[leaf.name])
+        ]
+        found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved})
+        for i in moved:  # one by one: the rows of all ranks are in the memory of the host
+            leaf = leaves[i]
+            rows = read({i: np.broadcast_to(np.zeros((), leaf.value.dtype), saved[leaf.name])})[i]
+            rows = _spread(leaf, rows, leaf.shape[0] if net is None else net.size)
+            found[i] = _place(rows if net is None else rows[net.rank : net.rank + 1], leaf.value)
+    return structure.unflatten(found)
+
+
+def _import_orbax() -> types.ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError:
+        raise ImportError(f"{OP}: expected Orbax to be installed; pip install orbax-checkpoint") from None
+    return orbax.checkpoint
+
+
+def _net(comm: Any) -> Transport:
+    from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
+
+    return Processes.over(OP, comm, "comm").net()
+
+
+def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
+    """The leaves of the template and its structure."""
+    leaves: list[Leaf] = []
+    for path, node in jax.tree_util.tree_flatten_with_path(template, is_leaf=has_rows)[0]:
+        for rest, value in jax.tree_util.tree_flatten_with_path(node)[0]:
+            keep = node.per_rank.get(rest[0].name) if has_rows(node) else None
+            leaves.append(Leaf((*path, *rest), value, keep))
+    for pattern, keep in per_rank.items():
+        check_choice(OP, "per_rank", keep, ("sum", "mean"))
+        matching = [leaf.keep is None and re.search(pattern, leaf.name) is not None for leaf in leaves]
+        if not any(matching):
+            raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
+        leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
+    if not any(leaf.keep for leaf in leaves):
+        expected = "a tree with a state of jaxcgx's transformations"
+        remedy = "pass what train.init or optimizer.init returned, or read the checkpoint with Orbax alone"
+        raise wrong(OP, "template", expected, f"a {type(template).__name__} without one", remedy, kind=TypeError)
+    return leaves, jax.tree_util.tree_structure(template)
+
+
+def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
+    """The shape of each leaf of a checkpoint, by its path; None for text."""
+    tree = getattr(checkpointer.metadata(path).item_metadata, "tree", None)
+    if tree is None:
+        remedy = "a CheckpointManager has it in folder/step/default"
+        raise wrong(OP, "path", "the folder of a tree that Orbax wrote", path, remedy, kind=FileNotFoundError)
+    return {
+        spell_path(path): getattr(found, "shape", None) for path, found in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
+    """Checks that the template has the leaves of the checkpoint, and their shapes but for the rows."""
+    if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
+        remedy = "the template has the structure of what was saved"
+        raise wrong(OP, "template", f"a leaf {missing[0]!r}, which the checkpoint has", "none", remedy)
+    for leaf in leaves:
+        if leaf.name not in saved:
+            names = ", ".join(map(repr, saved))
+            raise wrong(OP, "template", f"leaves of the checkpoint, {names}", "another", path=leaf.path)
+        shape = saved[leaf.name]
+        if shape is not None and not leaf.fits(tuple(shape)):
+            remedy = (
+                "if its first axis is that of the ranks, pass per_rank={'regular expression of its path': 'mean'}"
+                if leaf.keep is None and leaf.shape[1:] == tuple(shape[1:])
+                else ""
+            )
+            expected = f"{list(shape)}, the shape in the checkpoint"
+            raise wrong(OP, "template", expected, spell_array(leaf.value), remedy, path=leaf.path)
+        if getattr(leaf.value, "sharding", True) is None:
+            expected = "an array, or a jax.ShapeDtypeStruct with a sharding"
+            raise wrong(OP, "template", expected, leaf.value, "pass what init returned", path=leaf.path)
+
+
+def _spread(leaf: Leaf, rows: np.ndarray, size: int) -> np.ndarray:
+    """`size` rows that keep what the leaf keeps."""
+    if jnp.issubdtype(rows.dtype, jnp.inexact):
+        return spread(size, leaf.keep, rows)
+    if len(rows) != size and (rows != rows[:1]).any():
+        expected = f"{size} rows in the checkpoint, or equal ones, of a leaf of integers"
+        raise wrong(OP, "path", expected, f"{len(rows)} that differ", "take it out of the tree", path=leaf.path)
+    return rows if len(rows) == size else np.broadcast_to(rows[0], (size, *rows.shape[1:]))
+
+
+def _place(rows: np.ndarray, like: Any) -> Any:
+    """The rows where an array is, or a jax.ShapeDtypeStruct says."""
+    if isinstance(like, np.ndarray):
+        return np.array(rows)
+    return jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])

@@ -1,0 +1,182 @@
+"""restore_state: checkpoints on disk of another number of ranks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees
+from training import CODEC, PARAMS, X, loss_fn, mesh_of
+
+import jaxcgx as cgx
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+
+
+@functools.cache
+def make(ranks):
+    optimizer = optax.sgd(0.1, momentum=0.5)
+    return cgx.make_train_step(loss_fn, optimizer, mesh_of(ranks), plan=CODEC, momentum=0.5, donate=False)
+
+
+def save(path, tree):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    return path
+
+
+def go_on(train, params, state, steps=2):
+    for _ in range(steps):
+        params, state, metrics = train.step(params, state, X)
+    return params, state, metrics.loss
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Parameters and state of four ranks, and their checkpoint."""
+    params, state, _ = go_on(make(4), *make(4).init(PARAMS))
+    return params, state, save(tmp_path_factory.mktemp("four") / "here", (params, state))
+
+
+def assert_kept(found, saved, ranks):
+    """Residuals keep their sum over the ranks, momentum its mean, and all else its bits."""
+    for name, of_all in (("residuals", np.sum), ("momentum", np.mean)):
+        for new, old in zip(jax.tree.leaves(getattr(found[0], name)), jax.tree.leaves(getattr(saved[0], name))):
+            assert new.shape == (ranks, *old.shape[1:]) and new.addressable_shards[0].data.shape[0] == 1
+            assert np.abs(of_all(old, 0)).max() > 1e-3
+            np.testing.assert_allclose(of_all(np.asarray(new), 0), of_all(np.asarray(old), 0), rtol=1e-5, atol=1e-7)
+    without = lambda state: (state[0]._replace(residuals=None, momentum=None), state[1])
+    assert_same_trees(without(found), without(saved))
+
+
+def test_fewer_ranks(four):
+    params, state, path = four
+    found, restored = cgx.restore_state(path, make(2).init(PARAMS))
+    assert_same_trees(found, params)
+    assert_kept(restored, state, 2)
+    moved = jax.device_put(cgx.reshard_state(state, 2), jax.tree.map(lambda x: x.sharding, restored))
+    assert_same_trees(restored, moved)
+    assert go_on(make(2), found, restored)[2] < loss_fn(jax.device_get(params), X)
+
+
+def test_neither_number_divides_the_other(tmp_path):
+    params, state, _ = go_on(make(8), *make(8).init(PARAMS))
+    for number, ranks in enumerate((6, 8)):
+        path = save(tmp_path / str(number), dict(params=params, state=state, step=number))
+        template = dict(zip(("params", "state"), make(ranks).init(PARAMS)), step=0)
+        found = cgx.restore_state(path, template)
+        assert_same_trees(found["params"], params)
+        assert_kept(found["state"], state, ranks)
+        assert found["step"] == number
+        params, state = found["params"], found["state"]
+    go_on(make(8), params, state)
+
+
+def test_as_many_ranks(four):
+    """All bits. The template may be shapes with shardings."""
+    params, state, path = four
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(4).init(PARAMS))
+    restored = cgx.restore_state(path, shapes)
+    assert_same_trees(restored, (params, state))
+    assert_same_trees(go_on(make(4), *restored), go_on(make(4), params, state))
+
+
+def test_a_manager_and_a_hierarchy(four, tmp_path):
+    """Sixteen-bit momentum, and ranks of two axes."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    state = cgx.compress_gradients("data", CODEC, momentum=0.5, axis_size=3).init(half)
+    state = jax.tree.map(lambda x: jnp.ones_like(x) if x.ndim > 1 else x, state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(5, args=ocp.args.StandardSave((half, state)))
+    mesh = jax.make_mesh(
+        (2, 2), ("node", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    with jax.set_mesh(mesh):
+        template = cgx.compress_gradients(("node", "local"), CODEC, momentum=0.5).init(half)
+    _, found = cgx.restore_state(tmp_path / "5" / "default", (half, template))
+    assert (
+        found.residuals["w"].sharding == template.residuals["w"].sharding and found.momentum["w"].dtype == jnp.bfloat16
+    )
+    np.testing.assert_array_equal(found.residuals["w"], np.full((4, 30, 40), 0.75, np.float32))
+    np.testing.assert_array_equal(found.momentum["b"].astype(jnp.float32), np.ones((4, 40)))
+
+
+def test_other_leaves_per_rank(tmp_path):
+    def tree(ranks, fill):
+        state = cgx.compress_gradients("data", CODEC, axis_size=ranks).init(PARAMS)
+        return dict(
+            state=state,
+            stats=np.float32(fill(ranks)),
+            key=jax.random.split(jax.random.key(0), 1),
+            seen=np.full(ranks, ranks),
+        )
+
+    path = save(tmp_path / "here", tree(4, np.arange))
+    found = cgx.restore_state(path, tree(2, np.zeros), per_rank={"^stats$": "mean", "seen": "sum"})
+    np.testing.assert_array_equal(found["stats"], [1.5, 1.5])
+    np.testing.assert_array_equal(found["seen"], [4, 4])
+    assert found["key"] == tree(4, np.arange)["key"]
+
+
+def bare(x):
+    """Without where it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+TEMPLATE, PATH = ("restore_state", "template"), ("restore_state", "path")
+WIDE = dict(PARAMS, b=jnp.zeros(41))
+
+
+@pytest.mark.parametrize(
+    ("restore", "error", "words"),
+    [
+        (
+            lambda path, t: cgx.restore_state(path / "none", t),
+            FileNotFoundError,
+            says(*PATH, expected="folder Orbax", remedy="CheckpointManager"),
+        ),
+        (lambda path, t: cgx.restore_state(path.parent, t), FileNotFoundError, says(*PATH, expected="folder Orbax")),
+        (
+            lambda path, t: cgx.restore_state(path, PARAMS),
+            TypeError,
+            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init"),
+        ),
+        (lambda path, t: cgx.restore_state(path, t[1]), ValueError, says(*TEMPLATE, expected="leaf '0/b'", got="none")),
+        (
+            lambda path, t: cgx.restore_state(path, (*t, 3)),
+            ValueError,
+            says(*TEMPLATE, at="leaf [2]", expected="leaves '0/b'", got="another"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, ({**t[0], "b": WIDE["b"]}, t[1])),
+            ValueError,
+            says(*TEMPLATE, at="leaf [0]['b']", expected="[40]", got="float32[41]"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, (t[0], make(2).init(WIDE)[1])),
+            ValueError,
+            says(*TEMPLATE, at="leaf [1][0].residuals['b']", expected="[4, 40]", got="float32[2, 41]"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, jax.tree.map(bare, t)),
+            ValueError,
+            says(*TEMPLATE, at="leaf [0]['b']", expected="jax.ShapeDtypeStruct sharding", remedy="init"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t, per_rank={"nothing": "sum"}),
+            ValueError,
+            says("restore_state", "per_rank", expected="paths", got="'nothing'"),
+        ),
+        (
+            lambda path, t: cgx.restore_state(path, t, per_rank={"b": "max"}),
+            ValueError,
+            says("restore_state", "per_rank", expected="'sum' 'mean'", got="'max'"),
+        ),
+    ],
+)
+def test_errors(four, restore, error, words):
+    with raises(error, words):
+        restore(four[2], make(2).init(PARAMS))
