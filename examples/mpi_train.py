@@ -38,7 +38,8 @@ def predict(params, images):
     return jax.nn.relu(images @ params[0]["w"] + params[0]["b"]) @ params[1]["w"] + params[1]["b"]
 
 
-def loss_fn(params, images, labels):
+def loss_fn(params, batch):
+    images, labels = batch
     return optax.softmax_cross_entropy_with_integer_labels(predict(params, images), labels).mean()
 
 
@@ -51,29 +52,20 @@ def main():
     ranks = cgx.mpi.hierarchy()  # CGX_INNER_COMMUNICATOR_TYPE, CGX_CROSS_COMMUNICATOR_TYPE
     plan = cgx.Plan.from_env(("cross", "inner"))  # all other variables
     optimizer = optax.sgd(0.1, momentum=0.9)
-
-    @jax.jit
-    def step(params, state, images, labels):
-        loss, grads = jax.value_and_grad(loss_fn)(params, images, labels)  # of this process's part of the batch
-        grads = cgx.mpi.compressed_allreduce(grads, plan, ranks, op="mean", check=True)
-        updates, state = optimizer.update(grads, state, params)
-        return (
-            optax.apply_updates(params, updates),
-            state,
-            cgx.mpi.compressed_allreduce(loss, cgx.Raw(), ranks, op="mean"),
-        )
+    # CGX's ring between nodes allows no error feedback.
+    train = cgx.make_train_step(loss_fn, optimizer, data_axis=ranks, plan=plan, feedback=False)
 
     digits = load_digits()
     order = np.random.default_rng(SEED).permutation(len(digits.target))  # the same in every process
     images, labels = digits.data[order].astype(np.float32) / 16, digits.target[order]
-    train, rest = np.split(np.arange(len(order)), [1400])
-    params = cgx.mpi.broadcast(init_params(), comm=ranks)
-    state, rng = optimizer.init(params), np.random.default_rng(SEED)
+    known, rest = np.split(np.arange(len(order)), [1400])
+    params, state = train.init(init_params())
+    rng = np.random.default_rng(SEED)
     for number in range(steps):
-        chosen = rng.choice(train, BATCH, replace=False)[ranks.rank :: ranks.size]
-        params, state, loss = step(params, state, images[chosen], labels[chosen])
+        chosen = rng.choice(known, BATCH, replace=False)[ranks.rank :: ranks.size]
+        params, state, metrics = train.step(params, state, (images[chosen], labels[chosen]))
         if ranks.rank == 0 and (number + 1) % 100 == 0:
-            print(f"step {number + 1}: loss {loss:.4f}", flush=True)
+            print(f"step {number + 1}: loss {metrics.loss:.4f}", flush=True)
 
     accuracy = (predict(params, images[rest]).argmax(-1) == labels[rest]).mean()
     same = jax.tree.map(lambda ours, first: (ours == first).all(), params, cgx.mpi.broadcast(params, comm=ranks))

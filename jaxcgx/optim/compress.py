@@ -54,7 +54,7 @@ def compress_gradients(
     other numbers are its static_args.
 
     Args:
-      axis_name: the axis of the ranks, or a tuple of axes.
+      axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
       plan: a codec, {axis: codec} or a Plan; or a schedule of these. {0: plan, 1000: other} uses `other` from step 1000
         on, counted from 0. A schedule is one compiled program, in which the step chooses.
       feedback: keep what compression loses and send it later.
@@ -122,7 +122,7 @@ def compressed(
 
     Args:
       optimizer: an optax.GradientTransformation.
-      axis_name: the axis of the ranks, or a tuple of axes.
+      axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator, or `jaxcgx.mpi.hierarchy()`.
       plan: a codec, {axis: codec}, a Plan or a schedule of these, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """

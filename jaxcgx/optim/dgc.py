@@ -49,7 +49,7 @@ def dgc(
 
     Args:
       axis_name: the axis of the ranks. In a tuple, the inner axes sum everything, and the outermost one exchanges a
-        `ratio` of the sums.
+        `ratio` of the sums. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, which exchanges it between nodes.
       ratio: the share of a leaf's elements that is sent.
       momentum: the factor of momentum, as in `compress_gradients`.
       nesterov: Nesterov's momentum.

@@ -156,7 +156,7 @@ def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
 def _spread(leaf: Leaf, rows: np.ndarray, size: int) -> np.ndarray:
     """`size` rows that keep what the leaf keeps."""
     if jnp.issubdtype(rows.dtype, jnp.inexact):
-        return spread(size, leaf.keep, rows)
+        return spread(size, leaf.keep or "", rows)
     if len(rows) != size and (rows != rows[:1]).any():
         expected = f"{size} rows in the checkpoint, or equal ones, of a leaf of integers"
         raise wrong(OP, "path", expected, f"{len(rows)} that differ", "take it out of the tree", path=leaf.path)

@@ -353,6 +353,17 @@ def test_the_example(variables):
     assert float(done.stdout.split("test accuracy ")[1].split("%")[0]) > 90
 
 
+def test_the_program_of_the_docs():
+    """It is whole, short, and learns."""
+    page = (EXAMPLE.parents[1] / "docs" / "mpi.md").read_text()
+    program = page.split("## Training\n")[1].split("```python\n")[1].split("```")[0]
+    assert len(program.strip().splitlines()) <= 25
+    done = mpirun(2, program)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 3 and losses[-1] < 0.5  # 3.5 before the first step
+
+
 def test_a_mesh_of_the_processes_of_mpirun():
     """The other launch: mpirun starts them, jax.distributed connects them, XLA's collectives move the bytes."""
     done = mpirun(
