@@ -208,7 +208,8 @@ class Reduction:
     def plain(self, leaf: jax.Array, i: int) -> jax.Array:
         """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.
 
-        That of a leaf which the plan skips is zeros. One exchange over all ranks sends more over the outermost axis, the slow network.
+        That of a leaf which the plan skips is zeros. One exchange over all ranks would send more over the outermost
+        axis, the slow network.
         """
         if self.call.skipped[i]:
             return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # where `explain` finds it

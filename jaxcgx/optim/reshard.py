@@ -45,7 +45,7 @@ def _spread(size: int, keep: str, rows: Any) -> Any:
     if rows.shape[0] == size:
         return rows
     if not addable(rows):
-        ranks = np.arange(size)
+        ranks = jnp.arange(size)
         return jax.vmap(fold)(rows[ranks % rows.shape[0]], ranks)
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         return np.broadcast_to(np.asarray(rows[0]), (size, *rows.shape[1:]))

@@ -186,7 +186,15 @@ def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> An
     """An optimizer's update with the loss; without it where the optimizer, or one inside of it, takes no `value`."""
     try:
         return update(*args, value=value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:  # searches along a line, Sophia
+            raise wrong(
+                OP,
+                "optimizer",
+                "one that needs gradients, parameters and the loss",
+                f"one that also calls the loss function, as its {asked[0]!r}, whose gradients would travel uncompressed",
+                "for optax.lbfgs pass linesearch=None",
+            ) from error
         if "unexpected keyword argument 'value'" not in str(error):
             raise
     return update(*args)

@@ -138,7 +138,10 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
 
 
 def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
-    """Collects the meshes and the raw and skipped leaves of a jaxpr and of those inside. XLA's text lacks some: it joins leaves."""
+    """Collects the meshes of a jaxpr and of those inside, and the leaves that are not compressed.
+
+    XLA's text lacks some of these leaves: it joins them.
+    """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
