@@ -50,6 +50,12 @@ class ModelState:
         )
         raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
 
+    def check_rows(self, state: Any) -> None:
+        """Checks that `step` has a state of every rank where ranks have their own."""
+        if self.mode == "per_rank" and not isinstance(state, PerRank):
+            got = type(state).__name__
+            raise wrong("train.step", "model_state", "a PerRank, which init or the step before returned", got)
+
     def first(self, state: Any, ranks: int) -> Any:
         """The state before the first step, of the caller's. It has copies."""
         if self.mode != "per_rank":
@@ -66,9 +72,6 @@ class ModelState:
     def of_rank(self, state: Any) -> Any:
         """What a rank's loss function gets. Its keys are its own."""
         if self.mode == "per_rank":
-            if not isinstance(state, PerRank):
-                got = type(state).__name__
-                raise wrong("train.step", "model_state", "a PerRank, which init or the step before returned", got)
             return jax.tree_util.tree_map(lambda x: x[0], state.rows)
         rank, tracked = lax.axis_index(self.names), _compat.tracked_axes(self.names)
         own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, rank)

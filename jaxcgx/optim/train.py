@@ -140,6 +140,7 @@ def make_train_step(
         return (params, opt_state) if state.mode is None else (params, model_state, opt_state)
 
     def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        state.check_rows(model_state)
         specs = state_specs(opt_state, data_axis)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
@@ -192,7 +193,7 @@ def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> An
                 OP,
                 "optimizer",
                 "one that needs gradients, parameters and the loss",
-                f"one that also calls the loss function, as its {asked[0]!r}, whose gradients would travel uncompressed",
+                f"one that calls the loss function itself, as {asked[0]!r}, whose gradients would travel uncompressed",
                 "for optax.lbfgs pass linesearch=None",
             ) from error
         if "unexpected keyword argument 'value'" not in str(error):
