@@ -90,6 +90,13 @@ class ModelState:
         return first_rank(x, self.names)
 
 
+def put(state: Any, sharding: Any) -> Any:
+    """The state on all devices. jax.device_put takes no random keys to those of other processes, but their words."""
+    words = jax.tree_util.tree_map(lambda x: x if addable(x) else jax.random.key_data(x), state)
+    wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
+    return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
+
+
 def first_rank(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
     """An array of integers, flags or random keys of the first rank, on every rank."""
     if not addable(x):

@@ -15,7 +15,7 @@ from jaxcgx.collectives.batches import join
 from jaxcgx.optim.accumulation import Given, addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.frozen import find_skipped, part
-from jaxcgx.optim.model_state import ModelState, first_rank
+from jaxcgx.optim.model_state import ModelState, first_rank, put
 from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
@@ -135,8 +135,8 @@ def make_train_step(
             return own, state.first(model_state, placement.ranks), (first(params), extended.init(trained))
 
         make = jax.jit(fresh, out_shardings=placement.shardings((specs, state.spec, opt_specs)))
-        given = jax.device_put((params, model_state), placement.shardings((specs, P())))
-        params, model_state, opt_state = make(*given)
+        params = jax.device_put(params, placement.shardings(specs))
+        params, model_state, opt_state = make(params, put(model_state, placement.shardings(P())))
         return (params, opt_state) if state.mode is None else (params, model_state, opt_state)
 
     def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
