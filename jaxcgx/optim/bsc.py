@@ -32,8 +32,8 @@ def bsc(
     any, but should have no momentum of its own: optax.adam(rate, b1=0).
 
     Args:
-      axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything. Or
-        an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
+      axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.
+        Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`, whose nodes are the data centers.
       threshold: the share of a leaf's elements that is sent, above 0.
       size_bound: leaves of up to `size_bound` elements travel raw.
       momentum: the factor of momentum, as in `compress_gradients`.

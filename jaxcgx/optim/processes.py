@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
@@ -51,8 +52,11 @@ class Processes:
             raise wrong(self.function, "axis_size", expected, axis_size, "leave it out")
         return Rows(1, frozenset(), False)
 
-    def first(self, params: Any) -> Any:
-        return mpi.broadcast(params, comm=self.comm)
+    def numbers(self, count: int | None) -> jax.Array:
+        return jnp.array([self.net().rank])
+
+    def first(self, x: Any) -> Any:
+        return mpi.broadcast(x, comm=self.comm)
 
     def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
         return mpi.compressed_allreduce(x, plan, self.comm, op="mean", **options)
@@ -60,5 +64,5 @@ class Processes:
     def pmean(self, x: Any) -> Any:
         return self.compressed_pmean(x, Raw())
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        return jax.value_and_grad(loss_fn, has_aux=has_aux)
+    def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(objective, has_aux=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
@@ -44,8 +45,12 @@ class Ranks(Protocol):
         """The rows of arrays per rank. `axis_size`: the number of ranks that the user gave."""
         ...
 
-    def first(self, params: Any) -> Any:
-        """The parameters that all ranks start from, those of the first one."""
+    def numbers(self, count: int | None) -> jax.Array:
+        """The ranks that init makes rows for: all of a mesh, which has `count`, or this process's own."""
+        ...
+
+    def first(self, x: Any) -> Any:
+        """What all ranks start from: the tree of the first one."""
         ...
 
     def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
@@ -56,8 +61,8 @@ class Ranks(Protocol):
         """The uncompressed mean of every rank's tree."""
         ...
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        """`jax.value_and_grad` whose gradients are those of this rank alone."""
+    def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
+        """`jax.value_and_grad(objective, has_aux=True)` whose gradients are those of this rank alone."""
         ...
 
 
@@ -101,8 +106,11 @@ class MeshRanks:
             )
         return Rows(count, frozenset(), count == found)
 
-    def first(self, params: Any) -> Any:
-        return params  # those of the mesh
+    def numbers(self, count: int | None) -> jax.Array:
+        return jnp.arange(count)
+
+    def first(self, x: Any) -> Any:
+        return x  # a mesh has one
 
     def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
         return compressed_pmean(x, self.axis_name, plan, **options)
@@ -112,5 +120,5 @@ class MeshRanks:
         tracked = _compat.tracked_axes(net.names)
         return jax.tree_util.tree_map(lambda leaf: net.plain_pmean(_compat.vary(leaf, tracked)), x)
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-        return local_value_and_grad(loss_fn, self.axis_name, has_aux=has_aux)
+    def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
+        return local_value_and_grad(objective, self.axis_name, has_aux=True)
