@@ -5,16 +5,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcgx.optim.accumulation import addable
 from jaxcgx.optim.nesting import has_rows
 
 
 def gather_state(opt_state: Any, comm: Any) -> Any:
-    """An optimizer's state over MPI with the rows of all ranks, as on a mesh; None on all ranks but the first.
+    """A state over MPI with the rows of all ranks, as on a mesh; None on all ranks but the first.
 
     All ranks call it. The rows are NumPy's. `jaxcgx.restore_state` goes back.
 
     Args:
-      opt_state: this rank's state.
+      opt_state: this rank's state of an optimizer or a model, or a tree of such.
       comm: the MPI communicator or `jaxcgx.mpi.hierarchy()` that its transformations were given.
     """
     from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
@@ -22,7 +23,10 @@ def gather_state(opt_state: Any, comm: Any) -> Any:
     net = Processes.over("gather_state", comm, "comm").net()
     jax.effects_barrier()  # programs that still send may use the same communicator
 
-    def gather(row: Any) -> np.ndarray | None:
+    def gather(row: Any) -> Any:
+        if not addable(row):
+            words = gather(jax.random.key_data(row))
+            return words if words is None else jax.random.wrap_key_data(words, impl=jax.random.key_impl(row))
         row = np.ascontiguousarray(row)
         words = row.view(f"u{row.itemsize}")  # MPI doesn't know bfloat16
         rows = np.empty((net.size, *row.shape[1:]), words.dtype) if net.rank == 0 else None

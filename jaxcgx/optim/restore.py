@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.optim.accumulation import addable
 from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.reshard import spread
 from jaxcgx.plan.leaves import spell_path
@@ -33,9 +34,7 @@ class Leaf(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape, as Orbax has it."""
-        if hasattr(self.value, "dtype") and jnp.issubdtype(self.value.dtype, jax.dtypes.prng_key):
-            return jax.eval_shape(jax.random.key_data, self.value).shape
-        return np.shape(self.value)
+        return np.shape(_words(self.value))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether an array of this shape can become this leaf: it may have other rows."""
@@ -48,15 +47,15 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
         params, state = cgx.restore_state(path, train.init(params))
 
     Arrays per rank of jaxcgx's states may have other numbers of ranks in the checkpoint than in the template. They
-    become those of `jaxcgx.reshard_state`: residuals keep their sum over ranks, momentum keeps its mean. With as many
-    ranks, all bits are those of the checkpoint.
+    become what `jaxcgx.reshard_state` makes of them: residuals keep their sum over ranks, momentum keeps its mean. With
+    as many ranks, all bits are those of the checkpoint.
 
     Args:
       path: the absolute path of the checkpoint. A CheckpointManager has it in folder/step/default.
       template: a tree like the one that was saved, with the arrays, or jax.ShapeDtypeStructs with shardings, of the new
         ranks. What comes back is placed like them.
       per_rank: other leaves that have a leading axis of ranks, and what they keep over the ranks: {regular expression
-        that is searched in the leaf's path: "sum" or "mean"}. Integers, of which all rows must be the same, keep them.
+        that is searched in the leaf's path: "sum" or "mean"}. Of integers, all ranks get the first one's.
       comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
         all ranks (`jaxcgx.gather_state`), and the template the process's own.
     """
@@ -79,8 +78,8 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
         found = read({i: leaf.value for i, leaf in enumerate(leaves) if i not in moved})
         for i in moved:  # one by one: the rows of all ranks are in the memory of the host
             leaf = leaves[i]
-            rows = read({i: np.broadcast_to(np.zeros((), leaf.value.dtype), saved[leaf.name])})[i]
-            rows = _spread(leaf, rows, leaf.shape[0] if net is None else net.size)
+            rows = read({i: np.broadcast_to(np.zeros((), _words(leaf.value).dtype), saved[leaf.name])})[i]
+            rows = _move(rows, leaf, leaf.shape[0] if net is None else net.size)
             found[i] = _place(rows if net is None else rows[net.rank : net.rank + 1], leaf.value)
     return structure.unflatten(found)
 
@@ -153,18 +152,23 @@ def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
             raise wrong(OP, "template", expected, leaf.value, "pass what init returned", path=leaf.path)
 
 
-def _spread(leaf: Leaf, rows: np.ndarray, size: int) -> np.ndarray:
-    """`size` rows that keep what the leaf keeps."""
-    if jnp.issubdtype(rows.dtype, jnp.inexact):
-        return spread(size, leaf.keep or "", rows)
-    if len(rows) != size and (rows != rows[:1]).any():
-        expected = f"{size} rows in the checkpoint, or equal ones, of a leaf of integers"
-        raise wrong(OP, "path", expected, f"{len(rows)} that differ", "take it out of the tree", path=leaf.path)
-    return rows if len(rows) == size else np.broadcast_to(rows[0], (size, *rows.shape[1:]))
+def _words(x: Any) -> Any:
+    """A leaf of a tree as Orbax has it: random keys are arrays of words."""
+    is_key = hasattr(x, "dtype") and not addable(x)
+    return jax.eval_shape(jax.random.key_data, x) if is_key else x
+
+
+def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
+    """The rows, or words of rows, of a leaf for `size` ranks."""
+    if addable(leaf.value):
+        return np.asarray(spread(size, leaf.keep or "", rows))
+    keys = jax.random.wrap_key_data(jnp.asarray(rows), impl=jax.random.key_impl(leaf.value))
+    return np.asarray(jax.random.key_data(spread(size, "", keys)))
 
 
 def _place(rows: np.ndarray, like: Any) -> Any:
     """The rows where an array is, or a jax.ShapeDtypeStruct says."""
     if isinstance(like, np.ndarray):
         return np.array(rows)
-    return jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])
+    placed = jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])
+    return placed if addable(like) else jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))

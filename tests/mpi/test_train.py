@@ -52,7 +52,7 @@ def on_mesh(run_there, *sizes):
 DGC = dict(compress=cgx.dgc, ratio=0.1, skip_1d=False, momentum=0.9)
 CASES = {
     "feedback": dict(plan=STOCHASTIC, seed=3, momentum=0.5, telemetry=True),
-    "accumulated": dict(plan=CODEC, accumulate=2, skip_nonfinite=True),
+    "frozen": dict(plan=cgx.Plan(CODEC, [("b", cgx.Skip())], min_size=0, skip_1d=False), accumulate=2),
     "scheduled": dict(plan={0: cgx.MaxMin(8), 2: CODEC}),
     "dgc": dict(DGC, warmup_epochs=2, warmup_coeff=0.5, steps_per_epoch=1, clip_global_norm=1.0, weight_decay=1e-3),
     "bsc": dict(compress=cgx.bsc, threshold=0.1, size_bound=0, pull="top"),
@@ -103,6 +103,41 @@ def test_keys_and_auxiliary_outputs():
     np.testing.assert_allclose(aux["drawn"], np.mean(drawn, 0), rtol=1e-5, atol=1e-6)
     assert aux["key"] == jax.random.fold_in(key, 0) and aux["two"] == 2
     np.testing.assert_allclose(aux["rank"], (N - 1) / 2)
+
+
+@pytest.mark.parametrize("mode", ["mean", "per_rank"])
+def test_model_states(mode, tmp_path):
+    """As on a mesh, from the first rank's; those of each rank also in a checkpoint."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+
+    def loss(params, state, x):
+        noise = jax.random.uniform(state["key"])
+        return loss_fn(params, x + noise), {**state, "n": state["n"] + 1, "mean": x.mean()}
+
+    def step(fill, x, **where):
+        train = cgx.make_train_step(loss, OPTIMIZER, plan=CODEC, model_state=mode, **where)
+        *trees, metrics = train.step(*train.init(PARAMS, {"key": jax.random.key(fill), "n": fill, "mean": 0.0}), x)
+        return train, trees, metrics.loss
+
+    words = lambda tree: jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, tree
+    )
+    train, (params, state, opt_state), value = step(R, MINE, data_axis=COMM)
+    found = jax.tree.map(np.asarray, words(step(0, X, mesh=mesh_of(N))[1:])) if R == 0 else None
+    (expected, whole, _), same = COMM.bcast(found)
+    assert_same_trees(params, expected)
+    np.testing.assert_allclose(value, same, rtol=1e-6)
+    own = jax.tree.map(lambda rows: rows[R : R + 1], whole) if mode == "per_rank" else whole
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), words(state), own)
+    gathered, path = cgx.gather_state((params, state, opt_state), COMM), COMM.bcast(tmp_path) / "here"
+    if R == 0:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path, gathered)
+    COMM.Barrier()
+    template = train.init(PARAMS, {"key": jax.random.key(0), "n": 0, "mean": 0.0})
+    restored = cgx.restore_state(path, template, comm=COMM)
+    assert_same_trees(words(restored), words((params, state, opt_state)))
+    COMM.Barrier()  # before the folder is gone
 
 
 def test_donation():

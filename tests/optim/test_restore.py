@@ -121,6 +121,24 @@ def test_other_leaves_per_rank(tmp_path):
     assert found["key"] == tree(4, np.arange)["key"]
 
 
+def test_a_model_with_state_per_rank(tmp_path):
+    """Floating point keeps its mean, counters the first rank's number, and random keys differ."""
+
+    @functools.cache
+    def make(ranks):
+        loss = lambda params, state, x: (loss_fn(params, x), {**state, "n": state["n"] + 1, "mean": x.mean()})
+        return cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(ranks), plan=CODEC, model_state="per_rank")
+
+    first = {"key": jax.random.key(0), "n": 0, "mean": 0.0}
+    *trees, _ = make(4).step(*make(4).init(PARAMS, first), X)
+    path = save(tmp_path / "here", trees)
+    six, same = (cgx.restore_state(path, list(make(n).init(PARAMS, first)))[1].rows for n in (6, 4))
+    words = lambda rows: {**rows, "key": jax.random.key_data(rows["key"])}
+    assert_same_trees(words(same), words(trees[1].rows))
+    assert len(set(map(str, words(six)["key"]))) == 6 and list(six["n"]) == [1] * 6
+    np.testing.assert_allclose(six["mean"], np.full(6, X.mean()), rtol=1e-5)
+
+
 def bare(x):
     """Without where it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
