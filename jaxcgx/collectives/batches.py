@@ -81,7 +81,9 @@ class Split:
         each = iter(arrays)
         leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
-        for i, x in sorted(zip(self.places, join(list(params), fixed)), key=lambda pair: pair[0]):
+        join = lambda x, y: y if x is None else x
+        whole = jax.tree_util.tree_map(join, list(params), fixed, is_leaf=is_none)
+        for i, x in sorted(zip(self.places, whole), key=lambda pair: pair[0]):
             args.insert(i, x)
         return args, kwargs
 
@@ -129,11 +131,6 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
     take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
     return take(True), take(False)
-
-
-def join(tree: Any, other: Any) -> Any:
-    """A tree with the leaves of another one where it has None."""
-    return jax.tree_util.tree_map(lambda x, y: y if x is None else x, tree, other, is_leaf=is_none)
 
 
 def is_key(x: Any) -> bool:

@@ -6,6 +6,7 @@ import jax
 
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.phases import check_phases
+from jaxcgx.optim.require import import_optax
 
 
 def find_skipped(plan: Any, shards: Any) -> Any:
@@ -20,6 +21,14 @@ def find_skipped(plan: Any, shards: Any) -> Any:
 
 
 def part(tree: Any, skipped: Any) -> tuple[Any, Any]:
-    """(what is trained, what is frozen) of a tree, each with None in place of the other."""
-    take = lambda wanted: jax.tree_util.tree_map(lambda x, skip: x if skip == wanted else None, tree, skipped)
+    """(what is trained, what is frozen) of a tree. Each has optax's hole, which is no leaf, in place of the other."""
+    hole = import_optax(OP).MaskedNode()
+    take = lambda wanted: jax.tree_util.tree_map(lambda x, skip: x if skip == wanted else hole, tree, skipped)
     return take(False), take(True)
+
+
+def join(trained: Any, frozen: Any) -> Any:
+    """The tree that `part` parted."""
+    hole = import_optax(OP).MaskedNode
+    is_hole = lambda x: isinstance(x, hole)
+    return jax.tree_util.tree_map(lambda x, y: y if is_hole(x) else x, trained, frozen, is_leaf=is_hole)

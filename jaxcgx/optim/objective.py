@@ -7,8 +7,8 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.batches import join
 from jaxcgx.optim.accumulation import OP, Given
+from jaxcgx.optim.frozen import join
 from jaxcgx.optim.model_state import check_renewed
 
 

@@ -9,11 +9,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_flag, check_integer, wrong
-from jaxcgx.collectives.batches import join
 from jaxcgx.optim.accumulation import Given, addable, local_gradients
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
-from jaxcgx.optim.frozen import find_skipped, part
+from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.model_state import ModelState, agree, put
 from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement, check_placement

@@ -1,4 +1,7 @@
-"""Every optimizer of optax and of optax.contrib in make_train_step: its own numbers, or an error that says why not."""
+"""Every optimizer of optax and of optax.contrib in make_train_step: its own numbers, or an error that says why not.
+
+One parameter is frozen, which none of them knows.
+"""
 
 import inspect
 
@@ -8,13 +11,15 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import assert_same_bytes, normal
 from training import mesh_of
 
 import jaxcgx as cgx
 
 contrib = pytest.importorskip("optax.contrib")
-PARAMS = {"w": normal((3, 4), 1), "b": jnp.zeros(4)}
+PARAMS = {"w": normal((3, 4), 1, scale=0.3), "b": jnp.zeros(4)}
+FROZEN = {"frozen": 1 + jnp.eye(3)}
+PLAN = cgx.Plan(cgx.Raw(), [("frozen", cgx.Skip())])
 X = normal((4, 3), 2)
 
 # How those are made that want more than a learning rate.
@@ -52,7 +57,7 @@ def make(name):
 
 
 def loss_fn(params, x):
-    return ((jnp.tanh(x @ params["w"] + params["b"]) - 1) ** 2).mean()
+    return ((jnp.tanh(x @ params["frozen"] @ params["w"] + params["b"]) - 1) ** 2).mean()
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +75,13 @@ def test_all_are_there():
 @pytest.mark.parametrize("name", sorted((optimizers().keys() | MADE.keys()) - set(CALLS_THE_LOSS)))
 def test_the_numbers_are_its_own(name):
     optimizer = make(name)
-    train = cgx.make_train_step(loss_fn, optimizer, mesh_of(2), plan=cgx.Raw())
-    params, state = train.init(PARAMS)
+    train = cgx.make_train_step(loss_fn, optimizer, mesh_of(2), plan=PLAN)
+    params, state = train.init(PARAMS | FROZEN)
     plain = optax.with_extra_args_support(optimizer)
 
     @jax.jit
     def step(params, state):
-        loss, grads = jax.value_and_grad(loss_fn)(params, X)
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p | FROZEN, X))(params)
         values = {} if name == "sam" else {"value": loss}
         updates, state = plain.update(grads, state, params, **values)
         return optax.apply_updates(params, updates), state
@@ -87,6 +92,7 @@ def test_the_numbers_are_its_own(name):
         expected, plain_state = step(expected, plain_state)
     for key in PARAMS:
         np.testing.assert_allclose(params[key], expected[key], rtol=1e-4, atol=1e-6)
+    assert_same_bytes(params["frozen"], FROZEN["frozen"])
     assert any((expected[key] != PARAMS[key]).any() for key in PARAMS)
 
 
@@ -95,4 +101,4 @@ def test_those_that_call_the_loss(name):
     train = cgx.make_train_step(loss_fn, make(name), mesh_of(2), plan=cgx.Raw())
     words = says("make_train_step", "optimizer", expected="gradients loss", got="one", remedy="linesearch=None")
     with raises(ValueError, words):
-        train.step(*train.init(PARAMS), X)
+        train.step(*train.init(PARAMS | FROZEN), X)
