@@ -105,20 +105,19 @@ def test_a_manager_and_a_hierarchy(four, tmp_path):
 
 
 def test_other_leaves_per_rank(tmp_path):
+    """Those that no state of ours has, such as the residuals of value_and_grad."""
+
     def tree(ranks, fill):
-        state = cgx.compress_gradients("data", CODEC, axis_size=ranks).init(PARAMS)
-        return dict(
-            state=state,
-            stats=np.float32(fill(ranks)),
-            key=jax.random.split(jax.random.key(0), 1),
-            seen=np.full(ranks, ranks),
-        )
+        rows = np.float32(fill(ranks))
+        return dict(residuals={"w": rows}, stats=rows, seen=np.full(ranks, ranks), key=jax.random.key(ranks))
 
     path = save(tmp_path / "here", tree(4, np.arange))
-    found = cgx.restore_state(path, tree(2, np.zeros), per_rank={"^stats$": "mean", "seen": "sum"})
+    keep = {"^residuals/": "sum", "^stats$": "mean", "seen": "mean"}
+    found = cgx.restore_state(path, tree(2, np.zeros), per_rank=keep)
+    np.testing.assert_array_equal(found["residuals"]["w"], [3, 3])
     np.testing.assert_array_equal(found["stats"], [1.5, 1.5])
     np.testing.assert_array_equal(found["seen"], [4, 4])
-    assert found["key"] == tree(4, np.arange)["key"]
+    assert found["key"] == jax.random.key(4)
 
 
 def test_a_model_with_state_per_rank(tmp_path):
