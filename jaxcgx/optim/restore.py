@@ -1,6 +1,7 @@
 """Checkpoints of Orbax, restored on another number of ranks than wrote them."""
 
 import re
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
         all ranks (`jaxcgx.gather_state`), and the template the process's own.
     """
     ocp = _import_orbax()
-    net = None if comm is None else _net(comm)
+    net = _net(comm)
     leaves, structure = _flatten(template, per_rank or {})
     with ocp.PyTreeCheckpointer() as checkpointer:
         saved = _shapes(checkpointer, path)
@@ -92,7 +93,15 @@ def _import_orbax() -> types.ModuleType:
     return orbax.checkpoint
 
 
-def _net(comm: Any) -> Transport:
+def _net(comm: Any) -> Transport | None:
+    """The processes that have a row each; None for a mesh."""
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if comm is None:
+        if mpi and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1 and jax.process_count() == 1:
+            # Each would take the rows of all for its own.
+            expected = "the MPI communicator of the ranks, as mpirun started this process"
+            raise wrong(OP, "comm", expected, None, "pass comm=MPI.COMM_SELF if the process trains alone")
+        return None
     from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
 
     return Processes.over(OP, comm, "comm").net()

@@ -164,6 +164,10 @@ def test_checkpoints(tmp_path):
         assert whole is None
     COMM.Barrier()
     assert_same_trees(cgx.restore_state(path / "same", train.init(PARAMS), comm=COMM), (params, state))
+    if N > 1:
+        words = says("restore_state", "comm", expected="MPI communicator", got="None", remedy="MPI.COMM_SELF")
+        with raises(ValueError, words):
+            cgx.restore_state(path / "same", train.init(PARAMS))
     _, (more, _) = cgx.restore_state(path / "more", train.init(PARAMS), comm=COMM)
     before, after = COMM.allreduce(np.asarray(state[0].residuals["w"])), COMM.allreduce(np.asarray(more.residuals["w"]))
     assert after.shape == (1, 30, 40)
