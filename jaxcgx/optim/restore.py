@@ -171,8 +171,7 @@ def _move(rows: np.ndarray, leaf: Leaf, size: int) -> Any:
     """The rows, or words of rows, of a leaf for `size` ranks."""
     if addable(leaf.value):
         return np.asarray(spread(size, leaf.keep or "", rows))
-    keys = jax.random.wrap_key_data(jnp.asarray(rows), impl=jax.random.key_impl(leaf.value))
-    return np.asarray(jax.random.key_data(spread(size, "", keys)))
+    return np.asarray(jax.random.key_data(spread(size, "", _keys(rows, leaf.value))))
 
 
 def _place(rows: np.ndarray, like: Any) -> Any:
@@ -180,4 +179,9 @@ def _place(rows: np.ndarray, like: Any) -> Any:
     if isinstance(like, np.ndarray):
         return np.array(rows)
     placed = jax.make_array_from_callback(rows.shape, like.sharding, lambda index: rows[index])
-    return placed if addable(like) else jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))
+    return placed if addable(like) else _keys(placed, like)
+
+
+def _keys(words: Any, like: Any) -> jax.Array:
+    """Random keys of words. JAX doesn't say the kind of a jax.ShapeDtypeStruct of keys, but that of an array."""
+    return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(jnp.empty((), like.dtype)))

@@ -75,11 +75,14 @@ def test_neither_number_divides_the_other(tmp_path):
     go_on(make(8), params, state)
 
 
+def shape(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 def test_as_many_ranks(four):
     """All bits. The template may be shapes with shardings."""
     params, state, path = four
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make(4).init(PARAMS))
-    restored = cgx.restore_state(path, shapes)
+    restored = cgx.restore_state(path, jax.tree.map(shape, make(4).init(PARAMS)))
     assert_same_trees(restored, (params, state))
     assert_same_trees(go_on(make(4), *restored), go_on(make(4), params, state))
 
@@ -131,7 +134,8 @@ def test_a_model_with_state_per_rank(tmp_path):
     first = {"key": jax.random.key(0), "n": 0, "mean": 0.0}
     *trees, _ = make(4).step(*make(4).init(PARAMS, first), X)
     path = save(tmp_path / "here", trees)
-    six, same = (cgx.restore_state(path, list(make(n).init(PARAMS, first)))[1].rows for n in (6, 4))
+    templates = [jax.tree.map(shape, list(make(ranks).init(PARAMS, first))) for ranks in (6, 4)]
+    six, same = (cgx.restore_state(path, template)[1].rows for template in templates)
     words = lambda rows: {**rows, "key": jax.random.key_data(rows["key"])}
     assert_same_trees(words(same), words(trees[1].rows))
     assert len(set(map(str, words(six)["key"]))) == 6 and list(six["n"]) == [1] * 6
