@@ -113,6 +113,29 @@ def test_with_auxiliary_outputs_and_a_key():
     assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_does_not_change(accumulate):
+    """Means over three ranks would be rounded, and communication costs time."""
+
+    def loss(w, state, x):
+        seen = jax.random.uniform(fold(state["key"], state["count"]))
+        return (x @ w * state["numbers"][:8]).mean(), ({**state, "count": state["count"] + 1}, seen)
+
+    first = {"numbers": normal((1000,), 5), "key": jax.random.key(3), "count": 0}
+    options = dict(plan=CODEC, model_state="mean", has_aux=True, accumulate=accumulate)
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(3), **options)
+    found = train.init(W, first)
+    for _ in range(3):
+        *found, metrics = train.step(*found, X)
+    close(found[1], {**first, "count": jnp.int32(3 * accumulate)})
+    np.testing.assert_array_equal(found[1]["numbers"], first["numbers"])
+    counts = range(2 * accumulate, 3 * accumulate)
+    drawn = [jax.random.uniform(fold(fold(first["key"], rank), n)) for rank in range(3) for n in counts]
+    np.testing.assert_allclose(metrics.aux, np.mean(drawn), rtol=1e-5)
+    plain = [c for c in cgx.explain(train.step, *found, X, show=False).collectives if not c.function]
+    assert sum(c.raw_bytes for c in plain) < 100
+
+
 @NESTED
 def test_an_axis_for_the_partitioner():
     def loss(params, mean, x):
