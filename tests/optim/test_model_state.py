@@ -17,7 +17,13 @@ import jaxcgx as cgx
 
 fold = jax.random.fold_in
 W = normal((30, 8), 1)
-STATE = {"mean": jnp.zeros(30), "half": jnp.zeros(30, jnp.bfloat16), "count": jnp.int32(0), "key": jax.random.key(7)}
+STATE = {
+    "mean": jnp.zeros(30),
+    "half": jnp.zeros(30, jnp.bfloat16),
+    "count": jnp.uint32(0),
+    "flag": jnp.bool_(True),
+    "key": jax.random.key(7),
+}
 
 
 def loss_fn(w, state, x):
@@ -25,7 +31,8 @@ def loss_fn(w, state, x):
     key, draw = jax.random.split(state["key"])
     mean = 0.5 * state["mean"] + x.mean(0)
     half = state["half"] + jax.random.uniform(draw, (30,), jnp.bfloat16)
-    return (((x - mean) @ w) ** 2).mean(), {"mean": mean, "half": half, "count": state["count"] + 1, "key": key}
+    new = {"mean": mean, "half": half, "count": state["count"] + 1, "flag": ~state["flag"], "key": key}
+    return (((x - mean) @ w) ** 2).mean(), new
 
 
 gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
