@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.checks import check_array, check_choice, spell_array, wrong
 from jaxcgx.optim.accumulation import OP, addable, wide
 from jaxcgx.optim.ranks import Ranks
 from jaxcgx.transports.base import Transport
@@ -81,14 +81,22 @@ class ModelState:
         own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, net.rank)
         return jax.tree_util.tree_map(own, state)
 
-    def of_all(self, state: Any) -> Any:
-        """What a step returns of a rank's state after its last micro-batch."""
+    def of_all(self, state: Any, given: Any, new: Any) -> Any:
+        """What a step returns.
+
+        Args:
+          state: what it was given.
+          given: what the loss function was given of it.
+          new: what the loss function returned. What it left as it was is not averaged, because a mean of equal numbers
+            may be rounded.
+        """
         if self.mode == "per_rank":
-            return PerRank(jax.tree_util.tree_map(lambda x: x[None], state))
+            return PerRank(jax.tree_util.tree_map(lambda x: x[None], new))
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        widened = jax.tree_util.tree_map(lambda x: x.astype(wide(x.dtype)) if inexact(x) else x, state)
-        narrow = lambda found, x: found.astype(x.dtype) if inexact(x) else found
-        return jax.tree_util.tree_map(narrow, agree(widened, self.ranks, averaged=inexact), state)
+        widened = lambda x: x.astype(wide(x.dtype)) if inexact(x) else x
+        changed = jax.tree_util.tree_map(lambda was, now: None if now is was else widened(now), given, new)
+        narrow = lambda old, found: old if found is None else found.astype(old.dtype) if inexact(old) else found
+        return jax.tree_util.tree_map(narrow, state, agree(changed, self.ranks, averaged=inexact))
 
 
 def put(state: Any, sharding: Any) -> Any:
@@ -114,8 +122,10 @@ def _first(x: jax.Array, net: Transport) -> jax.Array:
 
 
 def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
-    """The state that a loss function returned, as arrays that vary over the ranks, if it is one like that it got."""
-    new = jax.tree_util.tree_map(jnp.asarray, new)
+    """The state that a loss function returned, if it is one like that it got.
+
+    Arrays that are new vary over the ranks. The others are the same objects.
+    """
     before, structure = jax.tree_util.tree_flatten_with_path(old)
     after, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:
@@ -123,12 +133,17 @@ def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
         changed = [f"without {name}" for name in sorted(paths[0] - paths[1])]
         changed += [f"with {name} more" for name in sorted(paths[1] - paths[0])]
         raise wrong(OP, "loss_fn", f"a new model state like that it gets, {structure}", (changed or [other])[0])
+    renewed: list[Any] = []
     for (path, was), (_, now) in zip(before, after):
-        if (was.shape, was.dtype) != (now.shape, now.dtype):
-            expected = f"a new model state like that it gets, {spell_array(was)}"
-            raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
-    strong = lambda x: x.astype(x.dtype) if addable(x) else x  # a weak type would compile the next step anew
-    return jax.tree_util.tree_map(lambda x: _compat.vary(strong(x), tracked), new)
+        if now is not was:
+            now = check_array(OP, "loss_fn", now, path)
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                expected = f"a new model state like that it gets, {spell_array(was)}"
+                raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
+            strong = now.astype(now.dtype) if addable(now) else now  # a weak type would compile the next step anew
+            now = _compat.vary(strong, tracked)
+        renewed.append(now)
+    return structure.unflatten(renewed)
 
 
 def fold(keys: jax.Array, rank: jax.Array) -> jax.Array:

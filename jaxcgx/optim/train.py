@@ -117,14 +117,16 @@ def make_train_step(
         sent, rest = opt_state
         skipped = find_frozen(params)
         trained, frozen = part(params, skipped)
-        found = gradients(trained, Given(frozen, state.of_rank(model_state), batch, key))
+        own_state = state.of_rank(model_state)
+        found = gradients(trained, Given(frozen, own_state, batch, key))
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
         grads = join(found.gradients, frozen)
         grads, sent = placement.update_shards(transformation.update, grads, state=sent, params=params)
         loss, aux = agree((found.loss, found.aux), ranks, averaged=addable)
         updates, rest = _update_with_value(extended.update, part(grads, skipped)[0], rest, trained, value=loss)
         params = join(optax.apply_updates(trained, updates), frozen)
-        return params, state.of_all(found.model_state), (sent, rest), Metrics(loss, aux, sent.telemetry)
+        new_state = state.of_all(model_state, own_state, found.model_state)
+        return params, new_state, (sent, rest), Metrics(loss, aux, sent.telemetry)
 
     def init(params: Any, model_state: Any = None) -> tuple[Any, ...]:
         state.check_given(model_state)
