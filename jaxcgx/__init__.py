@@ -33,6 +33,7 @@ from jaxcgx.collectives import (
     sync_in_backward,
     value_and_grad,
 )
+from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
@@ -69,6 +70,7 @@ __all__ = [
     "grad",
     "gradient_statistics",
     "init_factors",
+    "keep_pages",
     "local_value_and_grad",
     "make_train_step",
     "reshard_state",
