@@ -61,7 +61,8 @@ def value_and_grad(
         None.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
-        `codec_key=`, in each call.
+        `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
+        jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
         of the whole batch. Others are averaged over the ranks.
@@ -165,12 +166,14 @@ class ValueAndGrad:
         ranks = self._ranks(given)
         specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
 
-        def rows(x: Any) -> Any:
-            return jnp.zeros((ranks.size, *np.shape(x)), jnp.float32) if jnp.result_type(x) in DTYPES else None
-
-        sharding = lambda x, spec: None if rows(x) is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
-        make = lambda: jax.tree_util.tree_map(rows, given)
-        return self._as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
+        fed = jax.tree_util.tree_map(lambda x: x if jnp.result_type(x) in DTYPES else None, given)
+        if isinstance(self.plan, Plan):
+            skipped = _several(self.plan.skipped(OP, "plan", _alone(fed)), fed)
+            fed = jax.tree_util.tree_map(lambda x, skip: None if skip else x, fed, skipped)
+        make = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32), fed)
+        sharding = lambda x, spec: None if x is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
+        shardings = jax.tree_util.tree_map(sharding, fed, specs, is_leaf=is_none)
+        return self._as_argument(jax.jit(make, out_shardings=shardings)())
 
     def _ranks(self, arguments: Any) -> Ranks:
         names = axis_names(self.axis_name)
@@ -261,11 +264,21 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
 def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
     """The compressed mean of gradients over the ranks, and the new residuals."""
     net, options = check_axes(OP, axis_name), Options(key=key)
-    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], residuals))
-    found = reduce(OP, grads, net=net, codec=plan, options=options, state=state, mean=True)
+    state = State(residuals=None if residuals is None else _alone(jax.tree_util.tree_map(lambda x: x[0], residuals)))
+    found = reduce(OP, _alone(grads), net=net, codec=plan, options=options, state=state, mean=True)
     if residuals is None:
-        return found, None
-    return found[0], jax.tree_util.tree_map(lambda x: x[None], found[1])
+        return _several(found, grads), None
+    return _several(found[0], grads), jax.tree_util.tree_map(lambda x: x[None], _several(found[1], grads))
+
+
+def _alone(trees: list[Any]) -> Any:
+    """The only tree, whose paths rules of a plan then see; of several, all with their numbers in front."""
+    return trees[0] if len(trees) == 1 else trees
+
+
+def _several(found: Any, trees: list[Any]) -> list[Any]:
+    """The list of what was found for `_alone(trees)`."""
+    return [found] if len(trees) == 1 else found
 
 
 def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
