@@ -1,5 +1,6 @@
 """value_and_grad: jax.value_and_grad for programs that leave the ranks to jit, with compressed gradients."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.batches import Split, check_unchanged, is_none, part
-from jaxcgx.collectives.gradients import local_value_and_grad, vary, without_constraints
+from jaxcgx.collectives.batches import Hashed, Split, check_unchanged, insert, is_none, part
+from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
 from jaxcgx.collectives.state import State
@@ -47,13 +48,16 @@ def value_and_grad(
         compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
         loss, grads = compressed(params, batch)
 
-    It is used as jax.value_and_grad is, inside or outside of jax.jit, and not inside of shard_map. Every rank of the
-    axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets: the
-    value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
+    It is used as jax.value_and_grad is, inside or outside of jax.jit, where it is compiled all the same. Every rank of
+    the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets:
+    the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
 
     Arguments that are not differentiated are split over the ranks as their sharding says. Where nothing says it, which
     is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
     on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
+
+    Inside of shard_map, pmap or vmap(axis_name=...), arguments are those of this rank, as everything there is, and so
+    is aux. The value and the gradients are the means over the ranks, which JAX then need not take.
 
     Args:
       loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. They may
@@ -131,7 +135,21 @@ class ValueAndGrad:
     batch_specs: Any
     param_specs: Any
 
+    # Equal calls share a compiled program, also where a loop makes them anew.
+    @functools.cached_property
+    def _settings(self) -> Hashed:
+        return Hashed({name: value for name, value in vars(self).items() if name not in ("loss_fn", "_settings")})
+
+    def __hash__(self) -> int:
+        return hash((id(self.loss_fn), self._settings))
+
+    def __eq__(self, other: Any) -> bool:
+        same = isinstance(other, ValueAndGrad) and self.loss_fn is other.loss_fn
+        return same and self._settings == other._settings
+
     def __call__(self, *args: Any, residuals: Any = None, codec_key: Any = None, **kwargs: Any) -> Any:
+        if inside := _bound(axis_names(self.axis_name)):
+            self._check_inside()
         if (residuals is not None) != self.feedback:
             expected = (
                 "what init(params) or the call before returned" if self.feedback else "none without feedback=True"
@@ -139,18 +157,23 @@ class ValueAndGrad:
             raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
         places = self._places(len(args))
         params, fixed = part([args[i] for i in places])
+        if not jax.tree_util.tree_leaves(params):
+            expected = "arguments that have arrays of floating point"
+            got = ", ".join(repr(type(args[i]).__name__) for i in places)
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass jnp.asarray(number)")
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+        if inside:
+            positional, keywords, fixed = others
+            arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
+            value, aux, grads = self.on_this_rank(arguments, params)
+            grads, _ = _mean(self.axis_name, self.plan, grads, residuals=None, key=codec_key)
+            return (value, aux) if self.has_aux else value, self._as_argument(grads)
         ranks = self._ranks((params, others))
         param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
-        done = _run(
-            self,
-            split,
-            params=params,
-            arrays=split.arrays(others),
-            residuals=self._as_list(residuals),
-            codec_key=codec_key,
-        )
+        given = params, split.arrays(others), self._as_list(residuals), codec_key
+        check_constraints(OP, "loss_fn", tuple(ranks.manual), _run.trace(self, split, *given).jaxpr)
+        done = _run(self, split, *given)
         value = (done.value, done.aux) if self.has_aux else done.value
         result = value, self._as_argument(done.grads)
         return (result, self._as_argument(done.residuals)) if self.feedback else result
@@ -173,11 +196,30 @@ class ValueAndGrad:
         return self._as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
 
     def _ranks(self, arguments: Any) -> Ranks:
-        names = axis_names(self.axis_name)
-        if inside := [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]:
-            remedy = "inside, take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean"
-            raise wrong(OP, "axis_name", "a call outside of shard_map", f"one inside of it, over {inside[0]!r}", remedy)
-        return Ranks.of(OP, self.mesh, names, arrays=jax.tree_util.tree_leaves(arguments))
+        return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
+
+    def _check_inside(self) -> None:
+        check_axes(OP, self.axis_name)
+        for name in ("mesh", "batch_specs", "param_specs"):
+            if getattr(self, name) is not None:
+                expected = "None inside of shard_map and pmap, where every rank has its part already"
+                raise wrong(OP, name, expected, repr(getattr(self, name)), "leave it out")
+        if self.feedback:
+            remedy = "take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean(..., residuals=...)"
+            raise wrong(OP, "feedback", "False inside of shard_map and pmap", True, remedy)
+
+    def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any]]:
+        """(the mean of losses, this rank's aux, gradients whose mean is that of the whole batch)."""
+
+        def loss(*params: Any) -> Any:
+            given = arguments(*params)
+            before = jax.tree_util.tree_leaves_with_path(given)
+            found = self.loss_fn(*given[0], **given[1])
+            check_unchanged(OP, before, given)
+            return found
+
+        with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
+            return (_of_sums if self.weighted else _of_mean)(loss, params, self.axis_name, self.has_aux)
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
@@ -229,22 +271,18 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
         rank = lax.axis_index(names)
         arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
 
-        def loss(*params: Any) -> Any:
-            given = split.arguments(params, arrays)
-            before = jax.tree_util.tree_leaves_with_path(given)
-            found = call.loss_fn(*given[0], **given[1])
-            check_unchanged(OP, before, given)
-            return found
-
-        with without_constraints(OP, "loss_fn", names):
-            value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
+        value, aux, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
         mean = functools.partial(_mean, call.axis_name, call.plan)
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
             rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
             mean = jax.shard_map(
-                mean, in_specs=(specs, rows, P()), out_specs=(specs, rows), axis_names=set(ranks.others)
+                mean,
+                in_specs=(specs, rows, P()),
+                out_specs=(specs, rows),
+                axis_names=set(ranks.others),
+                check_vma=False,
             )
         grads, kept = mean(grads, residuals, codec_key)
         shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)]
@@ -252,9 +290,15 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
 
     tree, aux_specs = split.aux_specs(call.loss_fn, params, arrays=arrays) if call.has_aux else (None, [])
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-    done = ranks.map(
-        of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=_Done(P(), aux_specs, P(), P(names))
-    )(params, arrays, residuals, codec_key)
+    out_specs = _Done(P(), [spec or P() for spec in aux_specs], P(), P(names))
+    step = ranks.map(of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=out_specs)
+    try:
+        done = step(params, arrays, residuals, codec_key)
+    except NotImplementedError as error:
+        if "Closing over" not in str(error):
+            raise
+        expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
+        raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
     return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
 
 
@@ -270,10 +314,15 @@ def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tu
 
 def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
     """(the mean of the ranks' losses, this rank's aux, this rank's gradients)."""
+    names = axis_names(axis_name)
+
+    def checked(*params: Any) -> tuple[Any, Any]:
+        value, aux = loss(*params) if has_aux else (loss(*params), None)
+        return own(OP, "loss_fn", names, value), aux
+
     every = tuple(range(len(params)))
-    found, grads = local_value_and_grad(loss, axis_name, argnums=every, has_aux=has_aux)(*params)
-    value, aux = found if has_aux else (found, None)
-    return _pmean(value, axis_names(axis_name)), aux, list(grads)
+    (value, aux), grads = jax.value_and_grad(checked, argnums=every, has_aux=True)(*vary(params, names))
+    return _pmean(value, names), aux, list(grads)
 
 
 # The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
@@ -286,9 +335,10 @@ def _of_sums(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: boo
     def sums(*params: Any) -> tuple[Any, Any]:
         found, aux = loss(*params) if has_aux else (loss(*params), None)
         try:
-            total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked) for x in found)
+            total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked).reshape(()) for x in found)
         except (TypeError, ValueError) as error:
-            raise wrong(OP, "loss_fn", "a function that returns (sum, weight) with weighted=True", found) from error
+            expected = "a function that returns (sum, weight), two scalars, with weighted=True"
+            raise wrong(OP, "loss_fn", expected, found) from error
         return (total, weight), aux
 
     (total, weight), back, aux = jax.vjp(sums, *vary(params, names), has_aux=True)
@@ -302,6 +352,14 @@ def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
     return lax.pmean(_compat.vary(jnp.asarray(x), _compat.tracked_axes(names)), names)
 
 
-def _of_all(x: Any, spec: P, names: tuple[Any, ...]) -> jax.Array:
-    """An auxiliary output as it leaves a rank: a part of the whole, or the mean."""
-    return _compat.vary(x, _compat.tracked_axes(names)) if any(spec) else _pmean(x, names)
+def _of_all(x: Any, spec: P | None, names: tuple[Any, ...]) -> jax.Array:
+    """An auxiliary output as it leaves a rank: a part of the whole, the mean, or what all ranks have."""
+    return _pmean(x, names) if spec == P() else jnp.asarray(x)
+
+
+def _bound(names: tuple[Any, ...]) -> bool:
+    """Whether this is inside of shard_map, pmap or vmap over one of the axes."""
+    for name in names:
+        with contextlib.suppress(NameError):
+            return bool(lax.axis_size(name))
+    return False
