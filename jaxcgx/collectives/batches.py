@@ -83,15 +83,19 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
-    def aux_specs(self, loss_fn: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
+    def aux_specs(self, call: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
         """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say.
 
         P() is of one that differs between ranks, and None of one that no rank's part of a batch changes.
+
+        Args:
+          call: from what a loss is called with to (its value, the auxiliary outputs).
+          params: the parameters.
+          arrays: the other arrays.
         """
 
         def aux(params: Any, arrays: Any) -> Any:
-            args, kwargs = self.arguments(params, arrays)
-            return loss_fn(*args, **kwargs)[1]
+            return call(self.arguments(params, arrays))[1]
 
         ranks = self.ranks
         axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average statistics over them
@@ -108,11 +112,11 @@ class Split:
             cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
             if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):
                 expected = f"auxiliary outputs that have the examples along one dimension, or along none ({x.shape})"
-                raise wrong(ranks.op, "loss_fn", expected, f"{part.shape} of a rank's part", path=path)
+                raise wrong(ranks.op, "loss_fn", expected, f"{part.shape} of a rank's part", path=path[1:])
             if differs and not cut and not jnp.issubdtype(x.dtype, jnp.inexact):
                 expected = "auxiliary outputs that are means in floating point, or have a row for each example"
                 remedy = "return a mean, as in (prediction == label).mean()"
-                raise wrong(ranks.op, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path)
+                raise wrong(ranks.op, "loss_fn", expected, f"{x.dtype}{list(x.shape)}", remedy, path=path[1:])
             specs.append(P(*[None] * cut[0], ranks.names) if cut else P() if differs else None)
         return jax.tree_util.tree_structure(whole), specs
 
@@ -136,13 +140,30 @@ def _affected(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     return [not literal(x) and x in differ for x in jaxpr.outvars]
 
 
-def check_unchanged(op: str, before: list[tuple[Any, Any]], given: Any) -> None:
-    """Refuses a loss that changes its arguments, as modules of NNX may: each rank has copies, which are lost."""
-    for (path, old), new in zip(before, jax.tree_util.tree_leaves(given)):
-        if new is not old:
-            expected = "a function that leaves its arguments as they are"
-            got = "one that changes them, such as statistics or random streams"
-            raise wrong(op, "loss_fn", expected, got, "docs/convert.md#flax-nnx shows how to pass them", path=path)
+def changes(op: str, before: list[tuple[Any, Any]], given: Any) -> dict[int, Any]:
+    """The leaves of its arguments that a loss has changed, as modules of NNX do, by their places among `before`.
+
+    Each rank has copies. What it assigns to a list or a dict would be lost.
+    """
+    after = dict(jax.tree_util.tree_leaves_with_path(given))
+    found = {i: after[path] for i, (path, old) in enumerate(before) if path in after and after[path] is not old}
+    for i in found:
+        path, _ = before[i]
+        if not isinstance(path[-1], jax.tree_util.GetAttrKey):
+            expected, got = "a function that leaves its arguments as they are", "one that changes them"
+            raise wrong(
+                op, "loss_fn", expected, got, "return what is new beside the loss, with has_aux=True", path=path
+            )
+    return found
+
+
+def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
+    """Gives an attribute, somewhere in a tree, a new value."""
+    *inner, last = path
+    for key in inner:
+        is_name = isinstance(key, jax.tree_util.GetAttrKey)
+        tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
+    setattr(tree, last.name, value)
 
 
 def is_none(x: Any) -> bool:

@@ -17,7 +17,7 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.batches import Hashed, Split, check_unchanged, insert, is_none, part
+from jaxcgx.collectives.batches import Hashed, Split, assign, changes, insert, is_none, part
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
@@ -165,16 +165,32 @@ class ValueAndGrad:
         if inside:
             positional, keywords, fixed = others
             arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
-            value, aux, grads = self.on_this_rank(arguments, params)
+            value, (aux, changed), grads = self.on_this_rank(arguments, params)
+            if changed:
+                expected, got = (
+                    "a function that leaves modules as they are inside of shard_map",
+                    "one that changes them",
+                )
+                raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
             grads, _ = _mean(self.axis_name, self.plan, grads, residuals=None, key=codec_key)
             return (value, aux) if self.has_aux else value, self._as_argument(grads)
         ranks = self._ranks((params, others))
         param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
         given = params, split.arrays(others), self._as_list(residuals), codec_key
-        check_constraints(OP, "loss_fn", tuple(ranks.manual), _run.trace(self, split, *given).jaxpr)
-        done = _run(self, split, *given)
-        value = (done.value, done.aux) if self.has_aux else done.value
+        extras = self.has_aux
+        try:
+            traced = _run.trace(self, split, extras, *given)
+        except _Changed:
+            extras = True
+            traced = _run.trace(self, split, extras, *given)
+        check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
+        done = _run(self, split, extras, *given)
+        aux, changed = done.extras
+        for i, new in changed.items():
+            whole = list(args), kwargs
+            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+        value = (done.value, aux) if self.has_aux else done.value
         result = value, self._as_argument(done.grads)
         return (result, self._as_argument(done.residuals)) if self.feedback else result
 
@@ -208,18 +224,18 @@ class ValueAndGrad:
             remedy = "take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean(..., residuals=...)"
             raise wrong(OP, "feedback", "False inside of shard_map and pmap", True, remedy)
 
+    def call_loss(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
+        """(what `loss_fn` returns, (aux, what it changes of its arguments))."""
+        before = jax.tree_util.tree_leaves_with_path(given)
+        found = self.loss_fn(*given[0], **given[1])
+        found, aux = found if self.has_aux else (found, None)
+        return found, (aux, changes(OP, before, given))
+
     def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any]]:
-        """(the mean of losses, this rank's aux, gradients whose mean is that of the whole batch)."""
-
-        def loss(*params: Any) -> Any:
-            given = arguments(*params)
-            before = jax.tree_util.tree_leaves_with_path(given)
-            found = self.loss_fn(*given[0], **given[1])
-            check_unchanged(OP, before, given)
-            return found
-
+        """(the mean of losses, (this rank's aux, changes), gradients whose mean is that of the whole batch)."""
+        loss = lambda *params: self.call_loss(arguments(*params))
         with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
-            return (_of_sums if self.weighted else _of_mean)(loss, params, self.axis_name, self.has_aux)
+            return (_of_sums if self.weighted else _of_mean)(loss, params, axis_names(self.axis_name))
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
@@ -256,22 +272,33 @@ class _Done(NamedTuple):
     """What a step has found, or the specs of that."""
 
     value: Any
-    aux: Any
+    extras: Any  # (aux, changes)
     grads: Any
     residuals: Any
 
 
+class _Changed(Exception):
+    """A loss changes its arguments, and that was not expected."""
+
+
 # jit: outside of the caller's jit, shard_map would run operation by operation.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: Any, codec_key: Any) -> "_Done":
-    """The step of all ranks; gradients and residuals are lists like `params`."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    call: ValueAndGrad, split: Split, extras: bool, params: Any, arrays: Any, residuals: Any, codec_key: Any
+) -> "_Done":
+    """The step of all ranks; gradients and residuals are lists like `params`.
+
+    `extras` says whether a loss may have auxiliary outputs, or change its arguments. Two more traces say how these are
+    split.
+    """
     ranks, names = split.ranks, split.ranks.names
 
     def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
         rank = lax.axis_index(names)
         arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
-
-        value, aux, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
+        value, found, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
+        if not extras and jax.tree_util.tree_leaves(found):
+            raise _Changed
         mean = functools.partial(_mean, call.axis_name, call.plan)
         if ranks.others:
             specs = split.param_specs.tree
@@ -285,12 +312,14 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
                 check_vma=False,
             )
         grads, kept = mean(grads, residuals, codec_key)
-        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)]
+        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(found), specs_of_extras)]
         return _Done(value, shown, grads, kept)
 
-    tree, aux_specs = split.aux_specs(call.loss_fn, params, arrays=arrays) if call.has_aux else (None, [])
+    tree, specs_of_extras = jax.tree_util.tree_structure((None, {})), []
+    if extras:
+        tree, specs_of_extras = split.aux_specs(call.call_loss, params, arrays=arrays)
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-    out_specs = _Done(P(), [spec or P() for spec in aux_specs], P(), P(names))
+    out_specs = _Done(P(), [spec or P() for spec in specs_of_extras], P(), P(names))
     step = ranks.map(of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=out_specs)
     try:
         done = step(params, arrays, residuals, codec_key)
@@ -299,7 +328,7 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
             raise
         expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
         raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
-    return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
+    return done._replace(extras=tree.unflatten(done.extras))
 
 
 def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
@@ -312,12 +341,11 @@ def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tu
     return found[0], jax.tree_util.tree_map(lambda x: x[None], found[1])
 
 
-def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(the mean of the ranks' losses, this rank's aux, this rank's gradients)."""
-    names = axis_names(axis_name)
+def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """(the mean of the ranks' losses, this rank's auxiliary outputs, this rank's gradients)."""
 
     def checked(*params: Any) -> tuple[Any, Any]:
-        value, aux = loss(*params) if has_aux else (loss(*params), None)
+        value, aux = loss(*params)
         return own(OP, "loss_fn", names, value), aux
 
     every = tuple(range(len(params)))
@@ -327,13 +355,12 @@ def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: boo
 
 # The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
 # ranks of ds / W - S / W^2 dw. A rank's gradients are that times the number of ranks, because their mean is taken.
-def _of_sums(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(the sum of all sums over the sum of all weights, this rank's aux, this rank's gradients)."""
-    names = axis_names(axis_name)
+def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """(the sum of all sums over the sum of all weights, this rank's auxiliary outputs, this rank's gradients)."""
     tracked = _compat.tracked_axes(names)
 
     def sums(*params: Any) -> tuple[Any, Any]:
-        found, aux = loss(*params) if has_aux else (loss(*params), None)
+        found, aux = loss(*params)
         try:
             total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked).reshape(()) for x in found)
         except (TypeError, ValueError) as error:

@@ -308,8 +308,39 @@ def test_leaves_without_gradients():
     assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
 
 
+def test_a_module_that_changes():
+    """NNX: what a module assigns to itself is in the module afterwards, such as statistics and counts."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, axis_name, rngs):
+            self.norm = nnx.BatchNorm(30, axis_name=axis_name, rngs=rngs)
+            self.rnn = nnx.RNN(nnx.SimpleCell(30, 8, rngs=rngs))
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls.set_value(self.calls.get_value() + 1)
+            return self.rnn(self.norm(x).reshape(-1, 1, 30))
+
+    def run(value_and_grad, axis_name, x):
+        model = Model(axis_name, nnx.Rngs(0))
+        step = nnx.jit(lambda model, x: value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, x))
+        for _ in range(2):
+            loss, grads = step(model, x)
+        grads = grads if isinstance(grads, nnx.State) else nnx.state(grads, nnx.Param)
+        return loss, grads, nnx.state(model)
+
+    mesh = mesh_of(AxisType.Auto)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = run(nnx.value_and_grad, None, X)
+        with jax.set_mesh(mesh):
+            found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw()), "data", place(mesh, X))
+    in_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
+
+
 class Statistics:
-    """A module as NNX has it: a pytree that a call may change."""
+    """A module whose pytree doesn't say the names of its attributes."""
 
     def __init__(self, w, mean):
         self.w, self.mean = w, mean
@@ -322,11 +353,13 @@ class Statistics:
 jax.tree_util.register_pytree_node(Statistics, lambda m: ((m.w, m.mean), None), lambda _, leaves: Statistics(*leaves))
 
 
-def test_a_loss_that_changes_its_arguments_is_refused():
+def test_a_change_that_would_be_lost_is_refused():
     f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", CODEC, mesh=mesh_of(AxisType.Auto))
     words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", expected="leaves arguments", got="one")
     with raises(ValueError, words):
         f(Statistics(PARAMS["w"], jnp.zeros(())), X)
+    popped = cgx.value_and_grad(lambda p, batch: loss_fn(p, batch.pop("x")), "data", cgx.Raw(), mesh=f.mesh)
+    close(popped(PARAMS, {"x": X}), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
 @KINDS
