@@ -163,7 +163,10 @@ def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
     for key in inner:
         is_name = isinstance(key, jax.tree_util.GetAttrKey)
         tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
-    setattr(tree, last.name, value)
+    if hasattr(tree, "set_value"):  # a variable of NNX, whose attribute is deprecated
+        tree.set_value(value)
+    else:
+        setattr(tree, last.name, value)
 
 
 def is_none(x: Any) -> bool:
