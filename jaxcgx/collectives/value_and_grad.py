@@ -172,12 +172,12 @@ class ValueAndGrad:
                     "one that changes them",
                 )
                 raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
-            grads, _ = _mean(self.axis_name, self.plan, grads, residuals=None, key=codec_key)
-            return (value, aux) if self.has_aux else value, self._as_argument(grads)
+            grads, _ = _mean(self, grads, residuals=None, key=codec_key)
+            return (value, aux) if self.has_aux else value, self.as_argument(grads)
         ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
+        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
-        given = params, split.arrays(others), self._as_list(residuals), codec_key
+        given = params, split.arrays(others), self.as_list(residuals), codec_key
         extras = self.has_aux
         try:
             traced = _run.trace(self, split, extras, *given)
@@ -191,8 +191,8 @@ class ValueAndGrad:
             whole = list(args), kwargs
             assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
         value = (done.value, aux) if self.has_aux else done.value
-        result = value, self._as_argument(done.grads)
-        return (result, self._as_argument(done.residuals)) if self.feedback else result
+        result = value, self.as_argument(done.grads)
+        return (result, self.as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
         """Residuals of zeros, with a row for each rank, sharded over the axis.
@@ -200,16 +200,16 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given, _ = part(self._as_list(params))
+        given, _ = part(self.as_list(params))
         ranks = self._ranks(given)
-        specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
+        specs = ranks.specs_of_params(given, self.as_list(self.param_specs))
 
         def rows(x: Any) -> Any:
             return jnp.zeros((ranks.size, *np.shape(x)), jnp.float32) if jnp.result_type(x) in DTYPES else None
 
         sharding = lambda x, spec: None if rows(x) is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
         make = lambda: jax.tree_util.tree_map(rows, given)
-        return self._as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
+        return self.as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
 
     def _ranks(self, arguments: Any) -> Ranks:
         return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
@@ -239,16 +239,16 @@ class ValueAndGrad:
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
-        asked = self._as_list(self.argnums)
+        asked = self.as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
         return tuple(i % count for i in asked)
 
-    def _as_list(self, value: Any) -> Any:
+    def as_list(self, value: Any) -> Any:
         """What a caller gives for the differentiated arguments, as a list; None as it is."""
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
-    def _as_argument(self, values: Sequence[Any]) -> Any:
+    def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
@@ -299,7 +299,7 @@ def _run(
         value, found, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
         if not extras and jax.tree_util.tree_leaves(found):
             raise _Changed
-        mean = functools.partial(_mean, call.axis_name, call.plan)
+        mean = functools.partial(_mean, call)
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
@@ -331,14 +331,16 @@ def _run(
     return done._replace(extras=tree.unflatten(done.extras))
 
 
-def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
-    """The compressed mean of gradients over the ranks, and the new residuals."""
-    net, options = check_axes(OP, axis_name), Options(key=key)
-    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], residuals))
-    found = reduce(OP, grads, net=net, codec=plan, options=options, state=state, mean=True)
+def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tuple[Any, Any]:
+    """The compressed mean of gradients over the ranks, and the new residuals, as lists."""
+    net, options = check_axes(OP, call.axis_name), Options(key=key)
+    grads = call.as_argument(grads)  # a plan sees the paths of the argument
     if residuals is None:
-        return found, None
-    return found[0], jax.tree_util.tree_map(lambda x: x[None], found[1])
+        found = reduce(OP, grads, net=net, codec=call.plan, options=options, state=State(), mean=True)
+        return call.as_list(found), None
+    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], call.as_argument(residuals)))
+    mean, kept = reduce(OP, grads, net=net, codec=call.plan, options=options, state=state, mean=True)
+    return call.as_list(mean), call.as_list(jax.tree_util.tree_map(lambda x: x[None], kept))
 
 
 def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:

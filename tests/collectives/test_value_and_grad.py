@@ -178,7 +178,7 @@ def test_losses_that_start_from_constants(kind):
 
 @KINDS
 def test_losses_that_look_at_all_ranks(kind):
-    """A mean over ranks inside the loss, and a batch norm's, with statistics as auxiliary outputs."""
+    """A mean over ranks inside the loss, a sum, and a batch norm with statistics as auxiliary outputs."""
 
     def normalised(params, count, x, mean=lambda h: lax.pmean(h, "data")):
         h = x @ params["w"]
@@ -187,10 +187,17 @@ def test_losses_that_look_at_all_ranks(kind):
 
     def both(params, x):
         averaged = cgx.value_and_grad(lambda p, x: lax.pmean(loss_fn(p, x), "data"), "data", cgx.Raw())(params, x)
-        return averaged, cgx.value_and_grad(normalised, "data", cgx.Raw(), has_aux=True)(params, jnp.int32(3), x)
+        total = lambda p, x: (errors_of(p, x).sum(), 1 / lax.axis_size("data"))
+        summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True)(params, x)
+        return (
+            averaged,
+            summed,
+            cgx.value_and_grad(normalised, "data", cgx.Raw(), has_aux=True)(params, jnp.int32(3), x),
+        )
 
-    averaged, ((value, (centre, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
+    averaged, summed, ((value, (centre, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
     close(averaged, jax.value_and_grad(loss_fn)(PARAMS, X))
+    close(summed, jax.value_and_grad(lambda p: errors_of(p, X).sum())(PARAMS))
     plain = functools.partial(normalised, mean=lambda h: h)
     (expected, (whole, _)), whole_grads = jax.value_and_grad(plain, has_aux=True)(PARAMS, jnp.int32(3), X)
     close((value, centre, grads["w"]), (expected, whole, whole_grads["w"]))
@@ -408,6 +415,7 @@ def test_explain_counts_what_is_saved():
         step = jax.jit(cgx.value_and_grad(loss_fn, "data", cgx.Plan(CODEC, min_size=100)))
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
+    assert {leaf.path for leaf in found.raw} == {"['b']"}  # of the argument, as a plan's rules see it
 
 
 @pytest.mark.parametrize(
