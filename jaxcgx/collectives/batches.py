@@ -101,14 +101,19 @@ class Split:
         axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average statistics over them
         trace = jax.make_jaxpr(aux, axis_env=axes, return_shape=True)
         shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
-        _, whole = trace(shapes(params), shapes(arrays))
+        of_all, whole = trace(shapes(params), shapes(arrays))
         parts = [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
-        jaxpr, local = trace(shapes(params), parts)
+        of_part, local = trace(shapes(params), parts)
         of_rank = [False] * len(jax.tree_util.tree_leaves(params))
         of_rank += [key or any(spec) for key, spec in zip(self.keys, self.specs)]
+        differ = _affected(of_part, of_rank)
         specs: list[P | None] = []
         found = jax.tree_util.tree_flatten_with_path(whole)[0]
-        for (path, x), part, differs in zip(found, jax.tree_util.tree_leaves(local), _affected(jaxpr.jaxpr, of_rank)):
+        for (path, _), value, part in zip(found, _constants(of_all), _constants(of_part)):
+            if value != part:
+                expected = "auxiliary outputs that don't depend on the number of examples"
+                raise wrong(ranks.op, "loss_fn", expected, f"{part} of a rank's part, {value} of all", path=path[1:])
+        for (path, x), part, differs in zip(found, jax.tree_util.tree_leaves(local), differ):
             cut = [k for k, (n, m) in enumerate(zip(x.shape, part.shape)) if n != m]
             if cut and (len(cut) > 1 or x.shape[cut[0]] != ranks.size * part.shape[cut[0]]):
                 expected = f"auxiliary outputs that have the examples along one dimension, or along none ({x.shape})"
@@ -132,12 +137,19 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
 
 def _affected(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     """Which results of a program may differ between ranks, from which of its inputs do."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # newer versions of JAX have one kind
     literal = lambda x: hasattr(x, "val")
     differ = {x for x, differs in zip(jaxpr.invars, inputs) if differs}
     for eqn in jaxpr.eqns:
         if eqn.effects or any(not literal(x) and x in differ for x in eqn.invars):  # effects: which rank it is
             differ.update(eqn.outvars)
     return [not literal(x) and x in differ for x in jaxpr.outvars]
+
+
+def _constants(jaxpr: Any) -> list[str | None]:
+    """The numbers among the results of a program, in words; None for the others."""
+    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
 
 
 def changes(op: str, before: list[tuple[Any, Any]], given: Any) -> dict[int, Any]:

@@ -25,8 +25,9 @@ def vary(x: Any, names: tuple[Any, ...]) -> Any:
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
-# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, and as a NamedSharding of the mesh.
-_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`"
+# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, as a NamedSharding of the mesh, and
+# as out_sharding.
+_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`", "that are of type Auto or Manual"
 
 
 @contextlib.contextmanager
@@ -65,13 +66,11 @@ def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxp
                     check_constraints(function, argument, names, value)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:
+def _own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:
     """The loss. Differentiation checks that it is this rank's own; a constant may be the same everywhere."""
     return loss
 
 
-@own.defjvp
 def _own_jvp(
     function: str, argument: str, names: tuple[Any, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
@@ -85,6 +84,10 @@ def _own_jvp(
             "take the pmean outside",
         )
     return *primals, *tangents
+
+
+own: Any = jax.custom_jvp(_own, nondiff_argnums=(0, 1, 2))
+own.defjvp(_own_jvp)
 
 
 def local_value_and_grad(

@@ -143,7 +143,8 @@ class Ranks:
                         "batch_specs",
                         f"arrays that {self._spelled()} splits evenly",
                         f"{spell_array(x)} for {count} ranks",
-                        "pass batch_specs for arrays that are split otherwise, or not at all",
+                        "leave out the examples that are over, or fill up and give those the weight 0 "
+                        "(weighted=True); pass batch_specs for arrays that are split otherwise, or not at all",
                         path=path,
                     )
             found.append(spec)

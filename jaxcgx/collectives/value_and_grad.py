@@ -84,6 +84,8 @@ def value_and_grad(
     check_axis_names(OP, axis_name)
     if not isinstance(plan, Plan | dict):
         check_codec(OP, plan, "plan")
+    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
+        raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), kind=TypeError)
     for name, flag in (("has_aux", has_aux), ("feedback", feedback), ("weighted", weighted)):
         check_flag(OP, name, flag)
     return ValueAndGrad(

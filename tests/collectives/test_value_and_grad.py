@@ -490,6 +490,14 @@ def test_bad_arguments():
         ValueError, says("value_and_grad", "argnums", expected="floating point", got="'float'", remedy="number")
     ):
         cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2.0, X)
+    with raises(TypeError, says("value_and_grad", "argnums", expected="a position", got="'w'")):
+        cgx.value_and_grad(loss_fn, "data", CODEC, argnums="w")
+    with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf ['n']", expected="number examples", got="6 of")):
+        counted = lambda p, x: (loss_fn(p, x), {"n": len(x)})
+        cgx.value_and_grad(counted, "data", CODEC, has_aux=True, mesh=mesh)(PARAMS, X)
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
+        matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
+        cgx.value_and_grad(matmul, "data", CODEC, mesh=mesh)(PARAMS, X)
     for sharding in (P("data"), NamedSharding(mesh, P("data"))):
         constrained = lambda p, x, sharding=sharding: loss_fn(p, lax.with_sharding_constraint(x, sharding))
         step = jax.jit(cgx.value_and_grad(constrained, "data", CODEC, mesh=mesh))
