@@ -68,7 +68,8 @@ def value_and_grad(
         `codec_key=`, in each call.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
-        of the whole batch. Others are averaged over the ranks.
+        of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, and so
+        is what a module of Flax NNX changes of itself.
       mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
       feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
         `residuals=` and returns ((value, grads), residuals).
