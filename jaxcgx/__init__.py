@@ -15,6 +15,7 @@ from jaxcgx.codecs import (
     Raw,
     Sampled,
     Sign,
+    Skip,
     TopK,
     decode,
     encode,
@@ -33,6 +34,7 @@ from jaxcgx.collectives import (
     sync_in_backward,
     value_and_grad,
 )
+from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
@@ -51,6 +53,7 @@ __all__ = [
     "Rule",
     "Sampled",
     "Sign",
+    "Skip",
     "Tcp",
     "TopK",
     "bsc",
@@ -69,6 +72,7 @@ __all__ = [
     "grad",
     "gradient_statistics",
     "init_factors",
+    "keep_pages",
     "local_value_and_grad",
     "make_train_step",
     "reshard_state",

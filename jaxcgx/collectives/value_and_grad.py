@@ -65,7 +65,8 @@ def value_and_grad(
         None.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
-        `codec_key=`, in each call.
+        `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
+        jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
         of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, and so
@@ -207,12 +208,14 @@ class ValueAndGrad:
         ranks = self._ranks(given)
         specs = ranks.specs_of_params(given, self.as_list(self.param_specs))
 
-        def rows(x: Any) -> Any:
-            return jnp.zeros((ranks.size, *np.shape(x)), jnp.float32) if jnp.result_type(x) in DTYPES else None
-
-        sharding = lambda x, spec: None if rows(x) is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
-        make = lambda: jax.tree_util.tree_map(rows, given)
-        return self.as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
+        fed = jax.tree_util.tree_map(lambda x: x if jnp.result_type(x) in DTYPES else None, given)
+        if isinstance(self.plan, Plan):
+            skipped = self.as_list(self.plan.skipped(OP, "plan", self.as_argument(fed)))
+            fed = jax.tree_util.tree_map(lambda x, skip: None if skip else x, fed, skipped)
+        make = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32), fed)
+        sharding = lambda x, spec: None if x is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
+        shardings = jax.tree_util.tree_map(sharding, fed, specs, is_leaf=is_none)
+        return self.as_argument(jax.jit(make, out_shardings=shardings)())
 
     def _ranks(self, arguments: Any) -> Ranks:
         return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))

@@ -81,23 +81,24 @@ class Placement:
         """The PartitionSpecs of the parameters."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.param_specs is None else self.param_specs
 
+    def shards(self, params: Any) -> Any:
+        """The shapes of what a device has of the parameters."""
+        shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
+        return jax.tree_util.tree_map(shard, params, self.shardings(self.specs_of(params)))
+
     def init_per_rank(self, init: Callable[..., Any], params: Any) -> tuple[Callable[..., Any], Any]:
         """A transformation's `init`, called for the mesh with whole parameters; and the PartitionSpecs of its state."""
         specs = self.specs_of(params)
-        shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-        shards = jax.tree_util.tree_map(shard, params, self.shardings(specs))
-        found = specs_per_rank(jax.eval_shape(init, shards), self.names, specs)
+        found = specs_per_rank(jax.eval_shape(init, self.shards(params)), self.names, specs)
         return jax.shard_map(init, mesh=self.mesh, in_specs=(specs,), out_specs=found), found
 
-    def optimizer_specs(self, optimizer: Any, params: Any) -> Any:
-        """The PartitionSpecs of an optimizer's state: arrays like the parameters have theirs."""
+    def optimizer_specs(self, optimizer: Any, params: Any, specs: Any) -> Any:
+        """The PartitionSpecs of an optimizer's state for parameters of these specs: arrays like them have theirs."""
         found = jax.tree_util.tree_map(lambda _: P(), jax.eval_shape(optimizer.init, params))
         if self.param_specs is None:
             return found
         take = lambda _, spec: spec
-        return import_optax(OP).tree_map_params(
-            optimizer, take, found, self.param_specs, transform_non_params=lambda _: P()
-        )
+        return import_optax(OP).tree_map_params(optimizer, take, found, specs, transform_non_params=lambda _: P())
 
     def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
         """A transformation's `update` inside a step of one rank, called for the shards over the other axes."""

@@ -1,6 +1,5 @@
 """make_train_step: data-parallel training done, for a loss, an optimizer and a mesh."""
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
-from jaxcgx.optim.accumulation import addable, local_gradients
+from jaxcgx.optim.accumulation import Given, addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.frozen import find_skipped, join, part
+from jaxcgx.optim.model_state import ModelState, first_rank, put
+from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.specs import state_specs
@@ -34,12 +36,12 @@ class Metrics(NamedTuple):
 
 
 class TrainStep(NamedTuple):
-    """The two functions of a training loop."""
+    """The two functions of a training loop. With `model_state`, there is one behind `params` everywhere."""
 
     # params -> (params, opt_state), where `step` wants them
-    init: Callable[[Any], tuple[Any, Any]]
+    init: Callable[..., tuple[Any, ...]]
     # as jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
-    step: Callable[..., tuple[Any, Any, Metrics]]
+    step: Callable[..., tuple[Any, ...]]
 
 
 def make_train_step(
@@ -50,6 +52,7 @@ def make_train_step(
     data_axis: Any = "data",
     compress: Callable[..., Any] = compress_gradients,
     param_specs: Any = None,
+    model_state: str | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
@@ -74,11 +77,19 @@ def make_train_step(
       param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the
         parameters that says how they are sharded over these. Gradients are compressed shard by shard (docs/meshes.md);
         plans see shards.
+      model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
+        pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
+        state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
+        `step` take and return it behind the parameters. "mean": all ranks have the same. Numbers of floating point are
+        averaged over the ranks after each step, uncompressed. Others, such as counters, are those of the first rank.
+        Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them. "per_rank": each rank keeps
+        its own. `init` and `step` return a `PerRank`, with a row for each rank.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
-        and sent once.
+        and sent once. The model state goes from one to the next.
       has_aux: whether `loss_fn` returns auxiliary outputs.
       donate: update parameters and state in place; those that `step` was given are gone.
-      **options: the options of `compress`, among them `plan` and `telemetry`.
+      **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
+        are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
     placement = Placement(mesh, data_axis, param_specs)
@@ -89,34 +100,48 @@ def make_train_step(
     _check_options(compress, options)
     extended = optax.with_extra_args_support(optimizer)
     transformation = compress(data_axis, axis_size=placement.ranks, **options)
-    gradients = local_gradients(loss_fn, data_axis, has_aux=has_aux, accumulate=accumulate)
-    names = placement.names
+    names, state = placement.names, ModelState(model_state, placement.names)
+    objective = make_objective(loss_fn, names, has_state=model_state is not None, has_aux=has_aux)
+    gradients = local_gradients(objective, data_axis, accumulate)
+    find_frozen = lambda params: find_skipped(options.get("plan"), placement.shards(params))
 
-    def local_step(params: Any, opt_state: Any, batch: Any, key: Any) -> tuple[Any, Any, Metrics]:
+    def local_step(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
         """The part of one rank."""
         sent, rest = opt_state
-        found = gradients(params, batch, key)
-        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=params)
+        skipped = find_frozen(params)
+        trained, frozen = part(params, skipped)
+        own_state = state.of_rank(model_state)
+        found = gradients(trained, Given(frozen, own_state, batch, key))
+        # Rules of the plan are for all leaves. Nothing reads those that it skips.
+        grads = join(found.gradients, frozen)
+        grads, sent = placement.update_shards(transformation.update, grads, state=sent, params=params)
         tracked = _compat.tracked_axes(names)
-        mean = lambda x: (lax.pmean if addable(x) else _first)(_compat.vary(x, tracked), names)
+        mean = lambda x: (lax.pmean if addable(x) else first_rank)(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
-        updates, rest = _update_with_value(extended.update, grads, rest, params, value=loss)
-        return optax.apply_updates(params, updates), (sent, rest), Metrics(loss, aux, sent.telemetry)
+        updates, rest = _update_with_value(extended.update, part(grads, skipped)[0], rest, trained, value=loss)
+        params = join(optax.apply_updates(trained, updates), frozen)
+        new_state = state.of_all(model_state, own_state, found.model_state)
+        return params, new_state, (sent, rest), Metrics(loss, aux, sent.telemetry)
 
-    def init(params: Any) -> tuple[Any, Any]:
-        params = jax.tree_util.tree_map(jnp.asarray, params)
-        specs = placement.specs_of(params)
+    def init(params: Any, model_state: Any = None) -> tuple[Any, ...]:
+        state.check_given(model_state)
+        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
+        specs, skipped = placement.specs_of(params), find_frozen(params)
         first, first_specs = placement.init_per_rank(transformation.init, params)
-        wanted = specs, (first_specs, placement.optimizer_specs(extended, params))
+        trained, trained_specs = (part(tree, skipped)[0] for tree in (params, specs))
+        opt_specs = first_specs, placement.optimizer_specs(extended, trained, trained_specs)
 
-        def fresh(params: Any) -> tuple[Any, Any]:  # a copy: what is donated later must not be the caller's
-            return jax.tree_util.tree_map(jnp.copy, params), (first(params), extended.init(params))
+        def fresh(params: Any, model_state: Any) -> tuple[Any, ...]:  # copies: what is donated must not be the caller's
+            own, trained = jax.tree_util.tree_map(jnp.copy, params), part(params, skipped)[0]
+            return own, state.first(model_state, placement.ranks), (first(params), extended.init(trained))
 
-        make = jax.jit(fresh, out_shardings=placement.shardings(wanted))
-        return make(jax.device_put(params, placement.shardings(specs)))
+        make = jax.jit(fresh, out_shardings=placement.shardings((specs, state.spec, opt_specs)))
+        params = jax.device_put(params, placement.shardings(specs))
+        params, model_state, opt_state = make(params, put(model_state, placement.shardings(P())))
+        return (params, opt_state) if state.mode is None else (params, model_state, opt_state)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
-    def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
+    def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        state.check_rows(model_state)
         specs = state_specs(opt_state, data_axis)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
@@ -126,11 +151,19 @@ def make_train_step(
             local_step,
             mesh=mesh,
             axis_names=set(names),
-            in_specs=(P(), specs, batch_specs, P()),
-            out_specs=(P(), specs, P()),
-        )(params, opt_state, batch, key)
+            in_specs=(P(), state.spec, specs, batch_specs, P()),
+            out_specs=(P(), state.spec, specs, P()),
+        )(params, model_state, opt_state, batch, key)
 
-    return TrainStep(init, Step(step, placement))
+    def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        params, _, opt_state, metrics = step_with_state(params, None, opt_state=opt_state, batch=batch, key=key)
+        return params, opt_state, metrics
+
+    if state.mode is None:
+        jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+        return TrainStep(init, Step(jitted, placement, place=2))
+    jitted = jax.jit(step_with_state, donate_argnums=(0, 1, 2) if donate else ())
+    return TrainStep(init, Step(jitted, placement, place=3))
 
 
 class Step:
@@ -139,12 +172,13 @@ class Step:
     Its other members are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any, placement: Placement) -> None:
-        self._jitted, self._placement = jitted, placement
+    def __init__(self, jitted: Any, placement: Placement, place: int) -> None:
+        """place: the position of the batch among the arguments."""
+        self._jitted, self._placement, self._place = jitted, placement, place
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
-        self._placement.check_batch(batch)
-        return self._jitted(params, opt_state, batch, key)
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
+        return self._jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # which a copy lacks at first
@@ -154,17 +188,18 @@ def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> An
     """An optimizer's update with the loss; without it where the optimizer, or one inside of it, takes no `value`."""
     try:
         return update(*args, value=value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:  # searches along a line, Sophia
+            raise wrong(
+                OP,
+                "optimizer",
+                "one that needs gradients, parameters and the loss",
+                f"one that calls the loss function itself, as {asked[0]!r}, whose gradients would travel uncompressed",
+                "for optax.lbfgs pass linesearch=None",
+            ) from error
         if "unexpected keyword argument 'value'" not in str(error):
             raise
     return update(*args)
-
-
-def _first(key: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """The random keys of the first rank, on every rank."""
-    words = jax.random.key_data(key)
-    own = jnp.where(lax.axis_index(names) == 0, words, jnp.zeros_like(words))
-    return jax.random.wrap_key_data(lax.psum(own, names), impl=jax.random.key_impl(key))
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:

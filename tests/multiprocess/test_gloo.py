@@ -138,10 +138,11 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
                     got="float32[2, 3] of this process",
                     remedy="jax.make_array_from_process_local_data",
                 ).check(text)
-            assert "PARAMETERS [-6. -6. -6.]" in processes.text(
-                rank
-            )  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
-            assert "GRADIENTS [1.5 1.5 1.5]" in processes.text(rank)
+            text = processes.text(rank)
+            assert "PARAMETERS [-6. -6. -6.]" in text  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
+            key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))  # the first rank's
+            assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
+            assert "GRADIENTS [1.5 1.5 1.5]" in text
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():
