@@ -1,11 +1,14 @@
 """The examples run, briefly."""
 
+import itertools
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
+from helpers import load_script
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -39,3 +42,19 @@ def test_fsdp():
     assert result.returncode == 0, result.stderr
     raw, compressed = (int(line.split()[-5].replace(",", "")) for line in result.stdout.splitlines())
     assert raw > 4 * compressed
+
+
+@pytest.mark.parametrize("name", ["nnx_train", "equinox_train", "trainstate_train", "pmap_train"])
+def test_one_line(name, monkeypatch, capsys):
+    """The examples of other libraries: short enough to copy. They run in this process, with its devices."""
+    for library in ("sklearn", "flax", "equinox"):
+        pytest.importorskip(library, reason="needs the extras `examples` and `test`")
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 60
+    with jax.numpy_dtype_promotion("standard"):
+        load_script(path, monkeypatch).main(6)
+    words = capsys.readouterr().out.replace(",", "").split()
+    losses = [float(word) for before, word in itertools.pairwise(words) if before == "loss"]
+    sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
+    assert losses[-1] < losses[0]
+    assert raw > 2.5 * sent

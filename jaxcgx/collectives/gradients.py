@@ -25,8 +25,9 @@ def vary(x: Any, names: tuple[Any, ...]) -> Any:
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
-# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, and as a NamedSharding of the mesh.
-_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`"
+# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, as a NamedSharding of the mesh, and
+# as out_sharding.
+_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`", "that are of type Auto or Manual"
 
 
 @contextlib.contextmanager
@@ -37,35 +38,56 @@ def without_constraints(function: str, argument: str, names: tuple[Any, ...]) ->
     except ValueError as error:
         if not any(words in str(error) for words in _CONSTRAINED):
             raise
-        axes = ", ".join(map(repr, names))
-        raise wrong(
-            function,
-            argument,
-            f"no sharding constraint over {axes} inside the loss, which gets one rank's part of a batch",
-            f"one: {error}",
-            "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
-            'jax.lax.with_sharding_constraint(x, P(None, "model"))',
-        ) from error
+        raise _constrained(function, argument, names, error) from error
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _own(names: tuple[Any, ...], loss: Any) -> Any:
+def _constrained(function: str, argument: str, names: tuple[Any, ...], what: Any) -> Exception:
+    return wrong(
+        function,
+        argument,
+        f"no sharding constraint over {', '.join(map(repr, names))} inside the loss, which gets one rank's part of a "
+        "batch",
+        f"one: {what}",
+        "take it out; for other axes of the mesh, pass a PartitionSpec without the mesh: "
+        'jax.lax.with_sharding_constraint(x, P(None, "model"))',
+    )
+
+
+def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxpr: Any) -> None:
+    """The same of a traced program: without check_vma JAX says it only when it compiles."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        spec = getattr(eqn.params.get("sharding"), "spec", ())
+        axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
+        if eqn.primitive.name == "sharding_constraint" and axes & set(names):
+            raise _constrained(function, argument, names, spec)
+        for param in eqn.params.values():
+            for value in param if isinstance(param, tuple | list) else [param]:
+                if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                    check_constraints(function, argument, names, value)
+
+
+def _own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:
     """The loss. Differentiation checks that it is this rank's own; a constant may be the same everywhere."""
     return loss
 
 
-@_own.defjvp
-def _own_jvp(names: tuple[Any, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _own_jvp(
+    function: str, argument: str, names: tuple[Any, ...], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
     varying = frozenset[Any]().union(*map(_compat.varying_axes, jax.tree.leaves(primals)))
     if same := [name for name in names if name in _compat.tracked_axes(names) - varying]:
         raise wrong(
-            "local_value_and_grad",
-            "fun",
+            function,
+            argument,
             "this rank's own loss",
             f"one that is the same on every rank of {', '.join(map(repr, same))}",
             "take the pmean outside",
         )
     return *primals, *tangents
+
+
+own: Any = jax.custom_jvp(_own, nondiff_argnums=(0, 1, 2))
+own.defjvp(_own_jvp)
 
 
 def local_value_and_grad(
@@ -103,15 +125,17 @@ def local_value_and_grad(
             if -len(given) <= i < len(given):  # else jax has the better error
                 given[i] = vary(given[i], names)
 
-        def own(*args: Any, **kwargs: Any) -> Any:
+        check = functools.partial(own, "local_value_and_grad", "fun", names)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
             match fun(*args, **kwargs):
                 case (loss, aux) if has_aux:
-                    return _own(names, loss), aux
+                    return check(loss), aux
                 case found:  # with has_aux jax says what is wrong
-                    return found if has_aux else _own(names, found)
+                    return found if has_aux else check(found)
 
         differentiated = jax.value_and_grad(
-            own, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
+            checked, argnums=argnums, has_aux=has_aux, holomorphic=holomorphic, allow_int=allow_int
         )
         return differentiated(*given, **kwargs)
 

@@ -62,9 +62,17 @@ class Ranks:
         return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """shard_map over the ranks."""
+        """shard_map over the ranks.
+
+        Without check_vma: that refuses loops which start from zeros, and sums inner gradients of constants over ranks.
+        """
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.manual)
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.manual),
+            check_vma=False,
         )
 
     def spec_of_batch(self, x: Any) -> P | None:
@@ -135,7 +143,8 @@ class Ranks:
                         "batch_specs",
                         f"arrays that {self._spelled()} splits evenly",
                         f"{spell_array(x)} for {count} ranks",
-                        "pass batch_specs for arrays that are split otherwise, or not at all",
+                        "leave out the examples that are over, or fill up and give those the weight 0 "
+                        "(weighted=True); pass batch_specs for arrays that are split otherwise, or not at all",
                         path=path,
                     )
             found.append(spec)
@@ -145,8 +154,8 @@ class Ranks:
                 "batch_specs",
                 f"an argument that is split over {self._spelled()}",
                 "none: every rank would compute the same",
-                f"shard the batch, jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass "
-                "batch_specs",
+                "pass the batch as an argument, not by a closure, and shard it: "
+                f"jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass batch_specs",
             )
         return found
 

@@ -1,5 +1,6 @@
 """value_and_grad: jax.value_and_grad for programs that leave the ranks to jit, with compressed gradients."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,8 +17,8 @@ from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.batches import Split, check_unchanged, is_none, part
-from jaxcgx.collectives.gradients import local_value_and_grad, vary, without_constraints
+from jaxcgx.collectives.batches import Hashed, Split, assign, changes, insert, is_none, part
+from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
 from jaxcgx.collectives.state import State
@@ -47,13 +48,16 @@ def value_and_grad(
         compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
         loss, grads = compressed(params, batch)
 
-    It is used as jax.value_and_grad is, inside or outside of jax.jit, and not inside of shard_map. Every rank of the
-    axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets: the
-    value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
+    It is used as jax.value_and_grad is, inside or outside of jax.jit, where it is compiled all the same. Every rank of
+    the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets:
+    the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
 
     Arguments that are not differentiated are split over the ranks as their sharding says. Where nothing says it, which
     is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
     on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
+
+    Inside of shard_map, pmap or vmap(axis_name=...), arguments are those of this rank, as everything there is, and so
+    is aux. The value and the gradients are the means over the ranks, which JAX then need not take.
 
     Args:
       loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. They may
@@ -65,7 +69,8 @@ def value_and_grad(
         jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
-        of the whole batch. Others are averaged over the ranks.
+        of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, and so
+        is what a module of Flax NNX changes of itself.
       mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
       feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
         `residuals=` and returns ((value, grads), residuals).
@@ -81,6 +86,8 @@ def value_and_grad(
     check_axis_names(OP, axis_name)
     if not isinstance(plan, Plan | dict):
         check_codec(OP, plan, "plan")
+    if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
+        raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), kind=TypeError)
     for name, flag in (("has_aux", has_aux), ("feedback", feedback), ("weighted", weighted)):
         check_flag(OP, name, flag)
     return ValueAndGrad(
@@ -132,7 +139,21 @@ class ValueAndGrad:
     batch_specs: Any
     param_specs: Any
 
+    # Equal calls share a compiled program, also where a loop makes them anew.
+    @functools.cached_property
+    def _settings(self) -> Hashed:
+        return Hashed({name: value for name, value in vars(self).items() if name not in ("loss_fn", "_settings")})
+
+    def __hash__(self) -> int:
+        return hash((id(self.loss_fn), self._settings))
+
+    def __eq__(self, other: Any) -> bool:
+        same = isinstance(other, ValueAndGrad) and self.loss_fn is other.loss_fn
+        return same and self._settings == other._settings
+
     def __call__(self, *args: Any, residuals: Any = None, codec_key: Any = None, **kwargs: Any) -> Any:
+        if inside := _bound(axis_names(self.axis_name)):
+            self._check_inside()
         if (residuals is not None) != self.feedback:
             expected = (
                 "what init(params) or the call before returned" if self.feedback else "none without feedback=True"
@@ -140,21 +161,42 @@ class ValueAndGrad:
             raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
         places = self._places(len(args))
         params, fixed = part([args[i] for i in places])
+        if not jax.tree_util.tree_leaves(params):
+            expected = "arguments that have arrays of floating point"
+            got = ", ".join(repr(type(args[i]).__name__) for i in places)
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass jnp.asarray(number)")
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
+        if inside:
+            positional, keywords, fixed = others
+            arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
+            value, (aux, changed), grads = self.on_this_rank(arguments, params)
+            if changed:
+                expected, got = (
+                    "a function that leaves modules as they are inside of shard_map",
+                    "one that changes them",
+                )
+                raise wrong(OP, "loss_fn", expected, got, "call it outside, or return what is new with has_aux=True")
+            grads, _ = _mean(self, grads, residuals=None, key=codec_key)
+            return (value, aux) if self.has_aux else value, self.as_argument(grads)
         ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
+        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
-        done = _run(
-            self,
-            split,
-            params=params,
-            arrays=split.arrays(others),
-            residuals=self._as_list(residuals),
-            codec_key=codec_key,
-        )
-        value = (done.value, done.aux) if self.has_aux else done.value
-        result = value, self._as_argument(done.grads)
-        return (result, self._as_argument(done.residuals)) if self.feedback else result
+        given = params, split.arrays(others), self.as_list(residuals), codec_key
+        extras = self.has_aux
+        try:
+            traced = _run.trace(self, split, extras, *given)
+        except _Changed:
+            extras = True
+            traced = _run.trace(self, split, extras, *given)
+        check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
+        done = _run(self, split, extras, *given)
+        aux, changed = done.extras
+        for i, new in changed.items():
+            whole = list(args), kwargs
+            assign(whole, jax.tree_util.tree_leaves_with_path(whole)[i][0], new)
+        value = (done.value, aux) if self.has_aux else done.value
+        result = value, self.as_argument(done.grads)
+        return (result, self.as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
         """Residuals of zeros, with a row for each rank, sharded over the axis.
@@ -162,38 +204,57 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given, _ = part(self._as_list(params))
+        given, _ = part(self.as_list(params))
         ranks = self._ranks(given)
-        specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
+        specs = ranks.specs_of_params(given, self.as_list(self.param_specs))
 
         fed = jax.tree_util.tree_map(lambda x: x if jnp.result_type(x) in DTYPES else None, given)
         if isinstance(self.plan, Plan):
-            skipped = _several(self.plan.skipped(OP, "plan", _alone(fed)), fed)
+            skipped = self.as_list(self.plan.skipped(OP, "plan", self.as_argument(fed)))
             fed = jax.tree_util.tree_map(lambda x, skip: None if skip else x, fed, skipped)
         make = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32), fed)
         sharding = lambda x, spec: None if x is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
         shardings = jax.tree_util.tree_map(sharding, fed, specs, is_leaf=is_none)
-        return self._as_argument(jax.jit(make, out_shardings=shardings)())
+        return self.as_argument(jax.jit(make, out_shardings=shardings)())
 
     def _ranks(self, arguments: Any) -> Ranks:
-        names = axis_names(self.axis_name)
-        if inside := [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]:
-            remedy = "inside, take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean"
-            raise wrong(OP, "axis_name", "a call outside of shard_map", f"one inside of it, over {inside[0]!r}", remedy)
-        return Ranks.of(OP, self.mesh, names, arrays=jax.tree_util.tree_leaves(arguments))
+        return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
+
+    def _check_inside(self) -> None:
+        check_axes(OP, self.axis_name)
+        for name in ("mesh", "batch_specs", "param_specs"):
+            if getattr(self, name) is not None:
+                expected = "None inside of shard_map and pmap, where every rank has its part already"
+                raise wrong(OP, name, expected, repr(getattr(self, name)), "leave it out")
+        if self.feedback:
+            remedy = "take jaxcgx.local_value_and_grad and jaxcgx.compressed_pmean(..., residuals=...)"
+            raise wrong(OP, "feedback", "False inside of shard_map and pmap", True, remedy)
+
+    def call_loss(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
+        """(what `loss_fn` returns, (aux, what it changes of its arguments))."""
+        before = jax.tree_util.tree_leaves_with_path(given)
+        found = self.loss_fn(*given[0], **given[1])
+        found, aux = found if self.has_aux else (found, None)
+        return found, (aux, changes(OP, before, given))
+
+    def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any]]:
+        """(the mean of losses, (this rank's aux, changes), gradients whose mean is that of the whole batch)."""
+        loss = lambda *params: self.call_loss(arguments(*params))
+        with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
+            return (_of_sums if self.weighted else _of_mean)(loss, params, axis_names(self.axis_name))
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
-        asked = self._as_list(self.argnums)
+        asked = self.as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
         return tuple(i % count for i in asked)
 
-    def _as_list(self, value: Any) -> Any:
+    def as_list(self, value: Any) -> Any:
         """What a caller gives for the differentiated arguments, as a list; None as it is."""
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
-    def _as_argument(self, values: Sequence[Any]) -> Any:
+    def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
@@ -217,91 +278,102 @@ class _Done(NamedTuple):
     """What a step has found, or the specs of that."""
 
     value: Any
-    aux: Any
+    extras: Any  # (aux, changes)
     grads: Any
     residuals: Any
 
 
+class _Changed(Exception):
+    """A loss changes its arguments, and that was not expected."""
+
+
 # jit: outside of the caller's jit, shard_map would run operation by operation.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: Any, codec_key: Any) -> "_Done":
-    """The step of all ranks; gradients and residuals are lists like `params`."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(
+    call: ValueAndGrad, split: Split, extras: bool, params: Any, arrays: Any, residuals: Any, codec_key: Any
+) -> "_Done":
+    """The step of all ranks; gradients and residuals are lists like `params`.
+
+    `extras` says whether a loss may have auxiliary outputs, or change its arguments. Two more traces say how these are
+    split.
+    """
     ranks, names = split.ranks, split.ranks.names
 
     def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
         rank = lax.axis_index(names)
         arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
-
-        def loss(*params: Any) -> Any:
-            given = split.arguments(params, arrays)
-            before = jax.tree_util.tree_leaves_with_path(given)
-            found = call.loss_fn(*given[0], **given[1])
-            check_unchanged(OP, before, given)
-            return found
-
-        with without_constraints(OP, "loss_fn", names):
-            value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
-        mean = functools.partial(_mean, call.axis_name, call.plan)
+        value, found, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
+        if not extras and jax.tree_util.tree_leaves(found):
+            raise _Changed
+        mean = functools.partial(_mean, call)
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
             rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
             mean = jax.shard_map(
-                mean, in_specs=(specs, rows, P()), out_specs=(specs, rows), axis_names=set(ranks.others)
+                mean,
+                in_specs=(specs, rows, P()),
+                out_specs=(specs, rows),
+                axis_names=set(ranks.others),
+                check_vma=False,
             )
         grads, kept = mean(grads, residuals, codec_key)
-        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(aux), aux_specs)]
+        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(found), specs_of_extras)]
         return _Done(value, shown, grads, kept)
 
-    tree, aux_specs = split.aux_specs(call.loss_fn, params, arrays=arrays) if call.has_aux else (None, [])
+    tree, specs_of_extras = jax.tree_util.tree_structure((None, {})), []
+    if extras:
+        tree, specs_of_extras = split.aux_specs(call.call_loss, params, arrays=arrays)
     arrays = [ranks.place(x, spec) for x, spec in zip(arrays, split.specs)]
-    done = ranks.map(
-        of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=_Done(P(), aux_specs, P(), P(names))
-    )(params, arrays, residuals, codec_key)
-    return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
+    out_specs = _Done(P(), [spec or P() for spec in specs_of_extras], P(), P(names))
+    step = ranks.map(of_rank, in_specs=(P(), list(split.specs), P(names), P()), out_specs=out_specs)
+    try:
+        done = step(params, arrays, residuals, codec_key)
+    except NotImplementedError as error:
+        if "Closing over" not in str(error):
+            raise
+        expected, got = "a function that takes what is sharded as an argument", "one that closes over it"
+        raise wrong(OP, "loss_fn", expected, f"{got}: {error}", "pass it to the call") from error
+    return done._replace(extras=tree.unflatten(done.extras))
 
 
-def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
-    """The compressed mean of gradients over the ranks, and the new residuals."""
-    net, options = check_axes(OP, axis_name), Options(key=key)
-    state = State(residuals=None if residuals is None else _alone(jax.tree_util.tree_map(lambda x: x[0], residuals)))
-    found = reduce(OP, _alone(grads), net=net, codec=plan, options=options, state=state, mean=True)
+def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tuple[Any, Any]:
+    """The compressed mean of gradients over the ranks, and the new residuals, as lists."""
+    net, options = check_axes(OP, call.axis_name), Options(key=key)
+    grads = call.as_argument(grads)  # a plan sees the paths of the argument
     if residuals is None:
-        return _several(found, grads), None
-    return _several(found[0], grads), jax.tree_util.tree_map(lambda x: x[None], _several(found[1], grads))
+        found = reduce(OP, grads, net=net, codec=call.plan, options=options, state=State(), mean=True)
+        return call.as_list(found), None
+    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], call.as_argument(residuals)))
+    mean, kept = reduce(OP, grads, net=net, codec=call.plan, options=options, state=state, mean=True)
+    return call.as_list(mean), call.as_list(jax.tree_util.tree_map(lambda x: x[None], kept))
 
 
-def _alone(trees: list[Any]) -> Any:
-    """The only tree, whose paths rules of a plan then see; of several, all with their numbers in front."""
-    return trees[0] if len(trees) == 1 else trees
+def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """(the mean of the ranks' losses, this rank's auxiliary outputs, this rank's gradients)."""
 
+    def checked(*params: Any) -> tuple[Any, Any]:
+        value, aux = loss(*params)
+        return own(OP, "loss_fn", names, value), aux
 
-def _several(found: Any, trees: list[Any]) -> list[Any]:
-    """The list of what was found for `_alone(trees)`."""
-    return [found] if len(trees) == 1 else found
-
-
-def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(the mean of the ranks' losses, this rank's aux, this rank's gradients)."""
     every = tuple(range(len(params)))
-    found, grads = local_value_and_grad(loss, axis_name, argnums=every, has_aux=has_aux)(*params)
-    value, aux = found if has_aux else (found, None)
-    return _pmean(value, axis_names(axis_name)), aux, list(grads)
+    (value, aux), grads = jax.value_and_grad(checked, argnums=every, has_aux=True)(*vary(params, names))
+    return _pmean(value, names), aux, list(grads)
 
 
 # The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
 # ranks of ds / W - S / W^2 dw. A rank's gradients are that times the number of ranks, because their mean is taken.
-def _of_sums(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:
-    """(the sum of all sums over the sum of all weights, this rank's aux, this rank's gradients)."""
-    names = axis_names(axis_name)
+def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """(the sum of all sums over the sum of all weights, this rank's auxiliary outputs, this rank's gradients)."""
     tracked = _compat.tracked_axes(names)
 
     def sums(*params: Any) -> tuple[Any, Any]:
-        found, aux = loss(*params) if has_aux else (loss(*params), None)
+        found, aux = loss(*params)
         try:
-            total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked) for x in found)
+            total, weight = (_compat.vary(jnp.asarray(x, jnp.result_type(float)), tracked).reshape(()) for x in found)
         except (TypeError, ValueError) as error:
-            raise wrong(OP, "loss_fn", "a function that returns (sum, weight) with weighted=True", found) from error
+            expected = "a function that returns (sum, weight), two scalars, with weighted=True"
+            raise wrong(OP, "loss_fn", expected, found) from error
         return (total, weight), aux
 
     (total, weight), back, aux = jax.vjp(sums, *vary(params, names), has_aux=True)
@@ -315,6 +387,14 @@ def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
     return lax.pmean(_compat.vary(jnp.asarray(x), _compat.tracked_axes(names)), names)
 
 
-def _of_all(x: Any, spec: P, names: tuple[Any, ...]) -> jax.Array:
-    """An auxiliary output as it leaves a rank: a part of the whole, or the mean."""
-    return _compat.vary(x, _compat.tracked_axes(names)) if any(spec) else _pmean(x, names)
+def _of_all(x: Any, spec: P | None, names: tuple[Any, ...]) -> jax.Array:
+    """An auxiliary output as it leaves a rank: a part of the whole, the mean, or what all ranks have."""
+    return _pmean(x, names) if spec == P() else jnp.asarray(x)
+
+
+def _bound(names: tuple[Any, ...]) -> bool:
+    """Whether this is inside of shard_map, pmap or vmap over one of the axes."""
+    for name in names:
+        with contextlib.suppress(NameError):
+            return bool(lax.axis_size(name))
+    return False

@@ -200,19 +200,14 @@ def _register(
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     ad.primitive_jvps[primitive] = jvp
     to_reference = _lower_to_reference(function, over)
+    mlir.register_lowering(primitive, to_reference)  # TPUs, AMD's GPUs: platforms without kernels
     if registration.MODULE is None:
-        mlir.register_lowering(primitive, to_reference)
         return
 
     def to_handler(workspace_bytes: Callable[..., int]) -> Callable[..., Any]:
         return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
 
     rules = {
-        None: _refuse(
-            target,
-            "there are kernels for CPUs and NVIDIA GPUs, not for the platform that the computation is placed on; "
-            "set JAXCGX_REFERENCE=1 to run plain jnp there",
-        ),
         "cpu": to_handler(lambda message, **work: 0),
         "cuda": to_handler(registration.MODULE.workspace_bytes)
         if hasattr(registration.MODULE, "workspace_bytes")

@@ -1,7 +1,8 @@
 """The native operations in plain jnp.
 
-They are the oracle that kernels are tested against, the fallback that JAXCGX_REFERENCE=1 chooses, and the path of
-codecs that have no kernel. This file knows messages; the arithmetic of a bucket is in the codec (codecs/*.py).
+They are the oracle that kernels are tested against, and what platforms and codecs without kernels run.
+JAXCGX_REFERENCE=1 chooses them everywhere. This file knows messages; the arithmetic of a bucket is in the codec
+(codecs/*.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -46,6 +46,7 @@ class Report:
     native: dict[str, Any] | None  # the native module's build_info(); None: there is no module of this version
     gpus: list[Gpu]  # that JAX sees
     hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
+    without_kernels: list[str]  # the other devices that JAX computes on, such as TPUs: plain jnp, with the same bytes
     mpi: str | None  # the MPI of jaxcgx.mpi and its packages; None: it doesn't start
     mpi_programs: dict[str, str | None]  # mpirun and mpicc: the path and the version; None: not on the PATH
     pages: str  # what keep_pages does here
@@ -70,6 +71,11 @@ class Report:
                 for g in self.gpus
             )
             or none,
+            **(
+                {"without kernels": f"{names}: plain jnp, the same bytes"}
+                if (names := "; ".join(self.without_kernels))
+                else {}
+            ),
             "MPI": self.mpi or "none",
             **{name: found or "none on the PATH" for name, found in self.mpi_programs.items()},
             "memory": self.pages,
@@ -114,6 +120,17 @@ def _supported(version: str, requirement: str) -> bool:
     return all(number(version) >= number(b) if op == ">=" else number(version) < number(b) for op, b in bounds)
 
 
+def _is_nvidia(gpu: Any) -> bool:
+    """Whether a GPU of JAX is NVIDIA's. JAX calls AMD's the same."""
+    return "rocm" not in gpu.client.platform_version
+
+
+def _without_kernels() -> list[str]:
+    """What JAX computes on in this process that is neither a CPU nor an NVIDIA GPU."""
+    others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
+    return sorted({d.device_kind for d in others})
+
+
 def _gpus(architectures: Sequence[str]) -> list[Gpu]:
     try:
         devices = jax.devices("gpu")
@@ -122,7 +139,7 @@ def _gpus(architectures: Sequence[str]) -> list[Gpu]:
     found = [
         (d.device_kind, getattr(d, "compute_capability", "unknown"))
         for d in devices
-        if d.process_index == jax.process_index()
+        if d.process_index == jax.process_index() and _is_nvidia(d)
     ]
     return [
         Gpu(name, capability, bool(re.fullmatch(r"\d+\.\d", capability)) and covers(architectures, capability))
@@ -220,6 +237,7 @@ def examine() -> Report:
         path=str(pathlib.Path(__file__).parents[1]),
         native=native,
         gpus=gpus,
+        without_kernels=_without_kernels(),
         hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
         mpi=mpi,
         mpi_programs=programs,

@@ -51,6 +51,7 @@ class Explanation(Totals):
 
     collectives: tuple[Collective, ...]
     raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, or that a plan skips, and why
+    jnp: bool = False  # codecs run in plain jnp, with the same bytes: a platform, or codecs, without kernels
 
     @property
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
@@ -95,6 +96,8 @@ class Explanation(Totals):
                 'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
                 'schedule="auto" takes what is faster at 1 Gbit/s; a plan with prefer="bytes" sends the fewest.'
             )
+        if self.jnp:
+            parts.append("The codecs run in plain jnp, which gives the same bytes: there are no kernels for them here.")
         if any(c.times is None for c in self.collectives):
             parts.append("What is in a loop of unknown length counts once.")
         if any(c.branch for c in self.collectives):
@@ -131,7 +134,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
         named = scopes.read(program.lowered_text or text)
         raw += [meaning for _, meaning in named if isinstance(meaning, scopes.LeafScope)]
     axes = _Axes([dict(mesh) for mesh in meshes if math.prod(n for _, n in mesh) == hlo.ranks(text)])
-    result = Explanation(tuple(_collective(c, axes) for c in hlo.collectives(text)), tuple(raw))
+    found = tuple(_collective(c, axes) for c in hlo.collectives(text))
+    in_jnp = any(c.schedule and c.dtype == "uint8" for c in found) and 'custom_call_target="jaxcgx_' not in text
+    result = Explanation(found, tuple(raw), in_jnp)
     if show:
         print(result)
     return result

@@ -79,6 +79,152 @@ def test_like_jax_with_raw(kind, how, weighted):
     close(called(how, mesh, cgx.grad(fun, "data", cgx.Raw(), weighted=weighted), PARAMS, X, MASK), expected[1])
 
 
+def own_fn(params, x, mask=None):
+    """A rank's loss whose mean over the ranks is the weighted mean of the whole batch."""
+    if mask is None:
+        return loss_fn(params, x)
+    total, weight = weighted_fn(params, x, mask)
+    return total / lax.pmean(weight, "data")
+
+
+def every_way(place, params, *batch):
+    """The gradients of every way to write a step in that place."""
+    weighted = len(batch) == 2
+    fun = weighted_fn if weighted else loss_fn
+    asked = cgx.grad(fun, "data", cgx.Raw(), weighted=weighted)
+    if place in ("Auto", "Explicit"):
+        return {"value_and_grad": asked(params, *batch)}
+    mean = lambda grads: cgx.compressed_pmean(grads, "data", cgx.Raw())
+    synchronised = lambda params, *batch: own_fn(cgx.sync_in_backward(params, "data", cgx.Raw()), *batch)
+    found = {
+        "value_and_grad": asked(params, *batch),
+        "and the mean that was there": lax.pmean(asked(params, *batch), "data"),
+        "local_value_and_grad": mean(cgx.local_value_and_grad(own_fn, "data")(params, *batch)[1]),
+        "sync_in_backward": jax.grad(synchronised)(params, *batch),
+    }
+    if place != "check_vma":  # there JAX has summed these already, and compressed_pmean says so
+        found["jax.grad"] = mean(jax.grad(own_fn)(params, *batch))
+    return found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("place", ["Auto", "Explicit", "check_vma", "no check_vma", "pmap"])
+def test_no_style_changes_a_number(place, weighted):
+    batch = (X, MASK) if weighted else (X,)
+    mesh = mesh_of(AxisType.Explicit if place == "Explicit" else AxisType.Auto)
+    step = functools.partial(every_way, place)
+    if place == "pmap":
+        parts = [x.reshape(RANKS, -1, *x.shape[1:]) for x in batch]
+        found = jax.pmap(step, axis_name="data", in_axes=(None, *[0] * len(batch)))(PARAMS, *parts)
+        found = jax.tree.map(lambda x: x[0], found)
+    else:
+        if "vma" in place:
+            specs = (P(), *[P("data")] * len(batch))
+            step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=place == "check_vma")
+        with jax.set_mesh(mesh):
+            found = jax.jit(step)(
+                jax.device_put(PARAMS, NamedSharding(mesh, P())), *jax.device_put(batch, NamedSharding(mesh, P("data")))
+            )
+    expected = jax.grad(global_mean if weighted else loss_fn)(PARAMS, *batch)
+    assert len(found) == {"Auto": 1, "Explicit": 1, "check_vma": 4}.get(place, 5)
+    for grads in found.values():
+        close(grads, expected)
+
+
+@jax.custom_vjp
+def scaled(x, scale):
+    return x * scale
+
+
+scaled.defvjp(lambda x, scale: (x * scale, (x, scale)), lambda kept, ct: (ct * kept[1], (ct * kept[0]).sum(0)))
+
+
+# Programs that check_vma refuses, or whose inner gradients it sums over the ranks: they start from constants.
+def scanned(params, x):
+    step = lambda h, x: (jnp.tanh(x[:, None] * params["b"][:30] + h), None)
+    return lax.scan(step, jnp.zeros((len(x), 30)), x.T)[0].mean() + loss_fn(params, x)
+
+
+def conditional(params, x):
+    return lax.cond(x[0, 0] < 100, lambda: loss_fn(params, x), lambda: 0.0)
+
+
+def looped(params, x):
+    return lax.fori_loop(0, 3, lambda i, sum: sum + loss_fn(params, x * i), 0.0)
+
+
+def with_inner_gradient(params, x):
+    return jax.grad(lambda scale: loss_fn({**params, "b": params["b"] + scale}, x))(0.5)
+
+
+def with_custom_vjp(params, x):
+    return scaled(x @ params["w"], jnp.ones(40)).mean() + loss_fn(params, x)
+
+
+LOSSES = [scanned, conditional, looped, with_inner_gradient, with_custom_vjp, jax.checkpoint(loss_fn)]
+
+
+@KINDS
+def test_losses_that_start_from_constants(kind):
+    def everything(params, x):
+        found = [cgx.value_and_grad(f, "data", cgx.Raw())(params, x) for f in LOSSES]
+        vmapped = jax.vmap(cgx.value_and_grad(loss_fn, "data", cgx.Raw()), (0, None))
+        return found, vmapped(jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params), x)
+
+    found, vmapped = called("jit", mesh_of(kind), everything, PARAMS, X)
+    close(found, jax.jit(lambda: [jax.value_and_grad(f)(PARAMS, X) for f in LOSSES])())
+    close(jax.tree.map(lambda x: x[1], vmapped), jax.value_and_grad(loss_fn)(jax.tree.map(lambda p: 2 * p, PARAMS), X))
+
+
+@KINDS
+def test_losses_that_look_at_all_ranks(kind):
+    """A mean over ranks inside the loss, a sum, and a batch norm with statistics as auxiliary outputs."""
+
+    def normalised(params, count, x, mean=lambda h: lax.pmean(h, "data")):
+        h = x @ params["w"]
+        centre = mean(h.mean(0))
+        return ((h - centre) ** 2).mean() + jnp.sin(centre).mean(), (centre, count + 1)
+
+    def both(params, x):
+        averaged = cgx.value_and_grad(lambda p, x: lax.pmean(loss_fn(p, x), "data"), "data", cgx.Raw())(params, x)
+        total = lambda p, x: (errors_of(p, x).sum(), 1 / lax.axis_size("data"))
+        summed = cgx.value_and_grad(total, "data", cgx.Raw(), weighted=True)(params, x)
+        return (
+            averaged,
+            summed,
+            cgx.value_and_grad(normalised, "data", cgx.Raw(), has_aux=True)(params, jnp.int32(3), x),
+        )
+
+    averaged, summed, ((value, (centre, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
+    close(averaged, jax.value_and_grad(loss_fn)(PARAMS, X))
+    close(summed, jax.value_and_grad(lambda p: errors_of(p, X).sum())(PARAMS))
+    plain = functools.partial(normalised, mean=lambda h: h)
+    (expected, (whole, _)), whole_grads = jax.value_and_grad(plain, has_aux=True)(PARAMS, jnp.int32(3), X)
+    close((value, centre, grads["w"]), (expected, whole, whole_grads["w"]))
+    assert count == 4 and count.dtype == jnp.int32
+
+
+def test_numbers_that_are_equal_are_not_the_same():
+    """What is no array is static: 1, 1.0 and True are three programs."""
+    f = cgx.value_and_grad(lambda p, x, n: loss_fn(p, x) * len(type(n).__name__), "data", cgx.Raw())
+    with jax.set_mesh(mesh_of(AxisType.Auto)):
+        three, five, four = (f(PARAMS, X, n)[0] for n in (1, 1.0, True))
+    np.testing.assert_allclose((five, four), (three * 5 / 3, three * 4 / 3), rtol=1e-5)
+
+
+def test_a_loop_that_makes_it_anew_compiles_once():
+    traced = []
+
+    def counted(params, x):
+        traced.append(x)
+        return loss_fn(params, x)
+
+    for _ in range(3):
+        f = cgx.value_and_grad(counted, "data", {"data": CODEC}, argnums=[0], mesh=mesh_of(AxisType.Auto))
+        f(PARAMS, X)
+    assert len(traced) == 1
+
+
 def by_hand(params, x, residuals=None):
     def step(params, x, residuals):
         _, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
@@ -169,8 +315,39 @@ def test_leaves_without_gradients():
     assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
 
 
+def test_a_module_that_changes():
+    """NNX: what a module assigns to itself is in the module afterwards, such as statistics and counts."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, axis_name, rngs):
+            self.norm = nnx.BatchNorm(30, axis_name=axis_name, rngs=rngs)
+            self.rnn = nnx.RNN(nnx.SimpleCell(30, 8, rngs=rngs))
+            self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            self.calls.set_value(self.calls.get_value() + 1)
+            return self.rnn(self.norm(x).reshape(-1, 1, 30))
+
+    def run(value_and_grad, axis_name, x):
+        model = Model(axis_name, nnx.Rngs(0))
+        step = nnx.jit(lambda model, x: value_and_grad(lambda model, x: (model(x) ** 2).mean())(model, x))
+        for _ in range(2):
+            loss, grads = step(model, x)
+        grads = grads if isinstance(grads, nnx.State) else nnx.state(grads, nnx.Param)
+        return loss, grads, nnx.state(model)
+
+    mesh = mesh_of(AxisType.Auto)
+    with jax.numpy_dtype_promotion("standard"):
+        expected = run(nnx.value_and_grad, None, X)
+        with jax.set_mesh(mesh):
+            found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw()), "data", place(mesh, X))
+    in_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
+
+
 class Statistics:
-    """A module as NNX has it: a pytree that a call may change."""
+    """A module whose pytree doesn't say the names of its attributes."""
 
     def __init__(self, w, mean):
         self.w, self.mean = w, mean
@@ -183,11 +360,13 @@ class Statistics:
 jax.tree_util.register_pytree_node(Statistics, lambda m: ((m.w, m.mean), None), lambda _, leaves: Statistics(*leaves))
 
 
-def test_a_loss_that_changes_its_arguments_is_refused():
+def test_a_change_that_would_be_lost_is_refused():
     f = cgx.value_and_grad(lambda model, x: model(x).mean(), "data", CODEC, mesh=mesh_of(AxisType.Auto))
     words = says("value_and_grad", "loss_fn", at="leaf [0][0][<flat index 1>]", expected="leaves arguments", got="one")
     with raises(ValueError, words):
         f(Statistics(PARAMS["w"], jnp.zeros(())), X)
+    popped = cgx.value_and_grad(lambda p, batch: loss_fn(p, batch.pop("x")), "data", cgx.Raw(), mesh=f.mesh)
+    close(popped(PARAMS, {"x": X}), jax.value_and_grad(loss_fn)(PARAMS, X))
 
 
 @KINDS
@@ -236,6 +415,7 @@ def test_explain_counts_what_is_saved():
         step = jax.jit(cgx.value_and_grad(loss_fn, "data", cgx.Plan(CODEC, min_size=100)))
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
+    assert {leaf.path for leaf in found.raw} == {"['b']"}  # of the argument, as a plan's rules see it
 
 
 @pytest.mark.parametrize(
@@ -254,7 +434,13 @@ def test_explain_counts_what_is_saved():
         (
             lambda f, x: f(PARAMS),
             ValueError,
-            says("value_and_grad", "batch_specs", expected="argument split", got="none", remedy="shard the batch"),
+            says(
+                "value_and_grad",
+                "batch_specs",
+                expected="argument split",
+                got="none",
+                remedy="pass the batch as an argument",
+            ),
         ),
         (
             lambda f, x: f(place(mesh_of(AxisType.Auto), jnp.ones(8)), x),
@@ -297,12 +483,47 @@ def test_bad_arguments():
         cgx.value_and_grad(lambda p, x: (loss_fn(p, x), {"n": (x > 0).sum()}), "data", CODEC, has_aux=True, mesh=mesh)(
             PARAMS, X
         )
-    inside = cgx.value_and_grad(loss_fn, "data", CODEC)
-    with raises(ValueError, says("value_and_grad", "axis_name", expected="outside of shard_map", got="one inside")):
-        jax.shard_map(lambda x: inside(PARAMS, x)[0], mesh=mesh, in_specs=P("data"), out_specs=P())(X)
-
-    def constrained(params, x):
-        return loss_fn(params, lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))))
-
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight) two scalars")):
+        vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
+        cgx.value_and_grad(vectors, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
+    with raises(
+        ValueError, says("value_and_grad", "argnums", expected="floating point", got="'float'", remedy="number")
+    ):
+        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2.0, X)
+    with raises(TypeError, says("value_and_grad", "argnums", expected="a position", got="'w'")):
+        cgx.value_and_grad(loss_fn, "data", CODEC, argnums="w")
+    with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf ['n']", expected="number examples", got="6 of")):
+        counted = lambda p, x: (loss_fn(p, x), {"n": len(x)})
+        cgx.value_and_grad(counted, "data", CODEC, has_aux=True, mesh=mesh)(PARAMS, X)
     with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
-        cgx.value_and_grad(constrained, "data", CODEC, mesh=mesh)(PARAMS, X)
+        matmul = lambda p, x: jnp.dot(x, p["w"], out_sharding=P("data")).mean()
+        cgx.value_and_grad(matmul, "data", CODEC, mesh=mesh)(PARAMS, X)
+    for sharding in (P("data"), NamedSharding(mesh, P("data"))):
+        constrained = lambda p, x, sharding=sharding: loss_fn(p, lax.with_sharding_constraint(x, sharding))
+        step = jax.jit(cgx.value_and_grad(constrained, "data", CODEC, mesh=mesh))
+        with raises(ValueError, says("value_and_grad", "loss_fn", expected="no sharding constraint", got="one")):
+            step.trace(PARAMS, X)
+    explicit = mesh_of(AxisType.Explicit)
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="sharded as an argument", remedy="pass it")):
+        closing = lambda x, y: cgx.value_and_grad(lambda p, y: ((x @ p["w"]) * y[:, :1]).mean(), "data", CODEC)(
+            PARAMS, y
+        )
+        jax.jit(closing).trace(*place(explicit, (X, X)))
+
+
+def test_bad_calls_inside_of_shard_map():
+    mesh = mesh_of(AxisType.Auto)
+
+    def inside(loss_fn, axis_name="data", **options):
+        step = lambda x: cgx.value_and_grad(loss_fn, axis_name, CODEC, **options)(PARAMS, x)
+        jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()), X)
+
+    averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")
+    with raises(ValueError, says("value_and_grad", "loss_fn", expected="own loss", got="one", remedy="pmean outside")):
+        inside(averaged)
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="None inside", remedy="leave it out")):
+        inside(loss_fn, batch_specs=P("data"))
+    with raises(ValueError, says("value_and_grad", "feedback", expected="False inside", remedy="residuals=")):
+        inside(loss_fn, feedback=True)
+    with raises(NameError, says("value_and_grad", "axis_name", remedy="jax.shard_map")):
+        inside(loss_fn, ("data", "model"))

@@ -156,6 +156,13 @@ def check_batches(mesh):
     params, new, *_ = train.step(*state, {"x": made, "scale": 2.0})
     print("PARAMETERS", np.asarray(params), flush=True)
     print("STATE", new["mean"].tolist(), new["count"], jax.random.key_data(new["key"]).tolist(), flush=True)
+    asked = cgx.value_and_grad(lambda params, x: (params * x).sum(-1).mean(), AXES, cgx.MaxMin(4))
+    with jax.set_mesh(mesh):
+        try:
+            asked(np.zeros(3, np.float32), own)
+        except ValueError as error:
+            print("REFUSED", error, flush=True)
+        print("GRADIENTS", np.asarray(jax.jit(asked)(np.zeros(3, np.float32), made)[1]), flush=True)
 
 
 def main():

@@ -127,7 +127,8 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
         for rank in (0, 1):
             assert processes.wait(rank) == 0
             refused = re.findall("REFUSED (.*)", processes.text(rank))
-            assert len(refused) == 2
+            assert len(refused) == 3
+            assert refused.pop().startswith("value_and_grad: argument 'batch_specs', leaf [0][0]: expected")
             for text in refused:
                 says(
                     "train.step",
@@ -141,6 +142,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
             assert "PARAMETERS [-6. -6. -6.]" in text  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
             key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))  # the first rank's
             assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
+            assert "GRADIENTS [1.5 1.5 1.5]" in text
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():

@@ -16,9 +16,16 @@ from jaxcgx.report import doctor
 
 NATIVE = dict(version="0.1.0", jaxlib="0.9.0", compiler="GNU 12.2.0", kernels="avx2", cuda=None)
 CUDA = dict(toolkit="13.0.88", architectures=["sm_80", "sm_90", "compute_90"])
-T4 = types.SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5", process_index=0)
-H200 = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0", process_index=0)
-UNKNOWN = types.SimpleNamespace(device_kind="another GPU", process_index=0)
+
+
+def device(kind, platform="gpu", version="cuda 13000", **known):
+    client = types.SimpleNamespace(platform_version=version)
+    return types.SimpleNamespace(device_kind=kind, platform=platform, client=client, process_index=0, **known)
+
+
+T4 = device("Tesla T4", compute_capability="7.5")
+H200 = device("NVIDIA H200", compute_capability="9.0")
+UNKNOWN = device("another GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +119,17 @@ def test_a_gpu_that_the_build_has_no_code_for(pretend, capsys, cuda, gpu, words)
     assert f"problem: {words}\nremedy:  build it where there is a CUDA compiler" in capsys.readouterr().out
     pretend(cuda, [gpu], reference=True)  # jnp needs no kernels
     assert doctor.examine().problems == []
+
+
+def test_devices_without_kernels(pretend, monkeypatch):
+    """TPUs and AMD's GPUs, which JAX calls GPUs, too. They need no CUDA half."""
+    amd = device("AMD Instinct MI300X", version="rocm 60300")
+    pretend(None, [amd])
+    assert "without kernels" not in str(doctor.examine())
+    monkeypatch.setattr(jax, "local_devices", lambda: [amd, device("TPU v5e", "tpu"), H200])
+    report = doctor.examine()
+    assert report.gpus == [] and report.problems == []
+    assert "without kernels   AMD Instinct MI300X; TPU v5e: plain jnp, the same bytes" in str(report)
 
 
 def test_without_the_native_module():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import Halves, normal
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -47,6 +47,13 @@ def what(explanation):
 
 
 FLAT, NODES = mesh(("data", 8)), mesh(("node", 2), ("local", 4))
+
+
+@pytest.mark.parametrize(("codec", "jnp"), [(Halves(), True), (CODEC, False)], ids=["jnp", "kernels"])
+def test_what_runs_without_kernels(codec, jnp):
+    key = jax.random.key(0) if codec.stochastic else None
+    found = quiet(on(lambda x: cgx.compressed_psum(x, "data", codec, key=key), FLAT), np.zeros(3000, np.float32))
+    assert found.jnp == jnp == ("in plain jnp, which gives the same bytes" in str(found))
 
 
 def test_what_auto_saves():

@@ -1,0 +1,58 @@
+"""Trains a model of Flax Linen with jax.pmap and flax.jax_utils.replicate. One line compresses its gradients.
+
+It learns to read handwritten digits, on the devices that there are.
+
+    pip install ".[examples]" flax
+    python examples/pmap_train.py [steps]
+"""
+
+import functools
+import sys
+
+import jax
+import numpy as np
+import optax
+from flax import jax_utils
+from flax import linen as nn
+from flax.training.common_utils import shard
+from flax.training.train_state import TrainState
+from sklearn.datasets import load_digits
+
+import jaxcgx as cgx
+
+model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(256), nn.relu, nn.Dense(10)])
+
+
+def loss_fn(params, x, y):
+    logits = model.apply({"params": params}, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@functools.partial(jax.pmap, axis_name="data")
+def train_step(state, x, y):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, x, y)
+    grads = cgx.compressed_pmean(grads, "data", cgx.MaxMin(4))  # was jax.lax.pmean(grads, "data")
+    return state.apply_gradients(grads=grads), jax.lax.pmean(loss, "data")
+
+
+def main(steps):
+    digits = load_digits()
+    images, labels = digits.data.astype(np.float32) / 16, digits.target
+    params = model.init(jax.random.key(0), images[:1])["params"]
+    state = jax_utils.replicate(TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3)))
+    rng = np.random.default_rng(0)
+    for i in range(steps):
+        chosen = rng.integers(1400, size=128)
+        batch = shard((images[chosen], labels[chosen]))
+        state, loss = jax.block_until_ready(train_step(state, *batch))  # on CPUs, wait for every step
+        if i % 50 == 0 or i == steps - 1:
+            print(f"step {i}: loss {loss[0]:.4f}")
+    sent = cgx.explain(train_step, state, *batch, show=False)
+    print(f"a device sends {sent.bytes:,} bytes in a step, uncompressed {sent.raw_bytes:,}")
+    predictions = model.apply({"params": jax_utils.unreplicate(state).params}, images[1400:])
+    print(f"test accuracy {(predictions.argmax(-1) == labels[1400:]).mean():.1%}")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)  # where there is no accelerator
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
