@@ -1,11 +1,16 @@
 """One step's exchange with one plan: gradients out, their mean back, and what is kept renewed."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxcgx.collectives import compressed_pmean
+from jaxcgx.collectives.arguments import Dimension, Options
+from jaxcgx.collectives.psum_scatter import Scatter
+from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.leaves import Leaves, encoders, flatten
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry, measure
@@ -23,7 +28,7 @@ class Kept(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The mean of each leaf, and what is kept after the exchange."""
+    """The mean of each leaf, or this rank's slice of it, and what is kept after the exchange."""
 
     mean: list[Any]
     kept: Kept
@@ -66,27 +71,72 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     telemetry = None
     if settings.telemetry:
         names = check_axes(settings.function, settings.axis_name).names
-        telemetry = measure(
-            names, leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
-        )
+        # Of a slice's leaf, a rank knows its own share alone.
+        mean = [m if d is None else x for m, x, d in zip(found.mean, leaves.values, _scattered(settings, leaves))]
+        telemetry = measure(names, leaves, codecs=codecs, residuals=residuals, mean=mean, lost=found.kept.residuals)
     return Exchanged(found.mean, renewed, telemetry)
 
 
+def _scattered(settings: Settings, leaves: Leaves) -> Sequence[int | None]:
+    """For each leaf the dimension that this rank gets a slice along, or None."""
+    return settings.scattered or leaves.match(None)
+
+
 def _pmean(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
-    """compressed_pmean of lists. What is given to it comes back renewed."""
-    has = lambda values: any(value is not None for value in values)
+    """The mean of lists. What is given to it comes back renewed."""
+    cut = [d is not None for d in _scattered(settings, leaves)]
 
     def send(given: Kept) -> Exchanged:
-        trees = {name: leaves.tree(values) for name, values in given._asdict().items() if has(values)}
-        gradients = leaves.tree(leaves.values)
-        found = compressed_pmean(gradients, settings.axis_name, plan, key=key, **trees, **settings.collective)
-        named = dict(zip(("mean", *trees), found if trees else [found]))
-        kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
-        return Exchanged(leaves.match(named["mean"]), kept)
+        if not any(cut):
+            return _whole(settings, plan, key=key, leaves=leaves, given=given)
+        # Each of two calls sees some of the leaves. That all rules of the plan hold for one has been checked.
+        loose = dataclasses.replace(plan, rules=[dataclasses.replace(rule, optional=True) for rule in plan.rules])
+        found: list[Exchanged] = []
+        for send_part, wanted, noise in ((_whole, False, key), (_slices, True, fold(key, 0))):
+            take = lambda values, wanted=wanted: [x if each == wanted else None for x, each in zip(values, cut)]
+            part = leaves._replace(values=take(leaves.values))
+            found.append(send_part(settings, loose, key=noise, leaves=part, given=Kept(*map(take, given))))
+        return jax.tree_util.tree_map(lambda x, y: y if x is None else x, *found, is_leaf=lambda x: x is None)
 
-    if not has(given.residuals):
+    if not _any(given.residuals):
         return send(given)
     # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would copy them, there and back.
     rows = given._replace(factors=leaves.match(None))
     found = jax.vmap(lambda rows: send(rows._replace(factors=given.factors)))(rows)
     return found._replace(mean=[x.reshape(x.shape[1:]) for x in found.mean])
+
+
+def _any(values: list[Any]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
+    """compressed_pmean of lists."""
+    trees = {name: leaves.tree(values) for name, values in given._asdict().items() if _any(values)}
+    gradients = leaves.tree(leaves.values)
+    found = compressed_pmean(gradients, settings.axis_name, plan, key=key, **trees, **settings.collective)
+    named = dict(zip(("mean", *trees), found if trees else [found]))
+    kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
+    return Exchanged(leaves.match(named["mean"]), kept)
+
+
+def _slices(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
+    """This rank's slices of the mean. Only residuals are given."""
+    op, asked = "compressed_psum_scatter", settings.collective
+    schedule = plan.schedule if asked["schedule"] == "auto" else asked["schedule"]
+    fusion_mb = plan.fusion_mb if asked["fusion_mb"] is None else asked["fusion_mb"]
+    options = Options(
+        key=key,
+        schedule="ring" if schedule == "ring" else "auto",
+        own=asked["own"],
+        strict=asked["strict"],
+        fusion_mb=fusion_mb,
+    )
+    dimension = Dimension(leaves.tree(list(settings.scattered)), tiled=True)
+    net = check_axes(op, settings.axis_name)
+    scatter = Scatter(
+        op, leaves.tree(leaves.values), net=net, codec=plan, options=options, dimension=dimension, mean=True
+    )
+    found = scatter.run(leaves.tree(given.residuals)) if _any(given.residuals) else (scatter.run(), None)
+    none = leaves.match(None)
+    return Exchanged(leaves.match(found[0]), Kept(leaves.match(found[1]), momentum=none, factors=none))

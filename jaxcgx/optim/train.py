@@ -13,9 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.optim.accumulation import addable, local_gradients
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.telemetry import Telemetry
 
@@ -50,6 +52,9 @@ def make_train_step(
     data_axis: Any = "data",
     compress: Callable[..., Any] = compress_gradients,
     param_specs: Any = None,
+    optimizer_specs: Any = None,
+    gather: Any = Raw(),
+    regather: bool = True,
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
@@ -81,54 +86,69 @@ def make_train_step(
       **options: the options of `compress`, among them `plan` and `telemetry`.
     """
     optax = import_optax(OP)
-    placement = Placement(mesh, data_axis, param_specs)
+    placement = Placement(mesh, data_axis, param_specs, optimizer_specs)
+    sharded = Sharded(placement, gather, regather=regather, feedback=options.get("feedback", True))
     _check_functions(loss_fn, optimizer, compress)
     check_flag(OP, "has_aux", has_aux)
     check_flag(OP, "donate", donate)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     extended = optax.with_extra_args_support(optimizer)
-    transformation = compress(data_axis, axis_size=placement.ranks, **options)
-    gradients = local_gradients(loss_fn, data_axis, has_aux=has_aux, accumulate=accumulate)
+    transformation = sharded.transformation(compress, options)
     names = placement.names
 
-    def local_step(params: Any, opt_state: Any, batch: Any, key: Any) -> tuple[Any, Any, Metrics]:
-        """The part of one rank."""
-        sent, rest = opt_state
-        found = gradients(params, batch, key)
-        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=params)
+    def local_step(params: Any, sent: Any, batch: Any, key: Any) -> tuple[Any, Any, Metrics]:
+        """The part of one rank: the mean of the gradients."""
+        whole, loss_of_whole = sharded.open(params, loss_fn, sharded.key(sent))
+        gradients = local_gradients(loss_of_whole, data_axis, has_aux=has_aux, accumulate=accumulate)
+        found = gradients(whole, batch, key)
+        given = None if placement.state else params  # slices of means take no weight decay
+        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=given)
         tracked = _compat.tracked_axes(names)
         mean = lambda x: (lax.pmean if addable(x) else _first)(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
-        updates, rest = _update_with_value(extended.update, grads, rest, params, value=loss)
-        return optax.apply_updates(params, updates), (sent, rest), Metrics(loss, aux, sent.telemetry)
+        return grads, sent, Metrics(loss, aux, sent.telemetry)
+
+    def update(grads: Any, rest: Any, params: Any, loss: Any) -> Any:
+        return _update_with_value(extended.update, grads, rest, params, value=loss)
 
     def init(params: Any) -> tuple[Any, Any]:
         params = jax.tree_util.tree_map(jnp.asarray, params)
         specs = placement.specs_of(params)
+        sharded.check(params)
         first, first_specs = placement.init_per_rank(transformation.init, params)
-        wanted = specs, (first_specs, placement.optimizer_specs(extended, params))
+        rest_specs = placement.specs_of_state(extended, params)
 
         def fresh(params: Any) -> tuple[Any, Any]:  # a copy: what is donated later must not be the caller's
-            return jax.tree_util.tree_map(jnp.copy, params), (first(params), extended.init(params))
+            rest = placement.by_partitioner(extended.init, rest_specs)(params)
+            return jax.tree_util.tree_map(jnp.copy, params), (first(), rest, *sharded.init_lost(params))
 
+        wanted = specs, (first_specs, rest_specs, *sharded.lost_specs)
         make = jax.jit(fresh, out_shardings=placement.shardings(wanted))
         return make(jax.device_put(params, placement.shardings(specs)))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
     def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
-        specs = state_specs(opt_state, data_axis)
+        sent, rest, *lost = opt_state  # of the gather of updates
+        specs = state_specs(sent, data_axis)
+        noise = sharded.key(sent)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
-        return jax.shard_map(
+        of_ranks = jax.shard_map(
             local_step,
             mesh=mesh,
             axis_names=set(names),
-            in_specs=(P(), specs, batch_specs, P()),
-            out_specs=(P(), specs, P()),
-        )(params, opt_state, batch, key)
+            in_specs=(placement.over_ranks(placement.params), specs, batch_specs, P()),
+            out_specs=(placement.over_ranks(placement.state), specs, P()),
+        )
+        grads, sent, metrics = of_ranks(params, sent, batch, key)
+        # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
+        specs = placement.state_specs or placement.specs_of(params), placement.specs_of_state(extended, params)
+        updates, rest = placement.by_partitioner(update, specs)(grads, rest, params, metrics.loss)
+        updates, lost = sharded.send_updates(updates, tuple(lost), noise)
+        return optax.apply_updates(params, updates), (sent, rest, *lost), metrics
 
     return TrainStep(init, Step(step, placement))
 
