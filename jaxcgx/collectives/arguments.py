@@ -26,6 +26,8 @@ class Options(NamedTuple):
     strict: bool = False
     fusion_mb: Any = None
     backward_codec: Any = None
+    # whether leaves of Raw() share messages, too, in place of a collective for each, which XLA may join or not
+    join_raw: bool = False
 
 
 class Dimension(NamedTuple):

@@ -116,7 +116,9 @@ class Scatter:
             return total / self.call.size if self.mean else total
 
         def compressed(message: Message, route: Route) -> list[Any]:
-            done = self._compressed(kept.attach(message, route.stages[0].codec), route)
+            if before is not None and any(before[i] is not None for i in message.ids):
+                message = kept.attach(message, route.stages[0].codec)
+            done = self._compressed(message, route)
             kept.update(done)
             return done.leaves
 

@@ -1,6 +1,5 @@
 """One step's exchange with one plan: gradients out, their mean back, and what is kept renewed."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jaxcgx.collectives import compressed_pmean
 from jaxcgx.collectives.arguments import Dimension, Options
 from jaxcgx.collectives.psum_scatter import Scatter
 from jaxcgx.exchange.keys import fold
-from jaxcgx.optim.leaves import Leaves, encoders, flatten
+from jaxcgx.optim.leaves import Leaves, encoders, flatten, loose
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan
@@ -89,13 +88,12 @@ def _pmean(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves
     def send(given: Kept) -> Exchanged:
         if not any(cut):
             return _whole(settings, plan, key=key, leaves=leaves, given=given)
-        # Each of two calls sees some of the leaves. That all rules of the plan hold for one has been checked.
-        loose = dataclasses.replace(plan, rules=[dataclasses.replace(rule, optional=True) for rule in plan.rules])
+        # That each rule holds for a leaf has been checked with all leaves. Each of two calls sees some of them.
         found: list[Exchanged] = []
         for send_part, wanted, noise in ((_whole, False, key), (_slices, True, fold(key, 0))):
             take = lambda values, wanted=wanted: [x if each == wanted else None for x, each in zip(values, cut)]
             part = leaves._replace(values=take(leaves.values))
-            found.append(send_part(settings, loose, key=noise, leaves=part, given=Kept(*map(take, given))))
+            found.append(send_part(settings, loose(plan), key=noise, leaves=part, given=Kept(*map(take, given))))
         return jax.tree_util.tree_map(lambda x, y: y if x is None else x, *found, is_leaf=lambda x: x is None)
 
     if not _any(given.residuals):
@@ -131,6 +129,7 @@ def _slices(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leave
         own=asked["own"],
         strict=asked["strict"],
         fusion_mb=fusion_mb,
+        join_raw=True,
     )
     dimension = Dimension(leaves.tree(list(settings.scattered)), tiled=True)
     net = check_axes(op, settings.axis_name)

@@ -16,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_flag, check_integer, spell_array, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives import compressed_all_gather
+from jaxcgx.collectives.all_gather import gather
+from jaxcgx.collectives.arguments import Dimension, Options
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.compress import compress_gradients, scatter_with
-from jaxcgx.optim.leaves import flatten
+from jaxcgx.optim.leaves import flatten, loose
 from jaxcgx.optim.phases import check_plan
 from jaxcgx.optim.placement import Cut, Placement
 from jaxcgx.transports.axes import check_axis_names
@@ -67,13 +68,14 @@ def _join(some: Any, others: Any) -> Any:
 class Sharded:
     """What a training step gathers of what is sharded over its ranks. make_train_step explains `gather`, `regather`.
 
-    `feedback`: whether what the gather of updates loses is kept and sent later.
+    `feedback`, an option of compress_gradients, says here whether what the gather of updates loses is sent later.
     """
 
     placement: Placement
     gather: Any
     regather: bool
     feedback: bool
+    fusion_mb: Any
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gather", check_plan(OP, self.gather, "gather"))
@@ -135,19 +137,19 @@ class Sharded:
         With `regather`, the loss function gathers the shards itself, and again in the backward pass. Its parameters
         then have zeros in place of the shards, for their gradients only.
         """
-        cut, specs = self.placement.params, self.placement.whole_specs
+        cut = self.placement.params
         if not cut:
             return params, loss_fn
-        shards, gather = cut.pick(params), lambda shards: self._gather(shards, cut, key)
+        shards, gathered = cut.pick(params), lambda shards: self._gather(shards, cut, key)
         if self.placement.others:
-            picked = cut.pick(specs)
-            gather = jax.shard_map(gather, in_specs=(picked,), out_specs=picked, axis_names=self.placement.others)
+            specs = cut.pick(self.placement.whole_specs)
+            gathered = jax.shard_map(gathered, in_specs=(specs,), out_specs=specs, axis_names=self.placement.others)
         if not self.regather:
-            return _join(gather(shards), params), loss_fn
+            return _join(gathered(shards), params), loss_fn
         zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.placement.ranks, d)
         like = _join(jax.tree_util.tree_map(zeros, shards, cut.axis), params)
 
-        fill = lambda shards, like: _join(gather(shards), like)
+        fill = lambda shards, like: _join(gathered(shards), like)
         whole = jax.custom_vjp(fill)
         whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
         loss = lambda like, *rest: loss_fn(whole(shards, like), *rest)
@@ -155,12 +157,12 @@ class Sharded:
 
     def _gather(self, shards: Any, cut: Cut, key: Any, to: str = "varying") -> Any:
         """The whole arrays of the shards of a cut."""
-        # That each rule holds for a leaf has been checked, with all leaves.
-        rules = [dataclasses.replace(rule, optional=True) for rule in self.gather.rules]
-        plan = dataclasses.replace(self.gather, rules=rules)
-        return compressed_all_gather(
-            shards, self.placement.data_axis, plan, key=key, axis=cut.axis, tiled=True, to=to
-        )
+        # That each rule holds for a leaf has been checked with all leaves.
+        plan = loose(self.gather)
+        options = Options(key=key, fusion_mb=self.fusion_mb, join_raw=True)
+        op, net = "compressed_all_gather", check_axes(OP, self.placement.data_axis)
+        dimension = Dimension(cut.axis, tiled=True)
+        return gather(op, shards, net=net, codec=plan, options=options, dimension=dimension, to=to)
 
     def init_lost(self, params: Any) -> tuple[Any, ...]:
         """What the gather of updates has lost before the first step: a tree, or () where nothing is lost or kept."""
@@ -194,8 +196,8 @@ class Sharded:
             return found, (tree.unflatten(after),)
 
         shards, whole = cut.pick(self.placement.state_specs), cut.pick(self.placement.whole_specs)
-        gather = jax.shard_map(
+        exchange = jax.shard_map(
             send, mesh=self.placement.mesh, in_specs=(shards, self.lost_specs), out_specs=(whole, self.lost_specs)
         )
-        found, lost = gather(cut.pick(updates), lost)
+        found, lost = exchange(cut.pick(updates), lost)
         return _join(found, updates), lost

@@ -87,7 +87,13 @@ def make_train_step(
     """
     optax = import_optax(OP)
     placement = Placement(mesh, data_axis, param_specs, optimizer_specs)
-    sharded = Sharded(placement, gather, regather=regather, feedback=options.get("feedback", True))
+    sharded = Sharded(
+        placement,
+        gather,
+        regather=regather,
+        feedback=options.get("feedback", True),
+        fusion_mb=options.get("fusion_mb"),
+    )
     _check_functions(loss_fn, optimizer, compress)
     check_flag(OP, "has_aux", has_aux)
     check_flag(OP, "donate", donate)
@@ -119,12 +125,15 @@ def make_train_step(
         first, first_specs = placement.init_per_rank(transformation.init, params)
         rest_specs = placement.specs_of_state(extended, params)
 
-        def fresh(params: Any) -> tuple[Any, Any]:  # a copy: what is donated later must not be the caller's
-            rest = placement.by_partitioner(extended.init, rest_specs)(params)
-            return jax.tree_util.tree_map(jnp.copy, params), (first(), rest, *sharded.init_lost(params))
+        def fresh(params: Any) -> Any:
+            own = jax.tree_util.tree_map(jnp.copy, params)  # what is donated later must not be the caller's
+            return own, extended.init(params), sharded.init_lost(params)
 
-        wanted = specs, (first_specs, rest_specs, *sharded.lost_specs)
-        make = jax.jit(fresh, out_shardings=placement.shardings(wanted))
+        @jax.jit
+        def make(params: Any) -> tuple[Any, Any]:
+            own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sharded.lost_specs))(params)
+            return own, (first(), rest, *lost)
+
         return make(jax.device_put(params, placement.shardings(specs)))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
