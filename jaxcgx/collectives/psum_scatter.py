@@ -146,7 +146,9 @@ class Scatter:
         op = self.call.op
         if self.options.schedule == "ring":
             remedy = 'pass schedule="one_shot"'
-            raise wrong(op, "schedule", '"one_shot" with residuals', '"ring", which encodes sums of several ranks', remedy)
+            raise wrong(
+                op, "schedule", '"one_shot" with residuals', '"ring", which encodes sums of several ranks', remedy
+            )
         if self.call.hierarchy:
             remedy = "pass one codec in place of the dict, or no residuals"
             raise wrong(op, "codec", "one exchange over all axes together with residuals", "a codec per axis", remedy)

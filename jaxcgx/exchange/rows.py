@@ -164,5 +164,9 @@ def _all_to_all_transpose(
 
 
 all_to_all_p: Any = primitive.define(
-    "jaxcgx_all_to_all", _all_to_all, shape=lambda shape, i, **params: shape, transpose=_all_to_all_transpose, same=False
+    "jaxcgx_all_to_all",
+    _all_to_all,
+    shape=lambda shape, i, **params: shape,
+    transpose=_all_to_all_transpose,
+    same=False,
 )

@@ -147,7 +147,7 @@ class Settings:
                     remedy = "take another codec, such as jaxcgx.MaxMin(4), or leave parameters whole"
                     raise wrong(self.function, "plan", f"codecs of slices {sharded}", spell(codec), remedy)
             by_axis = any(isinstance(codec, dict) for codec in (plan.default, *(rule.codec for rule in plan.rules)))
-            if by_axis and (self.feedback or self.telemetry):
+            if by_axis and len(axis_names(self.axis_name)) > 1 and (self.feedback or self.telemetry):
                 expected = f"one codec over all axes {sharded}, with feedback or telemetry"
                 remedy = "pass feedback=False without telemetry, or one codec"
                 raise wrong(self.function, "plan", expected, "a codec per axis", remedy)

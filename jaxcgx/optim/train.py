@@ -88,11 +88,7 @@ def make_train_step(
     optax = import_optax(OP)
     placement = Placement(mesh, data_axis, param_specs, optimizer_specs)
     sharded = Sharded(
-        placement,
-        gather,
-        regather=regather,
-        feedback=options.get("feedback", True),
-        fusion_mb=options.get("fusion_mb"),
+        placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
     _check_functions(loss_fn, optimizer, compress)
     check_flag(OP, "has_aux", has_aux)

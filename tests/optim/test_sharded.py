@@ -17,7 +17,12 @@ from training import mesh_of
 import jaxcgx as cgx
 
 RANKS = 4
-LAYER = {"up": normal((8, 20), 1, scale=0.3), "bias": jnp.zeros(20), "down": normal((20, 8), 2, scale=0.3), "one": jnp.float32(0.5)}
+LAYER = {
+    "up": normal((8, 20), 1, scale=0.3),
+    "bias": jnp.zeros(20),
+    "down": normal((20, 8), 2, scale=0.3),
+    "one": jnp.float32(0.5),
+}
 X = normal((16, 8), 3)
 FORMS = ["param_specs", "optimizer_specs"]
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -230,6 +235,14 @@ def test_a_tuple_of_axes():
         assert_trees(lambda a, b, t=tolerance: np.testing.assert_allclose(a, b, atol=t), run(train)[0], expected)
 
 
+def test_a_hierarchy_has_no_feedback_of_slices():
+    mesh = jax.make_mesh((2, 2), ("node", "local"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = specs_of(LAYER, mesh, ("node", "local"))
+    words = says("compress_gradients", "plan", expected="one codec", got="a codec", remedy="feedback=False")
+    with raises(ValueError, words):
+        bad(mesh=mesh, data_axis=("node", "local"), param_specs=specs, plan={"node": CODEC, "local": cgx.Raw()})
+
+
 def test_shard_specs():
     shapes = {"a": (6, 8, 4), "b": (8, 8), "small": (4,), "odd": (7, 9), "none": (), "empty": (0, 400)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -278,7 +291,9 @@ SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
         ),
         (
             dict(optimizer_specs={**SPECS, "up": P(("data", "model"))}),
-            says("make_train_step", "optimizer_specs", at="leaf ['up']", expected="'data' one dimension alone", got="P"),
+            says(
+                "make_train_step", "optimizer_specs", at="leaf ['up']", expected="'data' one dimension alone", got="P"
+            ),
         ),
         (
             dict(param_specs=SPECS, optimizer_specs={**SPECS, "up": P("data")}),
@@ -290,7 +305,13 @@ SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
         ),
         (
             dict(param_specs=SPECS, compress=cgx.dgc, plan=None),
-            says("make_train_step", "compress", expected="jaxcgx.compress_gradients 'data'", got="dgc", remedy="plan= whole"),
+            says(
+                "make_train_step",
+                "compress",
+                expected="jaxcgx.compress_gradients 'data'",
+                got="dgc",
+                remedy="plan= whole",
+            ),
         ),
         (
             dict(param_specs=SPECS, momentum=0.9),
@@ -301,16 +322,14 @@ SPECS = {"up": P(None, "data"), "bias": P(), "down": P("data"), "one": P()}
             says("compress_gradients", "plan", expected="slices", got="PowerSGD(rank=2)", remedy="jaxcgx.MaxMin(4)"),
         ),
         (
-            dict(param_specs=SPECS, plan={"data": CODEC}),
-            says("compress_gradients", "plan", expected="one codec", got="a codec", remedy="feedback=False"),
-        ),
-        (
             dict(param_specs=SPECS, plan=cgx.Plan(CODEC, leader=True)),
             says("compress_gradients", "leader", expected="False", got="True", remedy="slices"),
         ),
         (
             dict(param_specs=SPECS, gather=cgx.TopK(0.1)),
-            says("make_train_step", "gather", expected="every element", got="TopK(ratio=0.1)", remedy="jaxcgx.MaxMin(8)"),
+            says(
+                "make_train_step", "gather", expected="every element", got="TopK(ratio=0.1)", remedy="jaxcgx.MaxMin(8)"
+            ),
         ),
         (
             dict(gather=cgx.MaxMin(8)),
@@ -325,7 +344,9 @@ def test_bad_arguments(options, words):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_dimensions_that_ranks_do_not_divide(form):
-    words = says("make_train_step", form, at="leaf ['bias']", expected="4 divide", got="dimension", remedy="jaxcgx.shard_specs")
+    words = says(
+        "make_train_step", form, at="leaf ['bias']", expected="4 divide", got="dimension", remedy="jaxcgx.shard_specs"
+    )
     with raises(ValueError, words):
         bad(**{form: {**SPECS, "bias": P("data")}}).init({**LAYER, "bias": jnp.zeros(21)})
 
