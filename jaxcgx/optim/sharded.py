@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import check_flag, check_integer, spell_array, wrong
+from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.all_gather import gather
 from jaxcgx.collectives.arguments import Dimension, Options
@@ -22,9 +22,10 @@ from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.compress import compress_gradients, scatter_with
+from jaxcgx.optim.cut import Cut
 from jaxcgx.optim.leaves import flatten, loose
 from jaxcgx.optim.phases import check_plan
-from jaxcgx.optim.placement import Cut, Placement
+from jaxcgx.optim.placement import Placement
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.resolve import check_axes
 
@@ -112,19 +113,13 @@ class Sharded:
     @property
     def _updates(self) -> Cut:
         """The leaves whose updates are gathered."""
-        params, state = self.placement.params, self.placement.state
-        alone = [s if p is None else None for p, s in zip(params.dimensions, state.dimensions)]
-        return Cut(state.structure, tuple(alone))
+        return self.placement.state.without(self.placement.params)
 
     def check(self, params: Any) -> None:
         """Checks that the ranks divide the dimensions that are sharded, and that a leaf has each rule of `gather`."""
         found, ranks = flatten(params), self.placement.ranks
-        for argument, cut in (("param_specs", self.placement.params), ("optimizer_specs", self.placement.state)):
-            for path, x, d in zip(found.paths, found.values, cut.dimensions):
-                if d is not None and (d >= x.ndim or x.shape[d] % ranks):
-                    expected = f"a dimension that {ranks} ranks divide"
-                    remedy = "PartitionSpec() leaves it whole, and jaxcgx.shard_specs finds dimensions"
-                    raise wrong(OP, argument, expected, f"dimension {d} of {spell_array(x)}", remedy, path=path)
+        self.placement.params.check("param_specs", params, ranks)
+        self.placement.state.check("optimizer_specs", params, ranks)
         self.gather.assign(OP, "gather", paths=found.paths, leaves=found.values)
 
     def key(self, sent: Any) -> Any:
@@ -189,7 +184,9 @@ class Sharded:
             leaves, rest = carry(leaves, before)
             found = self._gather(tree.unflatten(leaves), cut, key, to="invarying")
             rank, after = check_axes(OP, self.placement.data_axis).rank, []
-            for x, r, b, y, d in zip(leaves, rest, before, jax.tree_util.tree_leaves(found), cut.given):
+            for x, r, b, y, d in zip(
+                leaves, rest, before, jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(cut.axis)
+            ):
                 arrived = lax.dynamic_slice_in_dim(y, rank * x.shape[d], x.shape[d], d)
                 missing = r + (x.astype(jnp.float32) - arrived.astype(jnp.float32))
                 after.append(jnp.where(jnp.isfinite(missing), missing, b))

@@ -118,7 +118,6 @@ def make_train_step(
         params = jax.tree_util.tree_map(jnp.asarray, params)
         specs = placement.specs_of(params)
         sharded.check(params)
-        first, first_specs = placement.init_per_rank(transformation.init, params)
         rest_specs = placement.specs_of_state(extended, params)
 
         def fresh(params: Any) -> Any:
@@ -128,7 +127,7 @@ def make_train_step(
         @jax.jit
         def make(params: Any) -> tuple[Any, Any]:
             own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sharded.lost_specs))(params)
-            return own, (first(), rest, *lost)
+            return own, (placement.init_per_rank(transformation.init, params), rest, *lost)
 
         return make(jax.device_put(params, placement.shardings(specs)))
 
@@ -141,16 +140,17 @@ def make_train_step(
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
+        params_in, grads_out = (cut.specs(names) if cut else P() for cut in (placement.params, placement.state))
         of_ranks = jax.shard_map(
             local_step,
             mesh=mesh,
             axis_names=set(names),
-            in_specs=(placement.over_ranks(placement.params), specs, batch_specs, P()),
-            out_specs=(placement.over_ranks(placement.state), specs, P()),
+            in_specs=(params_in, specs, batch_specs, P()),
+            out_specs=(grads_out, specs, P()),
         )
         grads, sent, metrics = of_ranks(params, sent, batch, key)
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
-        specs = placement.state_specs or placement.specs_of(params), placement.specs_of_state(extended, params)
+        specs = placement.specs_of_updates(params), placement.specs_of_state(extended, params)
         updates, rest = placement.by_partitioner(update, specs)(grads, rest, params, metrics.loss)
         updates, lost = sharded.send_updates(updates, tuple(lost), noise)
         return optax.apply_updates(params, updates), (sent, rest, *lost), metrics
