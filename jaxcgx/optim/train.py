@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
-from jaxcgx.optim.accumulation import addable, local_gradients
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.optim.accumulation import addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
@@ -76,9 +76,18 @@ def make_train_step(
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
         Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
-      param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the
-        parameters that says how they are sharded over these. Gradients are compressed shard by shard (docs/meshes.md);
-        plans see shards.
+      param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
+        each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,
+        and gradients go straight to their shards, with the codecs of `plan`. `shard_specs` makes such specs. Over other
+        axes of the mesh, which XLA's partitioner gets: gradients are compressed shard by shard (docs/meshes.md); plans
+        see shards.
+      optimizer_specs: how the state of the optimizer is sharded, where not as the parameters: their specs, with
+        `data_axis` besides (ZeRO-1). Each rank has whole parameters, and updates its shards. The updates are gathered.
+      gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
+        parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
+        feedback=False. Plans see shards.
+      regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA joins both
+        gathers on CPUs. With False, micro-batches share one gather.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
         and sent once.
       has_aux: whether `loss_fn` returns auxiliary outputs.

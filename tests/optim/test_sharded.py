@@ -1,6 +1,7 @@
 """make_train_step with parameters, or an optimizer's state alone, sharded over the ranks: ZeRO-3 (FSDP) and ZeRO-1."""
 
 import functools
+import pathlib
 import re
 
 import jax
@@ -90,7 +91,7 @@ def by_jax():
         return optax.apply_updates(params, updates), state
 
     optimizer = each_optimizer()
-    params = {name: LAYER for name in OPTIMIZERS}
+    params = dict.fromkeys(OPTIMIZERS, LAYER)
     state = optimizer.init(params)
     for _ in range(5):
         params, state = step(params, state)
@@ -107,7 +108,7 @@ def each_optimizer():
 @pytest.mark.parametrize("form", FORMS)
 def test_plain_jax(form, axis_type):
     """Norms are those of whole arrays, leaves share messages, and only bytes are sent of them."""
-    params = {name: LAYER for name in OPTIMIZERS}
+    params = dict.fromkeys(OPTIMIZERS, LAYER)
     mesh = mesh_with(axis_type)
     train = cgx.make_train_step(loss_of_all, each_optimizer(), mesh, plan=cgx.Raw(), **{form: specs_of(params, mesh)})
     assert_close(run(train, params, 5)[0], by_jax())
@@ -151,7 +152,7 @@ def test_as_replicated(form):
 
     options = dict(plan=cgx.Raw(), accumulate=2, has_aux=True)
     given = LAYER, 3, X, jax.random.key(5)
-    params, state, metrics = run(cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(RANKS), **options), *given)
+    params, _, metrics = run(cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(RANKS), **options), *given)
     options |= {form: specs_of(LAYER), "gather": cgx.Plan(NOISE, rules=[("up|down", cgx.Raw())])}
     train = cgx.make_train_step(loss, optax.adam(1e-2), mesh_of(RANKS), **options)
     found = run(train, *given)
@@ -257,20 +258,22 @@ def test_shard_specs():
 
 
 def test_what_a_step_sends():
-    """The table of docs/training.md: with 4 bits for gradients and 8 for weights."""
-    params = {"w": jnp.zeros((1024, 1024))}
-    loss = lambda params, x: (x @ params["w"]).sum()
-    sizes = {}
-    for name, options in {
-        "whole": {},
-        "updates": dict(optimizer_specs=specs_of(params), gather=cgx.MaxMin(8)),
-        "weights": dict(param_specs=specs_of(params), gather=cgx.MaxMin(8)),
-    }.items():
-        train = cgx.make_train_step(loss, optax.adam(1e-3), mesh_of(RANKS), plan=cgx.MaxMin(4), **options)
-        shapes = jax.eval_shape(train.init, params)
-        report = cgx.explain(train.step, *shapes, jnp.zeros((4, 1024)), show=False)
-        sizes[name] = report.bytes
-    print(sizes)
+    """The table of docs/training.md."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/training.md").read_text()
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    codecs = dict(plan=cgx.MaxMin(4), gather=cgx.MaxMin(8))
+    for options, row in (
+        (dict(plan=cgx.MaxMin(4)), "| neither | `MaxMin(4)` | {0:,} | |"),
+        *(
+            ({form: specs_of(params), **codecs}, "| either | `MaxMin(4)`, `MaxMin(8)` | {0:,} | {1:,} |")
+            for form in FORMS
+        ),
+    ):
+        train = cgx.make_train_step(lambda p, x: (x @ p["w"]).sum(), optax.adam(1e-3), mesh_of(RANKS), **options)
+        shapes = jax.eval_shape(train.init, params), jnp.zeros((4, 1024))
+        report = cgx.explain(train.step, *shapes[0], shapes[1], show=False)
+        gathered = sum(c.bytes for c in report.collectives if c.function == "compressed_all_gather")
+        assert row.format(report.bytes, gathered) in page
 
 
 def bad(**options):
