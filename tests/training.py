@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from helpers import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -70,3 +71,20 @@ def compress_state(state):
         if isinstance(node, cgx.optim.CompressState)
     )
     return found
+
+
+NESTED = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
+)
+SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": normal((64, 30), 2, scale=0.2)}
+SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
+
+
+def tensor_parallel(model=4, **options):
+    def loss(params, x):
+        return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
+
+    mesh = jax.make_mesh(
+        (2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model]
+    )
+    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, param_specs=SPECS, **options)

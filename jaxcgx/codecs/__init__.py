@@ -10,6 +10,7 @@ from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
+from jaxcgx.codecs.skip import Skip
 from jaxcgx.codecs.topk import Sampled, TopK
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Raw",
     "Sampled",
     "Sign",
+    "Skip",
     "TopK",
     "decode",
     "encode",

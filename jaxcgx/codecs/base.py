@@ -29,6 +29,7 @@ class Codec:
       stochastic: encoding draws noise, and needs a key.
       skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
       raw: all elements travel as they are.
+      skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
       sparse: only some elements are sent; `indices` says which.
       low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py), by the methods that PowerSGD
         has for them.
@@ -46,6 +47,7 @@ class Codec:
     stochastic: bool = False
     skip_incomplete: bool = False
     raw: bool = False
+    skips: bool = False
     sparse: bool = False
     low_rank: bool = False
     contracts: bool = True

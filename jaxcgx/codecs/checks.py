@@ -15,6 +15,9 @@ from jaxcgx.native.rng import key_words
 def check_codec(function: str, codec: Any, argument: str = "codec") -> Codec:
     if not isinstance(codec, Codec):
         raise wrong(function, argument, "a codec such as jaxcgx.MaxMin(bits=4)", repr(codec), kind=TypeError)
+    if codec.skips:
+        remedy = "as a rule of a jaxcgx.Plan, or as its default, it says which leaves are not sent"
+        raise wrong(function, argument, "a codec that sends something", spell(codec), remedy)
     return check_hashable(function, argument, codec, f"make {type(codec).__name__} a dataclass(frozen=True)")
 
 

@@ -1,6 +1,7 @@
 """A checked call of a collective: how each of its leaves travels, and which leaves share a message."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 from jaxcgx import plan
 from jaxcgx.checks import at, check_flag, check_positive, check_varying, wrong
 from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.collectives.arguments import (
     Options,
     check_low_rank,
@@ -21,6 +23,7 @@ from jaxcgx.exchange import scopes
 from jaxcgx.exchange.keys import fold_stage
 from jaxcgx.exchange.message import Message, Stage
 from jaxcgx.native.layout import DTYPES
+from jaxcgx.plan.by_axis import skips
 from jaxcgx.transports.base import Transport
 
 
@@ -55,6 +58,7 @@ class _Assigned(NamedTuple):
 
     stages: list[tuple[Stage, ...]]  # of each leaf
     guarded: list[str | None]  # why a plan leaves it raw
+    skipped: list[bool]  # whether a plan says that it isn't sent
     used: list[Codec]
     possible: list[Codec]  # the codecs of another tree, too (check_shared_key)
 
@@ -74,7 +78,8 @@ class Call:
     hierarchy: bool
     routes: list[Route]
     limit: float  # bytes of a message
-    raw: dict[int, str]  # why a leaf travels as it is
+    raw: dict[int, str]  # why a leaf travels as it is, or not at all
+    skipped: list[bool]  # whether a leaf is not sent
     groups: dict[Route, list[int]]  # the other leaves, by route
 
     def __init__(
@@ -88,15 +93,23 @@ class Call:
         self.paths = [path for path, _ in found]
         self.leaves = [check_whole(op, argument, path, leaf) for path, leaf in found]
         self.tracked = check_tracked(op, net.names)
-        if not gradients:
-            check_varying(op, net.names, self.paths, self.leaves)
         forward = backward = self._assign("codec", codec)
+        self.skipped = forward.skipped
+        if not gradients:
+            sent = [not skip for skip in self.skipped]
+            check_varying(
+                op, net.names, list(itertools.compress(self.paths, sent)), list(itertools.compress(self.leaves, sent))
+            )
         used, possible = forward.used, forward.possible
         if options.backward_codec is not None:
             backward = self._assign("backward_codec", options.backward_codec)
             used, possible = used + backward.used, possible + backward.possible
-        check_low_rank(op, "codec", forward.stages, sums)
-        check_low_rank(op, "backward_codec", backward.stages, sums)
+        for assigned, name in ((forward, "codec"), (backward, "backward_codec")):
+            check_low_rank(op, name, assigned.stages, sums)
+            if not sums and any(assigned.skipped):
+                path = self.paths[assigned.skipped.index(True)]
+                expected, remedy = "a plan that skips no leaf", "Skip() is for sums and means; leave the leaf out of x"
+                raise wrong(op, name, expected, "one with Skip() for it", remedy, path=path)
         self.codecs = [[stage.codec for stage in there] for there in forward.stages]
         self.key = check_shared_key(op, used, possible, key=options.key, names=net.names)
         self.hierarchy = any(len(there) > 1 for there in forward.stages)
@@ -115,13 +128,16 @@ class Call:
     def _assign(self, argument: str, codec: Any) -> _Assigned:
         if isinstance(codec, plan.Plan):
             assigned = codec.assign(self.op, argument, paths=self.paths, leaves=self.leaves)
-            stages = [check_stages(self.op, argument, chosen, self.net) for chosen, _ in assigned]
+            skipped = [skips(chosen) for chosen, _ in assigned]
+            sent = [Raw() if skip else chosen for (chosen, _), skip in zip(assigned, skipped)]
+            stages = [check_stages(self.op, argument, chosen, self.net) for chosen in sent]
             used = [stage.codec for there in stages for stage in there]
-            return _Assigned(stages, guarded=[reason for _, reason in assigned], used=used, possible=codec.codecs)
+            guarded = ["the plan skips it" if skip else reason for (_, reason), skip in zip(assigned, skipped)]
+            return _Assigned(stages, guarded, skipped, used=used, possible=codec.codecs)
         stages = check_stages(self.op, argument, codec, self.net)
         codecs = [stage.codec for stage in stages]
         n = len(self.leaves)
-        return _Assigned([stages] * n, guarded=[None] * n, used=codecs, possible=codecs)
+        return _Assigned([stages] * n, guarded=[None] * n, skipped=[False] * n, used=codecs, possible=codecs)
 
     def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
         """Both with as many stages: a raw exchange over all ranks together is also a raw exchange over each part."""
@@ -145,7 +161,7 @@ class Call:
             return None
         reason = plan.why_raw(leaf, codecs) or ("there is one rank" if self.size == 1 else None)
         refused = not guarded and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in codecs)
-        if reason and options.strict and (refused or leaf.dtype not in DTYPES):
+        if reason and options.strict and not self.skipped[i] and (refused or leaf.dtype not in DTYPES):
             text = f"{self.op}: argument '{argument}'{at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
             raise (ValueError if refused else TypeError)(text)
         return reason and (guarded or reason)
@@ -161,7 +177,7 @@ class Call:
         # The scopes are what `explain` finds in the compiled program.
         for i, reason in self.raw.items():
             leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
-            size = leaf.size * leaf.dtype.itemsize
+            size = 0 if self.skipped[i] else leaf.size * leaf.dtype.itemsize
             with scopes.scope(
                 scopes.LeafScope(self.op, self.net.names, path=path, dtype=str(leaf.dtype), bytes=size, reason=reason)
             ):

@@ -3,12 +3,14 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
-from jaxcgx.exchange import hierarchy, sums
+from jaxcgx.exchange import hierarchy, scopes, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.plan import SCHEDULES, Plan, why_raw
 from jaxcgx.transports.base import Transport
@@ -118,7 +120,7 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
         reduction.check_feedback()
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
-        if residuals is not None and residuals[i] is not None:
+        if residuals is not None and residuals[i] is not None and not reduction.call.skipped[i]:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
         return reduction.plain(leaf, i)
 
@@ -198,8 +200,11 @@ class Reduction:
     def plain(self, leaf: jax.Array, i: int) -> jax.Array:
         """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.
 
-        One exchange over all ranks sends more over the outermost axis, the slow network.
+        That of a leaf which the plan skips is zeros. One exchange over all ranks would send more over the outermost
+        axis, the slow network.
         """
+        if self.call.skipped[i]:
+            return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # where `explain` finds it
         net, nets = self.call.net, [stage.net for stage in self.call.routes[i].stages]
         if len(nets) == 1 or not leaf.size or not all(codec.raw for codec in self.call.codecs[i]):
             return net.plain_pmean(leaf) if self.mean else net.plain_psum(leaf)

@@ -61,7 +61,8 @@ def value_and_grad(
         None.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
-        `codec_key=`, in each call.
+        `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
+        jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
         of the whole batch. Others are averaged over the ranks.
@@ -141,19 +142,19 @@ class ValueAndGrad:
         params, fixed = part([args[i] for i in places])
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
+        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
         done = _run(
             self,
             split,
             params=params,
             arrays=split.arrays(others),
-            residuals=self._as_list(residuals),
+            residuals=self.as_list(residuals),
             codec_key=codec_key,
         )
         value = (done.value, done.aux) if self.has_aux else done.value
-        result = value, self._as_argument(done.grads)
-        return (result, self._as_argument(done.residuals)) if self.feedback else result
+        result = value, self.as_argument(done.grads)
+        return (result, self.as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
         """Residuals of zeros, with a row for each rank, sharded over the axis.
@@ -161,16 +162,22 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given, _ = part(self._as_list(params))
+        given, _ = part(self.as_list(params))
         ranks = self._ranks(given)
-        specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
+        specs = ranks.specs_of_params(given, self.as_list(self.param_specs))
 
-        def rows(x: Any) -> Any:
-            return jnp.zeros((ranks.size, *np.shape(x)), jnp.float32) if jnp.result_type(x) in DTYPES else None
-
-        sharding = lambda x, spec: None if rows(x) is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
-        make = lambda: jax.tree_util.tree_map(rows, given)
-        return self._as_argument(jax.jit(make, out_shardings=jax.tree_util.tree_map(sharding, given, specs))())
+        if isinstance(self.plan, Plan):
+            skipped = self.as_list(self.plan.skipped(OP, "plan", self.as_argument(given)))
+        else:
+            skipped = jax.tree_util.tree_map(lambda _: False, given)
+        fed = jax.tree_util.tree_map(
+            lambda x, skip: None if skip or jnp.result_type(x) not in DTYPES else x, given, skipped
+        )
+        rows = lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32)
+        make = lambda: jax.tree_util.tree_map(rows, fed)
+        sharding = lambda x, spec: None if x is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
+        shardings = jax.tree_util.tree_map(sharding, fed, specs, is_leaf=is_none)
+        return self.as_argument(jax.jit(make, out_shardings=shardings)())
 
     def _ranks(self, arguments: Any) -> Ranks:
         names = axis_names(self.axis_name)
@@ -181,16 +188,16 @@ class ValueAndGrad:
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
-        asked = self._as_list(self.argnums)
+        asked = self.as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
         return tuple(i % count for i in asked)
 
-    def _as_list(self, value: Any) -> Any:
+    def as_list(self, value: Any) -> Any:
         """What a caller gives for the differentiated arguments, as a list; None as it is."""
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
-    def _as_argument(self, values: Sequence[Any]) -> Any:
+    def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
@@ -238,7 +245,7 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
 
         with without_constraints(OP, "loss_fn", names):
             value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
-        mean = functools.partial(_mean, call.axis_name, call.plan)
+        mean = functools.partial(_mean, call)
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
@@ -258,14 +265,15 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
     return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
 
 
-def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
-    """The compressed mean of gradients over the ranks, and the new residuals."""
-    net, options = check_axes(OP, axis_name), Options(key=key)
-    state = State(residuals=jax.tree_util.tree_map(lambda x: x[0], residuals))
-    found = reduce(OP, grads, net=net, codec=plan, options=options, state=state, mean=True)
+def _mean(call: ValueAndGrad, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
+    """The compressed mean of gradients over the ranks, and the new residuals; all are lists."""
+    net, options = check_axes(OP, call.axis_name), Options(key=key)
+    own = None if residuals is None else call.as_argument(jax.tree_util.tree_map(lambda x: x[0], residuals))
+    tree, state = call.as_argument(grads), State(residuals=own)  # in which rules of a plan see the caller's paths
+    found = reduce(OP, tree, net=net, codec=call.plan, options=options, state=state, mean=True)
     if residuals is None:
-        return found, None
-    return found[0], jax.tree_util.tree_map(lambda x: x[None], found[1])
+        return call.as_list(found), None
+    return call.as_list(found[0]), jax.tree_util.tree_map(lambda x: x[None], call.as_list(found[1]))
 
 
 def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:

@@ -35,7 +35,7 @@ class MessageScope:
 
 @dataclasses.dataclass(frozen=True)
 class LeafScope:
-    """A leaf that travels uncompressed."""
+    """A leaf that travels uncompressed, or not at all."""
 
     function: str
     axes: tuple[Any, ...]
@@ -77,6 +77,8 @@ class ExchangeScope:
 
 # The named scope of a raw leaf's exchanges over inner axes, beside that over the outermost one.
 INNER = "jaxcgx.inner"
+# The name (jax.ad_checkpoint.checkpoint_name) of the sum of a leaf that a plan skips.
+SKIPPED = "jaxcgx.skipped"
 Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning: dict[str, Meaning] = {}  # by tag

@@ -3,6 +3,7 @@
 from jaxcgx.optim.bsc import bsc
 from jaxcgx.optim.compress import compress_gradients, compressed
 from jaxcgx.optim.dgc import dgc
+from jaxcgx.optim.model_state import PerRank
 from jaxcgx.optim.reshard import reshard_state
 from jaxcgx.optim.sharded import shard_specs
 from jaxcgx.optim.specs import state_specs
@@ -13,6 +14,7 @@ from jaxcgx.optim.train import Metrics, TrainStep, make_train_step
 __all__ = [
     "CompressState",
     "Metrics",
+    "PerRank",
     "Telemetry",
     "TrainStep",
     "bsc",

@@ -16,71 +16,87 @@ from jaxcgx.transports.axes import axis_names
 OP = "make_train_step"
 
 
+class Given(NamedTuple):
+    """What a loss function is given beside the parameters that are trained."""
+
+    frozen: Any  # the other parameters
+    model_state: Any  # None without one
+    batch: Any
+    key: jax.Array | None
+
+
 class Found(NamedTuple):
     """What a rank finds of a batch."""
 
     loss: Any
     aux: Any  # None without has_aux
     gradients: Any
+    model_state: Any  # the new one
 
 
-def local_gradients(
-    loss_fn: Callable[..., Any], axis_name: Any, *, has_aux: bool, accumulate: int
-) -> Callable[..., Any]:
-    """A function (params, batch, key) -> Found, of one rank's own batch.
+def local_gradients(objective: Callable[..., Any], axis_name: Any, accumulate: int) -> Callable[..., Found]:
+    """A function (params, Given) -> Found, of one rank's own batch.
 
     Args:
-      loss_fn: a function (params, batch), or (params, batch, key) where there is a key, that returns the loss.
+      objective: a function (params, Given) that returns (loss, (model state, aux)).
       axis_name: the axis of the ranks. Every rank draws a key of its own.
-      has_aux: whether `loss_fn` returns (loss, aux).
-      accumulate: the number of micro-batches, each with a key of its own. They share the scalars of the batch.
+      accumulate: the number of micro-batches, each with a key of its own, and with the model state that the one before
+        returned. They share the scalars of the batch.
     """
-    value_and_grad = local_value_and_grad(loss_fn, axis_name, has_aux=has_aux)
+    value_and_grad = local_value_and_grad(objective, axis_name, has_aux=True)
     names = axis_names(axis_name)
 
-    def of_micro_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
+    def of_micro_batch(params: Any, given: Given) -> Found:
         with without_constraints(OP, "loss_fn", names):
-            value, grads = value_and_grad(params, batch, *(() if key is None else (key,)))
-        loss, aux = jax.tree_util.tree_map(jnp.asarray, value if has_aux else (value, None))
-        return Found(loss, aux, grads)
+            (loss, (model_state, aux)), grads = value_and_grad(params, given)
+        loss, aux = jax.tree_util.tree_map(jnp.asarray, (loss, aux))
+        return Found(loss, aux, grads, model_state)
 
-    def of_batch(params: Any, batch: Any, key: jax.Array | None) -> Found:
+    def of_batch(params: Any, given: Given) -> Found:
+        key = given.key
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(names))
         if accumulate == 1:
-            return of_micro_batch(params, batch, key)
-        parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), batch)
+            return of_micro_batch(params, given._replace(key=key))
+        parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), given.batch)
 
-        def of_part(i: Any) -> Found:
-            part = jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts)
-            return of_micro_batch(params, part, None if key is None else jax.random.fold_in(key, i))
+        def of_part(model_state: Any, i: Any) -> Found:
+            own = Given(
+                frozen=given.frozen,
+                model_state=model_state,
+                batch=jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts),
+                key=None if key is None else jax.random.fold_in(key, i),
+            )
+            return of_micro_batch(params, own)
 
-        return _mean(of_part, accumulate, _compat.tracked_axes(names))
+        return _mean(of_part, given.model_state, accumulate, _compat.tracked_axes(names))
 
     return of_batch
 
 
-def _mean(find: Callable[..., Any], parts: int, tracked: frozenset[Any]) -> Found:
-    """The mean of find(i) over all parts, added up in at least float32; it varies over the axes `tracked`.
+def _mean(find: Callable[..., Found], model_state: Any, parts: int, tracked: frozenset[Any]) -> Found:
+    """The mean of find(model state, i) over all parts, added up in at least float32; it varies over the axes `tracked`.
 
-    What can't be added is that of the last part.
+    The model state goes from part to part. What can't be added is that of the last part.
     """
-    shapes = jax.eval_shape(find, 0)
-    leaves, structure = jax.tree_util.tree_flatten(shapes)
+    shapes = jax.eval_shape(lambda i: find(model_state, i), 0)
+    leaves, structure = jax.tree_util.tree_flatten(shapes._replace(model_state=None))
     added = [addable(x) for x in leaves]
 
-    def add(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        found = jax.tree_util.tree_leaves(find(i))
+    def add(carry: tuple[list[jax.Array], Any], i: jax.Array) -> tuple[tuple[list[jax.Array], Any], list[jax.Array]]:
+        totals, model_state = carry
+        part = find(model_state, i)
+        found = jax.tree_util.tree_leaves(part._replace(model_state=None))
         numbers = [x for x, number in zip(found, added) if number]
         others = [x for x, number in zip(found, added) if not number]
-        return [t + x.astype(t.dtype) for t, x in zip(totals, numbers)], others
+        return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], part.model_state), others
 
-    zeros = [_compat.vary(jnp.zeros(x.shape, _wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
-    totals, others = lax.scan(add, zeros, jnp.arange(parts))
+    zeros = [_compat.vary(jnp.zeros(x.shape, wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
+    (totals, model_state), others = lax.scan(add, (zeros, model_state), jnp.arange(parts))
     mean, last = (x / parts for x in totals), (x[-1] for x in others)
     found = structure.unflatten([next(mean) if number else next(last) for number in added])
     narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), found.gradients, shapes.gradients)
-    return found._replace(gradients=narrow)
+    return found._replace(gradients=narrow, model_state=model_state)
 
 
 def addable(x: Any) -> bool:
@@ -98,6 +114,6 @@ def _split(parts: int, x: jax.Array) -> jax.Array:
     return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """The dtype that numbers of a dtype are added up in."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)

@@ -1,6 +1,6 @@
 """One step's exchange with one plan: gradients out, their mean back, and what is kept renewed."""
 
-from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -51,14 +51,15 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
         zeros = lambda x: jnp.zeros((1, *x.shape), jnp.float32)
         residuals = [zeros(x) if each else None for x, each in zip(leaves.values, codecs)]
     masked = [settings.momentum_masking and bool(each) and each[0].sparse for each in codecs]
-    shapes = [factor_shape(x, each) for x, each in zip(leaves.values, codecs)]
+    shapes = [factor_shape(x, each or ()) for x, each in zip(leaves.values, codecs)]
     given = Kept(
         residuals=residuals,
         momentum=[u if has else None for u, has in zip(kept.momentum, masked)],
         factors=[shape and q[: shape[0]] for q, shape in zip(kept.factors, shapes)],
     )
     noise = key if any(codec.stochastic for codec in plan.codecs) else None
-    found = _pmean(settings, plan, key=noise, leaves=leaves, given=given)
+    dimensions = [None if each is None else d for d, each in zip(settings.scattered or leaves.match(None), codecs)]
+    found = _pmean(settings, plan, key=noise, leaves=leaves, given=given, dimensions=dimensions)
     renewed = Kept(
         residuals=found.kept.residuals if settings.feedback else leaves.match(None),
         momentum=[u if new is None else new for u, new in zip(kept.momentum, found.kept.momentum)],
@@ -71,29 +72,26 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     if settings.telemetry:
         names = check_axes(settings.function, settings.axis_name).names
         # Of a slice's leaf, a rank knows its own share alone.
-        mean = [m if d is None else x for m, x, d in zip(found.mean, leaves.values, _scattered(settings, leaves))]
+        mean = [m if d is None else x for m, x, d in zip(found.mean, leaves.values, dimensions)]
         telemetry = measure(names, leaves, codecs=codecs, residuals=residuals, mean=mean, lost=found.kept.residuals)
     return Exchanged(found.mean, renewed, telemetry)
 
 
-def _scattered(settings: Settings, leaves: Leaves) -> Sequence[int | None]:
-    """For each leaf the dimension that this rank gets a slice along, or None."""
-    return settings.scattered or leaves.match(None)
-
-
-def _pmean(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
-    """The mean of lists. What is given to it comes back renewed."""
-    cut = [d is not None for d in _scattered(settings, leaves)]
+def _pmean(
+    settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
+) -> Exchanged:
+    """The mean of lists, or of a leaf with a dimension the slice along it. What is given to it comes back renewed."""
 
     def send(given: Kept) -> Exchanged:
-        if not any(cut):
+        if not _any(dimensions):
             return _whole(settings, plan, key=key, leaves=leaves, given=given)
-        # That each rule holds for a leaf has been checked with all leaves. Each of two calls sees some of them.
+        slices, noise = functools.partial(_slices, dimensions=dimensions), fold(key, 0)
         found: list[Exchanged] = []
-        for send_part, wanted, noise in ((_whole, False, key), (_slices, True, fold(key, 0))):
-            take = lambda values, wanted=wanted: [x if each == wanted else None for x, each in zip(values, cut)]
+        for send_part, cut, words in ((_whole, False, key), (slices, True, noise)):
+            take = lambda values, cut=cut: [x if (d is not None) == cut else None for x, d in zip(values, dimensions)]
             part = leaves._replace(values=take(leaves.values))
-            found.append(send_part(settings, loose(plan), key=noise, leaves=part, given=Kept(*map(take, given))))
+            # That each rule of the plan holds for a leaf has been checked with all leaves.
+            found.append(send_part(settings, loose(plan), key=words, leaves=part, given=Kept(*map(take, given))))
         return jax.tree_util.tree_map(lambda x, y: y if x is None else x, *found, is_leaf=lambda x: x is None)
 
     if not _any(given.residuals):
@@ -118,7 +116,9 @@ def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves
     return Exchanged(leaves.match(named["mean"]), kept)
 
 
-def _slices(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
+def _slices(
+    settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
+) -> Exchanged:
     """This rank's slices of the mean. Only residuals are given."""
     op, asked = "compressed_psum_scatter", settings.collective
     schedule = plan.schedule if asked["schedule"] == "auto" else asked["schedule"]
@@ -131,7 +131,7 @@ def _slices(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leave
         fusion_mb=fusion_mb,
         join_raw=True,
     )
-    dimension = Dimension(leaves.tree(list(settings.scattered)), tiled=True)
+    dimension = Dimension(leaves.tree(dimensions), tiled=True)
     net = check_axes(op, settings.axis_name)
     scatter = Scatter(
         op, leaves.tree(leaves.values), net=net, codec=plan, options=options, dimension=dimension, mean=True

@@ -9,6 +9,7 @@ from jaxcgx.checks import check_array
 from jaxcgx.codecs.base import Codec
 from jaxcgx.optim.settings import Settings
 from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.by_axis import skips
 from jaxcgx.transports.axes import axis_names
 
 
@@ -47,13 +48,16 @@ def loose(plan: Plan) -> Plan:
     return dataclasses.replace(plan, rules=[dataclasses.replace(rule, optional=True) for rule in plan.rules])
 
 
-def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec]]:
-    """For each leaf the codecs that encode it, outermost axis first; none where it travels raw."""
+def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec] | None]:
+    """For each leaf the codecs that encode it, outermost axis first.
+
+    There are none where the leaf travels raw. It is None where the plan skips the leaf.
+    """
     if not leaves.values:  # optax asks with such a tree, in which no rule of the plan finds a leaf
         return []
-    names, found = axis_names(settings.axis_name), []
+    names, found = axis_names(settings.axis_name), list[list[Codec] | None]()
     assigned = plan.assign(settings.function, "plan", paths=leaves.paths, leaves=leaves.values)
     for leaf, (codec, guarded) in zip(leaves.values, assigned):
         codecs = [codec] if isinstance(codec, Codec) else [codec[name] for name in names if name in codec]
-        found.append([] if guarded or why_raw(leaf, codecs) else codecs)
+        found.append(None if skips(codec) else [] if guarded or why_raw(leaf, codecs) else codecs)
     return found

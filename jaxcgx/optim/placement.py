@@ -104,22 +104,41 @@ class Placement:
         """The PartitionSpecs of what an optimizer makes of gradients."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.state_specs is None else self.state_specs
 
-    def init_per_rank(self, init: Callable[..., Any], params: Any) -> Any:
-        """The state from a transformation's `init`, which depends on the shapes of parameters alone."""
+    def freeze(self, skipped: Any) -> "Placement":
+        """The same, where some parameters have no optimizer state. skipped: for each whether it is frozen."""
+        if self.optimizer_specs is None:
+            return self
+        specs = self.specs_of(skipped)
+        choose = lambda skip, spec, own: own if skip else spec
+        return dataclasses.replace(
+            self, optimizer_specs=jax.tree_util.tree_map(choose, skipped, self.optimizer_specs, specs)
+        )
+
+    def shards(self, params: Any) -> Any:
+        """The shapes of what a device has of the gradients before they are exchanged."""
         specs = jax.tree_util.tree_map(lambda _: P(), params) if self.whole_specs is None else self.whole_specs
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-        shards = jax.tree_util.tree_map(shard, params, self.shardings(specs))
-        found = specs_per_rank(jax.eval_shape(init, shards), self.names, specs)
+        return jax.tree_util.tree_map(shard, params, self.shardings(specs))
+
+    def init_per_rank(self, init: Callable[..., Any], params: Any) -> Any:
+        """The state from a transformation's `init`, which depends on the shapes of parameters alone."""
+        shards = self.shards(params)
+        found = specs_per_rank(jax.eval_shape(init, shards), self.names, self.whole_specs)
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shards)
         return jax.shard_map(lambda: init(zeros()), mesh=self.mesh, in_specs=(), out_specs=found)()
 
-    def specs_of_state(self, optimizer: Any, params: Any) -> Any:
+    def specs_of_state(self, optimizer: Any, params: Any, specs: Any) -> Any:
         """The PartitionSpecs of an optimizer's state: arrays like a parameter, and at its path, have the parameter's.
 
         Any specs give right numbers, because the partitioner adds what an optimizer needs.
+
+        Args:
+          optimizer: the optimizer.
+          params: the parameters that it gets.
+          specs: the PartitionSpecs of their updates.
         """
         found = jax.tree_util.tree_flatten_with_path(params)[0]
-        known = {(path, x.shape): spec for (path, x), (_, spec) in zip(found, flatten_specs(self.state_specs)[0])}
+        known = {(path, x.shape): spec for (path, x), (_, spec) in zip(found, flatten_specs(specs)[0])}
 
         def spec_of(path: Any, x: Any) -> P:
             ends = ((path[i:], x.shape) for i in range(len(path) + 1))

@@ -82,7 +82,7 @@ class Sharded:
         object.__setattr__(self, "gather", check_plan(OP, self.gather, "gather"))
         check_flag(OP, "regather", self.regather)
         for codec in self.gather.codecs:
-            if codec.low_rank or codec.sparse:
+            if codec.low_rank or codec.sparse or codec.skips:
                 remedy = "take another one, such as jaxcgx.Cast() or jaxcgx.MaxMin(8)"
                 raise wrong(OP, "gather", "codecs that send every element of a shard", spell(codec), remedy)
         if not self.placement.state and not self._exact:
@@ -109,6 +109,10 @@ class Sharded:
             raise wrong(OP, "compress", expected, getattr(compress, "__name__", repr(compress)), remedy)
         plan = options.pop("plan")
         return scatter_with(axis, plan, options, dimensions=self.placement.state.dimensions, keyed=self.draws)
+
+    def freeze(self, skipped: Any) -> "Sharded":
+        """The same, where some parameters get no updates. skipped: for each whether it is frozen."""
+        return dataclasses.replace(self, placement=self.placement.freeze(skipped))
 
     @property
     def _updates(self) -> Cut:

@@ -46,11 +46,14 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
     leaves = flatten(tree)
     # For each leaf, its codecs under each plan.
     codecs = list(zip(*(encoders(settings, plan, leaves) for plan in settings.plans)))
+    skipped = [_skipped(settings, *found) for found in zip(leaves.paths, codecs)]
     encoded = [any(by_plan) for by_plan in codecs]
     moving = settings.momentum is not None
-    traced = [moving and (settings.weight_decay is not None or not has) for has in encoded]
+    traced = [
+        moving and not skip and (settings.weight_decay is not None or not has) for has, skip in zip(encoded, skipped)
+    ]
     # Plans of different ranks share the longest factor; each takes the part that it needs.
-    shapes = [[factor_shape(x, each) for each in by_plan] for x, by_plan in zip(leaves.values, codecs)]
+    shapes = [[factor_shape(x, each or ()) for each in by_plan] for x, by_plan in zip(leaves.values, codecs)]
     factors = [max(filter(None, by_plan), default=None) for by_plan in shapes]
     # A state fits all plans that compress the same leaves: those without noise have a key too, those without phases a
     # count. optax also asks with a tree without leaves.
@@ -77,6 +80,20 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
         trace=for_leaves(lambda x: array(x.dtype, *x.shape), traced) if any(traced) else None,
         factors=factor_tree if any(factors) else None,
     )
+
+
+def _skipped(settings: Settings, path: Any, by_plan: tuple[Any, ...]) -> bool:
+    """Whether the plans skip a leaf. A mean of zeros in some steps would move the leaf by momentum and weight decay."""
+    skips = {codecs is None for codecs in by_plan}
+    if len(skips) > 1:
+        expected, remedy = (
+            "plans that skip a leaf in every step or in none",
+            "make a new transformation for other leaves",
+        )
+        raise wrong(
+            settings.function, "plan", expected, "a schedule that begins or stops to skip it", remedy, path=path
+        )
+    return True in skips
 
 
 def check_state(settings: Settings, state: Any, expected: CompressState) -> None:

@@ -49,7 +49,7 @@ def _sums(leaf: jax.Array, residual: jax.Array, mean: jax.Array, lost: jax.Array
 def measure(
     names: tuple[Any, ...],
     leaves: Leaves,
-    codecs: list[list[Codec]],
+    codecs: list[list[Codec] | None],
     residuals: list[Any],
     mean: list[Any],
     lost: list[Any],
@@ -59,7 +59,7 @@ def measure(
     Args:
       names: the axes of the ranks.
       leaves: the gradients that were sent.
-      codecs: for each leaf the codecs that encode it, outermost axis first; none: raw.
+      codecs: for each leaf the codecs that encode it, outermost axis first; none: raw; None: it is skipped.
       residuals: those before the exchange, [1, *shape].
       mean: what came back.
       lost: the residuals after the exchange.
@@ -78,7 +78,7 @@ def measure(
     each = [sums.get(i) for i in range(len(leaves.values))]
     vnmse = [nothing if found is None else share(found.lost, found.meant) for found in each]
     saturation = [nothing if found is None else share(found.gone, found.size) for found in each]
-    uncompressed = [x.size * x.dtype.itemsize for x in leaves.values]
+    uncompressed = [0 if given is None else x.size * x.dtype.itemsize for x, given in zip(leaves.values, codecs)]
     sent = [
         given[0].wire_bytes(x.shape, x.dtype) if given else size
         for x, given, size in zip(leaves.values, codecs, uncompressed)

@@ -13,8 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, check_integer, wrong
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.optim.accumulation import addable, local_gradients
+from jaxcgx.optim.accumulation import Given, addable, local_gradients
 from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.frozen import find_skipped, join, part
+from jaxcgx.optim.model_state import ModelState, first_rank, put
+from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.sharded import Sharded
@@ -36,12 +39,12 @@ class Metrics(NamedTuple):
 
 
 class TrainStep(NamedTuple):
-    """The two functions of a training loop."""
+    """The two functions of a training loop. With `model_state`, there is one behind `params` everywhere."""
 
     # params -> (params, opt_state), where `step` wants them
-    init: Callable[[Any], tuple[Any, Any]]
+    init: Callable[..., tuple[Any, ...]]
     # as jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
-    step: Callable[..., tuple[Any, Any, Metrics]]
+    step: Callable[..., tuple[Any, ...]]
 
 
 def make_train_step(
@@ -55,6 +58,7 @@ def make_train_step(
     optimizer_specs: Any = None,
     gather: Any = Raw(),
     regather: bool = True,
+    model_state: str | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
@@ -88,11 +92,19 @@ def make_train_step(
         feedback=False. Plans see shards.
       regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA joins both
         gathers on CPUs. With False, micro-batches share one gather.
+      model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
+        pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
+        state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
+        `step` take and return it behind the parameters. "mean": all ranks have the same. Numbers of floating point are
+        averaged over the ranks after each step, uncompressed. Others, such as counters, are those of the first rank.
+        Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them. "per_rank": each rank keeps
+        its own. `init` and `step` return a `PerRank`, with a row for each rank.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
-        and sent once.
+        and sent once. The model state goes from one to the next.
       has_aux: whether `loss_fn` returns auxiliary outputs.
       donate: update parameters and state in place; those that `step` was given are gone.
-      **options: the options of `compress`, among them `plan` and `telemetry`.
+      **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
+        are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
     placement = Placement(mesh, data_axis, param_specs, optimizer_specs)
@@ -106,65 +118,89 @@ def make_train_step(
     _check_options(compress, options)
     extended = optax.with_extra_args_support(optimizer)
     transformation = sharded.transformation(compress, options)
-    names = placement.names
+    names, state = placement.names, ModelState(model_state, placement.names)
+    objective = make_objective(loss_fn, names, has_state=model_state is not None, has_aux=has_aux)
+    find_frozen = lambda params: find_skipped(options.get("plan"), placement.shards(params))
 
-    def local_step(params: Any, sent: Any, batch: Any, key: Any) -> tuple[Any, Any, Metrics]:
+    def local_step(skipped: Any, params: Any, model_state: Any, sent: Any, batch: Any, key: Any) -> tuple[Any, ...]:
         """The part of one rank: the mean of the gradients."""
-        whole, loss_of_whole = sharded.open(params, loss_fn, sharded.key(sent))
-        gradients = local_gradients(loss_of_whole, data_axis, has_aux=has_aux, accumulate=accumulate)
-        found = gradients(whole, batch, key)
+        whole, loss_of_whole = sharded.open(params, objective, sharded.key(sent))
+        trained, frozen = part(whole, skipped)
+        loss_of_trained = lambda trained, given: loss_of_whole(join(trained, given.frozen), given)
+        gradients = local_gradients(loss_of_trained, data_axis, accumulate)
+        found = gradients(trained, Given(frozen, state.of_rank(model_state), batch, key))
+        # Rules of the plan are for all leaves. Nothing reads those that it skips.
+        grads = join(found.gradients, frozen)
         given = None if placement.state else params  # slices of means take no weight decay
-        grads, sent = placement.update_shards(transformation.update, found.gradients, state=sent, params=given)
+        grads, sent = placement.update_shards(transformation.update, grads, state=sent, params=given)
         tracked = _compat.tracked_axes(names)
-        mean = lambda x: (lax.pmean if addable(x) else _first)(_compat.vary(x, tracked), names)
+        mean = lambda x: (lax.pmean if addable(x) else first_rank)(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
-        return grads, sent, Metrics(loss, aux, sent.telemetry)
+        return part(grads, skipped)[0], state.of_all(found.model_state), sent, Metrics(loss, aux, sent.telemetry)
 
     def update(grads: Any, rest: Any, params: Any, loss: Any) -> Any:
         return _update_with_value(extended.update, grads, rest, params, value=loss)
 
-    def init(params: Any) -> tuple[Any, Any]:
-        params = jax.tree_util.tree_map(jnp.asarray, params)
-        specs = placement.specs_of(params)
+    def init(params: Any, model_state: Any = None) -> tuple[Any, ...]:
+        state.check_given(model_state)
+        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         sharded.check(params)
-        rest_specs = placement.specs_of_state(extended, params)
+        specs, skipped = placement.specs_of(params), find_frozen(params)
+        sending = sharded.freeze(skipped)
+        trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
+        rest_specs = placement.specs_of_state(extended, trained, updated)
 
-        def fresh(params: Any) -> Any:
+        def fresh(params: Any) -> tuple[Any, ...]:
             own = jax.tree_util.tree_map(jnp.copy, params)  # what is donated later must not be the caller's
-            return own, extended.init(params), sharded.init_lost(params)
+            return own, extended.init(part(params, skipped)[0]), sending.init_lost(params)
 
-        @jax.jit
-        def make(params: Any) -> tuple[Any, Any]:
-            own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sharded.lost_specs))(params)
-            return own, (placement.init_per_rank(transformation.init, params), rest, *lost)
+        @functools.partial(jax.jit, out_shardings=(None, placement.shardings(state.spec), None))
+        def make(params: Any, model_state: Any) -> tuple[Any, ...]:
+            own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sending.lost_specs))(params)
+            opt_state = placement.init_per_rank(transformation.init, params), rest, *lost
+            return own, state.first(model_state, placement.ranks), opt_state
 
-        return make(jax.device_put(params, placement.shardings(specs)))
+        params = jax.device_put(params, placement.shardings(specs))
+        params, model_state, opt_state = make(params, put(model_state, placement.shardings(P())))
+        return (params, opt_state) if state.mode is None else (params, model_state, opt_state)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
-    def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
+    def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        state.check_rows(model_state)
         sent, rest, *lost = opt_state  # of the gather of updates
-        specs = state_specs(sent, data_axis)
-        noise = sharded.key(sent)
+        specs, noise, skipped = state_specs(sent, data_axis), sharded.key(sent), find_frozen(params)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
         params_in, grads_out = (cut.specs(names) if cut else P() for cut in (placement.params, placement.state))
+        grads_out = part(grads_out, skipped)[0] if placement.state else P()
         of_ranks = jax.shard_map(
-            local_step,
+            functools.partial(local_step, skipped),
             mesh=mesh,
             axis_names=set(names),
-            in_specs=(params_in, specs, batch_specs, P()),
-            out_specs=(grads_out, specs, P()),
+            in_specs=(params_in, state.spec, specs, batch_specs, P()),
+            out_specs=(grads_out, state.spec, specs, P()),
         )
-        grads, sent, metrics = of_ranks(params, sent, batch, key)
+        grads, model_state, sent, metrics = of_ranks(params, model_state, sent, batch, key)
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
-        specs = placement.specs_of_updates(params), placement.specs_of_state(extended, params)
-        updates, rest = placement.by_partitioner(update, specs)(grads, rest, params, metrics.loss)
-        updates, lost = sharded.send_updates(updates, tuple(lost), noise)
-        return optax.apply_updates(params, updates), (sent, rest, *lost), metrics
+        sending = sharded.freeze(skipped)
+        trained, frozen = part(params, skipped)
+        updated, _ = part(sending.placement.specs_of_updates(params), skipped)
+        placed = updated, placement.specs_of_state(extended, trained, updated)
+        updates, rest = placement.by_partitioner(update, placed)(grads, rest, trained, metrics.loss)
+        updates, lost = sending.send_updates(updates, tuple(lost), noise)
+        params = join(optax.apply_updates(trained, updates), frozen)
+        return params, model_state, (sent, rest, *lost), metrics
 
-    return TrainStep(init, Step(step, placement))
+    def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        params, _, opt_state, metrics = step_with_state(params, None, opt_state=opt_state, batch=batch, key=key)
+        return params, opt_state, metrics
+
+    if state.mode is None:
+        jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+        return TrainStep(init, Step(jitted, placement, place=2))
+    jitted = jax.jit(step_with_state, donate_argnums=(0, 1, 2) if donate else ())
+    return TrainStep(init, Step(jitted, placement, place=3))
 
 
 class Step:
@@ -173,12 +209,13 @@ class Step:
     Its other members are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any, placement: Placement) -> None:
-        self._jitted, self._placement = jitted, placement
+    def __init__(self, jitted: Any, placement: Placement, place: int) -> None:
+        """place: the position of the batch among the arguments."""
+        self._jitted, self._placement, self._place = jitted, placement, place
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, Any, Metrics]:
-        self._placement.check_batch(batch)
-        return self._jitted(params, opt_state, batch, key)
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
+        return self._jitted(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # which a copy lacks at first
@@ -188,17 +225,18 @@ def _update_with_value(update: Callable[..., Any], *args: Any, value: Any) -> An
     """An optimizer's update with the loss; without it where the optimizer, or one inside of it, takes no `value`."""
     try:
         return update(*args, value=value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:  # searches along a line, Sophia
+            raise wrong(
+                OP,
+                "optimizer",
+                "one that needs gradients, parameters and the loss",
+                f"one that calls the loss function itself, as {asked[0]!r}, whose gradients would travel uncompressed",
+                "for optax.lbfgs pass linesearch=None",
+            ) from error
         if "unexpected keyword argument 'value'" not in str(error):
             raise
     return update(*args)
-
-
-def _first(key: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """The random keys of the first rank, on every rank."""
-    words = jax.random.key_data(key)
-    own = jnp.where(lax.axis_index(names) == 0, words, jnp.zeros_like(words))
-    return jax.random.wrap_key_data(lax.psum(own, names), impl=jax.random.key_impl(key))
 
 
 def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:

@@ -9,7 +9,7 @@ import jax
 from jaxcgx.checks import check_field, check_flag, check_integer, unexpected, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
-from jaxcgx.plan.by_axis import Codecs, check_codecs, compressing, values
+from jaxcgx.plan.by_axis import Codecs, check_codecs, compressing, skips, values
 from jaxcgx.plan.leaves import Shaped, spell_path, why_unfit
 from jaxcgx.plan.rules import Rule, as_rule
 
@@ -26,7 +26,7 @@ class Assignment:
     skip_1d: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "default", check_codecs("Plan", "default", self.default))
+        object.__setattr__(self, "default", check_codecs("Plan", "default", self.default, skip=True))
         if not isinstance(self.rules, tuple | list):
             raise wrong("Plan", "rules", "a list", repr(self.rules), kind=TypeError)
         object.__setattr__(self, "rules", tuple(map(as_rule, self.rules)))
@@ -43,7 +43,7 @@ class Assignment:
     ) -> list[tuple[Codecs, str | None]]:
         """For each leaf its codec, or codecs by axis, and why it travels raw; None if it doesn't.
 
-        The reasons here are that no codec can take it or that a guard says so.
+        The reasons here are that no codec can take it or that a guard says so. Leaves with Skip() have none.
 
         Args:
           op: the function that errors name.
@@ -56,6 +56,14 @@ class Assignment:
         held = [[rule for rule in self.rules if rule.matches(op, *found)] for found in zip(names, shapes)]
         self._check_rules_hold(op, argument, names=names, held=held)
         return [self._choose(op, argument, *found) for found in zip(names, shapes, held)]
+
+    def skipped(self, op: str, argument: str, tree: Any) -> Any:
+        """For each leaf whether it is not sent: a tree like `tree`. `op` and `argument` are what errors name."""
+        found, structure = jax.tree_util.tree_flatten_with_path(tree)
+        if not found:
+            return tree
+        paths, leaves = zip(*found)
+        return structure.unflatten([skips(codec) for codec, _ in self.assign(op, argument, paths=paths, leaves=leaves)])
 
     def why_guarded(self, leaf: Shaped) -> str | None:
         """Why a guard keeps a leaf raw, if one does."""
@@ -80,7 +88,9 @@ class Assignment:
 
     def _choose(self, op: str, argument: str, name: str, leaf: Shaped, rules: list[Rule]) -> tuple[Codecs, str | None]:
         rules = [rule for rule in rules if rule.priority == max(r.priority for r in rules)]
-        if why := why_unfit(leaf) or self.why_guarded(leaf):
+        given = [rule.codec for rule in rules] or [self.default]
+        why = None if any(map(skips, given)) else why_unfit(leaf) or self.why_guarded(leaf)
+        if why:
             named = next((rule for rule in rules if rule.names and compressing(rule.codec)), None)
             return Raw(), f"{why}, though {named} names it" if named else why
         for rule in rules[1:]:
@@ -91,4 +101,4 @@ class Assignment:
                     f"two: {rules[0]} and {rule} of the plan have the same priority",
                     "give one of them a higher one",
                 )
-        return rules[0].codec if rules else self.default, None
+        return given[0], None

@@ -47,8 +47,15 @@ def compressing(given: Codecs) -> list[Codec]:
     return list(dict.fromkeys(codec for codec in values(given) if not codec.raw))
 
 
-def check_codecs(function: str, argument: str, given: Any) -> Codec | ByAxis:
-    """A codec, or one for each axis."""
+def skips(given: Codecs) -> bool:
+    """Whether leaves are not sent at all."""
+    return isinstance(given, Codec) and given.skips
+
+
+def check_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -> Codec | ByAxis:
+    """A codec, or one for each axis; or Skip() where `skip` allows it."""
+    if skip and skips(given):
+        return given
     if not isinstance(given, dict):
         return check_codec(function, given, argument)
     if not given:

@@ -15,7 +15,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import Layout
 from jaxcgx.plan.assignment import Assignment
-from jaxcgx.plan.by_axis import Codecs, values
+from jaxcgx.plan.by_axis import Codecs, skips, values
 from jaxcgx.plan.leaves import Shaped, messages, spell_path, why_raw
 from jaxcgx.text import Totals, ratio, spell_sizes, table
 
@@ -31,7 +31,7 @@ class Row:
     dtype: str
     axes: tuple[Any, ...]  # of the exchange; (): the tree was explained for one number of ranks
     codec: Codec
-    message: int | None  # counted from 1; None: the leaf travels raw, by itself
+    message: int | None  # counted from 1; None: the leaf travels raw, by itself, or not at all
     raw_bytes: int  # of the leaf's elements in the exchange, in its own dtype
     bytes: int  # of the same elements in their message
     why: str | None  # the leaf travels raw; None: it doesn't
@@ -104,6 +104,9 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
     for i, (codec, why) in enumerate(plan.assign(_OP, "tree", paths=paths, leaves=leaves)):
         if isinstance(codec, dict):
             _check_axes(codec, axes, axis_size)
+        if skips(codec):
+            add(i, axes, codec=codec, message=None, raw_bytes=0, bytes=0, why=None)
+            continue
         alone = "there is one rank" if math.prod(sizes.values()) == 1 else None
         if why := why or why_raw(leaves[i], values(codec)) or alone:
             apart = isinstance(codec, dict) and all(each.raw for each in codec.values()) and alone is None

@@ -35,10 +35,11 @@ class Plan(Assignment):
     isn't optional.
 
     Args:
-      default: the codec of leaves that no rule holds for, or {axis name: codec}.
+      default: the codec of leaves that no rule holds for, {axis name: codec}, or Skip(): these leaves are not sent.
       rules: `Rule`s, or pairs of a codec and, before it, a regular expression on the leaf's path ("a/b/kernel") or a
         predicate.
-      min_size: a guard, stronger than every rule: leaves of fewer elements travel raw. 0 turns it off.
+      min_size: a guard, stronger than every rule except those with Skip(): leaves of fewer elements travel raw. 0
+        turns it off.
       skip_1d: a guard, too: leaves of one dimension or none, biases and norms, travel raw. False turns it off.
       fusion_mb: the largest message, for collectives whose caller gives no size.
       schedule: the schedule, or {axis name: schedule}, for collectives whose caller gives none.

@@ -18,7 +18,7 @@ class Rule:
     """A codec for the leaves that satisfy all of its conditions.
 
     Args:
-      codec: a codec, or {axis name: codec}.
+      codec: a codec, {axis name: codec}, or Skip() for leaves that are not sent.
       path: a regular expression that is searched (re.search) in the leaf's path, "a/b/kernel".
       where: a function of the path and the leaf, a jax.ShapeDtypeStruct, that returns True or False.
       min_size: the fewest elements.
@@ -39,7 +39,7 @@ class Rule:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec))
+        object.__setattr__(self, "codec", check_codecs("Rule", "codec", self.codec, skip=True))
         _check_pattern(self.path)
         if not (self.where is None or callable(self.where)):
             raise wrong("Rule", "where", "a function of a path and a leaf", repr(self.where), kind=TypeError)

@@ -50,7 +50,7 @@ class Explanation(Totals):
     """The result of `explain`. str() is a table."""
 
     collectives: tuple[Collective, ...]
-    raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, and why
+    raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, or that a plan skips, and why
 
     @property
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
@@ -138,10 +138,14 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
 
 
 def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
-    """Collects the meshes and the raw leaves of a jaxpr and of those inside. XLA's text lacks some: it joins leaves."""
+    """Collects the meshes of a jaxpr and of those inside, and the leaves that are not compressed.
+
+    XLA's text lacks some of these leaves: it joins them.
+    """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
-        if _SENDS.search(eqn.primitive.name) and scopes.INNER not in name:
+        sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
+        if sends or eqn.params.get("name") == scopes.SKIPPED:
             raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:

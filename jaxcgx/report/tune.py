@@ -20,7 +20,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import GradientStatistics, Plan, gradient_statistics, why_raw
-from jaxcgx.plan.by_axis import compressing
+from jaxcgx.plan.by_axis import compressing, skips
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.text import spell_sizes, table
 
@@ -99,8 +99,11 @@ def _assign(plan: Plan, step: Step) -> Assigned:
     """What a plan makes of each leaf; of codecs by axis, the one that compresses."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(step)[0])
     codecs, reasons = zip(*plan.assign("tune", "gradients", paths=paths, leaves=leaves))
-    codecs = [next(iter(compressing(codec)), Raw()) for codec in codecs]
-    return [(codec, why or why_raw(leaf, [codec])) for codec, why, leaf in zip(codecs, reasons, leaves)]
+    codecs = [codec if skips(codec) else next(iter(compressing(codec)), Raw()) for codec in codecs]
+    whys = [
+        why or (None if skips(codec) else why_raw(leaf, [codec])) for codec, why, leaf in zip(codecs, reasons, leaves)
+    ]
+    return list(zip(codecs, whys))
 
 
 def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping[str, Assigned]) -> str:
@@ -109,13 +112,15 @@ def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping
     names, leaves = [spell_path(path) for path, _ in found], [leaf for _, leaf in found]
     codecs = list(measured.codecs)
     errors, norms = np.asarray(measured.errors, np.float64), np.asarray(measured.norms, np.float64)
-    used = dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not why)
+    used = dict.fromkeys(codec for plan in plans.values() for codec, why in plan if not (why or skips(codec)))
     if more := [codec for codec in used if codec not in codecs]:
         codecs, errors = codecs + more, np.hstack([errors, np.asarray(statistics(steps, more).errors, np.float64)])
 
     def numbers(i: int, codec: Codec, why: str | None) -> tuple[int, int, float, float]:
         """(bytes, bytes uncompressed, squared error, squared norm)."""
         leaf = leaves[i]
+        if skips(codec):
+            return 0, 0, 0.0, 0.0
         if why:
             return leaf.nbytes, leaf.nbytes, 0.0, 0.0
         row = measured.paths.index(names[i])

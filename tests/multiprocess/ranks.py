@@ -137,22 +137,24 @@ def sum_until(mesh, action):
 
 def check_batches(mesh):
     """A process's own NumPy batch is refused, before anything is compiled; an array of all processes' parts is not."""
-    train = cgx.make_train_step(
-        lambda params, batch: (params * batch["x"]).sum() * batch["scale"],
-        optax.sgd(2.0),
-        mesh,
-        data_axis=AXES,
-        plan=cgx.Raw(),
-    )
-    state, own = train.init(jnp.zeros(3)), np.full((2, 3), 1 + jax.process_index(), np.float32)
+
+    def loss(params, model_state, batch):
+        new = {**model_state, "mean": batch["x"].mean(0), "count": model_state["count"] + 1}
+        return (params * batch["x"]).sum() * batch["scale"], new
+
+    options = dict(data_axis=AXES, plan=cgx.Raw(), model_state="mean")
+    train = cgx.make_train_step(loss, optax.sgd(2.0), mesh, **options)
+    first = {"mean": jnp.zeros(3), "count": 0, "key": jax.random.key(5)}
+    state, own = train.init(jnp.zeros(3), first), np.full((2, 3), 1 + jax.process_index(), np.float32)
     for batch in (own, jnp.asarray(own)):
         try:
             train.step(*state, {"x": batch, "scale": 2.0})
         except ValueError as error:
             print("REFUSED", error, flush=True)
     made = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXES)), own)
-    params, *_ = train.step(*state, {"x": made, "scale": 2.0})
+    params, new, *_ = train.step(*state, {"x": made, "scale": 2.0})
     print("PARAMETERS", np.asarray(params), flush=True)
+    print("STATE", new["mean"].tolist(), new["count"], jax.random.key_data(new["key"]).tolist(), flush=True)
 
 
 def main():

@@ -137,9 +137,10 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
                     got="float32[2, 3] of this process",
                     remedy="jax.make_array_from_process_local_data",
                 ).check(text)
-            assert "PARAMETERS [-6. -6. -6.]" in processes.text(
-                rank
-            )  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
+            text = processes.text(rank)
+            assert "PARAMETERS [-6. -6. -6.]" in text  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
+            key = jax.random.key_data(jax.random.fold_in(jax.random.key(5), 0)).tolist()
+            assert f"STATE [1.5, 1.5, 1.5] 1 {key}" in text
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():

@@ -6,18 +6,15 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, assert_trees, normal, sent
+from helpers import assert_same_trees, assert_trees, sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
+from training import CODEC, NESTED, PARAMS, SHARDED, SPECS, STOCHASTIC, X, loss_fn, mesh_of, tensor_parallel
 from training import train as by_hand
 
 import jaxcgx as cgx
 
 OPTIMIZER = optax.sgd(0.2, momentum=0.5)
-NESTED = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="jax 0.9 can't lower axis_index in a shard_map within a shard_map"
-)
 
 
 def run(train, steps=5, params=PARAMS, x=X, key=None):
@@ -200,20 +197,6 @@ def test_a_hierarchy():
     plain = by_hand(cgx.compressed(OPTIMIZER, "data", cgx.Raw(), axis_size=4), 20)
     assert state[0].residuals["w"].sharding.spec == P(("node", "local"))
     np.testing.assert_allclose(metrics[-1].loss, plain[2][-1], rtol=1e-2)
-
-
-SHARDED = {"up": normal((30, 64), 1, scale=0.2), "bias": jnp.zeros(64), "down": normal((64, 30), 2, scale=0.2)}
-SPECS = {"up": P(None, "model"), "bias": P("model"), "down": P("model", None)}
-
-
-def tensor_parallel(model=4, **options):
-    def loss(params, x):
-        return ((jnp.tanh(x @ params["up"] + params["bias"]) @ params["down"] - x) ** 2).mean()
-
-    mesh = jax.make_mesh(
-        (2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * model]
-    )
-    return cgx.make_train_step(loss, optax.sgd(0.5, momentum=0.5), mesh, param_specs=SPECS, **options)
 
 
 @NESTED

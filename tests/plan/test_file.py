@@ -20,7 +20,9 @@ def test_every_codec_comes_back(tmp_path, codec):
 
 
 def test_every_codec_is_there():
-    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD(), cgx.TopK()]} == set(cgx.plan.file.CODECS.values())
+    assert {type(codec) for codec in [*CODECS, cgx.PowerSGD(), cgx.TopK(), cgx.Skip()]} == set(
+        cgx.plan.file.CODECS.values()
+    )
 
 
 @pytest.mark.short
@@ -45,7 +47,8 @@ def test_every_codec_is_there():
                     ndim=0,
                     priority=-3,
                     optional=True,
-                )
+                ),
+                ("frozen", cgx.Skip()),
             ],
             min_size=0,
             skip_1d=False,

@@ -1,0 +1,129 @@
+"""The state of a model beside its parameters, which a loss function returns anew: statistics, counters, random keys."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx import _compat
+from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.optim.accumulation import OP, addable, wide
+
+
+class PerRank(NamedTuple):
+    """A model's state of which every rank has its own."""
+
+    rows: Any  # like the state of one rank, [ranks, *shape], sharded over the ranks
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        return {"rows": "mean"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields like the parameters."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """How a model's state goes through a step. `make_train_step` explains `mode`; None: there is no state."""
+
+    mode: str | None
+    names: tuple[Any, ...]  # the axes of the ranks
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            check_choice(OP, "model_state", self.mode, ("mean", "per_rank"))
+
+    def check_given(self, state: Any) -> None:
+        """Checks that `init` has a state where `make_train_step` was told of one, and only there."""
+        if (self.mode is None) == (state is None):
+            return
+        expected, got = ("none", "one") if self.mode is None else ("the model's state", "none")
+        remedy = (
+            'pass model_state="mean" or "per_rank" to make_train_step' if self.mode is None else "init(params, state)"
+        )
+        raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
+
+    def check_rows(self, state: Any) -> None:
+        """Checks that `step` has a state of every rank where ranks have their own."""
+        if self.mode == "per_rank" and not isinstance(state, PerRank):
+            got = type(state).__name__
+            raise wrong("train.step", "model_state", "a PerRank, which init or the step before returned", got)
+
+    def first(self, state: Any, ranks: int) -> Any:
+        """The state before the first step, of the caller's. It has copies."""
+        if self.mode != "per_rank":
+            return jax.tree_util.tree_map(jnp.copy, state)
+        rows = lambda x: jnp.broadcast_to(x, (ranks, *x.shape))
+        own = lambda x: rows(x) if addable(x) else jax.vmap(fold)(rows(x), jnp.arange(ranks))
+        return PerRank(jax.tree_util.tree_map(own, state))
+
+    @property
+    def spec(self) -> P:
+        """The PartitionSpec of what `first` and `of_all` return."""
+        return P(self.names) if self.mode == "per_rank" else P()
+
+    def of_rank(self, state: Any) -> Any:
+        """What a rank's loss function gets. Its keys are its own."""
+        if self.mode == "per_rank":
+            return jax.tree_util.tree_map(lambda x: x[0], state.rows)
+        rank, tracked = lax.axis_index(self.names), _compat.tracked_axes(self.names)
+        own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, rank)
+        return jax.tree_util.tree_map(own, state)
+
+    def of_all(self, state: Any) -> Any:
+        """What a step returns of a rank's state after its last micro-batch."""
+        if self.mode == "per_rank":
+            return PerRank(jax.tree_util.tree_map(lambda x: x[None], state))
+        return jax.tree_util.tree_map(self._agree, state)
+
+    def _agree(self, x: jax.Array) -> jax.Array:
+        """The same array on all ranks: a mean, or what the first rank has where numbers are not added."""
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return lax.pmean(x.astype(wide(x.dtype)), self.names).astype(x.dtype)
+        return first_rank(x, self.names)
+
+
+def put(state: Any, sharding: Any) -> Any:
+    """The state on all devices. jax.device_put takes no random keys to those of other processes, but their words."""
+    words = jax.tree_util.tree_map(lambda x: x if addable(x) else jax.random.key_data(x), state)
+    wrap = lambda x, key: x if addable(key) else jax.random.wrap_key_data(x, impl=jax.random.key_impl(key))
+    return jax.tree_util.tree_map(wrap, jax.device_put(words, sharding), state)
+
+
+def first_rank(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+    """An array of integers, flags or random keys of the first rank, on every rank."""
+    if not addable(x):
+        return jax.random.wrap_key_data(first_rank(jax.random.key_data(x), names), impl=jax.random.key_impl(x))
+    numbers = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    return lax.psum(jnp.where(lax.axis_index(names) == 0, numbers, 0), names).astype(x.dtype)
+
+
+def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
+    """The state that a loss function returned, as arrays that vary over the ranks, if it is one like that it got."""
+    new = jax.tree_util.tree_map(jnp.asarray, new)
+    before, structure = jax.tree_util.tree_flatten_with_path(old)
+    after, other = jax.tree_util.tree_flatten_with_path(new)
+    if structure != other:
+        paths = [{jax.tree_util.keystr(path) for path, _ in found} for found in (before, after)]
+        changed = [f"without {name}" for name in sorted(paths[0] - paths[1])]
+        changed += [f"with {name} more" for name in sorted(paths[1] - paths[0])]
+        raise wrong(OP, "loss_fn", f"a new model state like that it gets, {structure}", (changed or [other])[0])
+    for (path, was), (_, now) in zip(before, after):
+        if (was.shape, was.dtype) != (now.shape, now.dtype):
+            expected = f"a new model state like that it gets, {spell_array(was)}"
+            raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
+    strong = lambda x: x.astype(x.dtype) if addable(x) else x  # a weak type would compile the next step anew
+    return jax.tree_util.tree_map(lambda x: _compat.vary(strong(x), tracked), new)
+
+
+def fold(keys: jax.Array, rank: jax.Array) -> jax.Array:
+    """Random keys, in an array of any shape, for one rank."""
+    fold = jax.vmap(lambda key: jax.random.fold_in(key, rank))
+    return fold(keys.reshape(-1)).reshape(keys.shape)

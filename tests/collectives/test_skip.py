@@ -1,0 +1,105 @@
+"""Plans that skip leaves: zeros in place of sums, and nothing on the wire."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, normal
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+
+PLAN = cgx.Plan(cgx.MaxMin(8), [("frozen", cgx.Skip())], min_size=100)
+TREE = {"w": normal((4, 30, 40), 1), "frozen": {"w": normal((4, 30, 40), 2), "ids": jnp.ones((4, 3), jnp.int32)}}
+
+
+def zeros(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("collective", [cgx.compressed_psum, cgx.compressed_pmean])
+def test_sums_are_zeros(collective, check_vma):
+    residuals = {"w": zeros(TREE["w"]), "frozen": {"w": 1 + zeros(TREE["w"]), "ids": None}}
+    sums = lambda t, r: collective(t, "a", PLAN, residuals=r, strict=True)
+    found, kept = on_ranks(sums, mesh(4), check_vma)(TREE, residuals)
+    assert_same_trees(found["frozen"], zeros(TREE["frozen"]))
+    assert_same_trees(kept["frozen"], residuals["frozen"])
+    assert found["w"].any() and kept["w"].any()
+
+
+def test_nothing_is_sent():
+    """And it doesn't matter what these leaves are, the same on every rank or not."""
+    f = lambda t, same: cgx.compressed_pmean({"w": t["w"], "frozen": (t["frozen"], same)}, "a", PLAN)
+    step = jax.shard_map(f, mesh=mesh(4), in_specs=(P("a"), P()), out_specs=P())
+    found = cgx.explain(step, TREE, jnp.ones(3), show=False)
+    assert {c.leaves for c in found.collectives} == {("['w']",)}
+    frozen = [leaf for leaf in found.raw if "frozen" in leaf.path]
+    assert {leaf.path for leaf in frozen} == {"['frozen'][0]['w']", "['frozen'][0]['ids']", "['frozen'][1]"}
+    assert all((leaf.bytes, leaf.reason) == (0, "the plan skips it") for leaf in frozen)
+
+
+def test_the_gradient_in_the_backward_pass_is_zeros():
+    def loss(params, x):
+        params = cgx.sync_in_backward(params, "a", PLAN)
+        return lax.pmean(((x @ params["w"] + x @ params["frozen"]) ** 2).mean(), "a")
+
+    params = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}
+    outside = jax.shard_map(loss, mesh=mesh(4), in_specs=(P(), P("a")), out_specs=P())
+    value, grads = jax.jit(jax.value_and_grad(outside))(params, normal((4, 8), 3))
+    plain = ((normal((4, 8), 3) @ (params["w"] + params["frozen"])) ** 2).mean()
+    np.testing.assert_allclose(value, plain, rtol=1e-5)
+    assert grads["w"].any() and not grads["frozen"].any()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_value_and_grad(kind):
+    """Gradients are those of stop_gradient, and there are no residuals."""
+    loss = lambda p, x: ((x @ p["w"] + jax.nn.relu(x @ p["frozen"])) ** 2).mean()
+    params, x = {"w": normal((8, 16), 1), "frozen": normal((8, 16), 2)}, normal((4, 8), 3)
+    plan = cgx.Plan(cgx.Raw(), [("^frozen$", cgx.Skip())])
+    train = cgx.value_and_grad(loss, "a", plan, mesh=mesh(4, axis_type=kind), feedback=True)
+    residuals = train.init(params)
+    assert residuals["frozen"] is None and residuals["w"].shape == (4, 8, 16)
+    x = jax.device_put(x, NamedSharding(mesh(4, axis_type=kind), P("a")))
+    (value, grads), residuals = train(params, x, residuals=residuals)
+    stopped = lambda p, x: loss({**p, "frozen": lax.stop_gradient(p["frozen"])}, x)
+    expected = jax.value_and_grad(stopped)(params, np.asarray(x))
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], expected[1]["w"], rtol=1e-4, atol=1e-6)
+    assert not grads["frozen"].any() and residuals["frozen"] is None
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x: cgx.compressed_psum(x, "a", cgx.Skip()),
+            says("compressed_psum", "codec", expected="sends", got="Skip()", remedy="rule jaxcgx.Plan"),
+        ),
+        (
+            lambda x: cgx.compressed_all_gather(x, "a", PLAN),
+            says("compressed_all_gather", "codec", "leaf ['frozen']['ids']", "skips", "one", "leave out"),
+        ),
+        (
+            lambda x: cgx.compressed_psum_scatter(
+                x["w"], "a", cgx.Raw(), backward_codec=cgx.Plan(cgx.Skip()), tiled=True
+            ),
+            says("compressed_psum_scatter", "backward_codec", expected="skips", got="one", remedy="leave out"),
+        ),
+    ],
+    ids=["alone", "all_gather", "backward_codec"],
+)
+def test_where_nothing_may_be_skipped(call, words):
+    with raises(ValueError, words):
+        jax.eval_shape(jax.shard_map(call, mesh=mesh(4), in_specs=P("a"), out_specs=P()), TREE)
+
+
+def test_codecs_that_send_nothing_encode_nothing():
+    with raises(ValueError, says("encode", "codec", expected="sends", got="Skip()", remedy="jaxcgx.Plan")):
+        cgx.encode(jnp.ones(3), cgx.Skip())
+    assert cgx.Skip().wire_bytes((3,), "float32") == 0

@@ -1,0 +1,229 @@
+"""make_train_step with a model's state: statistics of batches, counters, streams of random keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import CODEC, NESTED, SHARDED, SPECS, X, mesh_of
+
+import jaxcgx as cgx
+
+fold = jax.random.fold_in
+W = normal((30, 8), 1)
+STATE = {"mean": jnp.zeros(30), "half": jnp.zeros(30, jnp.bfloat16), "count": jnp.int32(0), "key": jax.random.key(7)}
+
+
+def loss_fn(w, state, x):
+    """A loss of numbers without their running mean. The state keeps what the key draws, too."""
+    key, draw = jax.random.split(state["key"])
+    mean = 0.5 * state["mean"] + x.mean(0)
+    half = state["half"] + jax.random.uniform(draw, (30,), jnp.bfloat16)
+    return (((x - mean) @ w) ** 2).mean(), {"mean": mean, "half": half, "count": state["count"] + 1, "key": key}
+
+
+gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
+
+
+def by_hand(w, states, x, accumulate):
+    """One step of SGD on every rank's part with its state: the new parameters and states, without communication."""
+    grads, after = [], []
+    for state, part in zip(states, jnp.split(x, len(states))):
+        for piece in jnp.split(part, accumulate):
+            grad, state = gradient(w, state, piece)
+            grads.append(grad)
+        after.append(state)
+    return w - 0.1 * sum(grads) / len(grads), after
+
+
+def close(found, expected):
+    numbers = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jnp.float32)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        np.testing.assert_allclose(numbers(a), numbers(b), rtol=2e-2 if a.dtype == jnp.bfloat16 else 1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [(AxisType.Auto, 3), (AxisType.Explicit, 1)], ids=str)
+def test_mean(kind, accumulate):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    options = dict(plan=cgx.Raw(), model_state="mean", accumulate=accumulate)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, **options)
+    found = train.init(W, STATE)
+    w, state = W, STATE
+    for _ in range(3):
+        *found, _ = train.step(*found, X)
+        ranks = [{**state, "key": fold(state["key"], rank)} for rank in range(4)]
+        w, after = by_hand(w, ranks, X, accumulate)
+        mean = lambda *xs: sum(x.astype(jnp.float32) for x in xs).astype(xs[0].dtype) / 4
+        state = {**after[0], **{name: mean(*(each[name] for each in after)) for name in ("mean", "half")}}
+    close(found[:2], (w, state))
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(found[1]))
+
+
+def test_per_rank():
+    options = dict(plan=cgx.Raw(), model_state="per_rank", accumulate=3)
+    train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(4), **options)
+    found = train.init(W, STATE)
+    w, states = W, [{**STATE, "key": fold(STATE["key"], rank)} for rank in range(4)]
+    for _ in range(3):
+        *found, _ = train.step(*found, X)
+        w, states = by_hand(w, states, X, 3)
+    close(found[0], w)
+    close(found[1].rows, jax.tree.map(lambda *xs: jnp.stack(xs), *states))
+    assert isinstance(found[1], cgx.optim.PerRank)
+    for x in jax.tree.leaves(found[1]):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh_of(4), P("data")), x.ndim)
+    reshards(found[1])
+
+
+def reshards(state):
+    """A state per rank goes to another number of ranks as an optimizer's does."""
+    assert set(jax.tree.leaves(cgx.state_specs(state, "data"))) == {P("data")}
+    new = cgx.reshard_state(state, 6).rows
+    np.testing.assert_allclose(new["mean"], np.tile(state.rows["mean"].mean(0), (6, 1)), rtol=1e-6)
+    assert new["half"].shape == (6, 30) and new["half"].dtype == jnp.bfloat16
+    assert new["count"].tolist() == [state.rows["count"][0]] * 6
+    assert len(np.unique(jax.random.key_data(new["key"]), axis=0)) == 6
+    close(cgx.reshard_state(state, 4), state)
+
+
+def test_with_auxiliary_outputs_and_a_key():
+    """And one program, donated arguments, and copies of the caller's."""
+
+    def loss(w, state, x, key):
+        traces.append(1)
+        return (x @ w).mean(), (state + 1.0, jax.random.uniform(key))
+
+    traces, given = [], jax.device_put(jnp.zeros(3), NamedSharding(mesh_of(2), P()))
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(2), plan=CODEC, model_state="mean", has_aux=True)
+    first = found = train.init(W, given)
+    for _ in range(3):
+        *found, metrics = train.step(*found, X[:4], key=jax.random.key(3))
+    assert len(traces) == 1 and found[1].tolist() == [3, 3, 3]
+    draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
+    np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
+    assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
+
+
+@NESTED
+def test_an_axis_for_the_partitioner():
+    def loss(params, mean, x):
+        hidden = jnp.tanh(x @ params["up"] + params["bias"])
+        new = 0.5 * mean + hidden.mean(0)
+        return (((hidden - new) @ params["down"] - x) ** 2).mean(), new
+
+    found = {}
+    for model in (1, 2):
+        axes, devices = ("data", "model"), jax.devices()[: 2 * model]
+        mesh = jax.make_mesh((2, model), axes, axis_types=(AxisType.Auto,) * 2, devices=devices)
+        options = dict(param_specs=SPECS, plan=cgx.Raw(), model_state="mean")
+        train = cgx.make_train_step(loss, optax.sgd(0.5), mesh, **options)
+        found[model] = train.init(SHARDED, jnp.zeros(64))
+        for _ in range(3):
+            *found[model], _ = train.step(*found[model], X)
+    close(found[2][:2], found[1][:2])
+
+
+def test_flax_nnx():
+    """Batch norm whose statistics are those of all ranks trains as in a plain program, and dropout draws on each."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, rate=0.0, axis_name=None):
+            rngs = nnx.Rngs(0)
+            self.first, self.second = nnx.Linear(30, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+            self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
+            self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+        def __call__(self, x):
+            return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+    error = lambda model, x: ((model(x) - x.mean(-1, keepdims=True)) ** 2).mean()
+
+    def train(model, steps, **options):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, rest, x):
+            model = nnx.merge(graph, params, rest)
+            return error(model, x), nnx.state(model, nnx.Not(nnx.Param))
+
+        train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(4), **options)
+        found = train.init(params, rest)
+        for _ in range(steps):
+            *found, metrics = train.step(*found, X)
+        return *found[:2], metrics
+
+    plain = Model()
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(error)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    with jax.numpy_dtype_promotion("standard"):
+        params, rest, metrics = train(Model(axis_name="data"), 5, plan=cgx.Raw(), model_state="mean")
+        losses = [step(plain, optimizer, X) for _ in range(5)]
+        np.testing.assert_allclose(metrics.loss, losses[-1], rtol=1e-4)
+        close(nnx.to_pure_dict(params), nnx.to_pure_dict(nnx.state(plain, nnx.Param)))
+        close(rest["norm"]["mean"][...], plain.norm.mean[...])
+        # The second layer is frozen, and every rank has statistics and noise of its own.
+        plan = cgx.Plan(CODEC, [("second", cgx.Skip())], min_size=0)
+        options = dict(plan=plan, model_state="per_rank", accumulate=3)
+        params, rest, metrics = train(Model(0.5), 2, **options)
+    assert_same_trees(params["second"]["kernel"][...], Model().second.kernel[...])
+    assert rest.rows["dropout"]["rngs"]["count"][...].tolist() == [6] * 4
+    assert len(np.unique(rest.rows["norm"]["mean"][...], axis=0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (
+            lambda s: {**s, "more": s["a"]},
+            says("make_train_step", "loss_fn", expected="state", got="with ['more'] more"),
+        ),
+        (lambda s: {"b": s["b"]}, says("make_train_step", "loss_fn", expected="state", got="without ['a']")),
+        (
+            lambda s: {**s, "a": jnp.zeros(3)},
+            says("make_train_step", "loss_fn", "leaf ['a']", "float32[2]", "float32[3]"),
+        ),
+        (lambda s: {**s, "b": s["b"] + 0.5}, says("make_train_step", "loss_fn", "leaf ['b']", "int32[]", "float32[]")),
+    ],
+    ids=["more", "less", "shape", "dtype"],
+)
+def test_another_state(new, words):
+    loss = lambda w, state, x: ((x @ w).mean(), new(state))
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(2), plan=cgx.Raw(), model_state="mean")
+    with raises(ValueError, words), jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(train.step, *train.init(W, {"a": jnp.zeros(2), "b": 0}), X)
+
+
+def test_errors():
+    make = functools.partial(cgx.make_train_step, loss_fn, optax.sgd(0.1), mesh_of(2), plan=cgx.Raw())
+    with raises(ValueError, says("make_train_step", "model_state", expected="'mean' 'per_rank'", got="'all'")):
+        make(model_state="all")
+    with raises(ValueError, says("train.init", "model_state", expected="none", got="one", remedy='model_state="mean"')):
+        make().init(W, STATE)
+    with raises(
+        ValueError, says("train.init", "model_state", expected="state", got="none", remedy="init(params, state)")
+    ):
+        make(model_state="mean").init(W)
+    train = make(model_state="per_rank")
+    w, _, state = train.init(W, STATE)
+    with raises(ValueError, says("train.step", "model_state", expected="PerRank init", got="dict")):
+        train.step(w, STATE, state, X)
+    alone = cgx.make_train_step(
+        lambda *_: jnp.zeros(()), optax.sgd(0.1), mesh_of(2), plan=cgx.Raw(), model_state="mean"
+    )
+    with raises(ValueError, says("make_train_step", "loss_fn", expected="(loss, model state)", got="one")):
+        alone.step(*alone.init(W, STATE), X)

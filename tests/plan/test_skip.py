@@ -1,0 +1,70 @@
+"""Skip() in a plan: which leaves it is for, and what tables say of them."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+
+import jaxcgx as cgx
+from jaxcgx import __main__
+
+TREE = {"lora": {"a": jnp.ones((64, 32)), "bias": jnp.ones(3)}, "w": jnp.ones((64, 64)), "ids": jnp.ones(3, jnp.int32)}
+
+
+def skipped(plan):
+    return {row.leaf for row in plan.explain(TREE, 4).rows if row.codec == cgx.Skip()}
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]), {"w"}),
+        (cgx.Plan(cgx.MaxMin(4), [("bias|ids", cgx.Skip())]), {"lora/bias", "ids"}),
+        (cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))]), {"w", "ids"}),
+        (cgx.Plan(cgx.MaxMin(4), [("lora", cgx.Skip()), cgx.Rule(cgx.Raw(), "bias", priority=1)]), {"lora/a"}),
+    ],
+    ids=["a rule", "stronger than guards", "the default", "of a lower priority"],
+)
+def test_leaves(plan, expected):
+    assert skipped(plan) == expected
+
+
+def test_a_table_says_it():
+    found = cgx.Plan(cgx.Skip(), [("lora", cgx.MaxMin(4))]).explain(TREE, {"node": 2, "local": 2})
+    rows = {row.leaf: row for row in found.rows}
+    assert (rows["w"].bytes, rows["w"].raw_bytes, rows["w"].message, rows["w"].why) == (0, 0, None, None)
+    assert found.raw_bytes == 4 * (64 * 32 + 3) and rows["lora/bias"].codec == cgx.Raw()
+    assert "Skip()" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: cgx.Plan({"node": cgx.Skip(), "local": cgx.Raw()}),
+            says("Plan", "default", expected="sends", got="Skip()", remedy="rule"),
+        ),
+        (
+            lambda: skipped(cgx.Plan(cgx.MaxMin(4), [("bias", cgx.Skip()), ("lora", cgx.MaxMin(8))])),
+            says("Plan.explain", "tree", "leaf 'lora/bias'", "one codec", "two", "priority"),
+        ),
+        (
+            lambda: cgx.Plan(cgx.Skip()).adapt(cgx.gradient_statistics({"w": TREE["w"]}, codecs=[cgx.MaxMin(4)])),
+            says("Plan.adapt", expected="compresses", got="Skip()"),
+        ),
+    ],
+    ids=["for one axis", "beside another", "adapted"],
+)
+def test_where_it_has_no_meaning(make, words):
+    with raises(ValueError, words):
+        make()
+
+
+def test_tune(tmp_path, capsys):
+    np.savez(tmp_path / "grads.npz", w=np.ones((64, 64), np.float32), kernel=np.eye(64, dtype=np.float32))
+    cgx.Plan(cgx.MaxMin(4), [("w", cgx.Skip())]).save(tmp_path / "base.toml")
+    options = ["--bits", "8", "--plan", str(tmp_path / "base.toml")]
+    __main__.main(["tune", str(tmp_path / "grads.npz"), "--out", str(tmp_path / "plan.toml"), *options])
+    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("w ")]
+    assert line == ["w", "64x64", "Skip()", "0", "0", "1.00", "0.0000"]
+    assert cgx.Plan.load(tmp_path / "plan.toml").rules[0].codec == cgx.Skip()
