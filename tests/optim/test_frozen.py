@@ -66,6 +66,7 @@ def test_a_step(kind):
 
     train = cgx.make_train_step(loss, optimizer, mesh, plan=plan, accumulate=2, telemetry=True)
     expected, plain = {"b": params["b"]}, optimizer.init({"b": params["b"]})
+
     @jax.jit
     def plain_step(params, state):
         grads = jax.grad(lambda p: loss_fn({**PARAMS, **p}, X))(params)
