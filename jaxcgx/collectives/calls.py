@@ -1,7 +1,6 @@
 """A checked call of a collective: how each of its leaves travels, and which leaves share a message."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -96,10 +95,8 @@ class Call:
         forward = backward = self._assign("codec", codec)
         self.skipped = forward.skipped
         if not gradients:
-            sent = [not skip for skip in self.skipped]
-            check_varying(
-                op, net.names, list(itertools.compress(self.paths, sent)), list(itertools.compress(self.leaves, sent))
-            )
+            sent = [i for i, skip in enumerate(self.skipped) if not skip]
+            check_varying(op, net.names, [self.paths[i] for i in sent], [self.leaves[i] for i in sent])
         used, possible = forward.used, forward.possible
         if options.backward_codec is not None:
             backward = self._assign("backward_codec", options.backward_codec)
@@ -132,7 +129,7 @@ class Call:
             sent = [Raw() if skip else chosen for (chosen, _), skip in zip(assigned, skipped)]
             stages = [check_stages(self.op, argument, chosen, self.net) for chosen in sent]
             used = [stage.codec for there in stages for stage in there]
-            guarded = ["the plan skips it" if skip else reason for (_, reason), skip in zip(assigned, skipped)]
+            guarded = [reason for _, reason in assigned]
             return _Assigned(stages, guarded, skipped, used=used, possible=codec.codecs)
         stages = check_stages(self.op, argument, codec, self.net)
         codecs = [stage.codec for stage in stages]
@@ -155,13 +152,15 @@ class Call:
         return (flat, parts) if len(there) < len(back) else (parts, flat)
 
     def _why_raw(self, argument: str, i: int, guarded: str | None, options: Options) -> str | None:
-        """Why a leaf travels as it is; None where it is compressed. guarded: the plan's reason for it, if any."""
+        """Why a leaf is not compressed, or None. guarded: the plan's reason for it, if any."""
+        if self.skipped[i]:
+            return "the plan skips it"
         leaf, codecs = self.leaves[i], self.routes[i].codecs
         if options.join_raw and self.size > 1 and leaf.dtype in DTYPES and leaf.size and all(c.raw for c in codecs):
             return None
         reason = plan.why_raw(leaf, codecs) or ("there is one rank" if self.size == 1 else None)
         refused = not guarded and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in codecs)
-        if reason and options.strict and not self.skipped[i] and (refused or leaf.dtype not in DTYPES):
+        if reason and options.strict and (refused or leaf.dtype not in DTYPES):
             text = f"{self.op}: argument '{argument}'{at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
             raise (ValueError if refused else TypeError)(text)
         return reason and (guarded or reason)

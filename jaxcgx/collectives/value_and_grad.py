@@ -142,19 +142,19 @@ class ValueAndGrad:
         params, fixed = part([args[i] for i in places])
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         ranks = self._ranks((params, others))
-        param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
+        param_specs = ranks.specs_of_params(params, self._as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
         done = _run(
             self,
             split,
             params=params,
             arrays=split.arrays(others),
-            residuals=self.as_list(residuals),
+            residuals=self._as_list(residuals),
             codec_key=codec_key,
         )
         value = (done.value, done.aux) if self.has_aux else done.value
-        result = value, self.as_argument(done.grads)
-        return (result, self.as_argument(done.residuals)) if self.feedback else result
+        result = value, self._as_argument(done.grads)
+        return (result, self._as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
         """Residuals of zeros, with a row for each rank, sharded over the axis.
@@ -162,22 +162,18 @@ class ValueAndGrad:
         Args:
           params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
         """
-        given, _ = part(self.as_list(params))
+        given, _ = part(self._as_list(params))
         ranks = self._ranks(given)
-        specs = ranks.specs_of_params(given, self.as_list(self.param_specs))
+        specs = ranks.specs_of_params(given, self._as_list(self.param_specs))
 
+        fed = jax.tree_util.tree_map(lambda x: x if jnp.result_type(x) in DTYPES else None, given)
         if isinstance(self.plan, Plan):
-            skipped = self.as_list(self.plan.skipped(OP, "plan", self.as_argument(given)))
-        else:
-            skipped = jax.tree_util.tree_map(lambda _: False, given)
-        fed = jax.tree_util.tree_map(
-            lambda x, skip: None if skip or jnp.result_type(x) not in DTYPES else x, given, skipped
-        )
-        rows = lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32)
-        make = lambda: jax.tree_util.tree_map(rows, fed)
+            skipped = _several(self.plan.skipped(OP, "plan", _alone(fed)), fed)
+            fed = jax.tree_util.tree_map(lambda x, skip: None if skip else x, fed, skipped)
+        make = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros((ranks.size, *np.shape(x)), jnp.float32), fed)
         sharding = lambda x, spec: None if x is None else NamedSharding(ranks.mesh, P(ranks.names, *spec))
         shardings = jax.tree_util.tree_map(sharding, fed, specs, is_leaf=is_none)
-        return self.as_argument(jax.jit(make, out_shardings=shardings)())
+        return self._as_argument(jax.jit(make, out_shardings=shardings)())
 
     def _ranks(self, arguments: Any) -> Ranks:
         names = axis_names(self.axis_name)
@@ -188,16 +184,16 @@ class ValueAndGrad:
 
     def _places(self, count: int) -> tuple[int, ...]:
         """The positions of the differentiated arguments among `count`."""
-        asked = self.as_list(self.argnums)
+        asked = self._as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
         return tuple(i % count for i in asked)
 
-    def as_list(self, value: Any) -> Any:
+    def _as_list(self, value: Any) -> Any:
         """What a caller gives for the differentiated arguments, as a list; None as it is."""
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
-    def as_argument(self, values: Sequence[Any]) -> Any:
+    def _as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
@@ -245,7 +241,7 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
 
         with without_constraints(OP, "loss_fn", names):
             value, aux, grads = (_of_sums if call.weighted else _of_mean)(loss, params, call.axis_name, call.has_aux)
-        mean = functools.partial(_mean, call)
+        mean = functools.partial(_mean, call.axis_name, call.plan)
         if ranks.others:
             specs = split.param_specs.tree
             row = lambda x, spec: None if x is None else P(None, *spec)
@@ -265,15 +261,24 @@ def _run(call: ValueAndGrad, split: Split, params: Any, arrays: Any, residuals: 
     return done._replace(aux=None if tree is None else tree.unflatten(done.aux))
 
 
-def _mean(call: ValueAndGrad, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
-    """The compressed mean of gradients over the ranks, and the new residuals; all are lists."""
-    net, options = check_axes(OP, call.axis_name), Options(key=key)
-    own = None if residuals is None else call.as_argument(jax.tree_util.tree_map(lambda x: x[0], residuals))
-    tree, state = call.as_argument(grads), State(residuals=own)  # in which rules of a plan see the caller's paths
-    found = reduce(OP, tree, net=net, codec=call.plan, options=options, state=state, mean=True)
+def _mean(axis_name: Any, plan: Any, grads: Any, residuals: Any, key: Any) -> tuple[Any, Any]:
+    """The compressed mean of gradients over the ranks, and the new residuals."""
+    net, options = check_axes(OP, axis_name), Options(key=key)
+    state = State(residuals=None if residuals is None else _alone(jax.tree_util.tree_map(lambda x: x[0], residuals)))
+    found = reduce(OP, _alone(grads), net=net, codec=plan, options=options, state=state, mean=True)
     if residuals is None:
-        return call.as_list(found), None
-    return call.as_list(found[0]), jax.tree_util.tree_map(lambda x: x[None], call.as_list(found[1]))
+        return _several(found, grads), None
+    return _several(found[0], grads), jax.tree_util.tree_map(lambda x: x[None], _several(found[1], grads))
+
+
+def _alone(trees: list[Any]) -> Any:
+    """The only tree, whose paths rules of a plan then see; of several, all with their numbers in front."""
+    return trees[0] if len(trees) == 1 else trees
+
+
+def _several(found: Any, trees: list[Any]) -> list[Any]:
+    """The list of what was found for `_alone(trees)`."""
+    return [found] if len(trees) == 1 else found
 
 
 def _of_mean(loss: Callable[..., Any], params: Any, axis_name: Any, has_aux: bool) -> tuple[Any, Any, Any]:

@@ -1,6 +1,7 @@
 """The gradients of one rank's batch, added up over micro-batches."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -79,24 +80,40 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: int, tracked: fro
 
     The model state goes from part to part. What can't be added is that of the last part.
     """
-    shapes = jax.eval_shape(lambda i: find(model_state, i), 0)
-    leaves, structure = jax.tree_util.tree_flatten(shapes._replace(model_state=None))
+    states, state_structure = jax.tree_util.tree_flatten(model_state)
+    renewed = [True] * len(states)
+
+    def first() -> Found:
+        found = find(model_state, 0)
+        renewed[:] = [new is not old for new, old in zip(jax.tree_util.tree_leaves(found.model_state), states)]
+        return found._replace(model_state=None)
+
+    shapes = jax.eval_shape(first)
+    leaves, structure = jax.tree_util.tree_flatten(shapes)
     added = [addable(x) for x in leaves]
 
-    def add(carry: tuple[list[jax.Array], Any], i: jax.Array) -> tuple[tuple[list[jax.Array], Any], list[jax.Array]]:
-        totals, model_state = carry
-        part = find(model_state, i)
+    def whole(changing: list[Any]) -> Any:
+        """The model state, whose other arrays stay as they are."""
+        new = iter(changing)
+        return state_structure.unflatten([next(new) if is_new else old for is_new, old in zip(renewed, states)])
+
+    def changes(state: Any) -> list[Any]:
+        return list(itertools.compress(jax.tree_util.tree_leaves(state), renewed))
+
+    def add(carry: tuple[list[jax.Array], list[Any]], i: jax.Array) -> tuple[Any, list[jax.Array]]:
+        totals, changing = carry
+        part = find(whole(changing), i)
         found = jax.tree_util.tree_leaves(part._replace(model_state=None))
         numbers = [x for x, number in zip(found, added) if number]
         others = [x for x, number in zip(found, added) if not number]
-        return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], part.model_state), others
+        return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], changes(part.model_state)), others
 
     zeros = [_compat.vary(jnp.zeros(x.shape, wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
-    (totals, model_state), others = lax.scan(add, (zeros, model_state), jnp.arange(parts))
+    (totals, changing), others = lax.scan(add, (zeros, changes(model_state)), jnp.arange(parts))
     mean, last = (x / parts for x in totals), (x[-1] for x in others)
     found = structure.unflatten([next(mean) if number else next(last) for number in added])
     narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), found.gradients, shapes.gradients)
-    return found._replace(gradients=narrow, model_state=model_state)
+    return found._replace(gradients=narrow, model_state=whole(changing))
 
 
 def addable(x: Any) -> bool:

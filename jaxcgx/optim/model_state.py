@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_choice, spell_array, wrong
+from jaxcgx.checks import check_array, check_choice, spell_array, wrong
 from jaxcgx.optim.accumulation import OP, addable, wide
 
 
@@ -77,11 +77,19 @@ class ModelState:
         own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, rank)
         return jax.tree_util.tree_map(own, state)
 
-    def of_all(self, state: Any) -> Any:
-        """What a step returns of a rank's state after its last micro-batch."""
+    def of_all(self, state: Any, given: Any, new: Any) -> Any:
+        """What a step returns.
+
+        Args:
+          state: what it was given.
+          given: what the loss function was given of it.
+          new: what the loss function returned. What it left as it was is not averaged, because a mean of equal numbers
+            may be rounded.
+        """
         if self.mode == "per_rank":
-            return PerRank(jax.tree_util.tree_map(lambda x: x[None], state))
-        return jax.tree_util.tree_map(self._agree, state)
+            return PerRank(jax.tree_util.tree_map(lambda x: x[None], new))
+        agreed = lambda old, was, now: old if now is was else self._agree(now)
+        return jax.tree_util.tree_map(agreed, state, given, new)
 
     def _agree(self, x: jax.Array) -> jax.Array:
         """The same array on all ranks: a mean, or what the first rank has where numbers are not added."""
@@ -106,8 +114,10 @@ def first_rank(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 
 
 def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
-    """The state that a loss function returned, as arrays that vary over the ranks, if it is one like that it got."""
-    new = jax.tree_util.tree_map(jnp.asarray, new)
+    """The state that a loss function returned, if it is one like that it got.
+
+    Arrays that are new vary over the ranks. The others are the same objects.
+    """
     before, structure = jax.tree_util.tree_flatten_with_path(old)
     after, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:
@@ -115,12 +125,17 @@ def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
         changed = [f"without {name}" for name in sorted(paths[0] - paths[1])]
         changed += [f"with {name} more" for name in sorted(paths[1] - paths[0])]
         raise wrong(OP, "loss_fn", f"a new model state like that it gets, {structure}", (changed or [other])[0])
+    renewed: list[Any] = []
     for (path, was), (_, now) in zip(before, after):
-        if (was.shape, was.dtype) != (now.shape, now.dtype):
-            expected = f"a new model state like that it gets, {spell_array(was)}"
-            raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
-    strong = lambda x: x.astype(x.dtype) if addable(x) else x  # a weak type would compile the next step anew
-    return jax.tree_util.tree_map(lambda x: _compat.vary(strong(x), tracked), new)
+        if now is not was:
+            now = check_array(OP, "loss_fn", now, path)
+            if (was.shape, was.dtype) != (now.shape, now.dtype):
+                expected = f"a new model state like that it gets, {spell_array(was)}"
+                raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
+            strong = now.astype(now.dtype) if addable(now) else now  # a weak type would compile the next step anew
+            now = _compat.vary(strong, tracked)
+        renewed.append(now)
+    return structure.unflatten(renewed)
 
 
 def fold(keys: jax.Array, rank: jax.Array) -> jax.Array:

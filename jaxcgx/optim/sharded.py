@@ -151,8 +151,27 @@ class Sharded:
         fill = lambda shards, like: _join(gathered(shards), like)
         whole = jax.custom_vjp(fill)
         whole.defvjp(lambda *args: (fill(*args), None), lambda _, cts: (None, cts))
-        loss = lambda like, *rest: loss_fn(whole(shards, like), *rest)
-        return like, jax.checkpoint(loss, policy=lambda op, *_, **__: str(op) != "all_gather")
+        policy = lambda op, *_, **__: str(op) != "all_gather"
+
+        def loss(like: Any, *rest: Any) -> Any:
+            given, of_rest = jax.tree_util.tree_flatten(rest)
+            known: Any = None
+
+            def run(like: Any, given: list[Any]) -> list[Any]:
+                nonlocal known
+                found, structure = jax.tree_util.tree_flatten(
+                    loss_fn(whole(shards, like), *jax.tree_util.tree_unflatten(of_rest, given))
+                )
+                places = [next((i for i, y in enumerate(given) if y is x), None) for x in found]
+                known = structure, places
+                return [x for x, place in zip(found, places) if place is None]
+
+            new = iter(jax.checkpoint(run, policy=policy)(like, given))
+            structure, places = known
+            # What the loss function returns as it got it is the same object here, too: a model state's parts.
+            return structure.unflatten([next(new) if place is None else given[place] for place in places])
+
+        return like, loss
 
     def _gather(self, shards: Any, cut: Cut, key: Any, to: str = "varying") -> Any:
         """The whole arrays of the shards of a cut."""

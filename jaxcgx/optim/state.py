@@ -86,13 +86,8 @@ def _skipped(settings: Settings, path: Any, by_plan: tuple[Any, ...]) -> bool:
     """Whether the plans skip a leaf. A mean of zeros in some steps would move the leaf by momentum and weight decay."""
     skips = {codecs is None for codecs in by_plan}
     if len(skips) > 1:
-        expected, remedy = (
-            "plans that skip a leaf in every step or in none",
-            "make a new transformation for other leaves",
-        )
-        raise wrong(
-            settings.function, "plan", expected, "a schedule that begins or stops to skip it", remedy, path=path
-        )
+        expected, remedy = "plans that skip a leaf in every step or in none", "make a new transformation"
+        raise wrong(settings.function, "plan", expected, "a schedule that changes it", remedy, path=path)
     return True in skips
 
 

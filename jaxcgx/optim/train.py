@@ -128,7 +128,8 @@ def make_train_step(
         trained, frozen = part(whole, skipped)
         loss_of_trained = lambda trained, given: loss_of_whole(join(trained, given.frozen), given)
         gradients = local_gradients(loss_of_trained, data_axis, accumulate)
-        found = gradients(trained, Given(frozen, state.of_rank(model_state), batch, key))
+        own_state = state.of_rank(model_state)
+        found = gradients(trained, Given(frozen, own_state, batch, key))
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
         grads = join(found.gradients, frozen)
         given = None if placement.state else params  # slices of means take no weight decay
@@ -136,7 +137,8 @@ def make_train_step(
         tracked = _compat.tracked_axes(names)
         mean = lambda x: (lax.pmean if addable(x) else first_rank)(_compat.vary(x, tracked), names)
         loss, aux = jax.tree_util.tree_map(mean, (found.loss, found.aux))
-        return part(grads, skipped)[0], state.of_all(found.model_state), sent, Metrics(loss, aux, sent.telemetry)
+        new_state = state.of_all(model_state, own_state, found.model_state)
+        return part(grads, skipped)[0], new_state, sent, Metrics(loss, aux, sent.telemetry)
 
     def update(grads: Any, rest: Any, params: Any, loss: Any) -> Any:
         return _update_with_value(extended.update, grads, rest, params, value=loss)
