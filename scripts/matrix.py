@@ -7,6 +7,7 @@ uses it again.
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import hashlib
 import json
@@ -94,8 +95,10 @@ def checksum(*paths):
     return digest.hexdigest()
 
 
-def pip(python, *arguments):
-    run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, check=True, cwd=ROOT)
+def pip(python, command, *arguments):
+    # Python compiles what it imports, which is little of what is installed.
+    arguments = (*["--no-compile"] * (command == "install"), *arguments)
+    run(python, "-m", "pip", "--disable-pip-version-check", "--quiet", command, *arguments, check=True, cwd=ROOT)
 
 
 def venv(python, folder, version):
@@ -105,6 +108,14 @@ def venv(python, folder, version):
     if not (folder / "bin/pip").exists() or output(inside, "-c", PROBE) != version:
         run(python, "-m", "venv", "--clear", folder, check=True)
     return inside
+
+
+def start_from_make(build):
+    """Puts into an empty build folder what `make` has compiled: CMake compiles again only what has other options."""
+    made = ROOT / "build/editable"
+    if made.exists() and not build.exists():
+        # What says where and with which Python a folder was configured; scikit-build-core would empty it.
+        shutil.copytree(made, build, ignore=shutil.ignore_patterns("CMakeCache.txt", ".skbuild-info.json"))
 
 
 def wheel(version, python):
@@ -118,6 +129,7 @@ def wheel(version, python):
         builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
         if output(builder, "-c", PROBE) != version:
             builder, build = venv(python, folder / "env", version), folder / "build"
+            start_from_make(build)
             pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):
@@ -137,28 +149,33 @@ def wheel(version, python):
     return next(folder.glob("*.whl"))
 
 
-def environment(version, python, age):
-    """The Python of an environment with the wheel, the test requirements and the oldest, the newest or a named JAX."""
-    package = wheel(version, python)
+def environment(version, python, age, package):
+    """The Python of an environment with a wheel, the test requirements and the oldest, the newest or a named JAX; None
+    where that fails."""
     print(f"== Python {version}: installing jax, {age}", flush=True)
-    inside = venv(python, WORK / f"{version}-{age}", version)
     # The newest: pip chooses it, within what jaxcgx allows and this Python can have.
     number = {"oldest": f"=={OLDEST}", "newest": ""}.get(age, f"=={age}")
-    jax = [f"jax{number}", f"jaxlib{number}"]
-    pip(inside, "install", "--upgrade", f"{package}[test]", *jax)
-    pip(inside, "install", "--no-deps", "--force-reinstall", package)
+    try:
+        inside = venv(python, WORK / f"{version}-{age}", version)
+        pip(inside, "install", "--upgrade", f"{package}[test]", f"jax{number}", f"jaxlib{number}")
+        pip(inside, "install", "--no-deps", "--force-reinstall", package)
+    except subprocess.CalledProcessError:  # it has said why
+        return None
     return inside
 
 
 def known(python, flags):
     """Those of the flags that the XLA of an environment has: an unknown one ends the process."""
-    start = [python, "-c", "import jax; jax.devices()"]
-    tried = {flag: run(*start, env=os.environ | {"XLA_FLAGS": flag}, capture_output=True) for flag in flags.split()}
-    return " ".join(flag for flag, result in tried.items() if result.returncode == 0)
+    starts = lambda flags: (
+        not run(
+            python, "-c", "import jax; jax.devices()", env=os.environ | {"XLA_FLAGS": flags}, capture_output=True
+        ).returncode
+    )
+    return flags if starts(flags) else " ".join(filter(starts, flags.split()))
 
 
-def test(version, python, age, sessions):
-    """One row of the table: the tests on one Python with one JAX. sessions: (arguments of pytest, flags of XLA)."""
+def test(version, age, inside, sessions):
+    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA)."""
     row = {
         "python": version,
         "jax": age,
@@ -169,9 +186,7 @@ def test(version, python, age, sessions):
         "seconds": 0,
         "ok": False,
     }
-    try:
-        inside = environment(version, python, age)
-    except subprocess.CalledProcessError:  # it has said why
+    if inside is None:
         row["jax"] += " (not installed)"
         return row
     versions = "import platform, jax, jaxlib; print(platform.python_version(), jax.__version__, jaxlib.__version__)"
@@ -238,11 +253,14 @@ def main():
         pairs = [(version, age) for version in found for age in ("oldest", "newest")]
         pairs += [BETWEEN] if BETWEEN[0] in found else []
     if short:
-        sessions = [(["-m", "short"], "")]
+        sessions = [(["-m", "short"], options.flags)]
     else:
         others = [f"--ignore={path}" for path in options.usual]
         sessions = [(options.usual, "")] * bool(options.usual) + [(others, options.flags)]
-    rows = [test(version, found[version], age, sessions) for version, age in pairs]
+    wheels = {version: wheel(version, found[version]) for version, _ in pairs}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:  # pip uses one core
+        insides = list(pool.map(lambda pair: environment(pair[0], found[pair[0]], pair[1], wheels[pair[0]]), pairs))
+    rows = [test(*pair, inside, sessions) for pair, inside in zip(pairs, insides)]
     show(rows, missing)
     if not short:
         data = {"command": "make matrix", "date": datetime.date.today().isoformat(), "runs": rows, "not_run": missing}

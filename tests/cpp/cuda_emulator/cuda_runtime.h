@@ -56,9 +56,15 @@ struct alignas(16) uint4 {
 
 namespace cuda_emulator {
 
+// Where a stack goes on, for __builtin_setjmp and __builtin_longjmp: swapcontext makes a system call each time, and
+// AddressSanitizer would clear the stack's shadow.
+using Place = void* [5];
+
 struct Thread {
   dim3 index;
-  ucontext_t context;
+  ucontext_t context;  // at its start
+  Place place;         // later
+  bool started = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   unsigned shuffles = 0;
@@ -77,7 +83,7 @@ struct Block {
   std::vector<std::unique_ptr<Thread>> all;
   std::vector<Warp> warps;
   std::vector<Thread*> ready, at_barrier;
-  ucontext_t scheduler;
+  Place scheduler;
   Thread* current = nullptr;
   std::function<void()> kernel;
   uint64_t lot = 1;
@@ -86,16 +92,25 @@ struct Block {
     std::fprintf(stderr, "cuda_emulator: block (%u, %u): %s\n", index.x, index.y, what);
     std::abort();
   }
-  void wait() { swapcontext(&current->context, &scheduler); }
+  // A function that calls __builtin_setjmp must keep its frame, and AddressSanitizer knows of no stack but its
+  // thread's.
+  [[gnu::noinline, gnu::no_sanitize_address]] void wait() {
+    if (__builtin_setjmp(current->place) == 0) __builtin_longjmp(scheduler, 1);
+  }
+  [[gnu::noinline, gnu::no_sanitize_address]] void go_on(Thread& t) {
+    if (__builtin_setjmp(scheduler) != 0) return;
+    if (t.started) __builtin_longjmp(t.place, 1);
+    t.started = true;
+    setcontext(&t.context);
+  }
 
   static void enter();
   void start(Thread& t, unsigned index) {
     t.index = dim3(index);
-    t.done = false;
+    t.started = t.done = false;
     t.shuffles = 0;
     getcontext(&t.context);
     t.context.uc_stack = {t.stack.get(), 0, Thread::kStack};
-    t.context.uc_link = &scheduler;
     makecontext(&t.context, enter, 0);
     ready.push_back(&t);
   }
@@ -110,7 +125,7 @@ struct Block {
       std::swap(ready[(lot >> 33) % ready.size()], ready.back());
       current = ready.back();
       ready.pop_back();
-      swapcontext(&scheduler, &current->context);
+      go_on(*current);
       left -= current->done;
     }
     if (left > 0)
@@ -119,9 +134,10 @@ struct Block {
 };
 
 inline Block state;
-inline void Block::enter() {
+[[gnu::no_sanitize_address]] inline void Block::enter() {
   state.kernel();
   state.current->done = true;
+  __builtin_longjmp(state.scheduler, 1);
 }
 
 template <class T>
