@@ -137,6 +137,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
                     got="float32[2, 3] of this process",
                     remedy="jax.make_array_from_process_local_data",
                 ).check(text)
+            assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in processes.text(rank)
             assert "PARAMETERS [-6. -6. -6.]" in processes.text(
                 rank
             )  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
