@@ -141,6 +141,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
             assert "PARAMETERS [-6. -6. -6.]" in text  # gradients 2 * (1 + 1 + 2 + 2) / 4 = 3, of rate 2
             key = jax.random.key_data(jax.random.fold_in(jax.random.key(5), 0)).tolist()
             assert f"STATE [1.5, 1.5, 1.5] 1 {key}" in text
+            assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in text
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():
