@@ -139,7 +139,8 @@ def check_batches(mesh):
     """A process's own NumPy batch is refused, before anything is compiled; an array of all processes' parts is not."""
 
     def loss(params, model_state, batch):
-        new = {**model_state, "mean": batch["x"].mean(0), "count": model_state["count"] + 1}
+        key, _ = jax.random.split(model_state["key"])
+        new = {"mean": batch["x"].mean(0), "count": model_state["count"] + 1, "key": key}
         return (params * batch["x"]).sum() * batch["scale"], new
 
     options = dict(data_axis=AXES, plan=cgx.Raw(), model_state="mean")
