@@ -39,10 +39,10 @@ LIMIT = 900  # seconds that the processes of a network may take
 
 
 class Network:
-    """Processes and their links: `mbit` Mbit/s each, or loopback if `mbit` is None."""
+    """Processes and their links: `mbit` Mbit/s each, or loopback if `mbit` is None; `keep`: with cgx.keep_pages."""
 
-    def __init__(self, name, processes, mbit, sizes):
-        self.name, self.processes, self.mbit, self.sizes = name, processes, mbit, sizes
+    def __init__(self, name, processes, mbit, sizes, keep=False):
+        self.name, self.processes, self.mbit, self.sizes, self.keep = name, processes, mbit, sizes, keep
 
 
 NETWORKS = [
@@ -50,12 +50,15 @@ NETWORKS = [
     Network("1 Gbit/s, 2 hosts", 2, 1000, [0.0625, 1, 16, 64]),
     Network("1 Gbit/s, 4 hosts", 4, 1000, [0.0625, 1, 16, 64]),
     Network("100 Mbit/s, 2 hosts", 2, 100, [0.0625, 1, 16]),
+    Network("loopback, 2 processes, pages kept", 2, None, [16, 64], keep=True),
+    Network("1 Gbit/s, 2 hosts, pages kept", 2, 1000, [16, 64], keep=True),
 ]
 
 NOTES = f"""\
 - ms: the time of one exchange in rank 0, in a compiled loop that writes its results to the same pages again and again,
   as a training step with donated state does. "calls": each exchange is a call of a compiled program, whose result is on
-  fresh pages. Programs take turns. The ratio to psum is formed in every turn, and the table has the medians.
+  fresh pages, except where jaxcgx.keep_pages() keeps them ("pages kept"). Programs take turns. The ratio to psum is
+  formed in every turn, and the table has the medians.
 - Tcp: "auto" over jaxcgx's own connections, cgx.Tcp("data"). XLA's collectives, over Gloo, move everything else.
 - speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
   with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
@@ -158,8 +161,10 @@ def parts(mesh, x, ranks, iterations):
     }
 
 
-def run_rank(address, rank, processes, repeats, sizes, calls):
+def run_rank(address, rank, processes, repeats, sizes, keep):
     """Measures everything, together with the other ranks, and prints the times."""
+    if keep:
+        cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, processes, rank)
     mesh = Mesh(processes)
@@ -184,10 +189,7 @@ def run_rank(address, rank, processes, repeats, sizes, calls):
             measure(size, {name: Loop(mesh, step, (x, x), iterations) for name, step in reductions().items()}, "loop")
         )
         if size == sizes[-1]:
-            if calls:
-                results.append(
-                    measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls")
-                )
+            results.append(measure(size, {name: Call(mesh, step, x) for name, step in reductions().items()}, "calls"))
             results.append(measure(size, parts(mesh, x, processes, iterations), "parts"))
     print("RESULTS", json.dumps(results), flush=True)
 
@@ -210,7 +212,7 @@ def measure(network, repeats):
                 processes=network.processes,
                 repeats=repeats,
                 sizes=network.sizes,
-                calls=not network.mbit,
+                keep=network.keep,
             )
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", json.dumps(worker)]
             start = lab.start if lab else lambda host, command, **options: subprocess.Popen(command, **options)

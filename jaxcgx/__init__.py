@@ -34,6 +34,7 @@ from jaxcgx.collectives import (
     sync_in_backward,
     value_and_grad,
 )
+from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import (
     bsc,
     compress_gradients,
@@ -80,6 +81,7 @@ __all__ = [
     "grad",
     "gradient_statistics",
     "init_factors",
+    "keep_pages",
     "local_value_and_grad",
     "make_train_step",
     "reshard_state",

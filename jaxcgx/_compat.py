@@ -17,6 +17,7 @@ from jax._src.distributed import global_state as distributed  # its store of key
 from jax._src.effects import remat_allowed_effects  # it is public nowhere
 from jax._src.interpreters import ad as private_ad  # the rules of shard_map
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # what lowering rules see of a mesh
+from jax._src.xla_bridge import backends_are_initialized  # it is public nowhere
 from jax.core import ShapedArray
 from jax.extend.core import Primitive  # JAX promises nothing about jax.extend between versions
 from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
@@ -30,6 +31,7 @@ __all__ = [
     "all_gather",
     "allow_in_remat",
     "axis_effects",
+    "backends_are_initialized",
     "batching",
     "devices_of",
     "effects_in_order",

@@ -17,6 +17,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native import registration
+from jaxcgx.native.pages import keeps_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Report:
     hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
     mpi: str | None  # the MPI of jaxcgx.mpi and its packages; None: it doesn't start
     mpi_programs: dict[str, str | None]  # mpirun and mpicc: the path and the version; None: not on the PATH
+    pages: str  # what keep_pages does here
     reference: str | None  # the variable JAXCGX_REFERENCE
     problems: list[Problem]
     warnings: list[str]  # what of plain JAX to avoid in this version
@@ -70,6 +72,7 @@ class Report:
             or none,
             "MPI": self.mpi or "none",
             **{name: found or "none on the PATH" for name, found in self.mpi_programs.items()},
+            "memory": self.pages,
             "JAXCGX_REFERENCE": self.reference or "not set",
         }
         lines = [f"{name:18}{value}" for name, value in rows.items()]
@@ -220,6 +223,9 @@ def examine() -> Report:
         hidden=not gpus and any(pathlib.Path("/dev").glob("nvidia[0-9]*")),
         mpi=mpi,
         mpi_programs=programs,
+        pages="freed arrays' pages are kept by jaxcgx.keep_pages() at the start of a CPU program"
+        if keeps_pages()
+        else "jaxcgx.keep_pages() does nothing: there is no glibc",
         reference=os.environ.get("JAXCGX_REFERENCE"),
         problems=problems,
         warnings=[_WRONG_SUMS.format(**versions)] if _compat.GLOO_SCATTERS_WRONGLY else [],

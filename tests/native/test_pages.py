@@ -1,0 +1,48 @@
+"""keep_pages: a step's arrays are on the pages of the step before."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jaxcgx as cgx
+from jaxcgx.native import pages
+
+# The page faults of a step whose arrays have 16 MiB, after steps like it.
+PROGRAM = """
+import resource, sys
+import jax, jax.numpy as jnp
+import jaxcgx as cgx
+if sys.argv[1] == "kept":
+    assert cgx.keep_pages()
+step = jax.jit(lambda x: cgx.roundtrip(x, cgx.MaxMin(4)))
+x = jnp.ones(4 << 20)
+for _ in range(3):
+    jax.block_until_ready(step(x))
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+before = faults()
+jax.block_until_ready(step(x))
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(not pages.keeps_pages(), reason="malloc is not glibc's")
+def test_steps_use_pages_again():
+    start = lambda how: subprocess.Popen([sys.executable, "-c", PROGRAM, how], stdout=subprocess.PIPE, text=True)
+    running = [start(how) for how in ("kept", "given back")]
+    kept, given_back = (int(process.communicate(timeout=120)[0]) for process in running)
+    assert kept < 20 < given_back
+
+
+@pytest.mark.skipif(not pages.keeps_pages(), reason="malloc is not glibc's")
+def test_too_late(monkeypatch):
+    monkeypatch.setattr(pages, "_mallopt", lambda: lambda option, value: 1)  # of this process nothing changes
+    jax.devices()
+    with pytest.warns(UserWarning, match="jaxcgx.keep_pages: expected a call before JAX's first computation"):
+        assert cgx.keep_pages()
+
+
+def test_without_glibc(monkeypatch):
+    monkeypatch.setattr(pages, "_mallopt", lambda: None)
+    assert not cgx.keep_pages()
