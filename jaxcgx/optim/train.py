@@ -168,7 +168,7 @@ def make_train_step(
 
     def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         state.check_rows(model_state)
-        sent, rest, *lost = opt_state  # of the gather of updates
+        sent, rest, *lost = opt_state  # lost: by the gather of updates
         specs, noise, skipped = state_specs(sent, data_axis), sharded.key(sent), find_frozen(params)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
