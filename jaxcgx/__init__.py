@@ -35,7 +35,16 @@ from jaxcgx.collectives import (
     value_and_grad,
 )
 from jaxcgx.native.pages import keep_pages
-from jaxcgx.optim import bsc, compress_gradients, compressed, dgc, make_train_step, reshard_state, state_specs
+from jaxcgx.optim import (
+    bsc,
+    compress_gradients,
+    compressed,
+    dgc,
+    make_train_step,
+    reshard_state,
+    shard_specs,
+    state_specs,
+)
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
@@ -77,6 +86,7 @@ __all__ = [
     "make_train_step",
     "reshard_state",
     "roundtrip",
+    "shard_specs",
     "state_specs",
     "sync_in_backward",
     "value_and_grad",

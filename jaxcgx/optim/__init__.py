@@ -5,6 +5,7 @@ from jaxcgx.optim.compress import compress_gradients, compressed
 from jaxcgx.optim.dgc import dgc
 from jaxcgx.optim.model_state import PerRank
 from jaxcgx.optim.reshard import reshard_state
+from jaxcgx.optim.sharded import shard_specs
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.telemetry import Telemetry
@@ -22,5 +23,6 @@ __all__ = [
     "dgc",
     "make_train_step",
     "reshard_state",
+    "shard_specs",
     "state_specs",
 ]
