@@ -44,6 +44,7 @@ from jaxcgx.optim import (
     make_train_step,
     reshard_state,
     restore_state,
+    shard_specs,
     state_specs,
 )
 from jaxcgx.plan import Plan, Rule, gradient_statistics
@@ -89,6 +90,7 @@ __all__ = [
     "reshard_state",
     "restore_state",
     "roundtrip",
+    "shard_specs",
     "state_specs",
     "sync_in_backward",
     "value_and_grad",

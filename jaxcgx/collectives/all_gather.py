@@ -1,12 +1,11 @@
 """compressed_all_gather: lax.all_gather that sends a fraction of the bytes."""
 
-import operator
 from typing import Any
 
 import jax
 
 from jaxcgx.checks import check_choice
-from jaxcgx.collectives.arguments import Dimension, Options, check_dimension
+from jaxcgx.collectives.arguments import Dimension, Options, check_dimension, per_leaf
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
@@ -20,7 +19,7 @@ def compressed_all_gather(
     codec: Any,
     *,
     key: jax.Array | None = None,
-    axis: int = 0,
+    axis: Any = 0,
     tiled: bool = False,
     to: str = "varying",
     schedule: str = "auto",
@@ -37,7 +36,7 @@ def compressed_all_gather(
       axis_name: one name, or a tuple of names, outermost first.
       codec: as in `compressed_psum`. A dict of codecs gathers over the outermost axis first, a share per inner rank.
       key: a random key for codecs that round stochastically.
-      axis: as in lax.
+      axis: as in lax, or a tree of such integers like `x`.
       tiled: as in lax.
       to: as in lax, "varying" or "invarying".
       schedule: "one_shot", the only one, or "auto".
@@ -61,8 +60,8 @@ def gather(
     check_choice(op, "to", to, ("varying", "invarying"))
     extra = 0 if tiled else 1
     dims = [
-        check_dimension(op, "axis", axis, leaf=leaf, path=path, extra=extra)
-        for leaf, path in zip(call.leaves, call.paths)
+        check_dimension(op, "axis", each, leaf=leaf, path=path, extra=extra)
+        for each, leaf, path in zip(per_leaf(op, "axis", axis, call), call.leaves, call.paths)
     ]
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
@@ -70,7 +69,8 @@ def gather(
 
     def compressed(message: Message, route: Route) -> list[Any]:
         gathered = message
-        join = rows.Join(operator.index(axis), tiled, tuple(stage.net.size for stage in route.stages))
+        sizes = tuple(stage.net.size for stage in route.stages)
+        join = rows.Join(tuple(dims[i] for i in message.ids), tiled, sizes)
         for j, stage in enumerate(route.stages):
             part = route.with_key(gathered.replace(key=message.key), j, route.stages[j + 1 :])
             last = stage is route.stages[-1]

@@ -26,12 +26,14 @@ class Options(NamedTuple):
     strict: bool = False
     fusion_mb: Any = None
     backward_codec: Any = None
+    # whether leaves of Raw() share messages, too, in place of a collective for each, which XLA may join or not
+    join_raw: bool = False
 
 
 class Dimension(NamedTuple):
     """The dimension of a caller's arrays along which ranks split or join; `tiled` as in lax: whether it stays."""
 
-    axis: int
+    axis: Any  # one for all leaves, or a tree like them
     tiled: bool
 
 
@@ -173,6 +175,16 @@ def check_summable(op: str, x: Any) -> None:
             raise wrong(
                 op, "x", "arrays of numbers", f"{spell_array(leaf)}, a random key", remedy, path=path, kind=TypeError
             )
+
+
+def per_leaf(op: str, argument: str, dimension: Any, call: Any) -> list[Any]:
+    """The dimension of each leaf of a call: the same for all, or that of a tree like the leaves."""
+    if hasattr(dimension, "__index__"):
+        return [dimension] * len(call.leaves)
+    try:
+        return call.tree.flatten_up_to(dimension)
+    except (TypeError, ValueError):
+        raise wrong(op, argument, f"an integer, or a tree of them like x, {call.tree}", repr(dimension)) from None
 
 
 def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any, extra: int = 0) -> int:

@@ -117,7 +117,7 @@ class Call:
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
         for i, route in enumerate(self.routes):
-            if reason := self._why_raw(argument, i, guarded=forward.guarded[i], strict=options.strict):
+            if reason := self._why_raw(argument, i, guarded=forward.guarded[i], options=options):
                 self.raw[i] = reason
             else:
                 self.groups.setdefault(route, []).append(i)
@@ -151,14 +151,16 @@ class Call:
         flat = tuple(stage._replace(codec=flat[0].codec) for stage in parts)
         return (flat, parts) if len(there) < len(back) else (parts, flat)
 
-    def _why_raw(self, argument: str, i: int, guarded: str | None, strict: bool) -> str | None:
+    def _why_raw(self, argument: str, i: int, guarded: str | None, options: Options) -> str | None:
         """Why a leaf is not compressed, or None. guarded: the plan's reason for it, if any."""
         if self.skipped[i]:
             return "the plan skips it"
         leaf, codecs = self.leaves[i], self.routes[i].codecs
+        if options.join_raw and self.size > 1 and leaf.dtype in DTYPES and leaf.size and all(c.raw for c in codecs):
+            return None
         reason = plan.why_raw(leaf, codecs) or ("there is one rank" if self.size == 1 else None)
         refused = not guarded and any(codec.why_raw(leaf.shape, leaf.dtype) for codec in codecs)
-        if reason and strict and (refused or leaf.dtype not in DTYPES):
+        if reason and options.strict and (refused or leaf.dtype not in DTYPES):
             text = f"{self.op}: argument '{argument}'{at(self.paths[i])}: {reason}, and strict=True allows no such leaf"
             raise (ValueError if refused else TypeError)(text)
         return reason and (guarded or reason)

@@ -1,17 +1,15 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxcgx.checks import callers_level, check_choice, check_flag, wrong
-from jaxcgx.codecs.spelling import spell
+from jaxcgx.checks import check_choice, check_flag, wrong
 from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own, check_summable
 from jaxcgx.collectives.calls import Call, Route
-from jaxcgx.collectives.state import Kept, State
+from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import hierarchy, scopes, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.plan import SCHEDULES, Plan, why_raw
@@ -197,13 +195,7 @@ class Reduction:
                 f'"ring"{self.said}, which encodes sums of several ranks on the way',
                 'pass schedule="two_shot"',
             )
-        for codec in {stage.codec for stage in outermost}:
-            if not codec.contracts:
-                warnings.warn(
-                    f"{op}: argument 'residuals': residuals of {spell(codec)} grow without bound, because its error is "
-                    "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
-                    stacklevel=callers_level(),
-                )
+        warn_of_growth(op, {stage.codec for stage in outermost})
 
     def plain(self, leaf: jax.Array, i: int) -> jax.Array:
         """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.

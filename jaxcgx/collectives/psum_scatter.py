@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.checks import check_choice
+from jaxcgx.checks import check_choice, wrong
 from jaxcgx.collectives.arguments import (
     Dimension,
     Options,
@@ -14,11 +14,13 @@ from jaxcgx.collectives.arguments import (
     check_hops,
     check_own,
     check_summable,
+    per_leaf,
 )
 from jaxcgx.collectives.calls import Call, Route, by_stage
+from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import rows
-from jaxcgx.exchange.message import Message
-from jaxcgx.transports.base import Transport, split_rows
+from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
 
 
@@ -28,7 +30,8 @@ def compressed_psum_scatter(
     codec: Any,
     *,
     key: jax.Array | None = None,
-    scatter_dimension: int = 0,
+    residuals: Any = None,
+    scatter_dimension: Any = 0,
     tiled: bool = False,
     schedule: str = "auto",
     own: str = "raw",
@@ -44,7 +47,10 @@ def compressed_psum_scatter(
       codec: as in `compressed_psum`. A dict of codecs scatters over the innermost axis first, so each of the others
         carries a share.
       key: a random key for codecs that round stochastically.
-      scatter_dimension: as in lax.
+      residuals: error feedback, as in `compressed_psum`: a tree like `x` of this rank's float32 arrays. The result is
+        then a pair, the slices and the new residuals. Over all ranks, slices + new residuals = x + residuals. It needs
+        the schedule "one_shot", and one codec over all axes together.
+      scatter_dimension: as in lax, or a tree of such integers like `x`.
       tiled: as in lax.
       schedule: "one_shot" (every slice goes straight to its owner), "ring", or "auto", which is "one_shot".
       own: as in `compressed_psum`.
@@ -56,41 +62,94 @@ def compressed_psum_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return reduce_scatter(
+    return Scatter(
         op,
         x,
         net=check_axes(op, axis_name),
         codec=codec,
         options=options,
         dimension=Dimension(scatter_dimension, tiled),
-    )
+    ).run(residuals)
 
 
-def reduce_scatter(op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension) -> Any:
-    """`compressed_psum_scatter` over the ranks of a transport."""
-    check_summable(op, x)
-    call, (scatter_dimension, tiled) = Call(op, x, net=net, codec=codec, options=options), dimension
-    check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
-    check_own(op, options.own, options.schedule)
-    schedule = "one_shot" if options.schedule == "auto" else options.schedule
-    dims: list[int] = []
-    for leaf, path in zip(call.leaves, call.paths):
-        dims.append(check_dimension(op, "scatter_dimension", scatter_dimension, leaf=leaf, path=path))
-        check_divisible(op, "scatter_dimension", dims[-1], leaf=leaf, path=path, size=call.size, tiled=tiled)
-    stages = {route: [stage._replace(schedule=schedule) for stage in route.stages] for route in call.groups}
-    for each in stages.values():
-        for stage in each:
-            check_hops(op, stage)
+class Scatter:
+    """A checked reduce-scatter over the ranks of a transport, to slices of the sum or of the mean."""
 
-    def plain(leaf: jax.Array, i: int) -> jax.Array:
-        return net.plain_psum_scatter(leaf, dims[i], tiled)
+    call: Call
+    options: Options
+    tiled: bool
+    mean: bool
+    dims: list[int]  # of each leaf
+    stages: dict[Route, list[Stage]]  # with their schedules
 
-    def compressed(message: Message, route: Route) -> list[Any]:
-        split = [split_rows(x, dims[i], size=call.size, tiled=tiled) for x, i in zip(message.leaves, message.ids)]
-        parts = by_stage(split, route.stages)
-        for j, stage in reversed(list(enumerate(stages[route]))):
-            part = route.with_key(message.replace(leaves=[jnp.moveaxis(x, j, 0) for x in parts]), j, route.others(j))
-            parts = rows.psum_scatter(part, stage, options.own)
-        return parts
+    def __init__(
+        self, op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension, *, mean: bool = False
+    ) -> None:
+        check_summable(op, x)
+        call = self.call = Call(op, x, net=net, codec=codec, options=options)
+        self.options, self.mean, (dimensions, self.tiled) = options, mean, dimension
+        check_choice(op, "schedule", options.schedule, ("auto", "one_shot", "ring"))
+        check_own(op, options.own, options.schedule)
+        schedule = "one_shot" if options.schedule == "auto" else options.schedule
+        self.dims = []
+        given = per_leaf(op, "scatter_dimension", dimensions, call)
+        for each, leaf, path in zip(given, call.leaves, call.paths):
+            d = check_dimension(op, "scatter_dimension", each, leaf=leaf, path=path)
+            check_divisible(op, "scatter_dimension", d, leaf=leaf, path=path, size=call.size, tiled=self.tiled)
+            self.dims.append(d)
+        self.stages = {route: [stage._replace(schedule=schedule) for stage in route.stages] for route in call.groups}
+        for each in self.stages.values():
+            for stage in each:
+                check_hops(op, stage)
 
-    return call.run(plain, compressed)
+    def run(self, residuals: Any = None) -> Any:
+        """The slices, followed by the new residuals where the caller gave some."""
+        kept = Kept(self.call, State(residuals=residuals))
+        before = kept.arrays.get("residuals")
+        if before is not None:
+            self._check_feedback()
+
+        def plain(leaf: jax.Array, i: int) -> jax.Array:
+            if before is not None and before[i] is not None:
+                (leaf,), (before[i],) = carry([leaf], [before[i]])
+            total = self.call.net.plain_psum_scatter(leaf, self.dims[i], self.tiled)
+            return total / self.call.size if self.mean else total
+
+        def compressed(message: Message, route: Route) -> list[Any]:
+            if before is not None and any(before[i] is not None for i in message.ids):
+                message = kept.attach(message, route.stages[0].codec)
+            done = self._compressed(message, route)
+            kept.update(done)
+            return done.leaves
+
+        results = self.call.run(plain, compressed)
+        return (results, *kept.trees()) if kept.arrays else results
+
+    def _compressed(self, message: Message, route: Route) -> Message:
+        """The slices of a message, with its new residuals."""
+        call, stages, dims = self.call, self.stages[route], [self.dims[i] for i in message.ids]
+        cut = lambda arrays: [split_rows(x, d, size=call.size, tiled=self.tiled) for x, d in zip(arrays, dims)]
+        parts = message.replace(
+            leaves=by_stage(cut(message.leaves), route.stages),
+            residuals=message.residuals and by_stage(cut(message.residuals), route.stages),
+        )
+        for j, stage in reversed(list(enumerate(stages))):
+            part = parts.replace(key=message.key, leaves=[jnp.moveaxis(x, j, 0) for x in parts.leaves])
+            how = Sum(self.options.own, float(call.size) if self.mean and j == 0 else 1.0)
+            parts = rows.psum_scatter(route.with_key(part, j, route.others(j)), stage, how)
+        if parts.residuals is None:
+            return parts
+        return parts.replace(residuals=[join_rows(x, d, self.tiled) for x, d in zip(parts.residuals, dims)])
+
+    def _check_feedback(self) -> None:
+        """Checks that every rank knows what the exchanges lose of its own."""
+        op = self.call.op
+        if self.options.schedule == "ring":
+            remedy = 'pass schedule="one_shot"'
+            raise wrong(
+                op, "schedule", '"one_shot" with residuals', '"ring", which encodes sums of several ranks', remedy
+            )
+        if self.call.hierarchy:
+            remedy = "pass one codec in place of the dict, or no residuals"
+            raise wrong(op, "codec", "one exchange over all axes together with residuals", "a codec per axis", remedy)
+        warn_of_growth(op, {stage.codec for stages in self.stages.values() for stage in stages})

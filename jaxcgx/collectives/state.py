@@ -1,12 +1,14 @@
 """The state of a sum from call to call: residuals, momentum and the factors of low rank, as trees like the leaves."""
 
+import warnings
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.checks import spell_array, wrong
+from jaxcgx.checks import callers_level, spell_array, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.spelling import spell
@@ -63,6 +65,17 @@ class Kept:
     def trees(self) -> list[Any]:
         """The new trees, in the order of `State`."""
         return [self.tree.unflatten(arrays) for arrays in self.arrays.values()]
+
+
+def warn_of_growth(op: str, codecs: Iterable[Codec]) -> None:
+    """Warns of codecs whose residuals grow."""
+    for codec in codecs:
+        if not codec.contracts:
+            warnings.warn(
+                f"{op}: argument 'residuals': residuals of {spell(codec)} grow without bound, because its error is "
+                "larger than its input; take more bits, smaller buckets, rounding to nearest, or jaxcgx.Sign",
+                stacklevel=callers_level(),
+            )
 
 
 def _fresh(kind: str, codec: Any, x: jax.Array) -> jax.Array:

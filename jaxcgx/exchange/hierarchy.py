@@ -79,7 +79,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     for i, stage in reversed(inner):
         shards = shards.replace(key=fold_stage(message.key, i, stages[:i] + stages[i + 1 :]))
         half = stage if stage.schedule == "ring" else stage._replace(schedule="one_shot")
-        shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, how.own))
+        shards = shards.replace(leaves=schedules.reduce_scatter(half, shards, Sum(how.own)).leaves)
     shards = _with_zero_residuals(shards.replace(key=fold_stage(message.key, 0, stages[1:])), message)
     summed = _exchange(stages[0], shards, how)
     shards = message.replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])

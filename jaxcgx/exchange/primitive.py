@@ -73,7 +73,7 @@ def define(
     Args:
       name: the name, as the policies of jax.checkpoint see it.
       run: run(message, **params) computes the message of results, from lax and the native operations.
-      shape: shape(shape, **params) is the shape of a result leaf, from the shape of the leaf.
+      shape: shape(shape, i, **params) is the shape of result leaf i, from the shape of the leaf.
       transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves, which have types but
         no values.
       same: whether the result leaves are the same on every rank.
@@ -102,8 +102,8 @@ def define(
         state = message.replace(leaves=[], key=None)
         results = jax.tree_util.tree_map(lambda x: _compat.result_aval([x], x.shape, x.dtype, rows=n), state).replace(
             leaves=[
-                _compat.result_aval([x], sizes + shape(x.shape[n:], **params), dtype=x.dtype, rows=n, invarying=gone)
-                for x in message.leaves
+                _compat.result_aval([x], sizes + shape(x.shape[n:], i, **params), dtype=x.dtype, rows=n, invarying=gone)
+                for i, x in enumerate(message.leaves)
             ]
         )
         return jax.tree_util.tree_leaves(results), _compat.axis_effects(bound) | net.effects

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcgx.exchange import primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
-from jaxcgx.exchange.message import Message, Stage
+from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 
 
@@ -23,33 +23,32 @@ class Join(NamedTuple):
     a reshape.
     """
 
-    axis: int  # as in lax
-    tiled: bool
+    dimensions: tuple[int, ...]  # of each leaf, counted from the front
+    tiled: bool  # as in lax
     sizes: tuple[int, ...]  # the ranks of each gather, outermost first
 
-    def shape(self, gathered: tuple[int, ...]) -> tuple[int, ...]:
-        shape, n = list(gathered[len(self.sizes) :]), math.prod(self.sizes)
-        d = self._dimension(len(shape))
+    def shape(self, gathered: tuple[int, ...], i: int) -> tuple[int, ...]:
+        """Of leaf i."""
+        shape, n, d = list(gathered[len(self.sizes) :]), math.prod(self.sizes), self.dimensions[i]
         return (*shape[:d], n * shape[d], *shape[d + 1 :]) if self.tiled else (*shape[:d], n, *shape[d:])
 
-    def join(self, x: jax.Array) -> jax.Array:
+    def join(self, leaves: list[Any]) -> list[jax.Array]:
         n = len(self.sizes)
-        outermost_first = jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim)))
-        shape = x.shape[n:]
-        return join_rows(
-            outermost_first.reshape(math.prod(self.sizes), *shape), self._dimension(len(shape)), self.tiled
-        )
+        joined: list[jax.Array] = []
+        for x, d in zip(leaves, self.dimensions):
+            outermost_first = jnp.transpose(x, (*reversed(range(n)), *range(n, x.ndim)))
+            joined.append(join_rows(outermost_first.reshape(math.prod(self.sizes), *x.shape[n:]), d, self.tiled))
+        return joined
 
-    def split(self, x: jax.Array) -> jax.Array:
+    def split(self, leaves: list[Any]) -> list[jax.Array]:
         """The inverse of `join`."""
-        d, n = self._dimension(x.ndim - (0 if self.tiled else 1)), len(self.sizes)
-        rows = split_rows(x, d, size=math.prod(self.sizes), tiled=self.tiled)
-        apart = rows.reshape(*self.sizes, *rows.shape[1:])
-        return jnp.transpose(apart, (*reversed(range(n)), *range(n, apart.ndim)))
-
-    def _dimension(self, ndim: int) -> int:
-        """The dimension, counted from the front, of leaves of `ndim` dimensions."""
-        return self.axis % (ndim if self.tiled else ndim + 1)
+        n = len(self.sizes)
+        split: list[jax.Array] = []
+        for x, d in zip(leaves, self.dimensions):
+            rows = split_rows(x, d, size=math.prod(self.sizes), tiled=self.tiled)
+            apart = rows.reshape(*self.sizes, *rows.shape[1:])
+            split.append(jnp.transpose(apart, (*reversed(range(n)), *range(n, apart.ndim))))
+        return split
 
 
 def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None) -> list[Any]:
@@ -58,9 +57,9 @@ def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None
     return primitive.bind(all_gather_p, message, **params).leaves
 
 
-def psum_scatter(message: Message, stage: Stage, own: str) -> list[Any]:
-    """The sum over ranks of this rank's row."""
-    return primitive.bind(psum_scatter_p, message, net=stage.net, stage=stage, own=own).leaves
+def psum_scatter(message: Message, stage: Stage, how: Sum) -> Message:
+    """The sum over ranks of this rank's row, divided, and the new residuals where the message has some."""
+    return primitive.bind(psum_scatter_p, message, net=stage.net, stage=stage, how=how)
 
 
 def all_to_all(message: Message, stage: Stage) -> list[Any]:
@@ -78,7 +77,7 @@ def _back(message: Message, cts: list[Any]) -> Message:
 
 def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, to: str, join: Join | None) -> Message:
     gathered = schedules.all_gather(stage, message)
-    return message.replace(key=None, leaves=gathered if join is None else [join.join(x) for x in gathered])
+    return message.replace(key=None, leaves=gathered if join is None else join.join(gathered))
 
 
 # Its name is that of lax's operation, so that policies of jax.checkpoint which don't save that don't save this.
@@ -95,19 +94,21 @@ def _all_gather_transpose(
         split = join.split
         for _ in batch:
             split = jax.vmap(split)
-        cts = [split(ct) for ct in cts]
+        cts = split(cts)
     mapped = math.prod(size for size, name in batch if name is not None)
     if to == "invarying":
         if mapped == 1:
             return [lax.dynamic_index_in_dim(ct, net.rank, len(batch), keepdims=False) for ct in cts]
         cts = [ct * (mapped / ranks) for ct in cts]
-    back = dict(net=net, stage=stage.transposed(), own="raw", batch=batch)
+    back = dict(net=net, stage=stage.transposed(), how=Sum(), batch=batch)
     return primitive.bind(psum_scatter_p, _back(message, cts), **back).leaves
 
 
-def _gathered_shape(shape: tuple[int, ...], *, ranks: int, join: Join | None = None, **params: Any) -> tuple[int, ...]:
+def _gathered_shape(
+    shape: tuple[int, ...], i: int, *, ranks: int, join: Join | None = None, **params: Any
+) -> tuple[int, ...]:
     rows = (ranks, *shape)
-    return rows if join is None else join.shape(rows)
+    return rows if join is None else join.shape(rows, i)
 
 
 all_gather_p: Any = primitive.define(
@@ -123,16 +124,17 @@ all_gather_p: Any = primitive.define(
 # psum_scatter
 
 
-def _psum_scatter(message: Message, *, net: Transport, stage: Stage, own: str) -> Message:
-    sums = schedules.reduce_scatter(stage, message, own)
-    return message.replace(key=None, leaves=[x.astype(leaf.dtype) for x, leaf in zip(sums, message.leaves)])
+def _psum_scatter(message: Message, *, net: Transport, stage: Stage, how: Sum) -> Message:
+    summed = schedules.reduce_scatter(stage, message, how)
+    leaves = [x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)]
+    return message.replace(key=None, leaves=leaves, residuals=summed.residuals)
 
 
 # Row r of every rank's leaf went into the sum of rank r, so its cotangent on every rank is that of rank r's sum.
 def _psum_scatter_transpose(
-    message: Message, cts: list[Any], *, net: Transport, stage: Stage, own: str, batch: tuple[Any, ...]
+    message: Message, cts: list[Any], *, net: Transport, stage: Stage, how: Sum, batch: tuple[Any, ...]
 ) -> list[Any]:
-    ranks = message.leaves[0].shape[len(batch)]
+    ranks, cts = message.leaves[0].shape[len(batch)], [ct / how.divisor for ct in cts]
     params = dict(net=net, stage=stage.transposed(), ranks=ranks, to="varying", join=None, batch=batch)
     return primitive.bind(all_gather_p, _back(message, cts), **params).leaves
 
@@ -140,7 +142,7 @@ def _psum_scatter_transpose(
 psum_scatter_p: Any = primitive.define(
     "jaxcgx_psum_scatter",
     _psum_scatter,
-    shape=lambda shape, **params: shape[1:],
+    shape=lambda shape, i, **params: shape[1:],
     transpose=_psum_scatter_transpose,
     same=False,
 )
@@ -162,5 +164,9 @@ def _all_to_all_transpose(
 
 
 all_to_all_p: Any = primitive.define(
-    "jaxcgx_all_to_all", _all_to_all, shape=lambda shape, **params: shape, transpose=_all_to_all_transpose, same=False
+    "jaxcgx_all_to_all",
+    _all_to_all,
+    shape=lambda shape, i, **params: shape,
+    transpose=_all_to_all_transpose,
+    same=False,
 )

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
-from jaxcgx.exchange.message import Message, Stage, Sum
+from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -86,9 +86,18 @@ class Slices:
 
         return jax.vmap(one)(self.leaves, jnp.arange(self.size))
 
+    def encode_fed(self, residuals: list[Any], key: Any) -> tuple[jax.Array, list[Any]]:
+        """`encode` with feedback: (payloads, new residuals)."""
+
+        def one(leaves: list[Any], residuals: list[Any], row: Any) -> tuple[jax.Array, list[Any]]:
+            payload, lost = ops.encode_fed(self.layout, leaves, residuals=residuals, key=fold(key, row))
+            return payload[0], lost
+
+        return jax.vmap(one)(self.leaves, residuals, jnp.arange(self.size))
+
     def own(self, part: Any, place: Any) -> Own:
         """This rank's leaves of a part, which are at `place` among its payloads."""
-        return Own([lax.dynamic_index_in_dim(x, part, keepdims=False) for x in self.leaves], place)
+        return Own(_rows(self.leaves, part), place)
 
     def partial(self, payloads: Any, part: Any, own: Own | None, key: Any) -> jax.Array:
         """The sum of a part's payloads, encoded."""
@@ -97,6 +106,11 @@ class Slices:
     def total(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float) -> list[Any]:
         """The sum of a part's payloads, as float32 leaves."""
         return ops.reduce(self.layout, payloads, own=own, divisor=divisor)
+
+
+def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
+    """Row r of each array."""
+    return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
 
 
 class Sent(NamedTuple):
@@ -238,14 +252,27 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 
-def reduce_scatter(stage: Stage, message: Message, own: str) -> list[Any]:
-    """From leaves [ranks, ...], the sum over ranks of this rank's row, in float32."""
-    net = stage.compared(message, own).net
+def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
+    """From leaves [ranks, ...], the sum over ranks of this rank's row, divided, in float32."""
+    net = stage.compared(message, how.own).net
     if net.size == 1:
-        return [x[0].astype(jnp.float32) for x in message.leaves]
+        return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)
     parts = Slices(stage.codec, message, net.size)
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
-        return FIRST_HALF[stage.schedule](net, parts, message.key, Sum(own))
+        if message.residuals is None:
+            return Summed(FIRST_HALF[stage.schedule](net, parts, message.key, how))
+        return _fed_slices(net, parts, residuals=message.residuals, key=message.key, how=how)
+
+
+def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, how: Sum) -> Summed:
+    """`exchange` of slices with feedback. With `own` "raw", a rank's own slice loses nothing but a rounding."""
+    payload, lost = parts.encode_fed(residuals, fold(key, FIRST, net.rank))
+    received, own = net.all_to_all(payload), None
+    if how.own == "raw":
+        leaves, rest = carry(_rows(parts.leaves, net.rank), _rows(residuals, net.rank))
+        own = Own(leaves, net.rank)
+        lost = [lax.dynamic_update_index_in_dim(x, r, net.rank, 0) for x, r in zip(lost, rest)]
+    return Summed(parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor), lost)
 
 
 def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:

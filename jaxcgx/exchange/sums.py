@@ -78,7 +78,7 @@ def _transpose(
 psum_p: Any = primitive.define(
     "jaxcgx_psum",
     _run,
-    shape=lambda shape, **params: shape,
+    shape=lambda shape, i, **params: shape,
     transpose=_transpose,
     same=True,
     invarying=lambda **params: True,

@@ -126,9 +126,9 @@ def compressed_reduce_scatter(
     options = Options(
         key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec
     )
-    return psum_scatter.reduce_scatter(
+    return psum_scatter.Scatter(
         name, x, net=net, codec=codec, options=options, dimension=Dimension(scatter_dimension, tiled)
-    )
+    ).run()
 
 
 def compressed_allgather(

@@ -7,6 +7,7 @@ from jaxcgx.optim.gather import gather_state
 from jaxcgx.optim.model_state import PerRank
 from jaxcgx.optim.reshard import reshard_state
 from jaxcgx.optim.restore import restore_state
+from jaxcgx.optim.sharded import shard_specs
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.telemetry import Telemetry
@@ -26,5 +27,6 @@ __all__ = [
     "make_train_step",
     "reshard_state",
     "restore_state",
+    "shard_specs",
     "state_specs",
 ]

@@ -1,17 +1,29 @@
 """How a training step is placed in a process of mpirun: it has everything whole, on a device of its own."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx.optim.cut import Cut
 
+
+@dataclasses.dataclass(frozen=True)
 class Alone:
     """A process without a mesh. `Placement` documents the members; no shardings leave all on the default device."""
 
-    names: tuple[Any, ...] = ()
-    ranks = None  # the communicator says it
+    data_axis: Any  # the communicator, which says how many ranks there are
+
+    mesh: ClassVar[Any] = None
+    names: ClassVar[tuple[Any, ...]] = ()
+    others: ClassVar[frozenset[Any]] = frozenset()
+    ranks: ClassVar[Any] = None
+    whole_specs: ClassVar[Any] = None
+    state_specs: ClassVar[Any] = None
+    params: ClassVar[Cut] = Cut.of(None, ())
+    state: ClassVar[Cut] = Cut.of(None, ())
 
     def check_batch(self, batch: Any) -> None:
         pass
@@ -22,14 +34,22 @@ class Alone:
     def specs_of(self, params: Any) -> Any:
         return jax.tree_util.tree_map(lambda _: P(), params)
 
+    specs_of_updates = specs_of
+
+    def freeze(self, skipped: Any) -> "Alone":
+        return self
+
     def shards(self, params: Any) -> Any:
         return params
 
-    def init_per_rank(self, init: Callable[..., Any], params: Any) -> tuple[Callable[..., Any], Any]:
-        return init, P()
+    def init_per_rank(self, init: Callable[..., Any], params: Any) -> Any:
+        return init(params)
 
-    def optimizer_specs(self, optimizer: Any, params: Any, specs: Any) -> Any:
+    def specs_of_state(self, optimizer: Any, params: Any, specs: Any) -> Any:
         return P()
+
+    def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+        return function
 
     def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
         return update(grads, state, params)

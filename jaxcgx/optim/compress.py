@@ -1,5 +1,6 @@
 """compress_gradients: an optax transformation from every rank's gradients to their mean, in a fraction of the bytes."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -108,11 +109,24 @@ def compress_with(
     function: str, axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
     """`compress_gradients` whose errors name the public function `function`, which passes its options on."""
+    return _transformation(_settings(function, axis_name, plan, options))
+
+
+def scatter_with(
+    axis_name: Any, plan: Any, options: dict[str, Any], *, dimensions: tuple[int | None, ...], keyed: bool
+) -> "optax.GradientTransformation":
+    """`compress_gradients` that returns only this rank's slice of some means. `Settings` explains the last two."""
+    settings = _settings("compress_gradients", axis_name, plan, options)
+    return _transformation(dataclasses.replace(settings, scattered=dimensions, keyed=keyed))
+
+
+def _settings(function: str, axis_name: Any, plan: Any, options: dict[str, Any]) -> Settings:
+    """The arguments of compress_gradients with its defaults."""
     defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
     if unknown := [name for name in options if name not in defaults]:
         expected = f"an option of compress_gradients ({', '.join(defaults)})"
         raise wrong(function, unknown[0], expected, repr(options[unknown[0]]), kind=TypeError)
-    return _transformation(Settings(function=function, axis_name=axis_name, plan=plan, **{**defaults, **options}))
+    return Settings(function=function, axis_name=axis_name, plan=plan, **{**defaults, **options})
 
 
 def compressed(

@@ -1,11 +1,15 @@
 """One step's exchange with one plan: gradients out, their mean back, and what is kept renewed."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.optim.leaves import Leaves, encoders, flatten
+from jaxcgx.collectives.arguments import Dimension, Options
+from jaxcgx.collectives.psum_scatter import Scatter
+from jaxcgx.exchange.keys import fold
+from jaxcgx.optim.leaves import Leaves, encoders, flatten, loose
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.telemetry import Telemetry, measure
 from jaxcgx.plan import Plan
@@ -21,7 +25,7 @@ class Kept(NamedTuple):
 
 
 class Exchanged(NamedTuple):
-    """The mean of each leaf, and what is kept after the exchange."""
+    """The mean of each leaf, or this rank's slice of it, and what is kept after the exchange."""
 
     mean: list[Any]
     kept: Kept
@@ -52,7 +56,8 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
         factors=[shape and q[: shape[0]] for q, shape in zip(kept.factors, shapes)],
     )
     noise = key if any(codec.stochastic for codec in plan.codecs) else None
-    found = _pmean(settings, plan, key=noise, leaves=leaves, given=given)
+    dimensions = [None if each is None else d for d, each in zip(settings.scattered or leaves.match(None), codecs)]
+    found = _pmean(settings, plan, key=noise, leaves=leaves, given=given, dimensions=dimensions)
     renewed = Kept(
         residuals=found.kept.residuals if settings.feedback else leaves.match(None),
         momentum=[u if new is None else new for u, new in zip(kept.momentum, found.kept.momentum)],
@@ -63,27 +68,73 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
     )
     telemetry = None
     if settings.telemetry:
+        # Of a slice's leaf, a rank knows its own share alone.
+        mean = [m if d is None else x for m, x, d in zip(found.mean, leaves.values, dimensions)]
         telemetry = measure(
-            settings.ranks.net(), leaves, codecs=codecs, residuals=residuals, mean=found.mean, lost=found.kept.residuals
+            settings.ranks.net(), leaves, codecs=codecs, residuals=residuals, mean=mean, lost=found.kept.residuals
         )
     return Exchanged(found.mean, renewed, telemetry)
 
 
-def _pmean(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
-    """The compressed mean of lists. What is given to it comes back renewed."""
-    has = lambda values: any(value is not None for value in values)
+def _pmean(
+    settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
+) -> Exchanged:
+    """The mean of lists, or of a leaf with a dimension the slice along it. What is given to it comes back renewed."""
 
     def send(given: Kept) -> Exchanged:
-        trees = {name: leaves.tree(values) for name, values in given._asdict().items() if has(values)}
-        gradients = leaves.tree(leaves.values)
-        found = settings.ranks.compressed_pmean(gradients, plan, key=key, **trees, **settings.collective)
-        named = dict(zip(("mean", *trees), found if trees else [found]))
-        kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
-        return Exchanged(leaves.match(named["mean"]), kept)
+        if not _any(dimensions):
+            return _whole(settings, plan, key=key, leaves=leaves, given=given)
+        slices, noise = functools.partial(_slices, dimensions=dimensions), fold(key, 0)
+        found: list[Exchanged] = []
+        for send_part, cut, words in ((_whole, False, key), (slices, True, noise)):
+            take = lambda values, cut=cut: [x if (d is not None) == cut else None for x, d in zip(values, dimensions)]
+            part = leaves._replace(values=take(leaves.values))
+            # That each rule of the plan holds for a leaf has been checked with all leaves.
+            found.append(send_part(settings, loose(plan), key=words, leaves=part, given=Kept(*map(take, given))))
+        return jax.tree_util.tree_map(lambda x, y: y if x is None else x, *found, is_leaf=lambda x: x is None)
 
-    if not has(given.residuals):
+    if not _any(given.residuals):
         return send(given)
     # Donated residuals are overwritten in place as they are, [1, ...]. A reshape would copy them, there and back.
     rows = given._replace(factors=leaves.match(None))
     found = jax.vmap(lambda rows: send(rows._replace(factors=given.factors)))(rows)
     return found._replace(mean=[x.reshape(x.shape[1:]) for x in found.mean])
+
+
+def _any(values: list[Any]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept) -> Exchanged:
+    """The compressed mean of lists."""
+    trees = {name: leaves.tree(values) for name, values in given._asdict().items() if _any(values)}
+    gradients = leaves.tree(leaves.values)
+    found = settings.ranks.compressed_pmean(gradients, plan, key=key, **trees, **settings.collective)
+    named = dict(zip(("mean", *trees), found if trees else [found]))
+    kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
+    return Exchanged(leaves.match(named["mean"]), kept)
+
+
+def _slices(
+    settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves, given: Kept, dimensions: list[int | None]
+) -> Exchanged:
+    """This rank's slices of the mean. Only residuals are given."""
+    op, asked = "compressed_psum_scatter", settings.collective
+    schedule = plan.schedule if asked["schedule"] == "auto" else asked["schedule"]
+    fusion_mb = plan.fusion_mb if asked["fusion_mb"] is None else asked["fusion_mb"]
+    options = Options(
+        key=key,
+        schedule="ring" if schedule == "ring" else "auto",
+        own=asked["own"],
+        strict=asked["strict"],
+        fusion_mb=fusion_mb,
+        join_raw=True,
+    )
+    dimension = Dimension(leaves.tree(dimensions), tiled=True)
+    net = settings.ranks.net()
+    scatter = Scatter(
+        op, leaves.tree(leaves.values), net=net, codec=plan, options=options, dimension=dimension, mean=True
+    )
+    found = scatter.run(leaves.tree(given.residuals)) if _any(given.residuals) else (scatter.run(), None)
+    none = leaves.match(None)
+    return Exchanged(leaves.match(found[0]), Kept(leaves.match(found[1]), momentum=none, factors=none))

@@ -1,5 +1,6 @@
 """A pytree as lists with an entry for each leaf, and the codecs that encode each leaf."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,11 @@ def check_arrays(function: str, argument: str, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if shaped(leaf) else check_array(function, argument, leaf, path), tree
     )
+
+
+def loose(plan: Plan) -> Plan:
+    """A plan for a part of the leaves, in which its rules may hold for none."""
+    return dataclasses.replace(plan, rules=[dataclasses.replace(rule, optional=True) for rule in plan.rules])
 
 
 def encoders(settings: Settings, plan: Plan, leaves: Leaves) -> list[list[Codec] | None]:

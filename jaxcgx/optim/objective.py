@@ -8,14 +8,13 @@ import jax
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.optim.accumulation import OP, Given
-from jaxcgx.optim.frozen import join
 from jaxcgx.optim.model_state import check_renewed
 
 
 def make_objective(
     loss_fn: Callable[..., Any], names: tuple[Any, ...], *, has_state: bool, has_aux: bool
 ) -> Callable[..., Any]:
-    """A function (params, Given) that returns (loss, (model state, aux)).
+    """A function (params, Given), of all parameters, that returns (loss, (model state, aux)).
 
     Args:
       loss_fn: a function (params, batch) of all parameters, as `make_train_step` explains it.
@@ -28,7 +27,7 @@ def make_objective(
         # A copy of the tree: variables of NNX can be changed only where JAX traces what made them.
         states = (jax.tree_util.tree_map(lambda x: x, given.model_state),) if has_state else ()
         keys = () if given.key is None else (given.key,)
-        found = loss_fn(join(params, given.frozen), *states, given.batch, *keys)
+        found = loss_fn(params, *states, given.batch, *keys)
         model_state = aux = None
         try:
             if has_state and has_aux:

@@ -27,12 +27,12 @@ def check_phases(function: str, plan: Any) -> tuple[Phase, ...]:
             expected = "a schedule {first step: plan} that begins with step 0"
             raise wrong(function, "plan", expected, f"steps {list(plan)}")
         plans = plan
-    return tuple(Phase(start, _check_plan(function, plans[start])) for start in sorted(plans))
+    return tuple(Phase(start, check_plan(function, plans[start])) for start in sorted(plans))
 
 
-def _check_plan(function: str, plan: Any) -> Plan:
+def check_plan(function: str, plan: Any, argument: str = "plan") -> Plan:
     """A codec, or {axis: codec}, is a plan without guards."""
-    return plan if isinstance(plan, Plan) else Plan(check_codecs(function, "plan", plan), min_size=0, skip_1d=False)
+    return plan if isinstance(plan, Plan) else Plan(check_codecs(function, argument, plan), min_size=0, skip_1d=False)
 
 
 def switch(

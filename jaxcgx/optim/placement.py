@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.collectives.splitting import check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.alone import Alone
-from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.cut import Cut, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
 from jaxcgx.optim.specs import specs_per_rank
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
 
@@ -25,6 +27,7 @@ class Placement:
     mesh: Any
     data_axis: Any
     param_specs: Any
+    optimizer_specs: Any = None
 
     def __post_init__(self) -> None:
         mesh = self.mesh
@@ -43,15 +46,31 @@ class Placement:
                 f"{self.data_axis!r}, which says how they are sharded over them",
                 None,
             )
-        for spec in jax.tree_util.tree_leaves(self.param_specs, is_leaf=lambda x: isinstance(x, P)):
-            if any(name in names for part in spec for name in (part if isinstance(part, tuple) else (part,))):
-                raise wrong(
-                    OP,
-                    "param_specs",
-                    f"parameters that are whole on every rank of {self.data_axis!r}",
-                    spec,
-                    "docs/meshes.md shows how to train weights that are sharded over it",
-                )
+        check_specs("param_specs", self.param_specs, names)
+        if self.optimizer_specs is not None:
+            check_specs("optimizer_specs", self.optimizer_specs, names)
+            check_optimizer_specs(self.optimizer_specs, self.param_specs, names)
+
+    @property
+    def state_specs(self) -> Any:
+        """How what an optimizer's state has for parameters is sharded; None: not at all."""
+        return self.param_specs if self.optimizer_specs is None else self.optimizer_specs
+
+    @property
+    def whole_specs(self) -> Any:
+        """How parameters are sharded over the other axes; None: not at all."""
+        specs, whole = self.state_specs, lambda spec: beside(spec, self.names)
+        return None if specs is None else jax.tree_util.tree_map(whole, specs, is_leaf=lambda x: isinstance(x, P))
+
+    @property
+    def params(self) -> Cut:
+        """How parameters are sharded over the ranks."""
+        return Cut.of(self.whole_specs if self.param_specs is None else self.param_specs, self.names)
+
+    @property
+    def state(self) -> Cut:
+        """How gradients, their updates and the optimizer's state are sharded over the ranks."""
+        return Cut.of(self.state_specs, self.names)
 
     @property
     def names(self) -> tuple[Any, ...]:
@@ -77,54 +96,82 @@ class Placement:
 
         Otherwise the second step, which gets the results of the first, would be compiled anew.
         """
-        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, _shortest(spec)), specs)
+        return jax.tree_util.tree_map(lambda spec: NamedSharding(self.mesh, shortest(spec)), specs)
 
     def specs_of(self, params: Any) -> Any:
         """The PartitionSpecs of the parameters."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.param_specs is None else self.param_specs
 
+    def specs_of_updates(self, params: Any) -> Any:
+        """The PartitionSpecs of what an optimizer makes of gradients."""
+        return jax.tree_util.tree_map(lambda _: P(), params) if self.state_specs is None else self.state_specs
+
+    def freeze(self, skipped: Any) -> "Placement":
+        """The same, where some parameters have no optimizer state. skipped: for each whether it is frozen."""
+        if self.optimizer_specs is None:
+            return self
+        specs = self.specs_of(skipped)
+        choose = lambda skip, spec, own: own if skip else spec
+        return dataclasses.replace(
+            self, optimizer_specs=jax.tree_util.tree_map(choose, skipped, self.optimizer_specs, specs)
+        )
+
     def shards(self, params: Any) -> Any:
-        """The shapes of what a device has of the parameters."""
+        """The shapes of what a device has of the gradients before they are exchanged."""
+        specs = jax.tree_util.tree_map(lambda _: P(), params) if self.whole_specs is None else self.whole_specs
         shard = lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
-        return jax.tree_util.tree_map(shard, params, self.shardings(self.specs_of(params)))
+        return jax.tree_util.tree_map(shard, params, self.shardings(specs))
 
-    def init_per_rank(self, init: Callable[..., Any], params: Any) -> tuple[Callable[..., Any], Any]:
-        """A transformation's `init`, called for the mesh with whole parameters; and the PartitionSpecs of its state."""
-        specs = self.specs_of(params)
-        found = specs_per_rank(jax.eval_shape(init, self.shards(params)), self.names, specs)
-        return jax.shard_map(init, mesh=self.mesh, in_specs=(specs,), out_specs=found), found
+    def init_per_rank(self, init: Callable[..., Any], params: Any) -> Any:
+        """The state from a transformation's `init`, which depends on the shapes of parameters alone."""
+        shards = self.shards(params)
+        found = specs_per_rank(jax.eval_shape(init, shards), self.names, self.whole_specs)
+        zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), shards)
+        return jax.shard_map(lambda: init(zeros()), mesh=self.mesh, in_specs=(), out_specs=found)()
 
-    def optimizer_specs(self, optimizer: Any, params: Any, specs: Any) -> Any:
-        """The PartitionSpecs of an optimizer's state for parameters of these specs: arrays like them have theirs."""
-        found = jax.tree_util.tree_map(lambda _: P(), jax.eval_shape(optimizer.init, params))
-        if self.param_specs is None:
-            return found
-        take = lambda _, spec: spec
-        return import_optax(OP).tree_map_params(optimizer, take, found, specs, transform_non_params=lambda _: P())
+    def specs_of_state(self, optimizer: Any, params: Any, specs: Any) -> Any:
+        """The PartitionSpecs of an optimizer's state: arrays like a parameter, and at its path, have the parameter's.
+
+        Any specs give right numbers, because the partitioner adds what an optimizer needs.
+
+        Args:
+          optimizer: the optimizer.
+          params: the parameters that it gets.
+          specs: the PartitionSpecs of their updates.
+        """
+        found = jax.tree_util.tree_flatten_with_path(params)[0]
+        known = {(path, x.shape): spec for (path, x), (_, spec) in zip(found, flatten_specs(specs)[0])}
+
+        def spec_of(path: Any, x: Any) -> P:
+            ends = ((path[i:], x.shape) for i in range(len(path) + 1))
+            return next((known[end] for end in ends if end in known), P())
+
+        return jax.tree_util.tree_map_with_path(spec_of, jax.eval_shape(optimizer.init, params))
+
+    def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+        """A function whose results are sharded as `specs` say. XLA's partitioner splits its work, and adds sums."""
+        shardings = self.shardings(specs)
+        if AxisType.Explicit in self.mesh.axis_types:
+            return jax.sharding.auto_axes(function, out_sharding=shardings)
+        return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
     def update_shards(self, update: Callable[..., Any], grads: Any, state: Any, params: Any) -> Any:
         """A transformation's `update` inside a step of one rank, called for the shards over the other axes."""
-        if self.param_specs is None:
+        whole = self.whole_specs
+        if whole is None or not self.others:
             return update(grads, state, params)
-        specs = self.param_specs, specs_per_rank(state, None, self.param_specs)
-        on_shards = jax.shard_map(update, in_specs=(*specs, self.param_specs), out_specs=specs, axis_names=self.others)
+        specs = whole, specs_per_rank(state, None, whole)
+        given = None if params is None else whole
+        on_shards = jax.shard_map(update, in_specs=(*specs, given), out_specs=specs, axis_names=self.others)
         return on_shards(grads, state, params)
 
 
-def check_placement(mesh: Any, data_axis: Any, param_specs: Any) -> Placement | Alone:
+def check_placement(mesh: Any, data_axis: Any, param_specs: Any, optimizer_specs: Any) -> Placement | Alone:
     """The placement on a mesh, or in a process of a communicator."""
     if not is_communicator(data_axis):
-        return Placement(mesh, data_axis, param_specs)
-    for argument, given in {"mesh": mesh, "param_specs": param_specs}.items():
+        return Placement(mesh, data_axis, param_specs, optimizer_specs)
+    for argument, given in {"mesh": mesh, "param_specs": param_specs, "optimizer_specs": optimizer_specs}.items():
         if given is not None:
             expected = "none with a communicator as 'data_axis', whose processes have a device each"
             raise wrong(OP, argument, expected, repr(given), "leave it out, or pass the mesh's axis as 'data_axis'")
-    return Alone()
-
-
-def _shortest(spec: P) -> P:
-    """The spec without dimensions at its end that no axis shards."""
-    parts = list(spec)
-    while parts and parts[-1] in (None, ()):
-        parts.pop()
-    return P(*parts)
+    return Alone(data_axis)

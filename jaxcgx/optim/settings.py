@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.arguments import check_each, check_own
 from jaxcgx.optim.phases import Phase, check_phases
 from jaxcgx.optim.ranks import MeshRanks, Ranks
@@ -41,6 +42,9 @@ class Settings:
     """The arguments of `compress_gradients`, which explains them.
 
     `function` is the public function that errors name, `ranks` is what `axis_name` says, and `phases` what `plan` says.
+    make_train_step says what is sharded over the ranks: `scattered` has for each leaf the dimension along which a rank
+    wants its slice of the mean, or None for the whole; () stands for whole leaves everywhere. `keyed` asks for a key in
+    every state.
     """
 
     function: str
@@ -62,6 +66,8 @@ class Settings:
     leader: bool
     strict: bool
     fusion_mb: Any
+    scattered: tuple[int | None, ...] = ()
+    keyed: bool = False
     ranks: Ranks = dataclasses.field(init=False)
     phases: tuple[Phase, ...] = dataclasses.field(init=False)
 
@@ -75,6 +81,8 @@ class Settings:
         self._check_combinations()
         if self.feedback or self.telemetry:
             self._check_rings()
+        if any(dimension is not None for dimension in self.scattered):
+            self._check_scattered()
 
     @property
     def plans(self) -> list[Plan]:
@@ -137,6 +145,25 @@ class Settings:
         if self.momentum_masking and not any(codec.sparse for plan in self.plans for codec in plan.codecs):
             expected = "False without jaxcgx.TopK, the codec that sends some elements and not others"
             raise wrong(self.function, "momentum_masking", expected, True)
+
+    def _check_scattered(self) -> None:
+        """Refuses what needs the whole mean of a leaf on every rank."""
+        sharded = f"where gradients are sharded over {self.axis_name!r}"
+        if self.momentum is not None:
+            remedy = "give the optimizer its momentum, or leave parameters and optimizer state whole"
+            raise wrong(self.function, "momentum", f"None {sharded}", self.momentum, remedy)
+        if self.leader or any(plan.leader for plan in self.plans):
+            raise wrong(self.function, "leader", f"False {sharded}", True, "every rank exchanges its own slices")
+        for plan in self.plans:
+            for codec in plan.codecs:
+                if codec.low_rank:
+                    remedy = "take another codec, such as jaxcgx.MaxMin(4), or leave parameters whole"
+                    raise wrong(self.function, "plan", f"codecs of slices {sharded}", spell(codec), remedy)
+            by_axis = any(isinstance(codec, dict) for codec in (plan.default, *(rule.codec for rule in plan.rules)))
+            if by_axis and len(self.ranks.levels) > 1 and (self.feedback or self.telemetry):
+                expected = f"one codec over all axes {sharded}, with feedback or telemetry"
+                remedy = "pass feedback=False without telemetry, or one codec"
+                raise wrong(self.function, "plan", expected, "a codec per axis", remedy)
 
     def _check_rings(self) -> None:
         """Refuses a ring over the outermost axis: no rank knows what the sums that it encodes on the way lose."""

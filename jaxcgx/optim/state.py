@@ -59,7 +59,7 @@ def describe_state(settings: Settings, tree: Any, ranks: int) -> CompressState:
     # A state fits all plans that compress the same leaves: those without noise have a key too, those without phases a
     # count. optax also asks with a tree without leaves.
     raw = all(codec.raw for plan in settings.plans for codec in plan.codecs)
-    compresses = any(encoded) if leaves.values else not raw
+    compresses = settings.keyed or (any(encoded) if leaves.values else not raw)
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)

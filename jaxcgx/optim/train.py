@@ -1,5 +1,6 @@
 """make_train_step: data-parallel training done, for a loss, an optimizer and a mesh or an MPI communicator."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import check_flag, check_integer, wrong
+from jaxcgx.codecs.raw import Raw
 from jaxcgx.optim.accumulation import Given, addable, local_gradients
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
@@ -18,6 +20,7 @@ from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement, check_placement
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
+from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.telemetry import Telemetry
 
@@ -52,6 +55,9 @@ def make_train_step(
     data_axis: Any = "data",
     compress: Callable[..., Any] = compress_gradients,
     param_specs: Any = None,
+    optimizer_specs: Any = None,
+    gather: Any = Raw(),
+    regather: bool = True,
     model_state: str | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
@@ -80,9 +86,18 @@ def make_train_step(
         communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of the process, and `init` takes the parameters
         of the first rank.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
-      param_specs: for a mesh with other axes, which XLA's partitioner gets: a tree of PartitionSpecs like the
-        parameters that says how they are sharded over these. Gradients are compressed shard by shard (docs/meshes.md);
-        plans see shards.
+      param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
+        each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,
+        and gradients go straight to their shards, with the codecs of `plan`. `shard_specs` makes such specs. Over other
+        axes of the mesh, which XLA's partitioner gets: gradients are compressed shard by shard (docs/meshes.md); plans
+        see shards.
+      optimizer_specs: how the state of the optimizer is sharded, where not as the parameters: their specs, with
+        `data_axis` besides (ZeRO-1). Each rank has whole parameters, and updates its shards. The updates are gathered.
+      gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
+        parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
+        feedback=False. Plans see shards.
+      regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA joins both
+        gathers on CPUs. With False, micro-batches share one gather.
       model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
@@ -98,70 +113,100 @@ def make_train_step(
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
-    placement = check_placement(mesh, data_axis, param_specs)
+    placement = check_placement(mesh, data_axis, param_specs, optimizer_specs)
     ranks = check_ranks(OP, data_axis, "data_axis")
+    sharded = Sharded(
+        placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
+    )
     _check_functions(loss_fn, optimizer, compress)
     check_flag(OP, "has_aux", has_aux)
     check_flag(OP, "donate", donate)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     extended = optax.with_extra_args_support(optimizer)
-    transformation = compress(data_axis, axis_size=placement.ranks, **options)
-    state = ModelState(model_state, ranks)
-    objective = make_objective(loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux)
-    gradients = local_gradients(objective, ranks, accumulate)
+    transformation = sharded.transformation(compress, options)
+    names, state = placement.names, ModelState(model_state, ranks)
+    objective = make_objective(loss_fn, names, has_state=model_state is not None, has_aux=has_aux)
     find_frozen = lambda params: find_skipped(options.get("plan"), placement.shards(params))
 
-    def local_step(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any) -> tuple[Any, ...]:
-        """The part of one rank."""
-        sent, rest = opt_state
-        skipped = find_frozen(params)
-        trained, frozen = part(params, skipped)
+    def local_step(skipped: Any, params: Any, model_state: Any, sent: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+        """The part of one rank: the mean of the gradients."""
+        whole, loss_of_whole = sharded.open(params, objective, sharded.key(sent))
+        trained, frozen = part(whole, skipped)
+        loss_of_trained = lambda trained, given: loss_of_whole(join(trained, given.frozen), given)
+        gradients = local_gradients(loss_of_trained, ranks, accumulate)
         own_state = state.of_rank(model_state)
         found = gradients(trained, Given(frozen, own_state, batch, key))
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
         grads = join(found.gradients, frozen)
-        grads, sent = placement.update_shards(transformation.update, grads, state=sent, params=params)
+        given = None if placement.state else params  # slices of means take no weight decay
+        grads, sent = placement.update_shards(transformation.update, grads, state=sent, params=given)
         loss, aux = agree((found.loss, found.aux), ranks, averaged=addable)
-        updates, rest = _update_with_value(extended.update, part(grads, skipped)[0], rest, trained, value=loss)
-        params = join(optax.apply_updates(trained, updates), frozen)
         new_state = state.of_all(model_state, own_state, found.model_state)
-        return params, new_state, (sent, rest), Metrics(loss, aux, sent.telemetry)
+        return part(grads, skipped)[0], new_state, sent, Metrics(loss, aux, sent.telemetry)
+
+    def update(grads: Any, rest: Any, params: Any, loss: Any) -> Any:
+        return _update_with_value(extended.update, grads, rest, params, value=loss)
 
     def init(params: Any, model_state: Any = None) -> tuple[Any, ...]:
         state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
+        sharded.check(params)
         specs, skipped = placement.specs_of(params), find_frozen(params)
-        first, first_specs = placement.init_per_rank(transformation.init, params)
-        trained, trained_specs = (part(tree, skipped)[0] for tree in (params, specs))
-        opt_specs = first_specs, placement.optimizer_specs(extended, trained, trained_specs)
+        sending = sharded.freeze(skipped)
+        trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
+        rest_specs = placement.specs_of_state(extended, trained, updated)
 
-        def fresh(params: Any, model_state: Any) -> tuple[Any, ...]:  # copies: what is donated must not be the caller's
+        def fresh(params: Any) -> tuple[Any, ...]:
+            own = jax.tree_util.tree_map(jnp.copy, params)  # what is donated later must not be the caller's
+            return own, extended.init(part(params, skipped)[0]), sending.init_lost(params)
+
+        @functools.partial(jax.jit, out_shardings=(None, placement.shardings(state.spec), None))
+        def make(params: Any, model_state: Any) -> tuple[Any, ...]:
             params, model_state = ranks.first((params, model_state))
-            own, trained = jax.tree_util.tree_map(jnp.copy, params), part(params, skipped)[0]
-            return own, state.first(model_state, placement.ranks), (first(params), extended.init(trained))
+            own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sending.lost_specs))(params)
+            opt_state = placement.init_per_rank(transformation.init, params), rest, *lost
+            return own, state.first(model_state, placement.ranks), opt_state
 
-        make = jax.jit(fresh, out_shardings=placement.shardings((specs, state.spec, opt_specs)))
         params = jax.device_put(params, placement.shardings(specs))
         params, model_state, opt_state = make(params, put(model_state, placement.shardings(P())))
         return (params, opt_state) if state.mode is None else (params, model_state, opt_state)
 
-    def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
-        state.check_rows(model_state)
-        if isinstance(placement, Alone):
-            return local_step(params, model_state, opt_state, batch=batch, key=key)
-        specs = state_specs(opt_state, data_axis)
+    def over_mesh(local: Callable[..., Any], sent: Any, batch: Any, skipped: Any) -> tuple[Callable[..., Any], Any]:
+        """The part of one rank as a function of all ranks of the mesh, and the batch where it wants it."""
+        specs = state_specs(sent, data_axis)
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
-        batch_specs = jax.tree_util.tree_map(lambda x: P(placement.names) if x.ndim else P(), batch)
+        batch_specs = jax.tree_util.tree_map(lambda x: P(names) if x.ndim else P(), batch)
         if AxisType.Explicit in mesh.axis_types:  # where shard_map moves nothing
             batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, placement.shardings(batch_specs))
-        return jax.shard_map(
-            local_step,
+        params_in, grads_out = (cut.specs(names) if cut else P() for cut in (placement.params, placement.state))
+        grads_out = part(grads_out, skipped)[0] if placement.state else P()
+        of_ranks = jax.shard_map(
+            local,
             mesh=mesh,
-            axis_names=set(placement.names),
-            in_specs=(P(), state.spec, specs, batch_specs, P()),
-            out_specs=(P(), state.spec, specs, P()),
-        )(params, model_state, opt_state, batch, key)
+            axis_names=set(names),
+            in_specs=(params_in, state.spec, specs, batch_specs, P()),
+            out_specs=(grads_out, state.spec, specs, P()),
+        )
+        return of_ranks, batch
+
+    def step_with_state(params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        state.check_rows(model_state)
+        sent, rest, *lost = opt_state  # lost: by the gather of updates
+        noise, skipped = sharded.key(sent), find_frozen(params)
+        of_ranks = functools.partial(local_step, skipped)
+        if not isinstance(placement, Alone):
+            of_ranks, batch = over_mesh(of_ranks, sent, batch=batch, skipped=skipped)
+        grads, model_state, sent, metrics = of_ranks(params, model_state, sent, batch, key)
+        # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
+        sending = sharded.freeze(skipped)
+        trained, frozen = part(params, skipped)
+        updated, _ = part(sending.placement.specs_of_updates(params), skipped)
+        placed = updated, placement.specs_of_state(extended, trained, updated)
+        updates, rest = placement.by_partitioner(update, placed)(grads, rest, trained, metrics.loss)
+        updates, lost = sending.send_updates(updates, tuple(lost), noise)
+        params = join(optax.apply_updates(trained, updates), frozen)
+        return params, model_state, (sent, rest, *lost), metrics
 
     def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         params, _, opt_state, metrics = step_with_state(params, None, opt_state=opt_state, batch=batch, key=key)

@@ -383,6 +383,22 @@ def test_wordings(f, error, text):
             says("compressed_psum_scatter", "scatter_dimension", expected="dimension float32[]", got="0"),
         ),
         (
+            lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, tiled=True, schedule="ring", residuals=x),
+            ValueError,
+            says(
+                "compressed_psum_scatter",
+                "schedule",
+                expected='"one_shot" residuals',
+                got='"ring"',
+                remedy='schedule="one_shot"',
+            ),
+        ),
+        (
+            lambda x, same: cgx.compressed_all_gather({"w": x}, "a", CODEC, axis={"v": 0}),
+            ValueError,
+            says("compressed_all_gather", "axis", expected="integer tree x", got="{'v': 0}"),
+        ),
+        (
             lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, scatter_dimension="rows"),
             TypeError,
             says("compressed_psum_scatter", "scatter_dimension", expected="integer", got="'rows'"),

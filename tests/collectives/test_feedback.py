@@ -75,6 +75,36 @@ def test_nothing_is_lost_of_three_levels():
     assert_conserved(x, before, results, after, 3)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("own", ["raw", "encoded"])
+def test_nothing_is_lost_of_slices(own, check_vma):
+    """A rank's own slice is not encoded with own="raw"."""
+    dimensions = {"rows": 0, "columns": 1, "small": 0}
+    x, before = (
+        {"rows": normal((4, 8, 30), seed), "columns": normal((4, 5, 32), seed + 1), "small": normal((4, 4), seed + 2)}
+        for seed in (0, 100)
+    )
+    plan = cgx.Plan(STOCHASTIC, min_size=100)
+
+    def f(x, e):
+        options = dict(key=KEY, residuals=e, scatter_dimension=dimensions, tiled=True, own=own)
+        return cgx.compressed_psum_scatter(x, "a", plan, **options)
+
+    slices, after = on_ranks(f, mesh(4), check_vma=check_vma)(x, before)
+    joined = {name: np.concatenate(list(slices[name]), d)[None] for name, d in dimensions.items()}
+    assert_conserved(x, before, joined, after, 1)
+    lost = np.abs(np.asarray(after["columns"])).reshape(4, 5, 4, 8).max((1, 3))  # of rank r's gradient for rank s
+    assert (np.diag(lost) == 0).all() == (own == "raw") and (lost + np.eye(4) > 0.01).all()
+    assert not np.asarray(after["small"]).any()
+
+
+def test_slices_of_a_hierarchy_have_no_feedback():
+    words = says("compressed_psum_scatter", "codec", expected="one exchange residuals", got="a codec per axis")
+    scatter = lambda x: cgx.compressed_psum_scatter(x, ("a", "b"), TWO_AXES, key=KEY, residuals=x, tiled=True)
+    with raises(ValueError, words):
+        on_ranks(scatter, mesh(2, 2))(jnp.ones((2, 2, 8)))
+
+
 def test_the_sum_is_of_what_was_meant():
     """A residual counts as a part of what is sent; the results are the plain sum's of x + residual to the codec's
     rounding."""

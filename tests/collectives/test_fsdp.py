@@ -81,6 +81,27 @@ def test_raw_is_lax(check_vma):
     assert_trees(np.testing.assert_array_equal, grads, jax.jit(step)(W, X))
 
 
+@CHECKS
+def test_leaves_along_dimensions_of_their_own(check_vma):
+    """A tree of dimensions, for a gather, for its transpose and for a scatter."""
+    specs, axis = {"a": P(None, "data"), "b": P("data")}, {"a": 1, "b": 0}
+
+    @functools.partial(
+        jax.shard_map, mesh=MESH, in_specs=(specs, P("data")), out_specs=(specs, specs), check_vma=check_vma
+    )
+    def step(shards, x):
+        options = dict(axis_name="data", codec=cgx.Raw(), tiled=True)
+        gathered = lambda s: loss(cgx.compressed_all_gather(s, axis=axis, **options), x)
+        whole = {k: jax.lax.all_gather(w, "data", axis=axis[k], tiled=True) for k, w in shards.items()}
+        grads = jax.grad(loss)(whole, x)
+        return jax.grad(gathered)(shards), cgx.compressed_psum_scatter(grads, scatter_dimension=axis, **options)
+
+    grads, scattered = jax.jit(step)(W, X)
+    for k, (mean, _) in mean_gradient(W).items():
+        np.testing.assert_allclose(grads[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(scattered[k] / RANKS, mean, rtol=1e-4, atol=1e-6)
+
+
 def test_scatter_then_gather():
     """The transpose the other way: psum_scatter forward, all_gather backward, each with its codec."""
 

@@ -4,7 +4,7 @@ and does what it is told:
     python ranks.py ACTION PORT RANK PROCESSES HEARTBEAT
 
 collectives: runs every collective, and prints the digests of what each of its devices got. batch: trains with a
-batch of its own, and with one of all processes' parts. exchange: sums until a sum
+batch of its own, with one of all processes' parts, and with weights in shards. exchange: sums until a sum
 fails. die, stop, leave: sums, and in the middle of it kills itself, stops, or takes part no longer but stays alive.
 """
 
@@ -165,6 +165,16 @@ def check_batches(mesh):
         print("GRADIENTS", np.asarray(jax.jit(asked)(np.zeros(3, np.float32), made)[1]), flush=True)
 
 
+def check_shards(mesh):
+    """Weights are sharded over the devices of both processes."""
+    options = dict(data_axis=AXES, plan=cgx.MaxMin(8), gather=cgx.MaxMin(8), param_specs=PartitionSpec(AXES))
+    train = cgx.make_train_step(lambda w, x: (w * x.sum(0)).sum(), optax.sgd(1.0), mesh, **options)
+    own = np.full((2, 8), 1 + jax.process_index(), np.float32)
+    batch = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec(AXES)), own)
+    weights, *_ = train.step(*train.init(jnp.zeros(8)), batch)
+    print("SHARDS", [shard.data.tolist() for shard in weights.addressable_shards], flush=True)
+
+
 def main():
     action, port, rank, processes, heartbeat = sys.argv[1], *map(int, sys.argv[2:])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
@@ -180,6 +190,7 @@ def main():
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, DEVICES // 2), AXES)
     if action == "batch":
         check_batches(mesh)
+        check_shards(mesh)
     elif action == "collectives":
         scatters = {name for name, case in CASES.items() if "reduce_scatter" in lowered(mesh, *case)}
         print("SCATTERS", json.dumps(sorted(scatters)))

@@ -143,6 +143,7 @@ def test_a_process_own_batch_is_not_the_batch_of_all():
             key, _ = jax.random.split(jax.random.fold_in(jax.random.key(5), 0))  # the first rank's
             assert f"STATE [1.5, 1.5, 1.5] 1 {jax.random.key_data(key).tolist()}" in text
             assert "GRADIENTS [1.5 1.5 1.5]" in text
+            assert "SHARDS [[-1.5, -1.5], [-1.5, -1.5]]" in text
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_others():

@@ -307,11 +307,6 @@ def test_explain_sees_the_step():
             says("make_train_step", "axis_size", expected="none ranks", got="4", remedy="out"),
         ),
         (
-            dict(param_specs={"w": P(None, ("data",)), "b": P()}),
-            ValueError,
-            says("make_train_step", "param_specs", expected="whole rank 'data'", got="P("),
-        ),
-        (
             dict(mesh=jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)),
             ValueError,
             says("make_train_step", "param_specs", expected="tree PartitionSpecs 'data'", got="None"),

@@ -1,0 +1,112 @@
+"""What PartitionSpecs say of the axis of the ranks: along which dimension a leaf is cut into a shard for each rank."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.accumulation import OP
+
+
+class Cut(NamedTuple):
+    """For each leaf of the parameters, the dimension that is sharded over the ranks, or None."""
+
+    structure: Any  # of the parameters
+    dimensions: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, specs: Any, names: tuple[Any, ...]) -> "Cut":
+        """The cut that a tree of specs, or None, makes over the ranks of these axes."""
+        found, structure = flatten_specs(specs)
+        return cls(structure, tuple(_dimension(spec, names) for _, spec in found))
+
+    def __bool__(self) -> bool:
+        """Whether any leaf is sharded."""
+        return any(d is not None for d in self.dimensions)
+
+    def without(self, other: "Cut") -> "Cut":
+        """The leaves that are sharded here and whole in another cut."""
+        alone = [d if there is None else None for d, there in zip(self.dimensions, other.dimensions)]
+        return self._replace(dimensions=tuple(alone))
+
+    @property
+    def axis(self) -> Any:
+        """The dimensions as a tree, with None for leaves that are whole."""
+        return self.structure.unflatten(self.dimensions)
+
+    def pick(self, tree: Any) -> Any:
+        """A tree with None for leaves that are whole."""
+        values = self.structure.flatten_up_to(tree)
+        return self.structure.unflatten([None if d is None else x for d, x in zip(self.dimensions, values)])
+
+    def specs(self, names: tuple[Any, ...]) -> Any:
+        """The specs of a tree like the parameters in a shard_map over the ranks."""
+        return self.structure.unflatten([P() if d is None else P(*[None] * d, names) for d in self.dimensions])
+
+    def check(self, argument: str, params: Any, ranks: int) -> None:
+        """Checks that the ranks divide the dimensions. argument: what says how parameters are cut."""
+        if self and jax.tree_util.tree_structure(params) != self.structure:
+            raise wrong(
+                OP, argument, f"a tree like the parameters, {jax.tree_util.tree_structure(params)}", self.structure
+            )
+        for (path, x), d in zip(jax.tree_util.tree_flatten_with_path(params)[0], self.dimensions):
+            if d is not None and (d >= x.ndim or x.shape[d] % ranks):
+                remedy = "PartitionSpec() leaves it whole, and jaxcgx.shard_specs finds dimensions"
+                expected = f"a dimension that {ranks} ranks divide"
+                raise wrong(OP, argument, expected, f"dimension {d} of {spell_array(x)}", remedy, path=path)
+
+
+def flatten_specs(specs: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """[(path, spec)] of a tree of specs, and its structure."""
+    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def _axes(part: Any) -> tuple[Any, ...]:
+    """The axes of one dimension of a spec."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
+
+
+def _dimension(spec: P, names: tuple[Any, ...]) -> int | None:
+    """The dimension that these axes shard, or None."""
+    return next((d for d, part in enumerate(spec) if _axes(part) == names), None)
+
+
+def shortest(spec: P) -> P:
+    """The spec without dimensions at its end that no axis shards."""
+    parts = list(spec)
+    while parts and parts[-1] in (None, ()):
+        parts.pop()
+    return P(*parts)
+
+
+def beside(spec: P, names: tuple[Any, ...]) -> P:
+    """What a spec says of the other axes."""
+    return shortest(P(*(None if _axes(part) == names else part for part in spec)))
+
+
+def check_specs(argument: str, specs: Any, names: tuple[Any, ...]) -> None:
+    """Checks that each spec has the axes of the ranks for one dimension at most, without other axes."""
+    for path, spec in flatten_specs(specs)[0]:
+        if not isinstance(spec, P):
+            raise wrong(OP, argument, "a jax.sharding.PartitionSpec", repr(spec), path=path, kind=TypeError)
+        having = [_axes(part) for part in spec if set(_axes(part)) & set(names)]
+        if having not in ([], [names]):
+            spelled = repr(names[0]) if len(names) == 1 else repr(names)
+            raise wrong(OP, argument, f"{spelled} for one dimension at most, and alone there", spec, path=path)
+
+
+def check_optimizer_specs(specs: Any, param_specs: Any, names: tuple[Any, ...]) -> None:
+    """Checks that an optimizer's state is sharded as its parameters are, or over the ranks besides."""
+    found, tree = flatten_specs(specs)
+    params, like = ([(None, P())] * len(found), tree) if param_specs is None else flatten_specs(param_specs)
+    if like != tree:
+        raise wrong(OP, "optimizer_specs", f"a tree like param_specs, {like}", tree)
+    for (path, spec), (_, param) in zip(found, params):
+        if _dimension(param, names) is None:
+            fits = beside(spec, names) == shortest(param)
+        else:
+            fits = shortest(spec) == shortest(param)
+        if not fits:
+            expected = f"the spec of the parameter, {param}, or where that is whole, the same with {names[0]!r}"
+            raise wrong(OP, "optimizer_specs", expected, spec, path=path)
