@@ -26,8 +26,13 @@ def vary(x: Any, names: tuple[Any, ...]) -> Any:
 
 
 # What JAX says of a sharding constraint over an axis of shard_map: given as a spec, as a NamedSharding of the mesh, and
-# as out_sharding.
-_CONSTRAINED = "can only refer to Auto axes", "should be of type `Manual`", "that are of type Auto or Manual"
+# as out_sharding; and without check_vma, when it compiles.
+_CONSTRAINED = (
+    "can only refer to Auto axes",
+    "should be of type `Manual`",
+    "that are of type Auto or Manual",
+    "contains a manual axes",
+)
 
 
 @contextlib.contextmanager

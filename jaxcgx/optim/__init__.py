@@ -11,7 +11,8 @@ from jaxcgx.optim.sharded import shard_specs
 from jaxcgx.optim.specs import state_specs
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.telemetry import Telemetry
-from jaxcgx.optim.train import Metrics, TrainStep, make_train_step
+from jaxcgx.optim.train import TrainStep, make_train_step
+from jaxcgx.optim.training import Metrics
 
 __all__ = [
     "CompressState",

@@ -24,6 +24,8 @@ class Alone:
     state_specs: ClassVar[Any] = None
     params: ClassVar[Cut] = Cut.of(None, ())
     state: ClassVar[Cut] = Cut.of(None, ())
+    rows: ClassVar[P] = P()
+    params_of_rank: ClassVar[P] = P()
 
     def check_batch(self, batch: Any) -> None:
         pass
@@ -38,6 +40,18 @@ class Alone:
 
     def freeze(self, skipped: Any) -> "Alone":
         return self
+
+    def gradients_of_rank(self, skipped: Any) -> P:
+        return P()
+
+    def specs_of_rows(self, sent: Any) -> P:
+        return P()
+
+    def place_batch(self, batch: Any) -> tuple[Any, Any]:
+        return batch, P()
+
+    def over_ranks(self, function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
+        return function
 
     def shards(self, params: Any) -> Any:
         return params

@@ -16,7 +16,8 @@ from jaxcgx.collectives.splitting import check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.cut import Cut, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
-from jaxcgx.optim.specs import specs_per_rank
+from jaxcgx.optim.frozen import part
+from jaxcgx.optim.specs import specs_per_rank, state_specs
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
 
 
@@ -101,6 +102,45 @@ class Placement:
     def specs_of(self, params: Any) -> Any:
         """The PartitionSpecs of the parameters."""
         return jax.tree_util.tree_map(lambda _: P(), params) if self.param_specs is None else self.param_specs
+
+    @property
+    def rows(self) -> P:
+        """The PartitionSpec of arrays with a row for each rank."""
+        return P(self.names)
+
+    @property
+    def params_of_rank(self) -> Any:
+        """The PartitionSpecs of the parameters that a rank gets."""
+        return self.params.specs(self.names) if self.params else P()
+
+    def gradients_of_rank(self, skipped: Any) -> Any:
+        """The PartitionSpecs of the gradients that a rank gets back. skipped: for each whether it is frozen."""
+        return part(self.state.specs(self.names), skipped)[0] if self.state else P()
+
+    def specs_of_rows(self, sent: Any) -> Any:
+        """The PartitionSpecs of the state of a transformation that exchanges gradients."""
+        return state_specs(sent, self.data_axis)
+
+    def place_batch(self, batch: Any) -> tuple[Any, Any]:
+        """A batch where the ranks want it, and its PartitionSpecs."""
+        batch = jax.tree_util.tree_map(jnp.asarray, batch)
+        specs = jax.tree_util.tree_map(lambda x: self.rows if x.ndim else P(), batch)
+        if AxisType.Explicit in self.mesh.axis_types:  # where shard_map moves nothing
+            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(specs))
+        return batch, specs
+
+    def over_ranks(
+        self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True
+    ) -> Callable[..., Any]:
+        """The function of one rank as one of all ranks."""
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            axis_names=set(self.names),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=check_vma,
+        )
 
     def specs_of_updates(self, params: Any) -> Any:
         """The PartitionSpecs of what an optimizer makes of gradients."""

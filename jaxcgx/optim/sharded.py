@@ -143,7 +143,9 @@ class Sharded:
         shards, gathered = cut.pick(params), lambda shards: self._gather(shards, cut, key)
         if self.placement.others:
             specs = cut.pick(self.placement.whole_specs)
-            gathered = jax.shard_map(gathered, in_specs=(specs,), out_specs=specs, axis_names=self.placement.others)
+            gathered = jax.shard_map(
+                gathered, in_specs=(specs,), out_specs=specs, axis_names=self.placement.others, check_vma=False
+            )
         if not self.regather:
             return _join(gathered(shards), params), loss_fn
         zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.placement.ranks, d)

@@ -161,6 +161,26 @@ def test_a_sharding_constraint_over_the_axis_of_the_ranks(with_mesh):
         train.step(*train.init(PARAMS), X)
 
 
+def test_loops_that_start_from_zeros_and_losses_averaged_over_the_ranks():
+    """JAX's check_vma refuses the first; without it, the second have the gradient of the mean."""
+
+    def loss(params, x):
+        state = jax.lax.scan(lambda h, x: (jnp.tanh(h + x @ params["w"]), None), jnp.zeros(3), x)[0]
+        return (state * params["b"]).sum()
+
+    def of_all(params, x):
+        return jax.vmap(loss, (None, 0))(params, x).mean()
+
+    params = {"w": jnp.full((2, 3), 0.1), "b": jnp.arange(3.0)}
+    x = jax.random.normal(jax.random.key(0), (4, 5, 2))
+    expected = jax.tree.map(lambda p, g: p - g, params, jax.grad(of_all)(params, x))
+    for function in of_all, lambda params, x: jax.lax.pmean(of_all(params, x), "data"):
+        train = cgx.make_train_step(function, optax.sgd(1.0), mesh_of(4), plan=cgx.Raw())
+        got, _, metrics = train.step(*train.init(params), x)
+        assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected)
+        np.testing.assert_allclose(metrics.loss, of_all(params, x), rtol=1e-6)
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_donation(donate):
     train = cgx.make_train_step(loss_fn, OPTIMIZER, mesh_of(4), plan=CODEC, donate=donate)

@@ -1,0 +1,147 @@
+"""What a training step does: every rank's gradients, their exchange, the optimizer's update."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import wrong
+from jaxcgx.optim.accumulation import OP, Given, addable, local_gradients
+from jaxcgx.optim.alone import Alone
+from jaxcgx.optim.frozen import find_skipped, join, part
+from jaxcgx.optim.model_state import ModelState, agree, put
+from jaxcgx.optim.placement import Placement
+from jaxcgx.optim.ranks import Ranks
+from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.sharded import Sharded
+from jaxcgx.optim.telemetry import Telemetry
+
+
+class Metrics(NamedTuple):
+    """What a step reports, the same on every rank."""
+
+    loss: jax.Array  # the mean over ranks and micro-batches, uncompressed
+    # The mean of each leaf, also uncompressed; of random keys, those of the first rank's last micro-batch. None without
+    # has_aux.
+    aux: Any
+    telemetry: Telemetry | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """The parts of a training step. `make_train_step` explains what they are made of."""
+
+    placement: Placement | Alone
+    ranks: Ranks
+    sharded: Sharded
+    state: ModelState
+    optimizer: Any  # takes extra arguments
+    transformation: Any  # exchanges gradients
+    objective: Callable[..., Any]  # a function (params, Given)
+    accumulate: int
+    plan: Any  # None: the transformation makes one, which skips nothing
+
+    def init(self, params: Any, model_state: Any = None) -> tuple[Any, Any, Any]:
+        """(parameters, model state, optimizer state) before the first step, where `step` wants them."""
+        self.state.check_given(model_state)
+        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
+        self.sharded.check(params)
+        placement, skipped = self.placement, self._skipped(params)
+        specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
+        trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
+        rest_specs = placement.specs_of_state(self.optimizer, trained, updated)
+
+        def fresh(params: Any) -> tuple[Any, ...]:
+            own = jax.tree_util.tree_map(jnp.copy, params)  # what is donated later must not be the caller's
+            return own, self.optimizer.init(part(params, skipped)[0]), sending.init_lost(params)
+
+        @functools.partial(jax.jit, out_shardings=(None, placement.shardings(self.state.spec), None))
+        def make(params: Any, model_state: Any) -> tuple[Any, ...]:
+            params, model_state = self.ranks.first((params, model_state))
+            own, rest, lost = placement.by_partitioner(fresh, (specs, rest_specs, sending.lost_specs))(params)
+            opt_state = placement.init_per_rank(self.transformation.init, params), rest, *lost
+            return own, self.state.first(model_state, placement.ranks), opt_state
+
+        params = jax.device_put(params, placement.shardings(specs))
+        return make(params, put(model_state, placement.shardings(P())))
+
+    def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
+        self.state.check_rows(model_state)
+        sent, rest, *lost = opt_state  # lost: by the gather of updates
+        placement, skipped, noise = self.placement, self._skipped(params), self.sharded.key(sent)
+        batch, batch_specs = placement.place_batch(batch)
+        whole, cut, spec = placement.params_of_rank, placement.gradients_of_rank(skipped), self.state.spec
+        # A loss is traced without check_vma, which refuses loops that start from zeros.
+        find = placement.over_ranks(
+            functools.partial(self._find, skipped),
+            in_specs=(whole, spec, batch_specs, P()),
+            out_specs=(placement.rows, spec, P(), P()),
+            check_vma=False,
+        )
+        kept = placement.specs_of_rows(sent)
+        exchange = placement.over_ranks(
+            functools.partial(self._exchange, skipped), in_specs=(whole, placement.rows, kept), out_specs=(cut, kept)
+        )
+        grads, model_state, loss, aux = find(params, model_state, batch, (key, noise))
+        grads, sent = exchange(params, grads, sent)
+        # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
+        sending = self.sharded.freeze(skipped)
+        trained, frozen = part(params, skipped)
+        updated, _ = part(sending.placement.specs_of_updates(params), skipped)
+        placed = updated, placement.specs_of_state(self.optimizer, trained, updated)
+        updates, rest = placement.by_partitioner(self._update, placed)(grads, rest, trained, loss)
+        updates, lost = sending.send_updates(updates, tuple(lost), noise)
+        params = join(import_optax(OP).apply_updates(trained, updates), frozen)
+        return params, model_state, (sent, rest, *lost), Metrics(loss, aux, sent.telemetry)
+
+    def _skipped(self, params: Any) -> Any:
+        """For each parameter whether it is frozen."""
+        return find_skipped(self.plan, self.placement.shards(params))
+
+    def _find(self, skipped: Any, params: Any, model_state: Any, batch: Any, keys: tuple[Any, Any]) -> tuple[Any, ...]:
+        """What one rank finds: its gradients, with a leading axis of 1, and what all ranks then have of the rest.
+
+        keys: of the loss function, and of the gather of parameters.
+        """
+        key, noise = keys
+        whole, loss_of_whole = self.sharded.open(params, self.objective, noise)
+        trained, frozen = part(whole, skipped)
+        loss_of_trained = lambda trained, given: loss_of_whole(join(trained, given.frozen), given)
+        own_state = self.state.of_rank(model_state)
+        gradients = local_gradients(loss_of_trained, self.ranks, self.accumulate)
+        found = gradients(trained, Given(frozen, own_state, batch, key))
+        # Rules of the plan are for all leaves. Nothing reads those that it skips.
+        grads = jax.tree_util.tree_map(lambda x: x[None], join(found.gradients, frozen))
+        loss, aux = agree((found.loss, found.aux), self.ranks, averaged=addable)
+        return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
+
+    def _exchange(self, skipped: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
+        """The mean of the gradients that the ranks found, and the new state of the exchange."""
+        own = jax.tree_util.tree_map(lambda x: x[0], grads)
+        given = None if self.placement.state else params  # slices of means take no weight decay
+        mean, sent = self.placement.update_shards(self.transformation.update, own, state=sent, params=given)
+        return part(mean, skipped)[0], sent
+
+    def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:
+        """The optimizer's update with the loss; without it where the optimizer, or one inside of it, takes none."""
+        try:
+            return self.optimizer.update(grads, rest, params, value=loss)
+        except (TypeError, ValueError) as error:
+            # Searches along a line, and Sophia.
+            if asked := [name for name in ("value_fn", "obj_fn") if name in str(error)]:
+                raise wrong(
+                    OP,
+                    "optimizer",
+                    "one that needs gradients, parameters and the loss",
+                    f"one that calls the loss function itself, as {asked[0]!r}, whose gradients would travel "
+                    "uncompressed",
+                    "for optax.lbfgs pass linesearch=None",
+                ) from error
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+        return self.optimizer.update(grads, rest, params)
