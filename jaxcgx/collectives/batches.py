@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.splitting import Ranks, check_spans
 
 
@@ -56,18 +56,25 @@ class Split:
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
         arrays = [leaf for leaf, array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
-        specs: list[tuple[Any, Any, P | None]] = []
+        leaves: list[tuple[Any, Any, P | None]] = []
         keys: list[bool] = []
         for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
-            keys.append(is_key(x) and (spec is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)))
-            specs.append((path, x, P() if keys[-1] else ranks.spec_of_batch(x) if spec is None else spec))
+            raw = _is_raw_key(x) and spec is None and not any(ranks.spec_of_batch(x) or ())
+            keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
+            leaves.append((path, x, P() if keys[-1] else spec))
+        specs = ranks.check_batch(leaves)
+        if any(spec and x.shape[0] == 2 for (_, x, _), spec in zip(leaves, specs)):
+            for path, x, _ in (leaf for leaf, key in zip(leaves, keys) if key and _is_raw_key(leaf[1])):
+                expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
+                remedy = f"make keys with jax.random.key, or {ranks.remedy}"
+                raise wrong(ranks.op, "batch_specs", expected, got, remedy, path=path)
         return cls(
             ranks=ranks,
             places=places,
             tree=tree,
             static=Hashed([None if array else x for (_, x), array in zip(found, is_array)]),
             is_array=tuple(is_array),
-            specs=tuple(ranks.check_batch(specs)),
+            specs=tuple(specs),
             keys=tuple(keys),
             param_specs=Hashed(param_specs),
         )
@@ -192,8 +199,6 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     return take(True), take(False)
 
 
-def is_key(x: Any) -> bool:
-    """Whether an array is one random key, typed or as two words."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return not x.ndim
+def _is_raw_key(x: Any) -> bool:
+    """Whether an array is one random key as two words, or looks like it."""
     return x.dtype == np.uint32 and x.shape == (2,)

@@ -77,7 +77,8 @@ def value_and_grad(
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The value is the sum of all sums over the
         sum of all weights: a mean over tokens that are not masked.
       batch_specs: how the arguments that are not differentiated are split over the axis: a PartitionSpec, or a tuple
-        with a tree of them (or a prefix of one) for each such positional argument.
+        with a tree of them (or a prefix of one) for each such positional argument. A dict {name: specs} behind these is
+        for keyword arguments.
       param_specs: for a mesh with other axes, where types don't say how the differentiated arguments are sharded over
         these: a tree of PartitionSpecs, or a prefix of one. Gradients are compressed shard by shard.
     """
@@ -180,7 +181,7 @@ class ValueAndGrad:
             return (value, aux) if self.has_aux else value, self.as_argument(grads)
         ranks = self._ranks((params, others))
         param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
-        split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
         given = params, split.arrays(others), self.as_list(residuals), codec_key
         extras = self.has_aux
         try:
@@ -257,21 +258,28 @@ class ValueAndGrad:
     def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
-    def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
+    def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
         """For each leaf of the other arguments, the caller's spec, or None. What belongs to parameters is whole."""
         positional, keywords, fixed = others
-        rest = [None] * len(jax.tree_util.tree_leaves(keywords)) + [P()] * len(jax.tree_util.tree_leaves(fixed))
-        if self.batch_specs is None or isinstance(self.batch_specs, P):
-            every = self.batch_specs
-            return [every if np.ndim(x) else None for x in jax.tree_util.tree_leaves(positional)] + rest
+        whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
+        given = self.batch_specs
+        if given is None or isinstance(given, P):
+            return [given if np.ndim(x) else None for x in jax.tree_util.tree_leaves((positional, keywords))] + whole
+        given = [given] if isinstance(given, dict) else list(given)
+        named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
+        for name, value in keywords.items():
+            if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
+                raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
         is_spec = lambda x: isinstance(x, P)
         fill = lambda spec, below: [spec] * len(jax.tree_util.tree_leaves(below))
+        named = {**dict.fromkeys(keywords, P()), **named}
         try:
-            specs = jax.tree_util.tree_map(fill, list(self.batch_specs), positional, is_leaf=is_spec)
+            specs = jax.tree_util.tree_map(fill, [given, named], [positional, keywords], is_leaf=is_spec)
         except (TypeError, ValueError) as error:
             expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+            expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
             raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + rest
+        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + whole
 
 
 class _Done(NamedTuple):

@@ -527,3 +527,48 @@ def test_bad_calls_inside_of_shard_map():
         inside(loss_fn, feedback=True)
     with raises(NameError, says("value_and_grad", "axis_name", remedy="jax.shard_map")):
         inside(loss_fn, ("data", "model"))
+
+
+def classes_fn(params, x, y, scale):
+    """A loss with an argument that is no example."""
+    return (errors_of(params, x).mean(-1) * scale[y]).mean()
+
+
+def test_an_argument_that_is_no_example():
+    """Beside a batch whose sharding is known, and by keyword."""
+    mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
+    refused = says("value_and_grad", "batch_specs", expected="not split like others", got="none", remedy="P() keyword")
+    expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
+    batch = place(mesh, (X, y))
+    with raises(ValueError, refused):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
+    specs = P("data"), P("data")
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="one for 'scale' too", remedy="keyword")):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="dict of 'scale' 'y'")):
+        f = cgx.value_and_grad(
+            classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
+        )
+        f(PARAMS, batch[0], y=batch[1], scale=scale)
+    f = cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=(*specs, {"scale": P()}), mesh=mesh)
+    close(jax.jit(f)(PARAMS, X, y, scale=scale), expected)
+    f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), batch_specs={"x": P("data")}, mesh=mesh)
+    close(f(PARAMS, x=X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+def test_two_words_or_a_batch_of_two():
+    mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
+    fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="jax.random.key P()")):
+        cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(PARAMS, X[:2], words)
+    expected = jax.value_and_grad(fun)(PARAMS, X[:2], words)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)
+    close(f(PARAMS, X[:2], place(mesh, words)), expected)
+
+
+def test_axes_in_another_order():
+    mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
+    x = place(mesh, X, P(("b", "a")))
+    with raises(ValueError, says("value_and_grad", "axis_name", at="leaf [0][0]", expected="order", remedy="pass")):
+        cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
+    close(cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw())(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
