@@ -13,21 +13,6 @@ from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.splitting import Ranks, check_spans
 
 
-class Hashed:
-    """A tree that jit takes as static."""
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))
-        self._key = tuple((type(x), x) for x in leaves), structure  # 1, 1.0 and True are equal
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Hashed) and self._key == other._key
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
     """How the arguments of a call are split over the ranks."""
@@ -35,11 +20,11 @@ class Split:
     ranks: Ranks
     places: tuple[int, ...]  # of the differentiated arguments
     tree: Any  # the structure of the other arguments
-    static: Hashed  # their leaves that are no arrays; None in place of the others
+    static: list[Any]  # their leaves that are no arrays; None in place of the others
     is_array: tuple[bool, ...]
     specs: tuple[P, ...]  # of the arrays
     keys: tuple[bool, ...]  # which of them is a single random key
-    param_specs: Hashed  # over the other axes of the mesh
+    param_specs: Any  # over the other axes of the mesh
 
     @classmethod
     def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
@@ -72,11 +57,11 @@ class Split:
             ranks=ranks,
             places=places,
             tree=tree,
-            static=Hashed([None if array else x for (_, x), array in zip(found, is_array)]),
+            static=[None if array else x for (_, x), array in zip(found, is_array)],
             is_array=tuple(is_array),
             specs=tuple(specs),
             keys=tuple(keys),
-            param_specs=Hashed(param_specs),
+            param_specs=param_specs,
         )
 
     def arrays(self, others: Any) -> list[Any]:
@@ -86,7 +71,7 @@ class Split:
     def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """What the loss function is called with."""
         each = iter(arrays)
-        leaves = [next(each) if array else x for x, array in zip(self.static.tree, self.is_array)]
+        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
+from jaxcgx.collectives import eager
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.batches import Hashed, Split, assign, changes, insert, is_none, part
+from jaxcgx.collectives.batches import Split, assign, changes, insert, is_none, part
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
@@ -48,7 +49,7 @@ def value_and_grad(
         compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
         loss, grads = compressed(params, batch)
 
-    It is used as jax.value_and_grad is, inside or outside of jax.jit, where it is compiled all the same. Every rank of
+    It is used as jax.value_and_grad is. Outside of jax.jit it is compiled all the same, but traced at every call. Every rank of
     the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets:
     the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
 
@@ -140,18 +141,6 @@ class ValueAndGrad:
     batch_specs: Any
     param_specs: Any
 
-    # Equal calls share a compiled program, also where a loop makes them anew.
-    @functools.cached_property
-    def _settings(self) -> Hashed:
-        return Hashed({name: value for name, value in vars(self).items() if name not in ("loss_fn", "_settings")})
-
-    def __hash__(self) -> int:
-        return hash((id(self.loss_fn), self._settings))
-
-    def __eq__(self, other: Any) -> bool:
-        same = isinstance(other, ValueAndGrad) and self.loss_fn is other.loss_fn
-        return same and self._settings == other._settings
-
     def __call__(self, *args: Any, residuals: Any = None, codec_key: Any = None, **kwargs: Any) -> Any:
         if inside := _bound(axis_names(self.axis_name)):
             self._check_inside()
@@ -183,14 +172,16 @@ class ValueAndGrad:
         param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
         split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
         given = params, split.arrays(others), self.as_list(residuals), codec_key
-        extras = self.has_aux
+        # jit: outside of the caller's jit, shard_map would run operation by operation. A new one at every call: a loss
+        # may close over what has changed.
+        program = jax.jit(functools.partial(_run, self, split, self.has_aux))
         try:
-            traced = _run.trace(self, split, extras, *given)
+            traced = program.trace(*given)
         except _Changed:
-            extras = True
-            traced = _run.trace(self, split, extras, *given)
+            program = jax.jit(functools.partial(_run, self, split, True))
+            traced = program.trace(*given)
         check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
-        done = _run(self, split, extras, *given)
+        done = eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
         aux, changed = done.extras
         for i, new in changed.items():
             whole = list(args), kwargs
@@ -295,8 +286,6 @@ class _Changed(Exception):
     """A loss changes its arguments, and that was not expected."""
 
 
-# jit: outside of the caller's jit, shard_map would run operation by operation.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     call: ValueAndGrad, split: Split, extras: bool, params: Any, arrays: Any, residuals: Any, codec_key: Any
 ) -> "_Done":
@@ -315,7 +304,7 @@ def _run(
             raise _Changed
         mean = functools.partial(_mean, call)
         if ranks.others:
-            specs = split.param_specs.tree
+            specs = split.param_specs
             row = lambda x, spec: None if x is None else P(None, *spec)
             rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
             mean = jax.shard_map(

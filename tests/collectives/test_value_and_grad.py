@@ -212,17 +212,28 @@ def test_numbers_that_are_equal_are_not_the_same():
     np.testing.assert_allclose((five, four), (three * 5 / 3, three * 4 / 3), rtol=1e-5)
 
 
-def test_a_loop_that_makes_it_anew_compiles_once():
-    traced = []
+def test_a_loop_outside_of_jit():
+    """What a loss closes over is read at every call. Other arrays there, and a loss made anew, compile nothing."""
+    compiled = []
+    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    teacher, scale, mesh = {"w": PARAMS["w"], "b": np.ones(40, np.float32)}, 1.0, mesh_of(AxisType.Auto)
 
-    def counted(params, x):
-        traced.append(x)
-        return loss_fn(params, x)
+    def distilled(params, x):
+        return scale * ((errors_of(params, x) - jax.nn.relu(errors_of(teacher, x))) ** 2).mean()
 
-    for _ in range(3):
-        f = cgx.value_and_grad(counted, "data", {"data": CODEC}, argnums=[0], mesh=mesh_of(AxisType.Auto))
-        f(PARAMS, X)
-    assert len(traced) == 1
+    def asked():
+        again = lambda params, x: distilled(params, x)
+        return cgx.value_and_grad(again, "data", {"data": cgx.Raw()}, argnums=[0], mesh=mesh)(PARAMS, X)
+
+    stale, expected = asked(), lambda: jax.value_and_grad(lambda *args: distilled(*args))(PARAMS, X)
+    teacher = jax.device_get(jax.tree.map(lambda x: x / 2, teacher))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    value, (grads,) = asked()
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert value != stale[0] and not compiled
+    close((value, grads), expected())
+    scale = 2.0
+    close(asked(), expected())
 
 
 def by_hand(params, x, residuals=None):
@@ -545,7 +556,7 @@ def test_an_argument_that_is_no_example():
     specs = P("data"), P("data")
     with raises(ValueError, says("value_and_grad", "batch_specs", expected="one for 'scale' too", remedy="keyword")):
         cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
-    with raises(ValueError, says("value_and_grad", "batch_specs", expected="dict of 'scale' 'y'")):
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="dict of 'y' 'scale'")):
         f = cgx.value_and_grad(
             classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
         )
