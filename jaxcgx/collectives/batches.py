@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.collectives.splitting import Ranks, check_spans
+from jaxcgx.collectives.splitting import Ranks, check_spans, examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,36 @@ class Split:
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
+    def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
+        """Refuses a loss that closes over what looks like all examples, where a rank's single one is broadcast.
+
+        More than one example of a rank doesn't fit to all, and JAX says so. Arguments are those of `aux_specs`.
+        """
+        ranks = self.ranks
+        if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
+            return
+        parts = self._parts(arrays)
+        program, _ = self._trace(lambda given: call(given)[0], params, parts)
+        for x in _closed_over(program, len(jax.tree_util.tree_leaves((params, parts)))):
+            if np.shape(x)[:1] == (ranks.size,):
+                expected = "a function that takes the batch as arguments, of which a rank has a single example"
+                got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
+                remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
+                raise wrong(ranks.op, "loss_fn", expected, got, remedy)
+
+    def _parts(self, arrays: Any) -> list[Any]:
+        """The shapes that a rank has of the other arrays."""
+        return [self.ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
+
+    def _trace(self, call: Callable[..., Any], params: Any, arrays: Any) -> Any:
+        """(the program, the shapes of its results) of a function of a loss's arguments, for arrays of these shapes."""
+        axes = [(name, self.ranks.mesh.shape[name]) for name in self.ranks.names]  # a loss may average over them
+        traced = lambda params, arrays: call(self.arguments(params, arrays))
+        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+        return jax.make_jaxpr(traced, axis_env=axes, return_shape=True)(
+            *jax.tree_util.tree_map(shape, (params, arrays))
+        )
+
     def aux_specs(self, call: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
         """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say.
 
@@ -86,16 +116,10 @@ class Split:
           arrays: the other arrays.
         """
 
-        def aux(params: Any, arrays: Any) -> Any:
-            return call(self.arguments(params, arrays))[1]
-
         ranks = self.ranks
-        axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average statistics over them
-        trace = jax.make_jaxpr(aux, axis_env=axes, return_shape=True)
-        shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
-        of_all, whole = trace(shapes(params), shapes(arrays))
-        parts = [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
-        of_part, local = trace(shapes(params), parts)
+        aux = lambda given: call(given)[1]
+        of_all, whole = self._trace(aux, params, arrays)
+        of_part, local = self._trace(aux, params, self._parts(arrays))
         of_rank = [False] * len(jax.tree_util.tree_leaves(params))
         of_rank += [key or any(spec) for key, spec in zip(self.keys, self.specs)]
         differ = _affected(of_part, of_rank)
@@ -144,21 +168,62 @@ def _constants(jaxpr: Any) -> list[str | None]:
     return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
 
 
-def changes(op: str, before: list[tuple[Any, Any]], given: Any) -> dict[int, Any]:
+def _closed_over(jaxpr: Any, count: int) -> list[Any]:
+    """The arrays that a function of `count` arrays closes over, or their types."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
+    for eqn in inner.eqns:
+        for value in eqn.params.values():
+            if hasattr(value, "consts"):
+                found += _closed_over(value, len(getattr(value, "jaxpr", value).invars))
+    return found
+
+
+def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
     """The leaves of its arguments that a loss has changed, as modules of NNX do, by their places among `before`.
 
-    Each rank has copies. What it assigns to a list or a dict would be lost.
+    Each rank has copies. What it assigns to a list or a dict would be lost, and so would what a module has anew.
     """
-    after = dict(jax.tree_util.tree_leaves_with_path(given))
-    found = {i: after[path] for i, (path, old) in enumerate(before) if path in after and after[path] is not old}
+    (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
+    after = dict(now)
+    found = {i: after[path] for i, (path, old) in enumerate(leaves) if path in after and after[path] is not old}
     for i in found:
-        path, _ = before[i]
+        path, _ = leaves[i]
         if not isinstance(path[-1], jax.tree_util.GetAttrKey):
             expected, got = "a function that leaves its arguments as they are", "one that changes them"
             raise wrong(
                 op, "loss_fn", expected, got, "return what is new beside the loss, with has_aux=True", path=path
             )
+    for old, new in zip(_modules(structure), _modules(structure_now)):
+        if old != new:
+            expected = "a function that changes only variables of a module, which it had before"
+            remedy = (
+                "make variables in __init__, also of what is counted (nnx.Variable), or return what is new beside the "
+                "loss, with has_aux=True; change what is static before the call"
+            )
+            raise wrong(op, "loss_fn", expected, f"one that changes attributes of {old[0].__name__}", remedy)
     return found
+
+
+def _modules(structure: Any) -> list[tuple[type, Any]]:
+    """(type, what is static) of the nodes of a tree that are no plain containers, of which a loss has its own."""
+    data = structure.node_data()
+    own = [] if data is None or data[0] in (dict, list, tuple) else [data]
+    return own + [each for child in structure.children() for each in _modules(child)]
+
+
+def check_aliases(op: str, arguments: Any) -> None:
+    """Refuses variables of NNX that are in two places: in a pytree they are two, with half a gradient each."""
+    seen: dict[int, Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_variable):
+        if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:
+            expected = "modules of which every variable is in one place, as JAX's pytrees have it"
+            got = f"one that is also {jax.tree_util.keystr(first)}"
+            remedy = (
+                "share the module by calling it twice, as emb.attend does, or differentiate a state: "
+                "graph, params, rest = nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest) in the loss"
+            )
+            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
 
 
 def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
@@ -167,10 +232,15 @@ def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
     for key in inner:
         is_name = isinstance(key, jax.tree_util.GetAttrKey)
         tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
-    if hasattr(tree, "set_value"):  # a variable of NNX, whose attribute is deprecated
+    if _is_variable(tree):  # whose attribute is deprecated
         tree.set_value(value)
     else:
         setattr(tree, last.name, value)
+
+
+def _is_variable(x: Any) -> bool:
+    """Whether this is a variable of NNX. Its Rngs have an attribute of every name, but not their type."""
+    return hasattr(type(x), "set_value")
 
 
 def is_none(x: Any) -> bool:
@@ -179,8 +249,16 @@ def is_none(x: Any) -> bool:
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
-    differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-    take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
+
+    def differentiated(path: Any, x: Any) -> bool:
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            return jnp.issubdtype(x.dtype, jnp.inexact)
+        # Of a number in a module, Equinox takes no gradient. Of one in a dict, JAX does.
+        return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+
+    take = lambda wanted: jax.tree_util.tree_map_with_path(
+        lambda path, x: x if differentiated(path, x) == wanted else None, params
+    )
     return take(True), take(False)
 
 

@@ -127,8 +127,8 @@ class Ranks:
         split = [i for i, spec in enumerate(specs) if any(spec)]
         first = next((i for i in split if known[i] is not None), split[0] if split else 0)
         for (path, x, given), spec, said in zip(leaves, specs, known):
-            examples = _examples(leaves[first][1], specs[first])
-            if said is None and _examples(x, spec) != examples:
+            batch = examples(leaves[first][1], specs[first])
+            if said is None and examples(x, spec) != batch:
                 raise wrong(
                     self.op,
                     "batch_specs",
@@ -138,7 +138,7 @@ class Ranks:
                     self.remedy,
                 )
             # More than one example of a rank doesn't fit to those of all. One does: it is broadcast.
-            if given is None and said == P() and np.shape(x)[:1] == (examples,) == (self.size,):
+            if given is None and said == P() and np.shape(x)[:1] == (batch,) == (self.size,):
                 raise wrong(
                     self.op,
                     "batch_specs",
@@ -236,7 +236,7 @@ def _sharding(x: Any) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
-def _examples(x: Any, spec: P) -> int | None:
+def examples(x: Any, spec: P) -> int | None:
     """How many examples an array of a whole batch has: the size of the first dimension that is split."""
     return next((size for size, part in zip(np.shape(x), spec) if part), None)
 

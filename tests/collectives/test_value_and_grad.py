@@ -236,6 +236,18 @@ def test_a_loop_outside_of_jit():
     close(asked(), expected())
 
 
+def test_auxiliary_outputs_count_as_much_as_their_ranks():
+    def fun(params, x, mask):
+        total, weight = weighted_fn(params, x, mask)
+        return (total, weight), {"mse": total / weight, "each": errors_of(params, x).mean(-1)}
+
+    mask = MASK.at[:6].set(0)  # a rank without any
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=True, has_aux=True, mesh=mesh_of(AxisType.Auto))
+    (value, aux), grads = f(PARAMS, X, mask)
+    expected = jax.value_and_grad(global_mean)(PARAMS, X, mask)
+    close((value, grads, aux["mse"], aux["each"]), (*expected, expected[0], errors_of(PARAMS, X).mean(-1)))
+
+
 def by_hand(params, x, residuals=None):
     def step(params, x, residuals):
         _, grads = cgx.local_value_and_grad(loss_fn, "data")(params, x)
@@ -312,18 +324,18 @@ def test_argnums(kind, argnums):
 
 
 def test_leaves_without_gradients():
-    """As in a module of Equinox: an activation, a number, a count."""
+    """An activation and a count, but not a number, of which JAX has one."""
     params = {**PARAMS, "f": jnp.tanh, "scale": 2.0, "steps": jnp.arange(3)}
 
     def fun(params, x):
         return (params["f"](x @ params["w"] + params["b"]) * params["scale"] * jnp.float32(params["steps"][2])).mean()
 
-    floats = {k: params[k] for k in ("w", "b")}
+    floats = {k: params[k] for k in ("w", "b", "scale")}
     f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), feedback=True)
     (value, grads), residuals = f(params, X, residuals=f.init(params))
     expected = jax.value_and_grad(lambda p: fun({**params, **p}, X))(floats)
     close((value, {k: grads[k] for k in floats}), expected)
-    assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
+    assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "steps"]
 
 
 def test_a_module_that_changes():
@@ -355,6 +367,47 @@ def test_a_module_that_changes():
             found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw()), "data", place(mesh, X))
     in_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
+
+
+def test_modules_that_a_pytree_does_not_have():
+    """NNX: a variable in two places, and what a module has anew or changes of itself that is no array."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, tied=False):
+            self.inner = nnx.Linear(30, 30, use_bias=False, rngs=nnx.Rngs(0))
+            self.outer = self.inner if tied else nnx.Linear(30, 30, use_bias=False, rngs=nnx.Rngs(1))
+            self.calls = 0
+
+        def __call__(self, x):
+            return self.outer(jnp.tanh(self.inner(x)))
+
+    def sowing(model, x):
+        model.mean = nnx.Intermediate(x.mean())  # as sow does
+        return model(x).mean()
+
+    def counting(model, x):
+        model.calls += 1
+        return model(x).mean()
+
+    mesh = mesh_of(AxisType.Auto)
+    for fun in (sowing, counting):
+        with raises(
+            ValueError, says("value_and_grad", "loss_fn", expected="only variables", remedy="__init__ has_aux")
+        ):
+            cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(Model(), X)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    at = "leaf [0][0].outer.kernel"
+    with raises(ValueError, says("value_and_grad", "loss_fn", at=at, expected="one place", remedy="nnx.split")):
+        cgx.value_and_grad(loss, "data", cgx.Raw(), mesh=mesh)(Model(tied=True), X)
+    graph, params, rest = nnx.split(Model(tied=True), nnx.Param, ...)
+    merged = lambda params, x: loss(nnx.merge(graph, params, rest), x)
+    found = cgx.grad(merged, "data", cgx.Raw(), mesh=mesh)(params, X)
+    close(found, jax.grad(merged)(params, X))
+    with raises(
+        TypeError, says("value_and_grad", "argnums", expected="a position", got="DiffState", remedy="cgx.Skip")
+    ):
+        cgx.value_and_grad(loss, "data", CODEC, argnums=nnx.DiffState(0, nnx.Param))
 
 
 class Statistics:
@@ -497,10 +550,16 @@ def test_bad_arguments():
     with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight) two scalars")):
         vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
         cgx.value_and_grad(vectors, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
-    with raises(
-        ValueError, says("value_and_grad", "argnums", expected="floating point", got="'float'", remedy="number")
+    with raises(ValueError, says("value_and_grad", "argnums", expected="floating point", got="'int'", remedy="float")):
+        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2, X)
+    pair = lambda p, x: (loss_fn(p, x), 1.0)
+    for fun, options, words in (
+        (pair, {}, dict(expected="returns a loss", got="one that returns a pair", remedy="weighted=True has_aux=True")),
+        (loss_fn, {"has_aux": True}, dict(expected="(loss, aux)", remedy="leave out has_aux")),
+        (lambda p, x: (pair(p, x), x), {"has_aux": True}, dict(expected="returns a loss", remedy="weighted=True")),
     ):
-        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2.0, X)
+        with raises(ValueError, says("value_and_grad", "loss_fn", **words)):
+            cgx.value_and_grad(fun, "data", CODEC, mesh=mesh, **options)(PARAMS, X)
     with raises(TypeError, says("value_and_grad", "argnums", expected="a position", got="'w'")):
         cgx.value_and_grad(loss_fn, "data", CODEC, argnums="w")
     with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf ['n']", expected="number examples", got="6 of")):
@@ -565,6 +624,21 @@ def test_an_argument_that_is_no_example():
     close(jax.jit(f)(PARAMS, X, y, scale=scale), expected)
     f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), batch_specs={"x": P("data")}, mesh=mesh)
     close(f(PARAMS, x=X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+def test_one_example_of_a_rank_is_not_broadcast():
+    mesh, x, y = mesh_of(AxisType.Auto), X[:RANKS], normal((RANKS, 40), 5)
+    fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
+    closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), mesh=mesh)(p, x)
+    words = says("value_and_grad", "loss_fn", expected="takes batch", got="one that closes over float32[4, 40]")
+    for call in (closing, jax.jit(closing)):
+        with raises(ValueError, words):
+            call(PARAMS, x, y)
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", expected="one", remedy="shard")):
+        cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
+    bank = lambda params, x, y: (x @ params["w"] @ y.T).mean()
+    f = cgx.value_and_grad(bank, "data", cgx.Raw(), batch_specs=(P("data"), P()))
+    close(f(PARAMS, place(mesh, x), place(mesh, y, P())), jax.value_and_grad(bank)(PARAMS, x, y))
 
 
 def test_two_words_or_a_batch_of_two():
