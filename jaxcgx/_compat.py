@@ -11,6 +11,7 @@ from jax._src import effects, shard_map
 from jax._src.core import (
     NamedAxisEffect,  # tells jit and scan which axes must be bound; it is public nowhere
     abstract_token,  # it is public from 0.11 on
+    eval_jaxpr,  # types don't have the public one
     trace_state_clean,  # it is public nowhere
 )
 from jax._src.dispatch import prim_requires_devices_during_lowering  # it is public nowhere
@@ -36,6 +37,7 @@ __all__ = [
     "batching",
     "devices_of",
     "effects_in_order",
+    "eval_jaxpr",
     "is_eager",
     "lower_call_of_python",
     "lower_ordered",

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from jaxcgx import _compat
+
 MOST = 64  # programs that are kept
 _compiled: dict[Any, Any] = {}
 
@@ -16,7 +18,7 @@ def call(traced: Any, *args: Any, mesh: Any) -> Any:
     compiled once. Arrays that a function closes over are arguments of its program, so that they may change.
     """
     consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
-    evaluate = functools.partial(jax.core.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
+    evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
     lowered = jax.jit(evaluate).lower(consts, *flat)
     text = lowered.as_text()
     places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
