@@ -11,6 +11,8 @@ from jax._src import effects, shard_map
 from jax._src.core import (
     NamedAxisEffect,  # tells jit and scan which axes must be bound; it is public nowhere
     abstract_token,  # it is public from 0.11 on
+    eval_jaxpr,  # types don't have the public one
+    trace_state_clean,  # it is public nowhere
 )
 from jax._src.dispatch import prim_requires_devices_during_lowering  # it is public nowhere
 from jax._src.distributed import global_state as distributed  # its store of keys and values is public nowhere
@@ -35,6 +37,8 @@ __all__ = [
     "batching",
     "devices_of",
     "effects_in_order",
+    "eval_jaxpr",
+    "is_eager",
     "lower_call_of_python",
     "lower_ordered",
     "match_varying",
@@ -60,6 +64,11 @@ def varying_axes(x: Any) -> frozenset[Any]:
     if hasattr(aval, "vma"):  # until 0.9
         return aval.vma
     return aval.manual_axis_type.varying
+
+
+def is_eager() -> bool:
+    """Whether nothing is traced: outside of jit, vmap and grad."""
+    return trace_state_clean()
 
 
 def match_varying(*arrays: Any) -> list[jax.Array]:

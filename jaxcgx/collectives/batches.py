@@ -9,23 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
-from jaxcgx.collectives.splitting import Ranks, check_spans
-
-
-class Hashed:
-    """A tree that jit takes as static."""
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
-        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: isinstance(x, P))
-        self._key = tuple((type(x), x) for x in leaves), structure  # 1, 1.0 and True are equal
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Hashed) and self._key == other._key
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.collectives.splitting import Ranks, check_spans, examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +20,11 @@ class Split:
     ranks: Ranks
     places: tuple[int, ...]  # of the differentiated arguments
     tree: Any  # the structure of the other arguments
-    static: Hashed  # their leaves that are no arrays; None in place of the others
+    static: list[Any]  # their leaves that are no arrays; None in place of the others
     is_array: tuple[bool, ...]
     specs: tuple[P, ...]  # of the arrays
     keys: tuple[bool, ...]  # which of them is a single random key
-    param_specs: Hashed  # over the other axes of the mesh
+    param_specs: Any  # over the other axes of the mesh
 
     @classmethod
     def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
@@ -56,20 +41,27 @@ class Split:
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
         arrays = [leaf for leaf, array in zip(found, is_array) if array]
         check_spans(ranks.op, ranks.mesh, ranks.names, leaves=arrays)
-        specs: list[tuple[Any, Any, P | None]] = []
+        leaves: list[tuple[Any, Any, P | None]] = []
         keys: list[bool] = []
         for (path, x), spec in zip(arrays, (spec for spec, array in zip(given, is_array) if array)):
-            keys.append(is_key(x) and (spec is None or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)))
-            specs.append((path, x, P() if keys[-1] else ranks.spec_of_batch(x) if spec is None else spec))
+            raw = _is_raw_key(x) and spec is None and not any(ranks.spec_of_batch(x) or ())
+            keys.append(raw or (jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.ndim))
+            leaves.append((path, x, P() if keys[-1] else spec))
+        specs = ranks.check_batch(leaves)
+        if any(spec and x.shape[0] == 2 for (_, x, _), spec in zip(leaves, specs)):
+            for path, x, _ in (leaf for leaf, key in zip(leaves, keys) if key and _is_raw_key(leaf[1])):
+                expected, got = "a typed key, or batch_specs", f"{spell_array(x)}, a random key or a batch of 2"
+                remedy = f"make keys with jax.random.key, or {ranks.remedy}"
+                raise wrong(ranks.op, "batch_specs", expected, got, remedy, path=path)
         return cls(
             ranks=ranks,
             places=places,
             tree=tree,
-            static=Hashed([None if array else x for (_, x), array in zip(found, is_array)]),
+            static=[None if array else x for (_, x), array in zip(found, is_array)],
             is_array=tuple(is_array),
-            specs=tuple(ranks.check_batch(specs)),
+            specs=tuple(specs),
             keys=tuple(keys),
-            param_specs=Hashed(param_specs),
+            param_specs=param_specs,
         )
 
     def arrays(self, others: Any) -> list[Any]:
@@ -79,9 +71,39 @@ class Split:
     def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """What the loss function is called with."""
         each = iter(arrays)
-        leaves = [next(each) if array else x for x, array in zip(self.static.tree, self.is_array)]
+        leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
+
+    def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
+        """Refuses a loss that closes over what looks like all examples, where a rank's single one is broadcast.
+
+        More than one example of a rank doesn't fit to all, and JAX says so. Arguments are those of `aux_specs`.
+        """
+        ranks = self.ranks
+        if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
+            return
+        parts = self._parts(arrays)
+        program, _ = self._trace(lambda given: call(given)[0], params, parts)
+        for x in _closed_over(program, len(jax.tree_util.tree_leaves((params, parts)))):
+            if np.shape(x)[:1] == (ranks.size,):
+                expected = "a function that takes the batch as arguments, of which a rank has a single example"
+                got = f"one that closes over {spell_array(x)}, which looks like the examples of all ranks"
+                remedy = f"pass it to the call; if it is no batch, {ranks.remedy}"
+                raise wrong(ranks.op, "loss_fn", expected, got, remedy)
+
+    def _parts(self, arrays: Any) -> list[Any]:
+        """The shapes that a rank has of the other arrays."""
+        return [self.ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
+
+    def _trace(self, call: Callable[..., Any], params: Any, arrays: Any) -> Any:
+        """(the program, the shapes of its results) of a function of a loss's arguments, for arrays of these shapes."""
+        axes = [(name, self.ranks.mesh.shape[name]) for name in self.ranks.names]  # a loss may average over them
+        traced = lambda params, arrays: call(self.arguments(params, arrays))
+        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
+        return jax.make_jaxpr(traced, axis_env=axes, return_shape=True)(
+            *jax.tree_util.tree_map(shape, (params, arrays))
+        )
 
     def aux_specs(self, call: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
         """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say.
@@ -94,16 +116,10 @@ class Split:
           arrays: the other arrays.
         """
 
-        def aux(params: Any, arrays: Any) -> Any:
-            return call(self.arguments(params, arrays))[1]
-
         ranks = self.ranks
-        axes = [(name, ranks.mesh.shape[name]) for name in ranks.names]  # a loss may average statistics over them
-        trace = jax.make_jaxpr(aux, axis_env=axes, return_shape=True)
-        shapes = lambda tree: jax.tree_util.tree_map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), tree)
-        of_all, whole = trace(shapes(params), shapes(arrays))
-        parts = [ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
-        of_part, local = trace(shapes(params), parts)
+        aux = lambda given: call(given)[1]
+        of_all, whole = self._trace(aux, params, arrays)
+        of_part, local = self._trace(aux, params, self._parts(arrays))
         of_rank = [False] * len(jax.tree_util.tree_leaves(params))
         of_rank += [key or any(spec) for key, spec in zip(self.keys, self.specs)]
         differ = _affected(of_part, of_rank)
@@ -152,21 +168,62 @@ def _constants(jaxpr: Any) -> list[str | None]:
     return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
 
 
-def changes(op: str, before: list[tuple[Any, Any]], given: Any) -> dict[int, Any]:
+def _closed_over(jaxpr: Any, count: int) -> list[Any]:
+    """The arrays that a function of `count` arrays closes over, or their types."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
+    for eqn in inner.eqns:
+        for value in eqn.params.values():
+            if hasattr(value, "consts"):
+                found += _closed_over(value, len(getattr(value, "jaxpr", value).invars))
+    return found
+
+
+def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
     """The leaves of its arguments that a loss has changed, as modules of NNX do, by their places among `before`.
 
-    Each rank has copies. What it assigns to a list or a dict would be lost.
+    Each rank has copies. What it assigns to a list or a dict would be lost, and so would what a module has anew.
     """
-    after = dict(jax.tree_util.tree_leaves_with_path(given))
-    found = {i: after[path] for i, (path, old) in enumerate(before) if path in after and after[path] is not old}
+    (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
+    after = dict(now)
+    found = {i: after[path] for i, (path, old) in enumerate(leaves) if path in after and after[path] is not old}
     for i in found:
-        path, _ = before[i]
+        path, _ = leaves[i]
         if not isinstance(path[-1], jax.tree_util.GetAttrKey):
             expected, got = "a function that leaves its arguments as they are", "one that changes them"
             raise wrong(
                 op, "loss_fn", expected, got, "return what is new beside the loss, with has_aux=True", path=path
             )
+    for old, new in zip(_modules(structure), _modules(structure_now)):
+        if old != new:
+            expected = "a function that changes only variables of a module, which it had before"
+            remedy = (
+                "make variables in __init__, also of what is counted (nnx.Variable), or return what is new beside the "
+                "loss, with has_aux=True; change what is static before the call"
+            )
+            raise wrong(op, "loss_fn", expected, f"one that changes attributes of {old[0].__name__}", remedy)
     return found
+
+
+def _modules(structure: Any) -> list[tuple[type, Any]]:
+    """(type, what is static) of the nodes of a tree that are no plain containers, of which a loss has its own."""
+    data = structure.node_data()
+    own = [] if data is None or data[0] in (dict, list, tuple) else [data]
+    return own + [each for child in structure.children() for each in _modules(child)]
+
+
+def check_aliases(op: str, arguments: Any) -> None:
+    """Refuses variables of NNX that are in two places: in a pytree they are two, with half a gradient each."""
+    seen: dict[int, Any] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_variable):
+        if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:
+            expected = "modules of which every variable is in one place, as JAX's pytrees have it"
+            got = f"one that is also {jax.tree_util.keystr(first)}"
+            remedy = (
+                "share the module by calling it twice, as emb.attend does, or differentiate a state: "
+                "graph, params, rest = nnx.split(model, nnx.Param, ...), and nnx.merge(graph, params, rest) in the loss"
+            )
+            raise wrong(op, "loss_fn", expected, got, remedy, path=path)
 
 
 def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
@@ -175,10 +232,15 @@ def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
     for key in inner:
         is_name = isinstance(key, jax.tree_util.GetAttrKey)
         tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
-    if hasattr(tree, "set_value"):  # a variable of NNX, whose attribute is deprecated
+    if _is_variable(tree):  # whose attribute is deprecated
         tree.set_value(value)
     else:
         setattr(tree, last.name, value)
+
+
+def _is_variable(x: Any) -> bool:
+    """Whether this is a variable of NNX. Its Rngs have an attribute of every name, but not their type."""
+    return hasattr(type(x), "set_value")
 
 
 def is_none(x: Any) -> bool:
@@ -187,13 +249,19 @@ def is_none(x: Any) -> bool:
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
     """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
-    differentiated = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.inexact)
-    take = lambda wanted: jax.tree_util.tree_map(lambda x: x if differentiated(x) == wanted else None, params)
+
+    def differentiated(path: Any, x: Any) -> bool:
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            return jnp.issubdtype(x.dtype, jnp.inexact)
+        # Of a number in a module, Equinox takes no gradient. Of one in a dict, JAX does.
+        return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
+
+    take = lambda wanted: jax.tree_util.tree_map_with_path(
+        lambda path, x: x if differentiated(path, x) == wanted else None, params
+    )
     return take(True), take(False)
 
 
-def is_key(x: Any) -> bool:
-    """Whether an array is one random key, typed or as two words."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return not x.ndim
+def _is_raw_key(x: Any) -> bool:
+    """Whether an array is one random key as two words, or looks like it."""
     return x.dtype == np.uint32 and x.shape == (2,)

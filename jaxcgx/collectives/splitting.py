@@ -117,23 +117,46 @@ class Ranks:
         return jax.tree_util.tree_map_with_path(spec_of, params)
 
     def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
-        """The specs of arrays, from (path, array, spec or None) of each.
+        """The specs of arrays, from (path, array, the caller's spec or None) of each.
 
-        Where nothing says how an array is split, it is along its first dimension, which all such arrays then share.
+        Where nothing says how an array is split, it is along its first dimension. That must have as many examples as
+        the others.
         """
-        found, first = [], None
-        for path, x, known in leaves:
-            spec = P(self.names) if known is None else known
-            if known is None:
-                first = first or (path, x)
-                if np.shape(x)[0] != np.shape(first[1])[0]:
+        known = [self.spec_of_batch(x) if given is None else given for _, x, given in leaves]
+        specs = [P(self.names) if spec is None else spec for spec in known]
+        split = [i for i, spec in enumerate(specs) if any(spec)]
+        first = next((i for i in split if known[i] is not None), split[0] if split else 0)
+        for (path, x, given), spec, said in zip(leaves, specs, known):
+            batch = examples(leaves[first][1], specs[first])
+            if said is None and examples(x, spec) != batch:
+                raise wrong(
+                    self.op,
+                    "batch_specs",
+                    f"one for an array that is not split over {self._spelled()} like the others",
+                    f"none, and leaves {jax.tree_util.keystr(leaves[first][0])} of {spell_array(leaves[first][1])} and "
+                    f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose numbers of examples differ",
+                    self.remedy,
+                )
+            # More than one example of a rank doesn't fit to those of all. One does: it is broadcast.
+            if given is None and said == P() and np.shape(x)[:1] == (batch,) == (self.size,):
+                raise wrong(
+                    self.op,
+                    "batch_specs",
+                    f"one for an array that looks like the examples of all ranks of {self._spelled()}",
+                    f"{spell_array(x)}, which is whole on every rank, and the others are split",
+                    f"shard it like the others, or {self.remedy}",
+                    path=path,
+                )
+            for part in spec:
+                ranked = [name for name in _names(part) if name in self.names]
+                if ranked != sorted(ranked, key=self.names.index):
                     raise wrong(
                         self.op,
-                        "batch_specs",
-                        f"one for an array that is not split over {self._spelled()} like the others",
-                        f"none, and leaves {jax.tree_util.keystr(first[0])} of {spell_array(first[1])} and "
-                        f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose first dimensions differ",
-                        "pass a PartitionSpec for each argument; P() is for one that every rank has whole",
+                        "axis_name",
+                        "axes in the order in which the batch is split over them",
+                        f"{self.names} for an array that is sharded as {tuple(spec)}",
+                        f"pass axis_name={tuple(ranked)}",
+                        path=path,
                     )
             for size, part in zip(np.shape(x), spec):
                 count = math.prod(self.mesh.shape[name] for name in _names(part))
@@ -147,8 +170,7 @@ class Ranks:
                         "(weighted=True); pass batch_specs for arrays that are split otherwise, or not at all",
                         path=path,
                     )
-            found.append(spec)
-        if self.size > 1 and not any(any(spec) for spec in found):
+        if self.size > 1 and not split:
             raise wrong(
                 self.op,
                 "batch_specs",
@@ -157,7 +179,7 @@ class Ranks:
                 "pass the batch as an argument, not by a closure, and shard it: "
                 f"jax.device_put(batch, NamedSharding(mesh, P({self._spelled()}))), or pass batch_specs",
             )
-        return found
+        return specs
 
     def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
         """The shape that a rank has of an array."""
@@ -171,6 +193,14 @@ class Ranks:
         while parts and not parts[-1]:
             parts.pop()
         return P(*(part or None for part in parts))
+
+    @property
+    def remedy(self) -> str:
+        """What to write where nothing says how the arguments are split."""
+        return (
+            f"pass batch_specs=(P({self._spelled()}), P()), a PartitionSpec for each argument that is not "
+            "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
+        )
 
     def _spelled(self) -> str:
         return repr(self.names[0] if len(self.names) == 1 else self.names)
@@ -204,6 +234,11 @@ def _sharding(x: Any) -> NamedSharding | None:
         return sharding if explicit else None
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def examples(x: Any, spec: P) -> int | None:
+    """How many examples an array of a whole batch has: the size of the first dimension that is split."""
+    return next((size for size, part in zip(np.shape(x), spec) if part), None)
 
 
 def _names(part: Any) -> tuple[Any, ...]:

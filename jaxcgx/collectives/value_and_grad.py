@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.codecs.checks import check_codec
+from jaxcgx.collectives import eager
 from jaxcgx.collectives.arguments import Options
-from jaxcgx.collectives.batches import Hashed, Split, assign, changes, insert, is_none, part
+from jaxcgx.collectives.batches import Split, assign, changes, check_aliases, insert, is_none, part
 from jaxcgx.collectives.gradients import check_constraints, own, vary, without_constraints
 from jaxcgx.collectives.psum import reduce
 from jaxcgx.collectives.splitting import Ranks
@@ -48,9 +49,10 @@ def value_and_grad(
         compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
         loss, grads = compressed(params, batch)
 
-    It is used as jax.value_and_grad is, inside or outside of jax.jit, where it is compiled all the same. Every rank of
-    the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples that it gets:
-    the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's partitioner.
+    It is used as jax.value_and_grad is. Outside of jax.jit it is compiled all the same, but traced at every call.
+    Every rank of the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples
+    that it gets: the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's
+    partitioner.
 
     Arguments that are not differentiated are split over the ranks as their sharding says. Where nothing says it, which
     is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
@@ -61,23 +63,24 @@ def value_and_grad(
 
     Args:
       loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. They may
-        have leaves that are no arrays of floating point, such as the functions of an Equinox module, whose gradient is
-        None.
+        have leaves that are no numbers of floating point, such as functions, whose gradient is None, as that of a
+        Python number that is an attribute of a module.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
         `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
         jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
-        of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, and so
-        is what a module of Flax NNX changes of itself.
+        of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, by
+        their weights with weighted=True, and so is what a module of Flax NNX changes of itself.
       mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
       feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
         `residuals=` and returns ((value, grads), residuals).
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The value is the sum of all sums over the
         sum of all weights: a mean over tokens that are not masked.
       batch_specs: how the arguments that are not differentiated are split over the axis: a PartitionSpec, or a tuple
-        with a tree of them (or a prefix of one) for each such positional argument.
+        with a tree of them (or a prefix of one) for each such positional argument. A dict {name: specs} behind these is
+        for keyword arguments.
       param_specs: for a mesh with other axes, where types don't say how the differentiated arguments are sharded over
         these: a tree of PartitionSpecs, or a prefix of one. Gradients are compressed shard by shard.
     """
@@ -87,7 +90,11 @@ def value_and_grad(
     if not isinstance(plan, Plan | dict):
         check_codec(OP, plan, "plan")
     if not all(isinstance(i, int) for i in (argnums if isinstance(argnums, tuple | list) else [argnums])):
-        raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), kind=TypeError)
+        remedy = (
+            'for an nnx.DiffState, pass its position, and skip what is frozen: cgx.Plan(codec, rules=[("kernel", '
+            "cgx.Skip())], min_size=0)"
+        )
+        raise wrong(OP, "argnums", "a position or a tuple of positions", repr(argnums), remedy, kind=TypeError)
     for name, flag in (("has_aux", has_aux), ("feedback", feedback), ("weighted", weighted)):
         check_flag(OP, name, flag)
     return ValueAndGrad(
@@ -139,18 +146,6 @@ class ValueAndGrad:
     batch_specs: Any
     param_specs: Any
 
-    # Equal calls share a compiled program, also where a loop makes them anew.
-    @functools.cached_property
-    def _settings(self) -> Hashed:
-        return Hashed({name: value for name, value in vars(self).items() if name not in ("loss_fn", "_settings")})
-
-    def __hash__(self) -> int:
-        return hash((id(self.loss_fn), self._settings))
-
-    def __eq__(self, other: Any) -> bool:
-        same = isinstance(other, ValueAndGrad) and self.loss_fn is other.loss_fn
-        return same and self._settings == other._settings
-
     def __call__(self, *args: Any, residuals: Any = None, codec_key: Any = None, **kwargs: Any) -> Any:
         if inside := _bound(axis_names(self.axis_name)):
             self._check_inside()
@@ -160,16 +155,17 @@ class ValueAndGrad:
             )
             raise wrong(OP, "residuals", expected, "none" if residuals is None else "some")
         places = self._places(len(args))
+        check_aliases(OP, (args, kwargs))
         params, fixed = part([args[i] for i in places])
         if not jax.tree_util.tree_leaves(params):
             expected = "arguments that have arrays of floating point"
             got = ", ".join(repr(type(args[i]).__name__) for i in places)
-            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass jnp.asarray(number)")
+            raise wrong(OP, "argnums", expected, f"{got} without any", "for a number, pass float(number)")
         others = ([x for i, x in enumerate(args) if i not in places], kwargs, fixed)
         if inside:
             positional, keywords, fixed = others
             arguments = lambda *params: (insert(positional, places, params, fixed), keywords)
-            value, (aux, changed), grads = self.on_this_rank(arguments, params)
+            value, (aux, changed), grads, _ = self.on_this_rank(arguments, params)
             if changed:
                 expected, got = (
                     "a function that leaves modules as they are inside of shard_map",
@@ -180,16 +176,19 @@ class ValueAndGrad:
             return (value, aux) if self.has_aux else value, self.as_argument(grads)
         ranks = self._ranks((params, others))
         param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
-        split = Split.of(ranks, places, others=others, given=self._given_specs(others), param_specs=param_specs)
+        split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
         given = params, split.arrays(others), self.as_list(residuals), codec_key
-        extras = self.has_aux
+        # jit: outside of the caller's jit, shard_map would run operation by operation. A new one at every call: a loss
+        # may close over what has changed.
+        program = jax.jit(functools.partial(_run, self, split, self.has_aux))
         try:
-            traced = _run.trace(self, split, extras, *given)
+            traced = program.trace(*given)
         except _Changed:
-            extras = True
-            traced = _run.trace(self, split, extras, *given)
+            program = jax.jit(functools.partial(_run, self, split, True))
+            traced = program.trace(*given)
         check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
-        done = _run(self, split, extras, *given)
+        split.check_closure(self.call_loss, *given[:2])
+        done = eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
         aux, changed = done.extras
         for i, new in changed.items():
             whole = list(args), kwargs
@@ -232,13 +231,27 @@ class ValueAndGrad:
 
     def call_loss(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
         """(what `loss_fn` returns, (aux, what it changes of its arguments))."""
-        before = jax.tree_util.tree_leaves_with_path(given)
-        found = self.loss_fn(*given[0], **given[1])
-        found, aux = found if self.has_aux else (found, None)
+        before = jax.tree_util.tree_flatten_with_path(given)
+        found, aux = self.loss_fn(*given[0], **given[1]), None
+        is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
+        if self.has_aux:
+            if not is_pair(found):
+                expected, remedy = "a function that returns (loss, aux), with has_aux=True", "leave out has_aux"
+                raise wrong(OP, "loss_fn", expected, "one that returns no pair", remedy)
+            found, aux = found
+        if is_pair(found) != self.weighted:
+            expected = "a function that returns " + ("(sum, weight), with weighted=True" if self.weighted else "a loss")
+            got = f"one that returns {'a pair' if is_pair(found) else 'no pair'}"
+            remedy = "leave out weighted" if self.weighted else "pass weighted=True for (sum, weight)"
+            remedy += "" if self.weighted or self.has_aux else ", has_aux=True for (loss, aux)"
+            raise wrong(OP, "loss_fn", expected, got, remedy)
         return found, (aux, changes(OP, before, given))
 
-    def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any]]:
-        """(the mean of losses, (this rank's aux, changes), gradients whose mean is that of the whole batch)."""
+    def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any], Any]:
+        """(the mean of losses, (aux, changes), gradients whose mean is that of the whole batch, how much it counts).
+
+        Auxiliary outputs are this rank's, which counts that much in their mean.
+        """
         loss = lambda *params: self.call_loss(arguments(*params))
         with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
             return (_of_sums if self.weighted else _of_mean)(loss, params, axis_names(self.axis_name))
@@ -257,21 +270,28 @@ class ValueAndGrad:
     def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
-    def _given_specs(self, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
+    def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
         """For each leaf of the other arguments, the caller's spec, or None. What belongs to parameters is whole."""
         positional, keywords, fixed = others
-        rest = [None] * len(jax.tree_util.tree_leaves(keywords)) + [P()] * len(jax.tree_util.tree_leaves(fixed))
-        if self.batch_specs is None or isinstance(self.batch_specs, P):
-            every = self.batch_specs
-            return [every if np.ndim(x) else None for x in jax.tree_util.tree_leaves(positional)] + rest
+        whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
+        given = self.batch_specs
+        if given is None or isinstance(given, P):
+            return [given if np.ndim(x) else None for x in jax.tree_util.tree_leaves((positional, keywords))] + whole
+        given = [given] if isinstance(given, dict) else list(given)
+        named = given.pop() if len(given) > len(positional) and isinstance(given[-1], dict) else {}
+        for name, value in keywords.items():
+            if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
+                raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
         is_spec = lambda x: isinstance(x, P)
         fill = lambda spec, below: [spec] * len(jax.tree_util.tree_leaves(below))
+        named = {**dict.fromkeys(keywords, P()), **named}
         try:
-            specs = jax.tree_util.tree_map(fill, list(self.batch_specs), positional, is_leaf=is_spec)
+            specs = jax.tree_util.tree_map(fill, [given, named], [positional, keywords], is_leaf=is_spec)
         except (TypeError, ValueError) as error:
             expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
+            expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
             raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + rest
+        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + whole
 
 
 class _Done(NamedTuple):
@@ -287,8 +307,6 @@ class _Changed(Exception):
     """A loss changes its arguments, and that was not expected."""
 
 
-# jit: outside of the caller's jit, shard_map would run operation by operation.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
     call: ValueAndGrad, split: Split, extras: bool, params: Any, arrays: Any, residuals: Any, codec_key: Any
 ) -> "_Done":
@@ -302,12 +320,12 @@ def _run(
     def of_rank(params: Any, arrays: Any, residuals: Any, codec_key: Any) -> Any:
         rank = lax.axis_index(names)
         arrays = [jax.random.fold_in(x, rank) if key else x for x, key in zip(arrays, split.keys)]
-        value, found, grads = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
+        value, found, grads, share = call.on_this_rank(lambda *params: split.arguments(params, arrays), params)
         if not extras and jax.tree_util.tree_leaves(found):
             raise _Changed
         mean = functools.partial(_mean, call)
         if ranks.others:
-            specs = split.param_specs.tree
+            specs = split.param_specs
             row = lambda x, spec: None if x is None else P(None, *spec)
             rows = residuals and jax.tree_util.tree_map(row, residuals, specs, is_leaf=is_none)
             mean = jax.shard_map(
@@ -318,7 +336,10 @@ def _run(
                 check_vma=False,
             )
         grads, kept = mean(grads, residuals, codec_key)
-        shown = [_of_all(x, spec, names) for x, spec in zip(jax.tree_util.tree_leaves(found), specs_of_extras)]
+        counted = lambda x: jnp.where(share == 0, 0, x * share)  # a mean over no tokens may be NaN
+        mean_of = lambda x: _pmean(counted(x), names).astype(jnp.result_type(x))
+        extra = zip(jax.tree_util.tree_leaves(found), specs_of_extras)
+        shown = [mean_of(x) if spec == P() else jnp.asarray(x) for x, spec in extra]
         return _Done(value, shown, grads, kept)
 
     tree, specs_of_extras = jax.tree_util.tree_structure((None, {})), []
@@ -349,8 +370,8 @@ def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tup
     return call.as_list(mean), call.as_list(jax.tree_util.tree_map(lambda x: x[None], kept))
 
 
-def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """(the mean of the ranks' losses, this rank's auxiliary outputs, this rank's gradients)."""
+def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """(the mean of the ranks' losses, this rank's auxiliary outputs, this rank's gradients, how much it counts)."""
 
     def checked(*params: Any) -> tuple[Any, Any]:
         value, aux = loss(*params)
@@ -358,13 +379,13 @@ def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> t
 
     every = tuple(range(len(params)))
     (value, aux), grads = jax.value_and_grad(checked, argnums=every, has_aux=True)(*vary(params, names))
-    return _pmean(value, names), aux, list(grads)
+    return _pmean(value, names), aux, list(grads), 1
 
 
 # The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
 # ranks of ds / W - S / W^2 dw. A rank's gradients are that times the number of ranks, because their mean is taken.
-def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """(the sum of all sums over the sum of all weights, this rank's auxiliary outputs, this rank's gradients)."""
+def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
+    """(the sum of all sums over the sum of all weights, and of this rank: aux, gradients, how much it counts)."""
     tracked = _compat.tracked_axes(names)
 
     def sums(*params: Any) -> tuple[Any, Any]:
@@ -380,16 +401,12 @@ def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> t
     all_sums, all_weights = lax.psum((total, weight), names)
     value, ranks = all_sums / all_weights, lax.axis_size(names)
     cts = ranks / all_weights, -ranks * value / all_weights
-    return value, aux, list(back(tuple(_compat.vary(ct, tracked) for ct in cts)))
+    grads = list(back(tuple(_compat.vary(ct, tracked) for ct in cts)))
+    return value, aux, grads, ranks * weight / all_weights
 
 
 def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
     return lax.pmean(_compat.vary(jnp.asarray(x), _compat.tracked_axes(names)), names)
-
-
-def _of_all(x: Any, spec: P | None, names: tuple[Any, ...]) -> jax.Array:
-    """An auxiliary output as it leaves a rank: a part of the whole, the mean, or what all ranks have."""
-    return _pmean(x, names) if spec == P() else jnp.asarray(x)
 
 
 def _bound(names: tuple[Any, ...]) -> bool:

@@ -212,17 +212,40 @@ def test_numbers_that_are_equal_are_not_the_same():
     np.testing.assert_allclose((five, four), (three * 5 / 3, three * 4 / 3), rtol=1e-5)
 
 
-def test_a_loop_that_makes_it_anew_compiles_once():
-    traced = []
+def test_a_loop_outside_of_jit():
+    """What a loss closes over is read at every call. Other arrays there, and a loss made anew, compile nothing."""
+    compiled = []
+    listen = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None
+    teacher, scale, mesh = {"w": PARAMS["w"], "b": np.ones(40, np.float32)}, 1.0, mesh_of(AxisType.Auto)
 
-    def counted(params, x):
-        traced.append(x)
-        return loss_fn(params, x)
+    def distilled(params, x):
+        return scale * ((errors_of(params, x) - jax.nn.relu(errors_of(teacher, x))) ** 2).mean()
 
-    for _ in range(3):
-        f = cgx.value_and_grad(counted, "data", {"data": CODEC}, argnums=[0], mesh=mesh_of(AxisType.Auto))
-        f(PARAMS, X)
-    assert len(traced) == 1
+    def asked():
+        again = lambda params, x: distilled(params, x)
+        return cgx.value_and_grad(again, "data", {"data": cgx.Raw()}, argnums=[0], mesh=mesh)(PARAMS, X)
+
+    stale, expected = asked(), lambda: jax.value_and_grad(lambda *args: distilled(*args))(PARAMS, X)
+    teacher = jax.device_get(jax.tree.map(lambda x: x / 2, teacher))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    value, (grads,) = asked()
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert value != stale[0] and not compiled
+    close((value, grads), expected())
+    scale = 2.0
+    close(asked(), expected())
+
+
+def test_auxiliary_outputs_count_as_much_as_their_ranks():
+    def fun(params, x, mask):
+        total, weight = weighted_fn(params, x, mask)
+        return (total, weight), {"mse": total / weight, "each": errors_of(params, x).mean(-1)}
+
+    mask = MASK.at[:6].set(0)  # a rank without any
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), weighted=True, has_aux=True, mesh=mesh_of(AxisType.Auto))
+    (value, aux), grads = f(PARAMS, X, mask)
+    expected = jax.value_and_grad(global_mean)(PARAMS, X, mask)
+    close((value, grads, aux["mse"], aux["each"]), (*expected, expected[0], errors_of(PARAMS, X).mean(-1)))
 
 
 def by_hand(params, x, residuals=None):
@@ -301,18 +324,18 @@ def test_argnums(kind, argnums):
 
 
 def test_leaves_without_gradients():
-    """As in a module of Equinox: an activation, a number, a count."""
+    """An activation and a count, but not a number, of which JAX has one."""
     params = {**PARAMS, "f": jnp.tanh, "scale": 2.0, "steps": jnp.arange(3)}
 
     def fun(params, x):
         return (params["f"](x @ params["w"] + params["b"]) * params["scale"] * jnp.float32(params["steps"][2])).mean()
 
-    floats = {k: params[k] for k in ("w", "b")}
+    floats = {k: params[k] for k in ("w", "b", "scale")}
     f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh_of(AxisType.Auto), feedback=True)
     (value, grads), residuals = f(params, X, residuals=f.init(params))
     expected = jax.value_and_grad(lambda p: fun({**params, **p}, X))(floats)
     close((value, {k: grads[k] for k in floats}), expected)
-    assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "scale", "steps"]
+    assert [k for k in params if grads[k] is None and residuals[k] is None] == ["f", "steps"]
 
 
 def test_a_module_that_changes():
@@ -344,6 +367,47 @@ def test_a_module_that_changes():
             found = run(lambda f: cgx.value_and_grad(f, "data", cgx.Raw()), "data", place(mesh, X))
     in_numbers = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     close(*(jax.tree.map(in_numbers, tree) for tree in (found, expected)))
+
+
+def test_modules_that_a_pytree_does_not_have():
+    """NNX: a variable in two places, and what a module has anew or changes of itself that is no array."""
+    nnx = pytest.importorskip("flax.nnx", reason="needs the extra `test`")
+
+    class Model(nnx.Module):
+        def __init__(self, tied=False):
+            self.inner = nnx.Linear(30, 30, use_bias=False, rngs=nnx.Rngs(0))
+            self.outer = self.inner if tied else nnx.Linear(30, 30, use_bias=False, rngs=nnx.Rngs(1))
+            self.calls = 0
+
+        def __call__(self, x):
+            return self.outer(jnp.tanh(self.inner(x)))
+
+    def sowing(model, x):
+        model.mean = nnx.Intermediate(x.mean())  # as sow does
+        return model(x).mean()
+
+    def counting(model, x):
+        model.calls += 1
+        return model(x).mean()
+
+    mesh = mesh_of(AxisType.Auto)
+    for fun in (sowing, counting):
+        with raises(
+            ValueError, says("value_and_grad", "loss_fn", expected="only variables", remedy="__init__ has_aux")
+        ):
+            cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(Model(), X)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    at = "leaf [0][0].outer.kernel"
+    with raises(ValueError, says("value_and_grad", "loss_fn", at=at, expected="one place", remedy="nnx.split")):
+        cgx.value_and_grad(loss, "data", cgx.Raw(), mesh=mesh)(Model(tied=True), X)
+    graph, params, rest = nnx.split(Model(tied=True), nnx.Param, ...)
+    merged = lambda params, x: loss(nnx.merge(graph, params, rest), x)
+    found = cgx.grad(merged, "data", cgx.Raw(), mesh=mesh)(params, X)
+    close(found, jax.grad(merged)(params, X))
+    with raises(
+        TypeError, says("value_and_grad", "argnums", expected="a position", got="DiffState", remedy="cgx.Skip")
+    ):
+        cgx.value_and_grad(loss, "data", CODEC, argnums=nnx.DiffState(0, nnx.Param))
 
 
 class Statistics:
@@ -486,10 +550,16 @@ def test_bad_arguments():
     with raises(ValueError, says("value_and_grad", "loss_fn", expected="(sum weight) two scalars")):
         vectors = lambda p, x: (errors_of(p, x).mean(-1), jnp.ones(len(x)))
         cgx.value_and_grad(vectors, "data", CODEC, weighted=True, mesh=mesh)(PARAMS, X)
-    with raises(
-        ValueError, says("value_and_grad", "argnums", expected="floating point", got="'float'", remedy="number")
+    with raises(ValueError, says("value_and_grad", "argnums", expected="floating point", got="'int'", remedy="float")):
+        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2, X)
+    pair = lambda p, x: (loss_fn(p, x), 1.0)
+    for fun, options, words in (
+        (pair, {}, dict(expected="returns a loss", got="one that returns a pair", remedy="weighted=True has_aux=True")),
+        (loss_fn, {"has_aux": True}, dict(expected="(loss, aux)", remedy="leave out has_aux")),
+        (lambda p, x: (pair(p, x), x), {"has_aux": True}, dict(expected="returns a loss", remedy="weighted=True")),
     ):
-        cgx.value_and_grad(lambda w, x: (w * x).mean(), "data", CODEC, mesh=mesh)(2.0, X)
+        with raises(ValueError, says("value_and_grad", "loss_fn", **words)):
+            cgx.value_and_grad(fun, "data", CODEC, mesh=mesh, **options)(PARAMS, X)
     with raises(TypeError, says("value_and_grad", "argnums", expected="a position", got="'w'")):
         cgx.value_and_grad(loss_fn, "data", CODEC, argnums="w")
     with raises(ValueError, says("value_and_grad", "loss_fn", at="leaf ['n']", expected="number examples", got="6 of")):
@@ -527,3 +597,63 @@ def test_bad_calls_inside_of_shard_map():
         inside(loss_fn, feedback=True)
     with raises(NameError, says("value_and_grad", "axis_name", remedy="jax.shard_map")):
         inside(loss_fn, ("data", "model"))
+
+
+def classes_fn(params, x, y, scale):
+    """A loss with an argument that is no example."""
+    return (errors_of(params, x).mean(-1) * scale[y]).mean()
+
+
+def test_an_argument_that_is_no_example():
+    """Beside a batch whose sharding is known, and by keyword."""
+    mesh, y, scale = mesh_of(AxisType.Auto), jnp.arange(24) % 8, jnp.arange(1.0, 9.0)
+    refused = says("value_and_grad", "batch_specs", expected="not split like others", got="none", remedy="P() keyword")
+    expected = jax.value_and_grad(classes_fn)(PARAMS, X, y, scale)
+    batch = place(mesh, (X, y))
+    with raises(ValueError, refused):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw())(PARAMS, *batch, scale)
+    specs = P("data"), P("data")
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="one for 'scale' too", remedy="keyword")):
+        cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=specs)(PARAMS, *batch, scale=scale)
+    with raises(ValueError, says("value_and_grad", "batch_specs", expected="dict of 'y' 'scale'")):
+        f = cgx.value_and_grad(
+            classes_fn, "data", cgx.Raw(), batch_specs=(P("data"), {"y": P("data"), "scale": P(), "z": P()})
+        )
+        f(PARAMS, batch[0], y=batch[1], scale=scale)
+    f = cgx.value_and_grad(classes_fn, "data", cgx.Raw(), batch_specs=(*specs, {"scale": P()}), mesh=mesh)
+    close(jax.jit(f)(PARAMS, X, y, scale=scale), expected)
+    f = cgx.value_and_grad(loss_fn, "data", cgx.Raw(), batch_specs={"x": P("data")}, mesh=mesh)
+    close(f(PARAMS, x=X), jax.value_and_grad(loss_fn)(PARAMS, X))
+
+
+def test_one_example_of_a_rank_is_not_broadcast():
+    mesh, x, y = mesh_of(AxisType.Auto), X[:RANKS], normal((RANKS, 40), 5)
+    fun = lambda params, x, y: ((x @ params["w"] - y) ** 2).mean()
+    closing = lambda p, x, y: cgx.value_and_grad(lambda p, x: fun(p, x, y), "data", cgx.Raw(), mesh=mesh)(p, x)
+    words = says("value_and_grad", "loss_fn", expected="takes batch", got="one that closes over float32[4, 40]")
+    for call in (closing, jax.jit(closing)):
+        with raises(ValueError, words):
+            call(PARAMS, x, y)
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", expected="one", remedy="shard")):
+        cgx.value_and_grad(fun, "data", cgx.Raw())(PARAMS, place(mesh, x), place(mesh, y, P()))
+    bank = lambda params, x, y: (x @ params["w"] @ y.T).mean()
+    f = cgx.value_and_grad(bank, "data", cgx.Raw(), batch_specs=(P("data"), P()))
+    close(f(PARAMS, place(mesh, x), place(mesh, y, P())), jax.value_and_grad(bank)(PARAMS, x, y))
+
+
+def test_two_words_or_a_batch_of_two():
+    mesh, words = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), jnp.uint32([1, 3])
+    fun = lambda params, x, ids: (x @ params["w"] * params["b"][ids][:, None] + params["w"][ids][:, :1]).mean()
+    with raises(ValueError, says("value_and_grad", "batch_specs", at="leaf [0][1]", remedy="jax.random.key P()")):
+        cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)(PARAMS, X[:2], words)
+    expected = jax.value_and_grad(fun)(PARAMS, X[:2], words)
+    f = cgx.value_and_grad(fun, "data", cgx.Raw(), mesh=mesh)
+    close(f(PARAMS, X[:2], place(mesh, words)), expected)
+
+
+def test_axes_in_another_order():
+    mesh = mesh_of(AxisType.Auto, ("a", 2), ("b", 2))
+    x = place(mesh, X, P(("b", "a")))
+    with raises(ValueError, says("value_and_grad", "axis_name", at="leaf [0][0]", expected="order", remedy="pass")):
+        cgx.value_and_grad(loss_fn, ("a", "b"), cgx.Raw())(PARAMS, x)
+    close(cgx.value_and_grad(loss_fn, ("b", "a"), cgx.Raw())(PARAMS, x), jax.value_and_grad(loss_fn)(PARAMS, X))
