@@ -1,7 +1,6 @@
 """Trains a model of Flax NNX to read digits, with nnx.jit and nnx.Optimizer. One line compresses its gradients.
 
-    pip install ".[examples]" flax
-    python examples/nnx_train.py [steps]
+It needs `pip install ".[examples]" flax`. Start it by `python examples/nnx_train.py [steps]`.
 """
 
 import sys
