@@ -1,8 +1,7 @@
 """The gradients of one rank's batch, added up over micro-batches."""
 
-import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,14 +34,17 @@ class Found(NamedTuple):
     model_state: Any  # the new one
 
 
-def local_gradients(objective: Callable[..., Any], ranks: Ranks, accumulate: int) -> Callable[..., Found]:
+def local_gradients(
+    objective: Callable[..., Any], ranks: Ranks, accumulate: int, dimensions: Sequence[int | None]
+) -> Callable[..., Found]:
     """A function (params, Given) -> Found, of one rank's own batch.
 
     Args:
       objective: a function (params, Given) that returns (loss, (model state, aux)).
       ranks: every one draws a key of its own.
       accumulate: the number of micro-batches, each with a key of its own, and with the model state that the one before
-        returned. They share the scalars of the batch.
+        returned.
+      dimensions: for each leaf of a batch the dimension that micro-batches split; None where they share it.
     """
     value_and_grad = ranks.value_and_grad(objective)
 
@@ -58,13 +60,14 @@ def local_gradients(objective: Callable[..., Any], ranks: Ranks, accumulate: int
             key = jax.random.fold_in(key, ranks.net().rank)
         if accumulate == 1:
             return of_micro_batch(params, given._replace(key=key))
-        parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), given.batch)
+        leaves, structure = jax.tree_util.tree_flatten(given.batch)
+        parts = [x if d is None else _split(accumulate, x, d) for x, d in zip(leaves, dimensions)]
 
         def of_part(model_state: Any, i: Any) -> Found:
             own = Given(
                 frozen=given.frozen,
                 model_state=model_state,
-                batch=jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts),
+                batch=structure.unflatten(x if d is None else x[i] for x, d in zip(parts, dimensions)),
                 key=None if key is None else jax.random.fold_in(key, i),
             )
             return of_micro_batch(params, own)
@@ -120,14 +123,12 @@ def addable(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _split(parts: int, x: jax.Array) -> jax.Array:
-    """[parts, size / parts, ...]; a scalar as it is."""
-    if x.ndim == 0:
-        return x
-    if x.shape[0] % parts:
+def _split(parts: int, x: jax.Array, d: int) -> jax.Array:
+    """[parts, ...], with 1 / parts of dimension `d`."""
+    if x.shape[d] % parts:
         expected = f"batches that every rank can split into {parts}"
         raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
-    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
 
 
 def wide(dtype: Any) -> Any:

@@ -40,6 +40,7 @@ def make_train_step(
     compress: Callable[..., Any] = compress_gradients,
     param_specs: Any = None,
     optimizer_specs: Any = None,
+    batch_specs: Any = None,
     gather: Any = Raw(),
     regather: bool = True,
     model_state: str | None = None,
@@ -66,7 +67,8 @@ def make_train_step(
       optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
       mesh: a jax.sharding.Mesh; none with a communicator.
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
-        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch. Or an MPI
+        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and
+        so is what `batch_specs` doesn't split. Or an MPI
         communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of the process, and `init` takes the parameters
         of the first rank.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
@@ -77,6 +79,10 @@ def make_train_step(
         see shards.
       optimizer_specs: how the state of the optimizer is sharded, where not as the parameters: their specs, with
         `data_axis` besides (ZeRO-1). Each rank has whole parameters, and updates its shards. The updates are gathered.
+      batch_specs: how a batch is split over `data_axis`, where not every array is along its first dimension: a
+        PartitionSpec, or a tree of them like the batch, or like its upper part. P() is for arrays that every rank, and
+        every micro-batch, has whole, such as the weights of classes. On Explicit meshes the types of arrays say it.
+        Over MPI, any name says which dimension micro-batches split.
       gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
         parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
         feedback=False. Plans see shards.
@@ -97,7 +103,9 @@ def make_train_step(
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
-    placement = check_placement(mesh, data_axis, param_specs, optimizer_specs)
+    placement = check_placement(
+        mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
+    )
     ranks = check_ranks(OP, data_axis, "data_axis")
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import wrong
 from jaxcgx.optim.accumulation import OP, Given, addable, local_gradients
 from jaxcgx.optim.alone import Alone
+from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.model_state import ModelState, agree, put
 from jaxcgx.optim.placement import Placement
@@ -74,11 +75,11 @@ class Training:
         self.state.check_rows(model_state)
         sent, rest, *lost = opt_state  # lost: by the gather of updates
         placement, skipped, noise = self.placement, self._skipped(params), self.sharded.key(sent)
-        batch, batch_specs = placement.place_batch(batch)
+        batch, batch_specs = placement.place_batch(batch, self.accumulate)
         whole, cut, spec = placement.params_of_rank, placement.gradients_of_rank(skipped), self.state.spec
         # A loss is traced without check_vma, which refuses loops that start from zeros.
         find = placement.over_ranks(
-            functools.partial(self._find, skipped),
+            functools.partial(self._find, skipped, dimensions(batch_specs)),
             in_specs=(whole, spec, batch_specs, P()),
             out_specs=(placement.rows, spec, P(), P()),
             check_vma=False,
@@ -103,9 +104,12 @@ class Training:
         """For each parameter whether it is frozen."""
         return find_skipped(self.plan, self.placement.shards(params))
 
-    def _find(self, skipped: Any, params: Any, model_state: Any, batch: Any, keys: tuple[Any, Any]) -> tuple[Any, ...]:
+    def _find(
+        self, skipped: Any, examples: Any, params: Any, model_state: Any, batch: Any, keys: tuple[Any, Any]
+    ) -> tuple[Any, ...]:
         """What one rank finds: its gradients, with a leading axis of 1, and what all ranks then have of the rest.
 
+        examples: for each leaf of the batch, its dimension of examples, or None.
         keys: of the loss function, and of the gather of parameters.
         """
         key, noise = keys
@@ -113,7 +117,7 @@ class Training:
         trained, frozen = part(whole, skipped)
         loss_of_trained = lambda trained, given: loss_of_whole(join(trained, given.frozen), given)
         own_state = self.state.of_rank(model_state)
-        gradients = local_gradients(loss_of_trained, self.ranks, self.accumulate)
+        gradients = local_gradients(loss_of_trained, self.ranks, self.accumulate, examples)
         found = gradients(trained, Given(frozen, own_state, batch, key))
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
         grads = jax.tree_util.tree_map(lambda x: x[None], join(found.gradients, frozen))

@@ -1,0 +1,105 @@
+"""make_train_step: how a batch is split over ranks and micro-batches, against one program for the whole batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_trees, normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training import mesh_of
+
+import jaxcgx as cgx
+
+W = normal((8, 8), 1)
+BATCH = {"x": normal((16, 8), 2), "y": jnp.arange(16) % 8, "cw": jnp.arange(1.0, 9.0)}
+SPECS = {"x": P("data"), "y": P("data"), "cw": P()}
+EXPLICIT = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+ONE = says(
+    "train.step",
+    "batch",
+    expected="first dimension",
+    got="leaves ['cw'] of float32[8] and ['x'] of float32[16, 8]",
+    remedy="batch_specs make_train_step",
+)
+
+
+def loss_fn(w, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ w, batch["y"])
+    return (losses * batch["cw"][batch["y"]]).mean()
+
+
+def close(found, expected):
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def step_of(loss=loss_fn, mesh=None, **options):
+    """A function of a batch: (loss, parameters) after a step of SGD."""
+    mesh = mesh_of(4) if mesh is None else mesh
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh, plan=cgx.Raw(), **options)
+
+    def step(batch, key=None):
+        params, _, metrics = train.step(*train.init(W), batch, key)
+        return metrics.loss, params
+
+    return step
+
+
+def plain(batch, loss=loss_fn):
+    value, grads = jax.value_and_grad(loss)(W, batch)
+    return value, W - grads
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_specs(accumulate):
+    """Also of arrays whose examples are along another dimension."""
+    close(step_of(batch_specs=SPECS, accumulate=accumulate)(BATCH), plain(BATCH))
+    turned = {**BATCH, "x": BATCH["x"].T}
+    loss = lambda w, batch: loss_fn(w, {**batch, "x": batch["x"].T})
+    step = step_of(loss, batch_specs={**SPECS, "x": P(None, "data")}, accumulate=accumulate)
+    close(step(turned), plain(BATCH))
+
+
+def test_types_say_it():
+    """On an Explicit mesh. Where they can't be meant so, it is an error."""
+    put = lambda specs: {name: jax.device_put(BATCH[name], NamedSharding(EXPLICIT, specs[name])) for name in BATCH}
+    close(step_of(mesh=EXPLICIT, accumulate=2)(put(SPECS)), plain(BATCH))
+    with raises(ValueError, ONE):
+        step_of(mesh=EXPLICIT)(put(dict.fromkeys(SPECS, P())))
+    with raises(ValueError, says("train.step", "batch", expected="first how split", got="leaves ['x']")):
+        step_of(mesh=EXPLICIT)(put({**SPECS, "y": P()}))
+
+
+def test_arrays_that_are_not_all_split_along_their_first_dimension():
+    with raises(ValueError, ONE):
+        step_of()(BATCH)
+    turned = {"x": jax.device_put(BATCH["x"][:8], NamedSharding(mesh_of(4), P(None, "data")))}
+    with raises(ValueError, says("train.step", "batch", at="leaf ['x']", expected="first", remedy="batch_specs")):
+        step_of()(turned)
+    key = jax.random.PRNGKey(0)
+    words = says("train.step", "batch", expected="first", got="leaves ['cw'] of float32[16]", remedy="jax.random.key")
+    with raises(ValueError, words):
+        step_of()({**BATCH, "cw": jnp.ones(16), "key": key})
+    with raises(ValueError, says("train.step", "batch", at="leaf ['x']", expected="4 evenly", got="float32[15, 8]")):
+        step_of()({"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("specs", "error", "words"),
+    [
+        ("data", TypeError, says("make_train_step", "batch_specs", expected="PartitionSpec tree", got="'data'")),
+        (P("model"), ValueError, says("make_train_step", "batch_specs", expected="'data'", got="'model'")),
+        ({"x": P("data")}, ValueError, says("make_train_step", "batch_specs", expected="tree batch", got="{'x'")),
+        (
+            P(None, None, "data"),
+            ValueError,
+            says("make_train_step", "batch_specs", at="leaf ['cw']", expected="at most 1 dimensions", got="P"),
+        ),
+    ],
+    ids=str,
+)
+def test_bad_specs(specs, error, words):
+    with raises(error, words):
+        step_of(batch_specs=specs)(BATCH)
