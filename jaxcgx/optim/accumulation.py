@@ -28,7 +28,8 @@ class Given(NamedTuple):
 class Found(NamedTuple):
     """What a rank finds of a batch."""
 
-    loss: Any
+    loss: Any  # a sum where it has a weight
+    weight: Any  # None without weighted
     aux: Any  # None without has_aux
     gradients: Any
     model_state: Any  # the new one
@@ -40,7 +41,7 @@ def local_gradients(
     """A function (params, Given) -> Found, of one rank's own batch.
 
     Args:
-      objective: a function (params, Given) that returns (loss, (model state, aux)).
+      objective: a function (params, Given) that returns (loss, (weight, model state, aux)).
       ranks: every one draws a key of its own.
       accumulate: the number of micro-batches, each with a key of its own, and with the model state that the one before
         returned.
@@ -50,9 +51,9 @@ def local_gradients(
 
     def of_micro_batch(params: Any, given: Given) -> Found:
         with without_constraints(OP, "loss_fn", ranks.net().names):
-            (loss, (model_state, aux)), grads = value_and_grad(params, given)
+            (loss, (weight, model_state, aux)), grads = value_and_grad(params, given)
         loss, aux = jax.tree_util.tree_map(jnp.asarray, (loss, aux))
-        return Found(loss, aux, grads, model_state)
+        return Found(loss, weight, aux, gradients=grads, model_state=model_state)
 
     def of_batch(params: Any, given: Given) -> Found:
         key = given.key

@@ -17,7 +17,7 @@ REMEDY = "pass batch_specs to make_train_step: a tree like the batch, with P() w
 
 
 def check_batch_specs(specs: Any, names: tuple[Any, ...]) -> None:
-    """Checks that they are PartitionSpecs over axes of the ranks. Over MPI, where `names` is empty, any name will do."""
+    """Checks that they are PartitionSpecs over axes of the ranks. `names` is empty over MPI, where any will do."""
     for path, spec in flatten_specs(specs)[0]:
         if not isinstance(spec, P):
             expected = "a PartitionSpec, or a tree of them like the batch"

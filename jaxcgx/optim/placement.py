@@ -17,7 +17,7 @@ from jaxcgx.collectives.splitting import Ranks, check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.batch import REMEDY, STEP, check_batch_specs, check_even, split_batch
-from jaxcgx.optim.cut import Cut, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
+from jaxcgx.optim.cut import Cut, axes_of, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
 from jaxcgx.optim.frozen import part
 from jaxcgx.optim.specs import specs_per_rank, state_specs
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
@@ -54,6 +54,13 @@ class Placement:
         if self.optimizer_specs is not None:
             check_specs("optimizer_specs", self.optimizer_specs, names)
             check_optimizer_specs(self.optimizer_specs, self.param_specs, names)
+        for path, spec in flatten_specs(self.state_specs)[0] if self._explicit else ():
+            if auto := self._auto(spec):
+                expected = (
+                    "a mesh whose axes are all Auto, or all Explicit, where parameters or state are sharded over it"
+                )
+                remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(mesh.shape)}"
+                raise wrong(OP, "mesh", expected, f"one with {auto[0]!r} Auto and others Explicit", remedy, path=path)
         check_batch_specs(self.batch_specs, names)
 
     @property
@@ -140,8 +147,9 @@ class Placement:
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
         specs = self._specs_of_batch(batch)
         check_even(batch, specs, self.mesh.shape)
-        if self._explicit:  # where shard_map moves nothing
-            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(specs))
+        if self._explicit:  # where shard_map moves nothing, except over Auto axes
+            placed = jax.tree_util.tree_map(lambda spec: P() if self._auto(spec) else spec, specs)
+            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs
 
     def _specs_of_batch(self, batch: Any) -> Any:
@@ -151,6 +159,11 @@ class Placement:
     @property
     def _explicit(self) -> bool:
         return AxisType.Explicit in self.mesh.axis_types
+
+    def _auto(self, spec: P) -> list[Any]:
+        """The axes of a spec that are Auto."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
+        return [name for part in spec for name in axes_of(part) if types[name] == AxisType.Auto]
 
     def over_ranks(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True

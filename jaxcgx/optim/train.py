@@ -46,6 +46,7 @@ def make_train_step(
     model_state: str | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
+    weighted: bool = False,
     donate: bool = True,
     **options: Any,
 ) -> TrainStep:
@@ -98,6 +99,9 @@ def make_train_step(
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
         and sent once. The model state goes from one to the next.
       has_aux: whether `loss_fn` returns auxiliary outputs.
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
+        of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
+        depend on the parameters.
       donate: update parameters and state in place; those that `step` was given are gone.
       **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
@@ -111,8 +115,8 @@ def make_train_step(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
     _check_functions(loss_fn, optimizer, compress)
-    check_flag(OP, "has_aux", has_aux)
-    check_flag(OP, "donate", donate)
+    for name, flag in (("has_aux", has_aux), ("weighted", weighted), ("donate", donate)):
+        check_flag(OP, name, flag)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     training = Training(
@@ -122,7 +126,9 @@ def make_train_step(
         state=ModelState(model_state, ranks),
         optimizer=optax.with_extra_args_support(optimizer),
         transformation=sharded.transformation(compress, options),
-        objective=make_objective(loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux),
+        objective=make_objective(
+            loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux, weighted=weighted
+        ),
         accumulate=accumulate,
         plan=options.get("plan"),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.optim.accumulation import OP, Given, addable, local_gradients
+from jaxcgx.optim.accumulation import OP, Given, addable, local_gradients, wide
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
@@ -119,9 +119,13 @@ class Training:
         own_state = self.state.of_rank(model_state)
         gradients = local_gradients(loss_of_trained, self.ranks, self.accumulate, examples)
         found = gradients(trained, Given(frozen, own_state, batch, key))
+        loss, weight, aux = agree((found.loss, found.weight, found.aux), self.ranks, averaged=addable)
+        grads = found.gradients
+        if weight is not None:  # loss and gradients are means of sums, weight is that of the weights
+            divide = lambda x, dtype: (x.astype(dtype) / weight.astype(dtype)).astype(x.dtype)
+            loss, grads = jax.tree_util.tree_map(lambda x: divide(x, wide(x.dtype)), (loss, grads))
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
-        grads = jax.tree_util.tree_map(lambda x: x[None], join(found.gradients, frozen))
-        loss, aux = agree((found.loss, found.aux), self.ranks, averaged=addable)
+        grads = jax.tree_util.tree_map(lambda x: x[None], join(grads, frozen))
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
     def _exchange(self, skipped: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from errors import raises, says
 from helpers import assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training import mesh_of
+from training import NESTED, mesh_of
 
 import jaxcgx as cgx
 
@@ -86,6 +86,17 @@ def test_arrays_that_are_not_all_split_along_their_first_dimension():
         step_of()({"x": BATCH["x"][:15], "y": BATCH["y"][:15], "cw": 1.0})
 
 
+@NESTED
+def test_meshes_with_axes_of_both_types():
+    mesh = lambda *types: jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
+    kinds = AxisType.Auto, AxisType.Explicit
+    loss = lambda w, x: ((x @ w) ** 2).mean()
+    close(step_of(loss, mesh=mesh(*kinds), param_specs=P(None, "model"))(BATCH["x"]), plain(BATCH["x"], loss))
+    words = says("make_train_step", "mesh", expected="all Auto Explicit", got="one with 'model'", remedy="axis_types=")
+    with raises(ValueError, words):
+        step_of(mesh=mesh(*kinds[::-1]), param_specs=P(None, "model"))
+
+
 @pytest.mark.parametrize(
     ("specs", "error", "words"),
     [
@@ -103,3 +114,57 @@ def test_arrays_that_are_not_all_split_along_their_first_dimension():
 def test_bad_specs(specs, error, words):
     with raises(error, words):
         step_of(batch_specs=specs)(BATCH)
+
+
+MASK = jnp.linspace(0.1, 1.0, 16).at[jnp.array([0, 1, 5, *range(11, 16)])].set(0.0)  # the last rank has none
+
+
+def sums(w, batch):
+    return (((batch["x"] @ w) ** 2).mean(-1) * batch["mask"]).sum(), batch["mask"].sum()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_weighted_means(accumulate):
+    """Of all ranks and micro-batches, some of which have no weight."""
+    batch = {"x": BATCH["x"], "mask": MASK}
+    close(
+        step_of(sums, weighted=True, accumulate=accumulate)(batch),
+        plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))),
+    )
+
+
+def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
+    def loss(w, state, batch):
+        return sums(w, batch), (state + batch["x"].mean(), {"mean": batch["x"].mean()})
+
+    batch = {"x": BATCH["x"], "mask": MASK}
+    options = dict(plan=cgx.Raw(), weighted=True, has_aux=True, model_state="mean", param_specs=P("data"), accumulate=2)
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh_of(4), **options)
+    params, state, _, metrics = train.step(*train.init(W, jnp.zeros(())), batch)
+    close((metrics.loss, params), plain(batch, lambda w, batch: jnp.divide(*sums(w, batch))))
+    close((state, metrics.aux["mean"]), (2 * batch["x"].mean(), batch["x"].mean()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (
+            lambda w, x: (w.sum(), jnp.abs(w).sum()),
+            ValueError,
+            says("make_train_step", "loss_fn", expected="weight parameters", got="one", remedy="jax.lax.stop_gradient"),
+        ),
+        (
+            lambda w, x: (x @ w).mean(),
+            ValueError,
+            says("make_train_step", "loss_fn", expected="((sum, weight))", got="one"),
+        ),
+        (
+            lambda w, x: ((x @ w).sum(), x),
+            TypeError,
+            says("make_train_step", "loss_fn", expected="weight number", got="float32[4, 8]"),
+        ),
+    ],
+)
+def test_bad_weights(loss, error, words):
+    with raises(error, words):
+        step_of(loss, weighted=True)(BATCH["x"])
