@@ -93,12 +93,13 @@ def make_train_step(
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
         `step` take and return it behind the parameters. "mean": all ranks have the same. Numbers of floating point are
-        averaged over the ranks after each step, uncompressed. Others, such as counters, are those of the first rank.
-        Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them. "per_rank": each rank keeps
-        its own. `init` and `step` return a `PerRank`, with a row for each rank.
+        averaged over the ranks after each step, uncompressed. Others, such as counters, must not depend on the batch,
+        except through jax.lax.psum. Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them.
+        "per_rank": each rank keeps its own. `init` and `step` return a `PerRank`, with a row for each rank.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
         and sent once. The model state goes from one to the next.
-      has_aux: whether `loss_fn` returns auxiliary outputs.
+      has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
+        the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
         of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
         depend on the parameters.
@@ -130,6 +131,7 @@ def make_train_step(
             loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux, weighted=weighted
         ),
         accumulate=accumulate,
+        has_aux=has_aux,
         plan=options.get("plan"),
     )
     if model_state is not None:

@@ -96,7 +96,7 @@ def test_as_by_hand():
 
 def test_keys_and_auxiliary_outputs():
     def loss(params, x, key):
-        return (params * x).sum(), {"drawn": jax.random.normal(key, (3,)), "key": key, "rank": R, "two": 2}
+        return (params * x).sum(), {"drawn": jax.random.normal(key, (3,)), "key": key, "rank": R, "two": 2, "x": x}
 
     train = cgx.make_train_step(loss, OPTIMIZER, data_axis=COMM, plan=CODEC, has_aux=True)
     key = jax.random.key(5)
@@ -104,7 +104,8 @@ def test_keys_and_auxiliary_outputs():
     drawn = [jax.random.normal(jax.random.fold_in(key, rank), (3,)) for rank in range(N)]
     np.testing.assert_allclose(aux["drawn"], np.mean(drawn, 0), rtol=1e-5, atol=1e-6)
     assert aux["key"] == jax.random.fold_in(key, 0) and aux["two"] == 2
-    np.testing.assert_allclose(aux["rank"], (N - 1) / 2)
+    np.testing.assert_array_equal(aux["x"], jnp.ones(30))
+    assert aux["rank"] == 0
 
 
 def test_weighted_means():

@@ -168,3 +168,70 @@ def test_weighted_means_of_shards_with_auxiliary_outputs_and_a_model_state():
 def test_bad_weights(loss, error, words):
     with raises(error, words):
         step_of(loss, weighted=True)(BATCH["x"])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auxiliary_outputs_of_each_example(accumulate):
+    """Along any dimension. They are those of the whole batch, and what doesn't depend on it is as it was."""
+
+    def loss(w, batch):
+        @jax.jit
+        def count(n, row):  # integers go through loops and inner programs beside the batch
+            return jax.lax.scan(lambda n, x: (n + 1, x * 2), n, row)
+
+        n, twice = count(jnp.int32(0), batch["x"][0])
+        out = batch["x"] @ w
+        return (out**2).mean() + 0 * twice.sum(), {
+            "out": out,
+            "turned": out.T,
+            "y": batch["y"],
+            "n": n,
+            "mean": out.mean(),
+        }
+
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh_of(4), plan=cgx.Raw(), has_aux=True, accumulate=accumulate)
+    *_, metrics = train.step(*train.init(W), {"x": BATCH["x"], "y": BATCH["y"]})
+    out = BATCH["x"] @ W
+    close(metrics.aux, {"out": out, "turned": out.T, "y": BATCH["y"], "n": jnp.int32(8), "mean": out.mean()})
+
+
+AUX = dict(has_aux=True)
+STATE = dict(model_state="mean")
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "words"),
+    [
+        (lambda y: (y == 0).sum(), AUX, dict(expected="means row", got="int32[]", remedy="return mean")),
+        (lambda y: len(y), AUX, dict(expected="number of examples", got="4, and 8")),
+        (lambda y: jnp.outer(y, y), AUX, dict(expected="along one", got="int32[4, 4], and int32[8, 8]")),
+        (lambda y: y.reshape(4), AUX, dict(expected="any number", got="one that fails", remedy="sizes shapes")),
+        (lambda y: jax.lax.psum((y == 0).sum(), "data"), AUX, None),
+        (
+            lambda y: jax.lax.psum((y == 0).sum(), "data"),
+            dict(AUX, accumulate=2),
+            dict(expected="means", got="int32[]"),
+        ),
+        (
+            lambda y: (y == 0).sum(),
+            STATE,
+            dict(expected="integers part", got="int32[]", remedy="jax.lax.psum per_rank"),
+        ),
+        (lambda y: jax.lax.psum((y == 0).sum(), "data"), STATE, None),
+    ],
+)
+def test_integers_that_depend_on_the_batch(found, options, words):
+    """They are an error where ranks have different ones."""
+
+    def loss(w, *rest):
+        return w.sum() * rest[-1].mean(), found(rest[-1].astype(jnp.int32))
+
+    train = cgx.make_train_step(loss, optax.sgd(1.0), mesh_of(4), plan=cgx.Raw(), **options)
+    start = train.init(W, jnp.int32(0)) if "model_state" in options else train.init(W)
+    batch = BATCH["y"].astype(jnp.float32)
+    if words is None:
+        _, state, *_, metrics = train.step(*start, batch)
+        assert (state if "model_state" in options else metrics.aux) == 2
+    else:
+        with raises(ValueError, says("make_train_step", "loss_fn", **words)):
+            train.step(*start, batch)

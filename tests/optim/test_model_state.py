@@ -114,7 +114,8 @@ def test_with_auxiliary_outputs_and_a_key():
     first = found = train.init(W, given)
     for _ in range(3):
         *found, metrics = train.step(*found, X[:4], key=jax.random.key(3))
-    assert len(traces) == 1 and found[1].tolist() == [3, 3, 3]
+    assert train.step._cache_size() == 1 and len(traces) == 3  # two of them look for rows among auxiliary outputs
+    assert found[1].tolist() == [3, 3, 3]
     draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
     np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
     assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
