@@ -25,6 +25,8 @@ def check_batch_specs(specs: Any, names: tuple[Any, ...]) -> None:
         if other := [name for part in spec for name in axes_of(part) if names and name not in names]:
             expected = f"PartitionSpecs over {', '.join(map(repr, names))}, as other axes are the partitioner's"
             raise wrong(OP, "batch_specs", expected, repr(other[0]), path=path)
+        if any(list(axes_of(part)) != sorted(axes_of(part), key=names.index) for part in spec if names):
+            raise wrong(OP, "batch_specs", f"axes in the order of {names}", spec, path=path)
 
 
 def split_batch(batch: Any, given: Any, rows: P, said: Callable[[Any], P | None]) -> Any:

@@ -57,13 +57,13 @@ def make_objective(
 
 def _scalar(x: Any, what: str) -> jax.Array:
     """A loss, a sum or a weight, checked. JAX doesn't differentiate others."""
-    expected, got = f"a function whose {what} is a number", None
-    if isinstance(x, tuple | list | dict):
+    expected, got, remedy = f"a function whose {what} is a number", None, ""
+    if not (hasattr(x, "shape") or isinstance(x, int | float)):
         got, remedy = f"a {type(x).__name__}", "pass has_aux=True for (loss, aux), weighted=True for (sum, weight)"
-    elif not isinstance(x, int | float) and jnp.shape(x):
+    elif jnp.shape(x):
         got, remedy = spell_array(x), "return a mean, as in losses.mean()"
     elif what != "weight" and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        expected, got, remedy = f"a function whose {what} is of floating point", spell_array(x), ""
+        expected, got = f"a function whose {what} is of floating point", spell_array(x)
     if got is not None:
         raise wrong(OP, "loss_fn", expected, got, remedy, kind=TypeError)
     return jnp.asarray(x)

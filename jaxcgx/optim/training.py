@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import spell_array, wrong
 from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable, local_gradients, wide
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.model_state import ModelState, agree, put
+from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.outputs import find_outputs
 from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import Ranks
@@ -57,6 +58,7 @@ class Training:
         placement, skipped = self.placement, self._skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
         trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
+        self._check(trained)
         rest_specs = placement.specs_of_state(self.optimizer, trained, updated)
 
         def fresh(params: Any) -> tuple[Any, ...]:
@@ -108,6 +110,22 @@ class Training:
         updates, lost = sending.send_updates(updates, tuple(lost), noise)
         params = join(import_optax(OP).apply_updates(trained, updates), frozen)
         return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), sent.telemetry)
+
+    def _check(self, trained: Any) -> None:
+        """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
+        for path, x in jax.tree_util.tree_leaves_with_path(trained):
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                rule = (
+                    f'rules=[("{"/".join(jax.tree_util.keystr((key,), simple=True) for key in path)}", jaxcgx.Skip())]'
+                )
+                remedy = f"freeze it: plan=jaxcgx.Plan(codec, {rule})"
+                expected = "parameters of floating point where they are trained"
+                raise wrong("train.init", "params", expected, spell_array(x), remedy, path=path)
+        axes = [(name, self.placement.mesh.shape[name]) for name in self.placement.names]
+        _, state = jax.make_jaxpr(self.optimizer.init, axis_env=axes, return_shape=True)(trained)
+        if any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows))):
+            expected, got = "an optimizer without compression, which plan= adds", "one that exchanges gradients itself"
+            raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
 
     def _skipped(self, params: Any) -> Any:
         """For each parameter whether it is frozen."""

@@ -144,6 +144,19 @@ def test_what_does_not_change(accumulate):
     assert sum(c.raw_bytes for c in plain) < 100
 
 
+def test_random_keys_compile_one_program():
+    def loss(w, key, x):
+        traces.append(1)
+        return (x @ w).mean(), jax.random.split(key)[0]
+
+    traces = []
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(2), plan=cgx.Raw(), model_state="mean")
+    found = train.init(W, jax.random.key(3))
+    for _ in range(4):
+        *found, _ = train.step(*found, X)
+    assert len(traces) == 1
+
+
 @NESTED
 def test_an_axis_for_the_partitioner():
     def loss(params, mean, x):

@@ -361,3 +361,58 @@ def test_a_state_from_another_plan():
         ValueError, says("compress_gradients", "state", at="leaf .residuals['b']", expected="float32[1 40]", got="None")
     ):
         train.step(*other.init(PARAMS), X)
+
+
+MEAN = lambda w, x: (x @ w["w"]).mean()
+NUMBERS = {**PARAMS, "n": jnp.int32(3)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params", "error", "words"),
+    [
+        (
+            dict(loss_fn=lambda w, x: (MEAN(w, x), x)),
+            PARAMS,
+            TypeError,
+            says("make_train_step", "loss_fn", expected="loss number", got="a tuple", remedy="has_aux=True"),
+        ),
+        (
+            dict(loss_fn=MEAN, has_aux=True),
+            PARAMS,
+            ValueError,
+            says("make_train_step", "loss_fn", expected="(loss, aux)", got="one that returns"),
+        ),
+        (
+            dict(loss_fn=lambda w, x: x @ w["w"]),
+            PARAMS,
+            TypeError,
+            says("make_train_step", "loss_fn", expected="number", got="float32[6, 40]", remedy="mean"),
+        ),
+        (
+            dict(loss_fn=lambda w, x: 3),
+            PARAMS,
+            TypeError,
+            says("make_train_step", "loss_fn", expected="floating point", got="3"),
+        ),
+        (
+            {},
+            NUMBERS,
+            ValueError,
+            says(
+                "train.init", "params", at="leaf ['n']", expected="floating", got="int32[]", remedy='("n", jaxcgx.Skip'
+            ),
+        ),
+        (
+            dict(optimizer=cgx.compressed(OPTIMIZER, "data", CODEC)),
+            PARAMS,
+            ValueError,
+            says("make_train_step", "optimizer", expected="without plan=", got="one", remedy="plain optax.adam"),
+        ),
+    ],
+    ids=["tuple", "no aux", "rows", "integer", "integer parameter", "compressed"],
+)
+def test_what_cannot_be_trained(arguments, params, error, words):
+    options = {"loss_fn": loss_fn, "optimizer": OPTIMIZER, "mesh": mesh_of(4), "plan": cgx.Raw(), **arguments}
+    train = cgx.make_train_step(**options)
+    with raises(error, words):
+        train.step(*train.init(params), X)
