@@ -125,6 +125,7 @@ def main():
     if not args.plot.resolve().parent.is_dir():
         parser.error(f"--plot: there is no folder {args.plot.resolve().parent}")
     jax.config.update("jax_platforms", "cpu")
+    cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", args.devices)
 
     codec = cgx.MaxMin(bits=args.bits)  # error feedback sends in the next step what it loses

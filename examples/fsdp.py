@@ -71,6 +71,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
+    cgx.keep_pages()
     jax.config.update("jax_num_cpu_devices", args.devices)
 
     digits = load_digits()

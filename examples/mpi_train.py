@@ -48,6 +48,7 @@ def main():
     parser.add_argument("--steps", type=int, default=400)
     steps = parser.parse_args().steps
     jax.config.update("jax_platforms", "cpu")
+    cgx.keep_pages()
 
     ranks = cgx.mpi.hierarchy()  # CGX_INNER_COMMUNICATOR_TYPE, CGX_CROSS_COMMUNICATOR_TYPE
     plan = cgx.Plan.from_env(("cross", "inner"))  # all other variables

@@ -1,6 +1,4 @@
-"""Trains a model of Flax NNX with nnx.jit and nnx.Optimizer. One line compresses its gradients.
-
-It learns to read handwritten digits, on the devices that there are.
+"""Trains a model of Flax NNX to read digits, with nnx.jit and nnx.Optimizer. One line compresses its gradients.
 
     pip install ".[examples]" flax
     python examples/nnx_train.py [steps]
@@ -57,4 +55,5 @@ def main(steps):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)  # where there is no accelerator
+    cgx.keep_pages()
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)

@@ -55,4 +55,5 @@ def main(steps):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)  # where there is no accelerator
+    cgx.keep_pages()
     main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)

@@ -87,8 +87,8 @@ def make_train_step(
       gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
         parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
         feedback=False. Plans see shards.
-      regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA joins both
-        gathers on CPUs. With False, micro-batches share one gather.
+      regather: gather parameters again for the backward pass, as FSDP does, in place of keeping them. XLA may
+        join both gathers on CPUs. With False, micro-batches share one gather.
       model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and

@@ -1,5 +1,7 @@
 """Kernel and reference agree byte for byte: encode, decode, reduce, feedback; for every kernel this processor runs."""
 
+import os
+
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,13 @@ from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Reduce
 
+FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.codec}-{layout.chunks}")
+
+# Compiling the reference for a layout takes most of the time: half of them by default, test_golden.py has all codecs.
+@pytest.mark.parametrize(
+    "layout", LAYOUTS if FULL else LAYOUTS[::2], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
+)
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.given(**spaces)
 def test_encode_and_decode(layout, seed, exponent, special):

@@ -115,7 +115,8 @@ def test_plain_jax(form, axis_type):
     assert train.step._cache_size() == 1
     text = program(train, params)
     assert sent(text) == {("all-gather", "u8"), ("all-to-all", "u8"), ("all-reduce", "f32")}
-    assert text.count(" all-gather(") == text.count(" all-to-all(") == 1
+    assert text.count(" all-to-all(") == 1
+    assert text.count(" all-gather(") in ((1, 2) if form == "param_specs" else (1,))  # XLA may join that of regather
     summed = re.findall(r"= \(?(.*?)\)? all-reduce\(", text)
     assert set(re.findall(r"\w+\[[\d,]*\]", " ".join(summed))) == {"f32[]"}  # norms, the loss, and "one"
 
