@@ -1,8 +1,7 @@
 """The gradients of one rank's batch, added up over micro-batches."""
 
-import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,58 +25,74 @@ class Given(NamedTuple):
     key: jax.Array | None
 
 
+class Output(NamedTuple):
+    """What becomes of an auxiliary output of a rank's micro-batches."""
+
+    rows: int | None  # the dimension of the examples, which stay beside each other
+    averaged: bool  # over micro-batches and ranks; if neither, it is the last one
+
+
+class Parts(NamedTuple):
+    """The micro-batches of a rank, and what becomes of their auxiliary outputs."""
+
+    number: int
+    dimensions: list[int | None]  # that are split, for each leaf of a batch; None where micro-batches share it
+    outputs: Sequence[Output] = ()  # for each leaf of the auxiliary outputs
+
+
 class Found(NamedTuple):
     """What a rank finds of a batch."""
 
-    loss: Any
+    loss: Any  # a sum where it has a weight
+    weight: Any  # None without weighted
     aux: Any  # None without has_aux
     gradients: Any
     model_state: Any  # the new one
 
 
-def local_gradients(objective: Callable[..., Any], ranks: Ranks, accumulate: int) -> Callable[..., Found]:
+def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -> Callable[..., Found]:
     """A function (params, Given) -> Found, of one rank's own batch.
 
     Args:
-      objective: a function (params, Given) that returns (loss, (model state, aux)).
+      objective: a function (params, Given) that returns (loss, (weight, model state, aux)).
       ranks: every one draws a key of its own.
-      accumulate: the number of micro-batches, each with a key of its own, and with the model state that the one before
-        returned. They share the scalars of the batch.
+      parts: the micro-batches, each with a key of its own, and with the model state that the one before returned.
     """
     value_and_grad = ranks.value_and_grad(objective)
 
     def of_micro_batch(params: Any, given: Given) -> Found:
         with without_constraints(OP, "loss_fn", ranks.net().names):
-            (loss, (model_state, aux)), grads = value_and_grad(params, given)
+            (loss, (weight, model_state, aux)), grads = value_and_grad(params, given)
         loss, aux = jax.tree_util.tree_map(jnp.asarray, (loss, aux))
-        return Found(loss, aux, grads, model_state)
+        return Found(loss, weight, aux, gradients=grads, model_state=model_state)
 
     def of_batch(params: Any, given: Given) -> Found:
         key = given.key
         if key is not None:
             key = jax.random.fold_in(key, ranks.net().rank)
-        if accumulate == 1:
+        if parts.number == 1:
             return of_micro_batch(params, given._replace(key=key))
-        parts = jax.tree_util.tree_map(functools.partial(_split, accumulate), given.batch)
+        leaves, structure = jax.tree_util.tree_flatten(given.batch)
+        split = [x if d is None else _split(parts.number, x, d) for x, d in zip(leaves, parts.dimensions)]
 
         def of_part(model_state: Any, i: Any) -> Found:
             own = Given(
                 frozen=given.frozen,
                 model_state=model_state,
-                batch=jax.tree_util.tree_map(lambda x: x[i] if x.ndim else x, parts),
+                batch=structure.unflatten(x if d is None else x[i] for x, d in zip(split, parts.dimensions)),
                 key=None if key is None else jax.random.fold_in(key, i),
             )
             return of_micro_batch(params, own)
 
-        return _mean(of_part, given.model_state, accumulate, _compat.tracked_axes(ranks.net().names))
+        return _mean(of_part, given.model_state, parts, _compat.tracked_axes(ranks.net().names))
 
     return of_batch
 
 
-def _mean(find: Callable[..., Found], model_state: Any, parts: int, tracked: frozenset[Any]) -> Found:
+def _mean(find: Callable[..., Found], model_state: Any, parts: Parts, tracked: frozenset[Any]) -> Found:
     """The mean of find(model state, i) over all parts, added up in at least float32; it varies over the axes `tracked`.
 
-    The model state goes from part to part. What can't be added is that of the last part.
+    The model state goes from part to part. Auxiliary outputs become what `parts` says.
     """
     states, state_structure = jax.tree_util.tree_flatten(model_state)
     renewed = [True] * len(states)
@@ -89,7 +104,10 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: int, tracked: fro
 
     shapes = jax.eval_shape(first)
     leaves, structure = jax.tree_util.tree_flatten(shapes)
-    added = [addable(x) for x in leaves]
+    kinds = jax.tree_util.tree_map(lambda _: Output(None, True), shapes)
+    kinds = kinds._replace(aux=jax.tree_util.tree_structure(shapes.aux).unflatten(parts.outputs))
+    outputs = jax.tree_util.tree_leaves(kinds, is_leaf=lambda x: isinstance(x, Output))
+    added = [output.averaged for output in outputs]
 
     def whole(changing: list[Any]) -> Any:
         """The model state, whose other arrays stay as they are."""
@@ -108,9 +126,9 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: int, tracked: fro
         return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], changes(part.model_state)), others
 
     zeros = [_compat.vary(jnp.zeros(x.shape, wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
-    (totals, changing), others = lax.scan(add, (zeros, changes(model_state)), jnp.arange(parts))
-    mean, last = (x / parts for x in totals), (x[-1] for x in others)
-    found = structure.unflatten([next(mean) if number else next(last) for number in added])
+    (totals, changing), others = lax.scan(add, (zeros, changes(model_state)), jnp.arange(parts.number))
+    mean, each = (x / parts.number for x in totals), iter(others)
+    found = structure.unflatten([next(mean) if y.averaged else _join(next(each), y.rows) for y in outputs])
     narrow = jax.tree_util.tree_map(lambda x, shape: x.astype(shape.dtype), found.gradients, shapes.gradients)
     return found._replace(gradients=narrow, model_state=whole(changing))
 
@@ -120,14 +138,20 @@ def addable(x: Any) -> bool:
     return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _split(parts: int, x: jax.Array) -> jax.Array:
-    """[parts, size / parts, ...]; a scalar as it is."""
-    if x.ndim == 0:
-        return x
-    if x.shape[0] % parts:
+def _split(parts: int, x: jax.Array, d: int) -> jax.Array:
+    """[parts, ...], with 1 / parts of dimension `d`."""
+    if x.shape[d] % parts:
         expected = f"batches that every rank can split into {parts}"
         raise wrong(OP, "accumulate", expected, f"{spell_array(x)} on a rank")
-    return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+    return jnp.moveaxis(x.reshape(*x.shape[:d], parts, x.shape[d] // parts, *x.shape[d + 1 :]), d, 0)
+
+
+def _join(x: jax.Array, d: int | None) -> jax.Array:
+    """[parts, ...] as one array along dimension `d`; None: the last part."""
+    if d is None:
+        return x[-1]
+    x = jnp.moveaxis(x, 0, d)
+    return x.reshape(*x.shape[:d], -1, *x.shape[d + 2 :])
 
 
 def wide(dtype: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxcgx.optim.batch import check_batch_specs, split_batch
 from jaxcgx.optim.cut import Cut
 
 
@@ -15,6 +16,7 @@ class Alone:
     """A process without a mesh. `Placement` documents the members; no shardings leave all on the default device."""
 
     data_axis: Any  # the communicator, which says how many ranks there are
+    batch_specs: Any = None
 
     mesh: ClassVar[Any] = None
     names: ClassVar[tuple[Any, ...]] = ()
@@ -26,6 +28,9 @@ class Alone:
     state: ClassVar[Cut] = Cut.of(None, ())
     rows: ClassVar[P] = P()
     params_of_rank: ClassVar[P] = P()
+
+    def __post_init__(self) -> None:
+        check_batch_specs(self.batch_specs, ())
 
     def check_batch(self, batch: Any) -> None:
         pass
@@ -47,8 +52,10 @@ class Alone:
     def specs_of_rows(self, sent: Any) -> P:
         return P()
 
-    def place_batch(self, batch: Any) -> tuple[Any, Any]:
-        return batch, P()
+    def place_batch(self, batch: Any, accumulate: int) -> tuple[Any, Any]:
+        # A batch is that of the process. Its micro-batches alone are parts of it.
+        given = P() if accumulate == 1 else self.batch_specs
+        return batch, split_batch(batch, given, P("ranks"), said=lambda _: None)
 
     def over_ranks(self, function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
         return function

@@ -62,14 +62,14 @@ def flatten_specs(specs: Any) -> tuple[list[tuple[Any, Any]], Any]:
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def _axes(part: Any) -> tuple[Any, ...]:
+def axes_of(part: Any) -> tuple[Any, ...]:
     """The axes of one dimension of a spec."""
     return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def _dimension(spec: P, names: tuple[Any, ...]) -> int | None:
     """The dimension that these axes shard, or None."""
-    return next((d for d, part in enumerate(spec) if _axes(part) == names), None)
+    return next((d for d, part in enumerate(spec) if axes_of(part) == names), None)
 
 
 def shortest(spec: P) -> P:
@@ -82,7 +82,7 @@ def shortest(spec: P) -> P:
 
 def beside(spec: P, names: tuple[Any, ...]) -> P:
     """What a spec says of the other axes."""
-    return shortest(P(*(None if _axes(part) == names else part for part in spec)))
+    return shortest(P(*(None if axes_of(part) == names else part for part in spec)))
 
 
 def check_specs(argument: str, specs: Any, names: tuple[Any, ...]) -> None:
@@ -90,7 +90,7 @@ def check_specs(argument: str, specs: Any, names: tuple[Any, ...]) -> None:
     for path, spec in flatten_specs(specs)[0]:
         if not isinstance(spec, P):
             raise wrong(OP, argument, "a jax.sharding.PartitionSpec", repr(spec), path=path, kind=TypeError)
-        having = [_axes(part) for part in spec if set(_axes(part)) & set(names)]
+        having = [axes_of(part) for part in spec if set(axes_of(part)) & set(names)]
         if having not in ([], [names]):
             spelled = repr(names[0]) if len(names) == 1 else repr(names)
             raise wrong(OP, argument, f"{spelled} for one dimension at most, and alone there", spec, path=path)

@@ -81,6 +81,15 @@ class ModelState:
         own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, net.rank)
         return jax.tree_util.tree_map(own, state)
 
+    def counts(self, state: Any) -> bool:
+        """Whether ranks have integers or flags in common, which they must then agree on."""
+        number = lambda x: addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact)
+        return self.mode == "mean" and any(map(number, jax.tree_util.tree_leaves(state)))
+
+    def own(self, state: Any) -> list[bool] | None:
+        """For each leaf of the state whether a rank has its own before a step; None where it has so after it, too."""
+        return None if self.mode == "per_rank" else [not addable(x) for x in jax.tree_util.tree_leaves(state)]
+
     def of_all(self, state: Any, given: Any, new: Any) -> Any:
         """What a step returns.
 

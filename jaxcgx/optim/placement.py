@@ -7,15 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.collectives.splitting import check_spans
+from jaxcgx.collectives.splitting import Ranks, check_spans
 from jaxcgx.optim.accumulation import OP
 from jaxcgx.optim.alone import Alone
-from jaxcgx.optim.cut import Cut, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
+from jaxcgx.optim.batch import REMEDY, STEP, check_batch_specs, check_even, split_batch
+from jaxcgx.optim.cut import Cut, axes_of, beside, check_optimizer_specs, check_specs, flatten_specs, shortest
 from jaxcgx.optim.frozen import part
 from jaxcgx.optim.specs import specs_per_rank, state_specs
 from jaxcgx.transports.axes import axis_names, check_axis_names, is_communicator
@@ -29,6 +31,7 @@ class Placement:
     data_axis: Any
     param_specs: Any
     optimizer_specs: Any = None
+    batch_specs: Any = None
 
     def __post_init__(self) -> None:
         mesh = self.mesh
@@ -51,6 +54,14 @@ class Placement:
         if self.optimizer_specs is not None:
             check_specs("optimizer_specs", self.optimizer_specs, names)
             check_optimizer_specs(self.optimizer_specs, self.param_specs, names)
+        for path, spec in flatten_specs(self.state_specs)[0] if self._explicit else ():
+            if auto := self._auto(spec):
+                expected = (
+                    "a mesh whose axes are all Auto, or all Explicit, where parameters or state are sharded over it"
+                )
+                remedy = f"make it with axis_types=(jax.sharding.AxisType.Explicit,) * {len(mesh.shape)}"
+                raise wrong(OP, "mesh", expected, f"one with {auto[0]!r} Auto and others Explicit", remedy, path=path)
+        check_batch_specs(self.batch_specs, names)
 
     @property
     def state_specs(self) -> Any:
@@ -88,9 +99,19 @@ class Placement:
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     def check_batch(self, batch: Any) -> None:
-        """Refuses the arrays of one process where the mesh has several: jit would take them for the whole batch."""
+        """Refuses arrays that jit would take for something else.
+
+        Those of one process, where the mesh has several, would be the whole batch. On an Auto mesh, shardings that are
+        not over the first dimension would not be seen.
+        """
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        check_spans("train.step", self.mesh, self.names, leaves=leaves)
+        check_spans(STEP, self.mesh, self.names, leaves=leaves)
+        if self.batch_specs is not None or self._explicit:
+            return
+        for (path, x), (_, spec) in zip(leaves, flatten_specs(self._specs_of_batch(batch))[0]):
+            if np.ndim(x) and spec != self.rows:
+                expected = "arrays that are split along their first dimension, where batch_specs don't say otherwise"
+                raise wrong(STEP, "batch", expected, f"one sharded as {x.sharding.spec}", REMEDY, path=path)
 
     def shardings(self, specs: Any) -> Any:
         """A tree of PartitionSpecs as one of NamedShardings, spelled as jit spells those of results.
@@ -121,13 +142,28 @@ class Placement:
         """The PartitionSpecs of the state of a transformation that exchanges gradients."""
         return state_specs(sent, self.data_axis)
 
-    def place_batch(self, batch: Any) -> tuple[Any, Any]:
-        """A batch where the ranks want it, and its PartitionSpecs."""
+    def place_batch(self, batch: Any, accumulate: int) -> tuple[Any, Any]:
+        """A batch where the ranks want it, and its PartitionSpecs. accumulate: the number of micro-batches."""
         batch = jax.tree_util.tree_map(jnp.asarray, batch)
-        specs = jax.tree_util.tree_map(lambda x: self.rows if x.ndim else P(), batch)
-        if AxisType.Explicit in self.mesh.axis_types:  # where shard_map moves nothing
-            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(specs))
+        specs = self._specs_of_batch(batch)
+        check_even(batch, specs, self.mesh.shape)
+        if self._explicit:  # where shard_map moves nothing, except over Auto axes
+            placed = jax.tree_util.tree_map(lambda spec: P() if self._auto(spec) else spec, specs)
+            batch = jax.tree_util.tree_map(jax.sharding.reshard, batch, self.shardings(placed))
         return batch, specs
+
+    def _specs_of_batch(self, batch: Any) -> Any:
+        said = Ranks(OP, self.mesh, self.names).spec_of_batch
+        return split_batch(batch, self.batch_specs, self.rows, said=said)
+
+    @property
+    def _explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def _auto(self, spec: P) -> list[Any]:
+        """The axes of a spec that are Auto."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types))
+        return [name for part in spec for name in axes_of(part) if types[name] == AxisType.Auto]
 
     def over_ranks(
         self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any, check_vma: bool = True
@@ -191,7 +227,7 @@ class Placement:
     def by_partitioner(self, function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
         """A function whose results are sharded as `specs` say. XLA's partitioner splits its work, and adds sums."""
         shardings = self.shardings(specs)
-        if AxisType.Explicit in self.mesh.axis_types:
+        if self._explicit:
             return jax.sharding.auto_axes(function, out_sharding=shardings)
         return lambda *args: lax.with_sharding_constraint(function(*args), shardings)
 
@@ -206,12 +242,14 @@ class Placement:
         return on_shards(grads, state, params)
 
 
-def check_placement(mesh: Any, data_axis: Any, param_specs: Any, optimizer_specs: Any) -> Placement | Alone:
+def check_placement(
+    mesh: Any, data_axis: Any, *, param_specs: Any, optimizer_specs: Any, batch_specs: Any
+) -> Placement | Alone:
     """The placement on a mesh, or in a process of a communicator."""
     if not is_communicator(data_axis):
-        return Placement(mesh, data_axis, param_specs, optimizer_specs)
+        return Placement(mesh, data_axis, param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs)
     for argument, given in {"mesh": mesh, "param_specs": param_specs, "optimizer_specs": optimizer_specs}.items():
         if given is not None:
             expected = "none with a communicator as 'data_axis', whose processes have a device each"
             raise wrong(OP, argument, expected, repr(given), "leave it out, or pass the mesh's axis as 'data_axis'")
-    return Alone(data_axis)
+    return Alone(data_axis, batch_specs)

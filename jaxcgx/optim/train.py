@@ -40,11 +40,13 @@ def make_train_step(
     compress: Callable[..., Any] = compress_gradients,
     param_specs: Any = None,
     optimizer_specs: Any = None,
+    batch_specs: Any = None,
     gather: Any = Raw(),
     regather: bool = True,
     model_state: str | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
+    weighted: bool = False,
     donate: bool = True,
     **options: Any,
 ) -> TrainStep:
@@ -66,7 +68,8 @@ def make_train_step(
       optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
       mesh: a jax.sharding.Mesh; none with a communicator.
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
-        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch. Or an MPI
+        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and
+        so is what `batch_specs` doesn't split. Or an MPI
         communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of the process, and `init` takes the parameters
         of the first rank.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
@@ -77,6 +80,10 @@ def make_train_step(
         see shards.
       optimizer_specs: how the state of the optimizer is sharded, where not as the parameters: their specs, with
         `data_axis` besides (ZeRO-1). Each rank has whole parameters, and updates its shards. The updates are gathered.
+      batch_specs: how a batch is split over `data_axis`, where not every array is along its first dimension: a
+        PartitionSpec, or a tree of them like the batch, or like its upper part. P() is for arrays that every rank, and
+        every micro-batch, has whole, such as the weights of classes. On Explicit meshes the types of arrays say it.
+        Over MPI, any name says which dimension micro-batches split.
       gather: a codec, {axis: codec} or a Plan for what is gathered of shards: parameters, or updates. The shards of
         parameters lose nothing. What the gather of updates loses is kept in the state and sent later, except with
         feedback=False. Plans see shards.
@@ -86,25 +93,31 @@ def make_train_step(
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
         `step` take and return it behind the parameters. "mean": all ranks have the same. Numbers of floating point are
-        averaged over the ranks after each step, uncompressed. Others, such as counters, are those of the first rank.
-        Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them. "per_rank": each rank keeps
-        its own. `init` and `step` return a `PerRank`, with a row for each rank.
+        averaged over the ranks after each step, uncompressed. Others, such as counters, must not depend on the batch,
+        except through jax.lax.psum. Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them.
+        "per_rank": each rank keeps its own. `init` and `step` return a `PerRank`, with a row for each rank.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
         and sent once. The model state goes from one to the next.
-      has_aux: whether `loss_fn` returns auxiliary outputs.
+      has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
+        the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
+      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
+        of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
+        depend on the parameters.
       donate: update parameters and state in place; those that `step` was given are gone.
       **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
     optax = import_optax(OP)
-    placement = check_placement(mesh, data_axis, param_specs, optimizer_specs)
+    placement = check_placement(
+        mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
+    )
     ranks = check_ranks(OP, data_axis, "data_axis")
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
     _check_functions(loss_fn, optimizer, compress)
-    check_flag(OP, "has_aux", has_aux)
-    check_flag(OP, "donate", donate)
+    for name, flag in (("has_aux", has_aux), ("weighted", weighted), ("donate", donate)):
+        check_flag(OP, name, flag)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     training = Training(
@@ -114,8 +127,11 @@ def make_train_step(
         state=ModelState(model_state, ranks),
         optimizer=optax.with_extra_args_support(optimizer),
         transformation=sharded.transformation(compress, options),
-        objective=make_objective(loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux),
+        objective=make_objective(
+            loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux, weighted=weighted
+        ),
         accumulate=accumulate,
+        has_aux=has_aux,
         plan=options.get("plan"),
     )
     if model_state is not None:

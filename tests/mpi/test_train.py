@@ -10,6 +10,7 @@ import pytest
 from errors import raises, says
 from helpers import assert_same_trees
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
@@ -95,7 +96,7 @@ def test_as_by_hand():
 
 def test_keys_and_auxiliary_outputs():
     def loss(params, x, key):
-        return (params * x).sum(), {"drawn": jax.random.normal(key, (3,)), "key": key, "rank": R, "two": 2}
+        return (params * x).sum(), {"drawn": jax.random.normal(key, (3,)), "key": key, "rank": R, "two": 2, "x": x}
 
     train = cgx.make_train_step(loss, OPTIMIZER, data_axis=COMM, plan=CODEC, has_aux=True)
     key = jax.random.key(5)
@@ -103,7 +104,29 @@ def test_keys_and_auxiliary_outputs():
     drawn = [jax.random.normal(jax.random.fold_in(key, rank), (3,)) for rank in range(N)]
     np.testing.assert_allclose(aux["drawn"], np.mean(drawn, 0), rtol=1e-5, atol=1e-6)
     assert aux["key"] == jax.random.fold_in(key, 0) and aux["two"] == 2
-    np.testing.assert_allclose(aux["rank"], (N - 1) / 2)
+    np.testing.assert_array_equal(aux["x"], jnp.ones(30))
+    assert aux["rank"] == 0
+
+
+def test_weighted_means():
+    """Of all ranks and micro-batches, which share an array."""
+
+    def sums(w, batch):
+        return (((batch["x"] @ w) * batch["shared"]) ** 2 * batch["mask"]).sum(), batch["mask"].sum()
+
+    mask = jnp.linspace(0.0, 1.0, len(X)).at[len(X) // N * (N - 1) :].set(0.0)  # the last rank has none
+    of_rank = {"x": MINE, "mask": mask.reshape(N, -1)[R], "shared": 2 * jnp.ones(1)}
+    w = jnp.ones(30)
+    options = dict(data_axis=COMM, plan=cgx.Raw(), weighted=True, accumulate=2)
+    specs = {"x": P("rows"), "mask": P("rows"), "shared": P()}
+    train = cgx.make_train_step(sums, optax.sgd(1.0), batch_specs=specs, **options)
+    params, _, metrics = train.step(*train.init(w), of_rank)
+    value, grads = jax.value_and_grad(lambda w: jnp.divide(*sums(w, {**of_rank, "x": X, "mask": mask})))(w)
+    np.testing.assert_allclose(metrics.loss, value, rtol=1e-5)
+    np.testing.assert_allclose(params, w - grads, rtol=1e-4, atol=1e-5)
+    train = cgx.make_train_step(sums, optax.sgd(1.0), **options)
+    with raises(ValueError, says("train.step", "batch", expected="first", got="leaves", remedy="batch_specs")):
+        train.step(*train.init(w), of_rank)
 
 
 @pytest.mark.parametrize("mode", ["mean", "per_rank"])

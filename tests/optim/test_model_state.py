@@ -114,7 +114,8 @@ def test_with_auxiliary_outputs_and_a_key():
     first = found = train.init(W, given)
     for _ in range(3):
         *found, metrics = train.step(*found, X[:4], key=jax.random.key(3))
-    assert len(traces) == 1 and found[1].tolist() == [3, 3, 3]
+    assert train.step._cache_size() == 1 and len(traces) == 3  # two of them look for rows among auxiliary outputs
+    assert found[1].tolist() == [3, 3, 3]
     draws = [jax.random.uniform(fold(jax.random.key(3), rank)) for rank in range(2)]
     np.testing.assert_allclose(metrics.aux, np.mean(draws), rtol=1e-6)
     assert all(x.is_deleted() for x in jax.tree.leaves(first)) and not given.is_deleted()
@@ -141,6 +142,19 @@ def test_what_does_not_change(accumulate):
     np.testing.assert_allclose(metrics.aux, np.mean(drawn), rtol=1e-5)
     plain = [c for c in cgx.explain(train.step, *found, X, show=False).collectives if not c.function]
     assert sum(c.raw_bytes for c in plain) < 100
+
+
+def test_random_keys_compile_one_program():
+    def loss(w, key, x):
+        traces.append(1)
+        return (x @ w).mean(), jax.random.split(key)[0]
+
+    traces = []
+    train = cgx.make_train_step(loss, optax.sgd(0.1), mesh_of(2), plan=cgx.Raw(), model_state="mean")
+    found = train.init(W, jax.random.key(3))
+    for _ in range(4):
+        *found, _ = train.step(*found, X)
+    assert len(traces) == 1
 
 
 @NESTED

@@ -1,0 +1,93 @@
+"""How a batch is split: over the ranks, and on each rank into micro-batches."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.accumulation import OP
+from jaxcgx.optim.cut import axes_of, flatten_specs
+
+STEP = "train.step"
+REMEDY = "pass batch_specs to make_train_step: a tree like the batch, with P() where every rank has the whole array"
+
+
+def check_batch_specs(specs: Any, names: tuple[Any, ...]) -> None:
+    """Checks that they are PartitionSpecs over axes of the ranks. `names` is empty over MPI, where any will do."""
+    for path, spec in flatten_specs(specs)[0]:
+        if not isinstance(spec, P):
+            expected = "a PartitionSpec, or a tree of them like the batch"
+            raise wrong(OP, "batch_specs", expected, repr(spec), path=path, kind=TypeError)
+        if other := [name for part in spec for name in axes_of(part) if names and name not in names]:
+            expected = f"PartitionSpecs over {', '.join(map(repr, names))}, as other axes are the partitioner's"
+            raise wrong(OP, "batch_specs", expected, repr(other[0]), path=path)
+        if any(list(axes_of(part)) != sorted(axes_of(part), key=names.index) for part in spec if names):
+            raise wrong(OP, "batch_specs", f"axes in the order of {names}", spec, path=path)
+
+
+def split_batch(batch: Any, given: Any, rows: P, said: Callable[[Any], P | None]) -> Any:
+    """The PartitionSpecs of a batch's leaves. Scalars are whole.
+
+    Where some leaves say that they are split, others that say nothing are split along their first dimension like them.
+    Where none says it, all are.
+
+    Args:
+      batch: the batch.
+      given: the caller's batch_specs, or None.
+      rows: the PartitionSpec of a leaf that is split along its first dimension.
+      said: from a leaf to what its sharding says of the axes of the ranks, or None.
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    if given is not None:
+        return _filled(batch, given)
+    known = [said(x) for _, x in leaves]
+    if not any(spec is not None and any(spec) for spec in known):
+        known = [None] * len(leaves)
+    known = [spec if np.ndim(x) else P() for (_, x), spec in zip(leaves, known)]
+    split = [leaf for leaf, spec in zip(leaves, known) if spec is None or (any(spec) and spec[0])]
+    specs: list[P] = []
+    for (path, x), spec in zip(leaves, known):
+        is_like_first = np.ndim(x) and split and np.shape(x)[0] == np.shape(split[0][1])[0]
+        if (spec is None and not is_like_first) or (np.ndim(x) and spec == P() and is_like_first):
+            expected = "arrays that share their first dimension, that of the examples, and how it is split"
+            got = [f"{jax.tree_util.keystr(at)} of {spell_array(leaf)}" for at, leaf in (split[0], (path, x))]
+            is_key = any(spell_array(leaf) == "uint32[2]" for leaf in (split[0][1], x))
+            remedy = REMEDY + ("; for a random key, jax.random.key, which is a scalar" if is_key else "")
+            raise wrong(STEP, "batch", expected, f"leaves {' and '.join(got)}", remedy)
+        specs.append(rows if spec is None or (any(spec) and not any(spec[1:])) else spec)
+    return tree.unflatten(specs)
+
+
+def check_even(batch: Any, specs: Any, sizes: Any) -> None:
+    """Checks that ranks get equal parts. sizes: how many ranks each axis has."""
+    for (path, x), (_, spec) in zip(jax.tree_util.tree_leaves_with_path(batch), flatten_specs(specs)[0]):
+        if len(spec) > x.ndim:
+            raise wrong(OP, "batch_specs", f"a PartitionSpec of at most {x.ndim} dimensions", spec, path=path)
+        for size, part in zip(x.shape, spec):
+            count = math.prod(sizes[name] for name in axes_of(part))
+            if size % count:
+                expected = f"arrays that {count} ranks share evenly"
+                remedy = (
+                    "leave out the examples that are over, or fill up and give those the weight 0 (weighted=True); for "
+                    "an array that is not split, " + REMEDY
+                )
+                raise wrong(STEP, "batch", expected, spell_array(x), remedy, path=path)
+
+
+def dimensions(specs: Any) -> list[int | None]:
+    """For each leaf of a batch the dimension of the examples, None where it has none: it is whole."""
+    return [next((i for i, part in enumerate(spec) if part), None) for _, spec in flatten_specs(specs)[0]]
+
+
+def _filled(batch: Any, given: Any) -> Any:
+    """The caller's specs, for every leaf of the batch."""
+    fill = lambda spec, below: jax.tree_util.tree_map(lambda x: spec if np.ndim(x) else P(), below)
+    try:
+        return jax.tree_util.tree_map(fill, given, batch, is_leaf=lambda x: isinstance(x, P))
+    except (TypeError, ValueError) as error:
+        expected = "a PartitionSpec, or a tree of them like the batch"
+        raise wrong(OP, "batch_specs", expected, given) from error

@@ -1,0 +1,113 @@
+"""What becomes of the results of a loss function beside the loss, from the programs of two sizes of a batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import spell_array, wrong
+from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable
+from jaxcgx.optim.differing import differing
+
+
+class Traced(NamedTuple):
+    """The program of a rank: from (parameters, model state, batch, key) to (new model state, aux)."""
+
+    jaxpr: Any
+    shapes: Any  # of its results
+
+
+def find_outputs(
+    objective: Callable[..., Any], params: Any, given: Given, *, parts: Parts, own: Any, names: tuple[Any, ...]
+) -> tuple[Any, list[Output]]:
+    """(the structure of the auxiliary outputs, what becomes of each). Wrong ones are an error.
+
+    Args:
+      objective: a function (params, Given) of a rank.
+      params: whole parameters.
+      given: the rest, for a rank's part of a batch.
+      parts: its micro-batches.
+      own: for each leaf of the model state whether ranks have their own. None: they all are, and may differ.
+      names: the axes of the ranks.
+    """
+    leaves, tree = jax.tree_util.tree_flatten(given.batch)
+    first = lambda x, d: jax.lax.slice_in_dim(x, 0, max(x.shape[d] // parts.number, 1), axis=d)
+    small = [x if d is None else first(x, d) for x, d in zip(leaves, parts.dimensions)]
+    double = [x if d is None else jnp.concatenate([x, x], d) for x, d in zip(small, parts.dimensions)]
+
+    def results(params: Any, model_state: Any, batch: list[Any], key: Any) -> tuple[Any, Any]:
+        own = given._replace(model_state=model_state, batch=tree.unflatten(batch), key=key)
+        _, (_, new, aux) = objective(params, own)
+        return new, jax.tree_util.tree_map(jnp.asarray, aux)
+
+    trace = lambda batch: Traced(
+        *jax.make_jaxpr(results, return_shape=True)(params, given.model_state, batch, given.key)
+    )
+    traced = other = trace(small)
+    if jax.tree_util.tree_leaves(traced.shapes[1]):
+        try:
+            other = trace(double)
+        except (TypeError, ValueError) as error:
+            expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
+            raise wrong(OP, "loss_fn", expected, got, "take sizes from the shapes of the batch") from error
+    states = jax.tree_util.tree_leaves(given.model_state)
+    of_state = [True] * len(states) if own is None else own
+    known = [False] * len(jax.tree_util.tree_leaves(params)), [d is not None for d in parts.dimensions]
+    keys = [True] * (given.key is not None)
+
+    def differ(names: tuple[Any, ...], several: bool) -> list[bool]:
+        """Which results do. several: also between micro-batches, of which each gets the state of the one before."""
+        state = list(of_state)
+        while True:
+            found = differing(traced.jaxpr, [*known[0], *state, *known[1], *keys], names)
+            after = [was or now for was, now in zip(state, found)] if several else state
+            if after == state:
+                return found
+            state = after
+
+    several = parts.number > 1
+    if own is not None:
+        _check_states(traced.shapes[0], differ(names, several), states)
+    # What all ranks have still differs between micro-batches.
+    of_aux = differ(() if several else names, several)[len(states) :]
+    return jax.tree_util.tree_structure(traced.shapes[1]), _of_aux(traced, other, of_aux, of_states=len(states))
+
+
+def _check_states(shapes: Any, differ: list[bool], states: list[Any]) -> None:
+    """Refuses integers and flags of a model state that ranks don't have in common."""
+    for (path, x), differs in zip(jax.tree_util.tree_leaves_with_path(shapes), differ):
+        if differs and addable(x) and not jnp.issubdtype(x.dtype, jnp.inexact):
+            expected = "integers and flags of a model state that don't depend on a rank's part of the batch"
+            remedy = 'add them up over the ranks, as jax.lax.psum(n, data_axis), or pass model_state="per_rank"'
+            raise wrong(OP, "loss_fn", expected, f"{spell_array(x)} that do", remedy, path=path)
+
+
+def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: int) -> list[Output]:
+    """What becomes of the auxiliary outputs, from those of two sizes of a batch."""
+    outputs: list[Output] = []
+    found = jax.tree_util.tree_leaves_with_path(traced.shapes[1])
+    constants = (_constants(each.jaxpr)[of_states:] for each in (traced, other))
+    for (path, x), y, differs, one, two in zip(found, jax.tree_util.tree_leaves(other.shapes[1]), differ, *constants):
+        rows = [i for i, (n, m) in enumerate(zip(x.shape, y.shape)) if n != m]
+        if len(rows) > 1 or x.ndim != y.ndim or any(y.shape[i] != 2 * x.shape[i] for i in rows):
+            expected = "auxiliary outputs that have the examples along one dimension, or along none"
+            got = f"{spell_array(x)}, and {spell_array(y)} for twice as many examples"
+            raise wrong(OP, "loss_fn", expected, got, path=path)
+        if one != two:
+            expected = "auxiliary outputs that don't depend on the number of examples"
+            raise wrong(OP, "loss_fn", expected, f"{one}, and {two} for twice as many", path=path)
+        inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+        if differs and not rows and not inexact and addable(x):
+            expected = "auxiliary outputs that are means in floating point, or have a row for each example"
+            remedy = "return a mean, as in (prediction == label).mean()"
+            raise wrong(OP, "loss_fn", expected, f"{spell_array(x)} that depends on the batch", remedy, path=path)
+        outputs.append(Output(rows[0] if rows else None, bool(differs and inexact and not rows)))
+    return outputs
+
+
+def _constants(jaxpr: Any) -> list[str | None]:
+    """The numbers among the results of a program, in words; None for the others."""
+    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
