@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.collectives.differing import constants, differing
 from jaxcgx.collectives.splitting import Ranks, check_spans, examples
 
 
@@ -122,10 +123,10 @@ class Split:
         of_part, local = self._trace(aux, params, self._parts(arrays))
         of_rank = [False] * len(jax.tree_util.tree_leaves(params))
         of_rank += [key or any(spec) for key, spec in zip(self.keys, self.specs)]
-        differ = _affected(of_part, of_rank)
+        differ = differing(of_part, of_rank, ranks.names)
         specs: list[P | None] = []
         found = jax.tree_util.tree_flatten_with_path(whole)[0]
-        for (path, _), value, part in zip(found, _constants(of_all), _constants(of_part)):
+        for (path, _), value, part in zip(found, constants(of_all), constants(of_part)):
             if value != part:
                 expected = "auxiliary outputs that don't depend on the number of examples"
                 raise wrong(ranks.op, "loss_fn", expected, f"{part} of a rank's part, {value} of all", path=path[1:])
@@ -149,23 +150,6 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
     for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
         args.insert(i, x)
     return args
-
-
-def _affected(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which results of a program may differ between ranks, from which of its inputs do."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # newer versions of JAX have one kind
-    literal = lambda x: hasattr(x, "val")
-    differ = {x for x, differs in zip(jaxpr.invars, inputs) if differs}
-    for eqn in jaxpr.eqns:
-        if eqn.effects or any(not literal(x) and x in differ for x in eqn.invars):  # effects: which rank it is
-            differ.update(eqn.outvars)
-    return [not literal(x) and x in differ for x in jaxpr.outvars]
-
-
-def _constants(jaxpr: Any) -> list[str | None]:
-    """The numbers among the results of a program, in words; None for the others."""
-    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
-    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
 
 
 def _closed_over(jaxpr: Any, count: int) -> list[Any]:

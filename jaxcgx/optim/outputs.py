@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcgx.checks import spell_array, wrong
+from jaxcgx.collectives.differing import constants, differing
 from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable
-from jaxcgx.optim.differing import differing
 
 
 class Traced(NamedTuple):
@@ -88,8 +87,8 @@ def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: in
     """What becomes of the auxiliary outputs, from those of two sizes of a batch."""
     outputs: list[Output] = []
     found = jax.tree_util.tree_leaves_with_path(traced.shapes[1])
-    constants = (_constants(each.jaxpr)[of_states:] for each in (traced, other))
-    for (path, x), y, differs, one, two in zip(found, jax.tree_util.tree_leaves(other.shapes[1]), differ, *constants):
+    fixed = (constants(each.jaxpr)[of_states:] for each in (traced, other))
+    for (path, x), y, differs, one, two in zip(found, jax.tree_util.tree_leaves(other.shapes[1]), differ, *fixed):
         rows = [i for i, (n, m) in enumerate(zip(x.shape, y.shape)) if n != m]
         if len(rows) > 1 or x.ndim != y.ndim or any(y.shape[i] != 2 * x.shape[i] for i in rows):
             expected = "auxiliary outputs that have the examples along one dimension, or along none"
@@ -105,9 +104,3 @@ def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: in
             raise wrong(OP, "loss_fn", expected, f"{spell_array(x)} that depends on the batch", remedy, path=path)
         outputs.append(Output(rows[0] if rows else None, bool(differs and inexact and not rows)))
     return outputs
-
-
-def _constants(jaxpr: Any) -> list[str | None]:
-    """The numbers among the results of a program, in words; None for the others."""
-    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
-    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]

@@ -1,7 +1,9 @@
-"""Which results of a traced program may differ between ranks."""
+"""Which results of a traced program may differ between ranks, and which are constants."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 # Collectives whose result all ranks have.
 _SHARED = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -60,3 +62,9 @@ def _of_loop(body: Callable[..., list[bool]], consts: list[bool], carry: list[bo
         if after == carry:
             return [*carry, *results[len(carry) :]]
         carry = after
+
+
+def constants(jaxpr: Any) -> list[str | None]:
+    """The numbers among the results of a program, in words; None for the others."""
+    results = getattr(jaxpr, "jaxpr", jaxpr).outvars
+    return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]
