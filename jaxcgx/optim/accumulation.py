@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.optim.ranks import Ranks
@@ -84,13 +83,13 @@ def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -
             )
             return of_micro_batch(params, own)
 
-        return _mean(of_part, given.model_state, parts, _compat.tracked_axes(ranks.net().names))
+        return _mean(of_part, given.model_state, parts)
 
     return of_batch
 
 
-def _mean(find: Callable[..., Found], model_state: Any, parts: Parts, tracked: frozenset[Any]) -> Found:
-    """The mean of find(model state, i) over all parts, added up in at least float32; it varies over the axes `tracked`.
+def _mean(find: Callable[..., Found], model_state: Any, parts: Parts) -> Found:
+    """The mean of find(model state, i) over all parts, added up in at least float32.
 
     The model state goes from part to part. Auxiliary outputs become what `parts` says.
     """
@@ -125,7 +124,7 @@ def _mean(find: Callable[..., Found], model_state: Any, parts: Parts, tracked: f
         others = [x for x, number in zip(found, added) if not number]
         return ([t + x.astype(t.dtype) for t, x in zip(totals, numbers)], changes(part.model_state)), others
 
-    zeros = [_compat.vary(jnp.zeros(x.shape, wide(x.dtype)), tracked) for x, number in zip(leaves, added) if number]
+    zeros = [jnp.zeros(x.shape, wide(x.dtype)) for x, number in zip(leaves, added) if number]
     (totals, changing), others = lax.scan(add, (zeros, changes(model_state)), jnp.arange(parts.number))
     mean, each = (x / parts.number for x in totals), iter(others)
     found = structure.unflatten([next(mean) if y.averaged else _join(next(each), y.rows) for y in outputs])

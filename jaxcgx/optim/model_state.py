@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx import _compat
 from jaxcgx.checks import check_array, check_choice, spell_array, wrong
 from jaxcgx.optim.accumulation import OP, addable, wide
 from jaxcgx.optim.ranks import Ranks
@@ -76,10 +75,8 @@ class ModelState:
         """What a rank's loss function gets. Its keys are its own."""
         if self.mode == "per_rank":
             return jax.tree_util.tree_map(lambda x: x[0], state.rows)
-        net = self.ranks.net()
-        tracked = _compat.tracked_axes(net.names)
-        own = lambda x: _compat.vary(x, tracked) if addable(x) else fold(x, net.rank)
-        return jax.tree_util.tree_map(own, state)
+        rank = self.ranks.net().rank
+        return jax.tree_util.tree_map(lambda x: x if addable(x) else fold(x, rank), state)
 
     def counts(self, state: Any) -> bool:
         """Whether ranks have integers or flags in common, which they must then agree on."""
@@ -130,11 +127,8 @@ def _first(x: jax.Array, net: Transport) -> jax.Array:
     return net.plain_psum(jnp.where(net.rank == 0, numbers, 0)).astype(x.dtype)
 
 
-def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
-    """The state that a loss function returned, if it is one like that it got.
-
-    Arrays that are new vary over the ranks. The others are the same objects.
-    """
+def check_renewed(old: Any, new: Any) -> Any:
+    """The state that a loss function returned, if it is one like that it got. What it left is the same objects."""
     before, structure = jax.tree_util.tree_flatten_with_path(old)
     after, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:
@@ -149,8 +143,7 @@ def check_renewed(old: Any, new: Any, tracked: frozenset[Any]) -> Any:
             if (was.shape, was.dtype) != (now.shape, now.dtype):
                 expected = f"a new model state like that it gets, {spell_array(was)}"
                 raise wrong(OP, "loss_fn", expected, spell_array(now), path=path)
-            strong = now.astype(now.dtype) if addable(now) else now  # a weak type would compile the next step anew
-            now = _compat.vary(strong, tracked)
+            now = now.astype(now.dtype) if addable(now) else now  # a weak type would compile the next step anew
         renewed.append(now)
     return structure.unflatten(renewed)
 

@@ -7,20 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxcgx import _compat
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.optim.accumulation import OP, Given
 from jaxcgx.optim.model_state import check_renewed
 
 
 def make_objective(
-    loss_fn: Callable[..., Any], names: tuple[Any, ...], *, has_state: bool, has_aux: bool, weighted: bool
+    loss_fn: Callable[..., Any], *, has_state: bool, has_aux: bool, weighted: bool
 ) -> Callable[..., Any]:
     """A function (params, Given), of all parameters, that returns (loss, (weight, model state, aux)).
 
     Args:
       loss_fn: a function (params, batch) of all parameters, as `make_train_step` explains it.
-      names: the axes of the ranks.
       has_state: whether it takes a model state behind the parameters, and returns a new one.
       has_aux: whether it returns auxiliary outputs.
       weighted: whether it returns (sum, weight) in place of a loss. The loss is then the sum.
@@ -50,7 +48,7 @@ def make_objective(
         loss = _scalar(loss, "sum" if weighted else "loss")
         if weighted:
             loss, weight = loss.astype(float), _constant(_scalar(weight, "weight").astype(float))
-        return loss, (weight, check_renewed(given.model_state, model_state, _compat.tracked_axes(names)), aux)
+        return loss, (weight, check_renewed(given.model_state, model_state), aux)
 
     return objective
 

@@ -127,9 +127,7 @@ def make_train_step(
         state=ModelState(model_state, ranks),
         optimizer=optax.with_extra_args_support(optimizer),
         transformation=sharded.transformation(compress, options),
-        objective=make_objective(
-            loss_fn, placement.names, has_state=model_state is not None, has_aux=has_aux, weighted=weighted
-        ),
+        objective=make_objective(loss_fn, has_state=model_state is not None, has_aux=has_aux, weighted=weighted),
         accumulate=accumulate,
         has_aux=has_aux,
         plan=options.get("plan"),

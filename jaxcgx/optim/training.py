@@ -22,6 +22,7 @@ from jaxcgx.optim.ranks import Ranks
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.sharded import Sharded
 from jaxcgx.optim.telemetry import Telemetry
+from jaxcgx.plan.leaves import spell_path
 
 
 class Metrics(NamedTuple):
@@ -115,9 +116,7 @@ class Training:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
         for path, x in jax.tree_util.tree_leaves_with_path(trained):
             if not jnp.issubdtype(x.dtype, jnp.inexact):
-                rule = (
-                    f'rules=[("{"/".join(jax.tree_util.keystr((key,), simple=True) for key in path)}", jaxcgx.Skip())]'
-                )
+                rule = f'rules=[("{spell_path(path)}", jaxcgx.Skip())]'
                 remedy = f"freeze it: plan=jaxcgx.Plan(codec, {rule})"
                 expected = "parameters of floating point where they are trained"
                 raise wrong("train.init", "params", expected, spell_array(x), remedy, path=path)
