@@ -106,7 +106,8 @@ def check_shared_key(
                 f"{op}: argument '{argument}' is not used: {codecs} draws no random numbers", stacklevel=callers_level()
             )
         return None
-    words = check_key(op, drawing[0], key, "the same on every rank and another one every step", argument)
+    which = "the same on every rank and another one every step"
+    words = check_key(op, drawing[0], key, which=which, argument=argument)
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
         raise wrong(
             op,

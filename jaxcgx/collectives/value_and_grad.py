@@ -191,8 +191,8 @@ class ValueAndGrad:
         except TypeError as error:
             if "shape" in str(error):  # those of a part and of what it closes over don't fit
                 error.add_note(
-                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for each "
-                    "example must be an argument of the call, too, and not closed over."
+                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                    "each example must be an argument of the call, too, and not closed over."
                 )
             raise
         check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)

@@ -191,7 +191,7 @@ WIDE = dict(PARAMS, b=jnp.zeros(41))
         (
             lambda path, t: cgx.restore_state(path, PARAMS),
             TypeError,
-            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init"),
+            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init per_rank 'sum'"),
         ),
         (lambda path, t: cgx.restore_state(path, t[1]), ValueError, says(*TEMPLATE, expected="leaf '0/b'", got="none")),
         (
