@@ -100,6 +100,9 @@ import jaxcgx
     last = result.stderr.strip().splitlines()[-1]
     assert result.returncode != 0
     assert f"{tmp_path}/jaxcgx hides the installation in {tmp_path}/installed/jaxcgx" in last and "python -P" in last
+    (tmp_path / "jaxcgx" / "native" / "_native.so").touch()  # an installation, too, but broken
+    last = run(code, JAXCGX_REFERENCE="0").stderr.strip().splitlines()[-1]
+    assert "native module can't be loaded" in last and "pip install" in last and "hides the installation" not in last
 
 
 def test_a_module_of_another_version_is_refused():
