@@ -140,6 +140,9 @@ def test_before_and_after(name):
     compare(before, after, {**STYLES, "Dropout": with_keys}.get(name, functional))
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax.grad of a product with a sharded batch is an error of JAX's own there"
+)
 @pytest.mark.parametrize("name", ["jit", "Flax NNX", "TrainState"])
 def test_on_an_explicit_mesh(name):
     compare(*PAIRS[name], STYLES[name], AxisType.Explicit)
