@@ -46,6 +46,7 @@ class How(NamedTuple):
     own: bool  # a rank's own part joins the sum as it is
     sum_feedback: bool  # the residual is what the encoding of the sum loses
     divisor: float
+    in_place: bool
 
 
 class Results(NamedTuple):
@@ -53,7 +54,9 @@ class Results(NamedTuple):
     residuals: list[Any] | None
 
 
-def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, net: Any) -> Results:
+def allreduce(
+    layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, in_place: bool, net: Any
+) -> Results:
     """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits.
 
     The result is float32 sums with "one_shot", else leaves.
@@ -64,6 +67,8 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
       two_shot: which of the schedules.
       own: how a rank adds its own part.
       divisor: what the sum is divided by.
+      in_place: whether results overwrite the leaves, where they have the same dtype. XLA then has no memory to reuse
+        while an exchange is under way, so what follows doesn't wait for it. Leaves that are used elsewhere are copied.
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
@@ -81,6 +86,7 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
         own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
         sum_feedback=raw and feedback,
         divisor=float(divisor),
+        in_place=in_place,
     )
     found = tcp_allreduce_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
     return _results(tree).unflatten(found)
@@ -99,16 +105,16 @@ def _lower(
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
     given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], timeout=net.timeout)
-    # As xla_ffi/tcp/allreduce.h counts them.
-    payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
-    workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
-    # Residuals are updated in place: operand and result have the same number.
-    aliases = {place: place for place in at.residuals or ()}
-    call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)
-    hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    results = call(
-        hidden,
-        *given,
+    # Residuals are updated in place, and leaves where they may be: operand and result have the same number.
+    alike = lambda place: how.in_place and ctx.avals_in[place].dtype == ctx.avals_out[place].dtype
+    aliases = {place: place for place in [*filter(alike, at.leaves), *(at.residuals or ())]}
+    # A row of one message has its leaves' shapes: XLA would copy a gradient that another shape of it overwrites.
+    shapes = dict(zip(at.leaves, layout.shapes)) if messages == 1 else {}
+    of_message = lambda avals: [x.update(shape=shapes[i]) if i in shapes else x for i, x in enumerate(avals)]
+    inner = ctx.replace(avals_in=of_message(ctx.avals_in), avals_out=of_message(ctx.avals_out))
+    results = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
+        inner,
+        *_reshape(ctx, given, ctx.avals_in, inner.avals_in),
         **layout.attributes,
         two_shot=how.two_shot,
         own=how.own,
@@ -119,9 +125,23 @@ def _lower(
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
+        bytes=np.int64(messages * layout.chunks * layout.chunk_bytes),  # for `explain`
     )
-    ctx.set_tokens_out(hidden.tokens_out)
-    return results[:-1]
+    results = _reshape(ctx, results, inner.avals_out, ctx.avals_out)
+    ctx.set_tokens_out(inner.tokens_out)
+    return results
+
+
+def _reshape(ctx: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+    """In a lowering rule: values of types `before`, with the shapes of `after`."""
+
+    def reshape(x: Any, old: Any, new: Any) -> Any:
+        if old.shape == new.shape:
+            return x
+        rule = mlir.lower_fun(lambda x: x.reshape(new.shape), multiple_results=False)
+        return rule(ctx.replace(avals_in=[old], avals_out=[new]), *mlir.flatten_ir_values([x]))[0]
+
+    return list(map(reshape, values, before, after))
 
 
 def _abstract(

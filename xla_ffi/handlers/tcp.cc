@@ -116,7 +116,7 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
 
 // Operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with two_shot
 // also the sum's), a token.
-// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), workspace, a token.
+// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token.
 // The tokens order a program's exchanges.
 ffi::Error take_buffers(const Message& message, ffi::RemainingArgs args, ffi::RemainingRets rets, tcp::Allreduce* a,
                         const int32_t** who) {
@@ -133,13 +133,13 @@ ffi::Error take_buffers(const Message& message, ffi::RemainingArgs args, ffi::Re
   if (keys > 1) CGX_RETURN_IF_ERROR(operands.take_batch("key of the sum", ffi::DataType::U32, 2, &b.sum_key));
 
   Buffers results(op, message, rets);
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), leaves + 2));
+  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), leaves + 1));
   if (a->two_shot)
     CGX_RETURN_IF_ERROR(results.take_leaves("result", std::nullopt, &b.results));
   else
     CGX_RETURN_IF_ERROR(results.take_leaves("sum", DType::kF32, &b.sums));
   if (a->feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &b.new_residuals));
-  return results.take("workspace", ffi::DataType::U8, a->workspace_bytes(), &a->workspace);
+  return ffi::Error::Success();
 }
 
 ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -173,7 +173,11 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
   CGX_FAIL_IF_ERROR(take_buffers(*message, args, rets, &a, &who));
   const auto group = make_group(op, who, ranks, timeout_ms);
   if (group.has_error()) return failed(group.error());
-  cpu::ask_for_large_pages(a.workspace, a.workspace_bytes());
+  a.workspace = tcp::the_workspaces().take(a.workspace_bytes());
+  if (a.workspace == nullptr) {
+    return failed(ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                             "jaxcgx_" + op + ": no memory for " + std::to_string(a.workspace_bytes()) + " bytes"));
+  }
   ffi::Promise promise;
   ffi::Future future(promise);
   tcp::run(tcp::the_net(), *group, std::move(a), pool_of(threads), completes(promise));

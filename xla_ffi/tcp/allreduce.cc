@@ -51,7 +51,7 @@ class Running : public std::enable_shared_from_this<Running> {
         pieces_(a_.pieces()),
         all_(a_.batch * pieces_),
         bytes_(a_.layout.chunk_bytes),
-        payloads_(a_.workspace),
+        payloads_(a_.workspace.get()),
         outgoing_(place(payloads_, all_, 0)),
         encoded_(place(outgoing_, all_, 0)),
         missing_(static_cast<size_t>(all_)),

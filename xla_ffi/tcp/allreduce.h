@@ -31,8 +31,8 @@ struct Allreduce {
   float divisor = 1.0f;
   int64_t digest = 0;  // of what all ranks must have in common
   std::vector<int64_t> ids = {};
-  Buffers first = {};            // those of the other messages follow each of its buffers
-  uint8_t* workspace = nullptr;  // workspace_bytes()
+  Buffers first = {};                       // those of the other messages follow each of its buffers
+  std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes()
 
   int64_t pieces() const { return two_shot ? layout.chunks() / ranks : layout.chunks(); }  // of a part of a message
   int64_t workspace_bytes() const { return (two_shot ? 3 : 1) * batch * pieces() * ranks * layout.chunk_bytes; }

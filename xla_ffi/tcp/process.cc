@@ -9,6 +9,11 @@ std::shared_ptr<Net>& the_net() {
   return net;
 }
 
+Workspaces& the_workspaces() {
+  static auto& all = *new std::shared_ptr<Workspaces>(std::make_shared<Workspaces>());
+  return *all;
+}
+
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence) {
   if (the_net()) return Failure{"this process has connected already"};
   auto made = Net::make(process, std::move(connections), silence);

@@ -2,11 +2,15 @@
 #pragma once
 
 #include "tcp/net.h"
+#include "tcp/workspaces.h"
 
 namespace jaxcgx::tcp {
 
 // Null before start(). Never destroyed: a program may still run when the process ends.
 std::shared_ptr<Net>& the_net();
+
+// Never destroyed, either.
+Workspaces& the_workspaces();
 
 // Takes over the connections of this process, once. See Net::make.
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence);
