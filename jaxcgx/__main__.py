@@ -28,6 +28,19 @@ def tune(options: argparse.Namespace) -> None:
     print(f"{words}\n\nsaved to {options.out}")
 
 
+def lab(options: argparse.Namespace) -> int:
+    """python -m jaxcgx lab. The worst status of the command."""
+    from jaxcgx.lab import Link
+    from jaxcgx.lab.units import parse_rate
+    from jaxcgx.report import lab
+
+    try:
+        rate = parse_rate("lab", "--rate", options.rate)
+        return lab.run(options.hosts, Link(rate, rate), options.words)
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        sys.exit(f"python -m jaxcgx lab: {str(error).removeprefix('lab: ')}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Runs a command, by default the one of sys.argv, and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
@@ -66,6 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         nargs="+",
         default=list(range(2, 9)),
         help="what lgreco may choose from, besides the plan's own (2 to 8)",
+    )
+    added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
+    added.add_argument("--hosts", type=int, default=2, help="how many (2)")
+    added.add_argument("--rate", default="1gbit", help="of every link, in both directions (1gbit)")
+    added.add_argument(
+        "words",
+        nargs="+",
+        metavar="CMD",
+        help="the command, after --; {rank}, {hosts} and {address} (of host 0) in its words are filled in",
     )
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -1,0 +1,175 @@
+"""A network of hosts on one machine, with links of a limited rate.
+
+A host is a network namespace with a name that resolves to its address. A virtual cable joins it to a switch, which is a
+bridge in a namespace of its own. A token bucket at each end of the cable limits the rate of one direction. The queues
+are long enough that nothing is dropped at a rate that doesn't change, and they are the only source of delay. Needs root
+and iproute2.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from jaxcgx.checks import check_integer, wrong
+from jaxcgx.lab.units import parse_rate
+
+PREFIX = "jaxcgx-lab"
+BURST = 1e-3  # seconds at the full rate that may pass at once; with less, a busy machine doesn't reach the rate
+QUEUE = "400ms"
+MOST = 200  # hosts: what one subnet has, and more than a machine can run
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The link of a host.
+
+    Args:
+      up: bit/s of what the host sends.
+      down: bit/s of what it receives.
+    """
+
+    up: int
+    down: int
+
+
+def why_not() -> str:
+    """Why hosts are impossible on this machine, or ""."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc", "unshare", "setpriv") if not shutil.which(tool)]
+    return f"{', '.join(missing)} not found: install iproute2 and util-linux" if missing else ""
+
+
+def _run(words: str) -> None:
+    subprocess.run(words.split(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def _limit(action: str, namespace: str, device: str, rate: int) -> None:
+    burst = max(16_000, int(rate / 8 * BURST))  # bytes
+    _run(f"tc -n {namespace} qdisc {action} dev {device} root tbf rate {rate}bit burst {burst} latency {QUEUE}")
+
+
+def _sweep() -> None:
+    """Removes what a killed lab left behind. Names end in the number of the process that made them."""
+    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[-1]}"):
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+
+
+class Lab:
+    """Hosts 0 to n - 1. `with` makes them; its end removes them and ends what runs in them.
+
+    Args:
+      hosts: how many.
+      link: the rate of every link in both directions, as in "1gbit"; a Link; or a Link for each host.
+    """
+
+    def __init__(self, hosts: int, link: str | Link | Sequence[Link]) -> None:
+        self.hosts = check_integer("Lab", "hosts", hosts, 1, MOST)
+        if isinstance(link, str):
+            rate = parse_rate("Lab", "link", link)
+            link = Link(rate, rate)
+        self.links = [link] * hosts if isinstance(link, Link) else list(link)
+        if len(self.links) != hosts:
+            raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
+        self.running: list[subprocess.Popen[Any]] = []
+
+    def address(self, host: int) -> str:
+        return f"10.77.0.{host + 1}"
+
+    def namespace(self, host: int | str) -> str:
+        """The name of the namespace of a host, or of the "switch"."""
+        return f"{PREFIX}-{host}-{os.getpid()}"
+
+    def __enter__(self) -> "Lab":
+        if why := why_not():
+            raise RuntimeError(f"lab: {why}")
+        _sweep()
+        self.names = tempfile.NamedTemporaryFile("w", prefix=PREFIX)
+        self.names.write("127.0.0.1 localhost\n" + "".join(f"{self.address(i)} host{i}\n" for i in range(self.hosts)))
+        self.names.flush()
+        try:
+            self._build()
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, subprocess.CalledProcessError):
+                raise RuntimeError(f"lab: {' '.join(error.cmd)}: {error.stderr.strip()}") from None
+            raise
+        return self
+
+    def _build(self) -> None:
+        switch = self.namespace("switch")
+        _run(f"ip netns add {switch}")
+        _run(f"ip -n {switch} link add bridge type bridge")
+        _run(f"ip -n {switch} link set bridge up")
+        for i, link in enumerate(self.links):
+            host, port = self.namespace(i), f"port{i}"
+            _run(f"ip netns add {host}")
+            _run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {host}")
+            _run(f"ip -n {switch} link set {port} master bridge up")
+            _run(f"ip -n {host} address add {self.address(i)}/24 dev eth0")
+            for device in "eth0", "lo":
+                _run(f"ip -n {host} link set {device} up")
+            self._set("add", i, link)
+
+    def _set(self, action: str, host: int, link: Link) -> None:
+        _limit(action, self.namespace(host), "eth0", link.up)
+        _limit(action, self.namespace("switch"), f"port{host}", link.down)
+
+    def start(self, host: int, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a process in a host, with its own mounts: Gloo finds the address in an /etc/hosts of its own.
+
+        Args:
+          host: which one.
+          command: the words of the command.
+          **options: of subprocess.Popen.
+        """
+        inside = f'hostname host{host} && mount --bind "$0" /etc/hosts && exec "$@"'
+        enter = f"setpriv --pdeathsig KILL ip netns exec {self.namespace(host)} unshare --uts sh -c".split()
+        process = subprocess.Popen([*enter, inside, self.names.name, *map(str, command)], **options)
+        self.running.append(process)
+        return process
+
+    def change(self, host: int, link: Link) -> None:
+        """Gives a host's link other rates."""
+        self.links[host] = link
+        self._set("change", host, link)
+
+    def cut(self, host: int) -> None:
+        """Takes a host's link down: nothing that is sent to it arrives, and nobody is told."""
+        _run(f"ip -n {self.namespace('switch')} link set port{host} down")
+
+    def mend(self, host: int) -> None:
+        """Takes a link up again that was cut."""
+        _run(f"ip -n {self.namespace('switch')} link set port{host} up")
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+        for host in [*range(self.hosts), "switch"]:  # their devices and cables go with them
+            subprocess.run(["ip", "netns", "delete", self.namespace(host)], stderr=subprocess.DEVNULL)
+        self.names.close()
+
+
+@contextlib.contextmanager
+def signals_raise() -> Generator[None]:
+    """Makes SIGTERM and SIGHUP end the program as Ctrl-C does, so that `with` cleans up."""
+
+    def stop(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
