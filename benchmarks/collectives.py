@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py [--networks REGEX] [--repeats 7] [--size MIB ...] [--out DIR]
 
-Every process has one device. The hosts (netlab.py) need root. Without root, only the tables of loopback are made.
+Every process has one device. The hosts (jaxcgx.lab) need root. Without root, only the tables of loopback are made.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import netlab
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -28,6 +27,7 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
+from jaxcgx.lab import Lab, signals_raise, why_not
 from jaxcgx.transports.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
@@ -202,7 +202,7 @@ def measure(network, repeats):
     # Below the ports that the system gives to connections. A host has all ports for itself.
     port = random.randrange(20_000, 32_000)
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(netlab.Lab(network.processes, network.mbit)) if network.mbit else None
+        lab = stack.enter_context(Lab(network.processes, f"{network.mbit}mbit")) if network.mbit else None
         address = f"{lab.address(0) if lab else '127.0.0.1'}:{port}"
         running = []
         for rank in range(network.processes):
@@ -345,7 +345,7 @@ def main():
         sys.exit(f"collectives.py: no network matches {args.networks!r}")
     report = Report(args.command, args.repeats, codec=str(CODEC), rows=[], parts=[], left_out={})
     for network in networks:
-        if network.mbit and (why := netlab.why_not()):
+        if network.mbit and (why := why_not()):
             report.data["left_out"][network.name] = why
             report.show("", f"{network.name}: not measured, {why}.")
             continue
@@ -380,5 +380,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with netlab.signals_raise():
+    with signals_raise():
         main()

@@ -3,7 +3,7 @@
     python benchmarks/failures.py [--over Tcp memory MPI Gloo] [--rows killed late ...] [--out DIR]
 
 Two processes send each other 64 MiB again and again, until something happens to the second one. Rows run one by one. A
-row that cuts a link needs root: the processes are then on two hosts that netlab.py makes.
+row that cuts a link needs root: the processes are then on two hosts that jaxcgx.lab makes.
 """
 
 import argparse
@@ -21,6 +21,8 @@ import tempfile
 import time
 
 from report import RESULTS, Report
+
+from jaxcgx.lab import Lab
 
 OVER = "Tcp", "memory", "MPI", "Gloo"
 ROWS = {
@@ -146,9 +148,7 @@ def rank_main(over, row, folder, rank, address):
 @contextlib.contextmanager
 def hosts(row, folder, port):
     """Starts two ranks on two hosts. Gives the first rank's process, and a function that cuts the second one off."""
-    import netlab
-
-    with netlab.Lab(2, 10_000) as lab, contextlib.ExitStack() as files:
+    with Lab(2, "10gbit") as lab, contextlib.ExitStack() as files:
         each = [
             lab.start(rank, [*row, folder, rank, f"{lab.address(0)}:{port}"], **options(folder, rank, files))
             for rank in range(2)

@@ -2,7 +2,7 @@
 
     python benchmarks/powersgd.py [--torch PYTHON] [--repeats 9] [--out DIR]
 
-The hosts (netlab.py) need root. --torch names a Python that has torch, if that of jaxcgx has none.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch, if that of jaxcgx has none.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import netlab
 import numpy as np
 from collectives import Mesh
 from jax import lax
@@ -26,6 +25,7 @@ from powersgd_torch import SIZE, gradient, relative_error, serve, start
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
+from jaxcgx.lab import Lab, signals_raise, why_not
 
 PROCESSES = 2
 RANKS = 1, 4
@@ -132,7 +132,7 @@ def measure(mbit, torch, repeats):
     if torch:
         commands["torch"] = [torch, str(here.with_name("powersgd_torch.py"))]
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(netlab.Lab(PROCESSES, mbit))
+        lab = stack.enter_context(Lab(PROCESSES, f"{mbit}mbit"))
         running, results = {}, {}
         for name, command in commands.items():
             running[name] = launch(stack, lab, command)
@@ -231,7 +231,7 @@ def main():
     if args.rank:
         run_rank(**json.loads(args.rank))
         return
-    if why := netlab.why_not():
+    if why := why_not():
         sys.exit(f"powersgd.py: not measured, {why}")
     torch = version(args.torch)
     report = Report(args.command, args.repeats, torch=torch, rows=[])
@@ -253,5 +253,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with netlab.signals_raise():
+    with signals_raise():
         main()
