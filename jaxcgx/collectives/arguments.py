@@ -28,7 +28,7 @@ class Options(NamedTuple):
     backward_codec: Any = None
     # whether leaves of Raw() share messages, too, in place of a collective for each, which XLA may join or not
     join_raw: bool = False
-    # the leaves' numbers in the order in which they are known, where nothing else needs them; None: no order
+    # the leaves' numbers in the order of the messages; None: that of the tree
     order: tuple[int, ...] | None = None
 
 

@@ -209,11 +209,7 @@ def sync_in_backward(
     """
     op = "sync_in_backward"
     net = check_axes(op, axis_name)
-    # The backward pass goes through the messages from the last to the first.
-    order = tuple(range(len(jax.tree_util.tree_leaves(params))))
-    options = Options(
-        key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb, order=order
-    )
+    options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
     reduction = Reduction(op, params, net=net, codec=codec, options=options, mean=True, gradients=True)
 
     def identity(message: Message, exchange: Callable[[Message], list[Any]]) -> list[Any]:

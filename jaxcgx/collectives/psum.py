@@ -167,8 +167,7 @@ class Reduction:
             check_own(op, options.own, name)
         self.outermost = asked[0]
         parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
-        divisor = float(call.size) if mean else 1.0
-        self.how = Sum(own=options.own, divisor=divisor, leader=leader, in_place=options.order is not None)
+        self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.stages = {}
         for route, ids in call.groups.items():
             named = tuple(

@@ -65,14 +65,12 @@ class Sum(NamedTuple):
     """How a sum is formed.
 
     `own` says how a rank adds its own part to the sum that it owns: "raw" or "encoded". The sum is divided by `divisor`
-    in float32 before its last encoding. With `leader`, one rank per node takes part in the outermost exchange. With
-    `in_place`, the sum may overwrite the leaves, which nothing else should need.
+    in float32 before its last encoding. With `leader`, one rank per node takes part in the outermost exchange.
     """
 
     own: str = "raw"
     divisor: float = 1.0
     leader: bool = False
-    in_place: bool = False
 
 
 def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:

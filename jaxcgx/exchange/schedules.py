@@ -234,7 +234,6 @@ def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
         two_shot=two_shot,
         own=how.own,
         divisor=how.divisor,
-        in_place=how.in_place,
     )
     with scope(ExchangeScope.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
         return Summed(*stage.net.sum_piecewise(asked))

@@ -46,7 +46,6 @@ class How(NamedTuple):
     own: bool  # a rank's own part joins the sum as it is
     sum_feedback: bool  # the residual is what the encoding of the sum loses
     divisor: float
-    in_place: bool
 
 
 class Results(NamedTuple):
@@ -54,9 +53,7 @@ class Results(NamedTuple):
     residuals: list[Any] | None
 
 
-def allreduce(
-    layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, in_place: bool, net: Any
-) -> Results:
+def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, net: Any) -> Results:
     """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits.
 
     The result is float32 sums with "one_shot", else leaves.
@@ -67,8 +64,6 @@ def allreduce(
       two_shot: which of the schedules.
       own: how a rank adds its own part.
       divisor: what the sum is divided by.
-      in_place: whether results overwrite the leaves, where they have the same dtype. XLA then has no memory to reuse
-        while an exchange is under way, so what follows doesn't wait for it. Leaves that are used elsewhere are copied.
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
@@ -86,7 +81,6 @@ def allreduce(
         own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
         sum_feedback=raw and feedback,
         divisor=float(divisor),
-        in_place=in_place,
     )
     found = tcp_allreduce_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
     return _results(tree).unflatten(found)
@@ -99,49 +93,39 @@ def _results(tree: Any) -> Any:
     return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
 
 
+# Two calls, so that the program goes on between them. The second waits for the sum that the first has begun.
 def _lower(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
     given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], timeout=net.timeout)
-    # Residuals are updated in place, and leaves where they may be: operand and result have the same number.
-    alike = lambda place: how.in_place and ctx.avals_in[place].dtype == ctx.avals_out[place].dtype
-    aliases = {place: place for place in [*filter(alike, at.leaves), *(at.residuals or ())]}
-    # A row of one message has its leaves' shapes: XLA would copy a gradient that another shape of it overwrites.
-    shapes = dict(zip(at.leaves, layout.shapes)) if messages == 1 else {}
-    of_message = lambda avals: [x.update(shape=shapes[i]) if i in shapes else x for i, x in enumerate(avals)]
-    inner = ctx.replace(avals_in=of_message(ctx.avals_in), avals_out=of_message(ctx.avals_out))
-    results = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
-        inner,
-        *_reshape(ctx, given, ctx.avals_in, inner.avals_in),
-        **layout.attributes,
+    message = layout.attributes | dict(batch=np.int64(messages))
+    fed = list(at.residuals or ())
+    residuals = [ctx.avals_in[place] for place in fed]
+    ticket = _compat.result_aval(ctx.avals_in, (1,), np.dtype("int64"))
+    begun = ctx.replace(avals_out=[*residuals, ticket])
+    # Residuals are updated in place.
+    aliases = {place: i for i, place in enumerate(fed)}
+    *lost, number = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
+        begun,
+        *given,
+        **message,
         two_shot=how.two_shot,
         own=how.own,
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
-        batch=np.int64(messages),
         ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
         bytes=np.int64(messages * layout.chunks * layout.chunk_bytes),  # for `explain`
     )
-    results = _reshape(ctx, results, inner.avals_out, ctx.avals_out)
-    ctx.set_tokens_out(inner.tokens_out)
+    aliases = {1 + i: len(at.leaves) + i for i in range(len(fed))}
+    end = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, operand_output_aliases=aliases)
+    results = end(ctx.replace(avals_in=[ticket, *residuals]), number, *lost, **message)
+    ctx.set_tokens_out(begun.tokens_out)
     return results
-
-
-def _reshape(ctx: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """In a lowering rule: values of types `before`, with the shapes of `after`."""
-
-    def reshape(x: Any, old: Any, new: Any) -> Any:
-        if old.shape == new.shape:
-            return x
-        rule = mlir.lower_fun(lambda x: x.reshape(new.shape), multiple_results=False)
-        return rule(ctx.replace(avals_in=[old], avals_out=[new]), *mlir.flatten_ir_values([x]))[0]
-
-    return list(map(reshape, values, before, after))
 
 
 def _abstract(

@@ -33,7 +33,6 @@ class PiecewiseSum(NamedTuple):
     two_shot: bool  # else one_shot
     own: str
     divisor: float
-    in_place: bool  # results may overwrite the leaves
 
 
 class Transport:

@@ -88,11 +88,5 @@ class TcpAxes(Axes):
             leaves=asked.leaves, residuals=asked.residuals, who=None, first_key=asked.first_key, sum_key=asked.sum_key
         )
         return tcp_sum.allreduce(
-            asked.layout,
-            operands,
-            two_shot=asked.two_shot,
-            own=asked.own,
-            divisor=asked.divisor,
-            in_place=asked.in_place,
-            net=self,
+            asked.layout, operands, two_shot=asked.two_shot, own=asked.own, divisor=asked.divisor, net=self
         )
