@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -123,12 +124,14 @@ def events(program):
     ends = {e["name"].removeprefix("end: "): e["ts"] + e["dur"] for e in found if e["name"].startswith("end: ")}
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
-    spans = []
-    for e in found:
-        exchange = e["name"].startswith("jaxcgx_tcp")
-        end = ends.get(e["name"], e["ts"] + e["dur"]) if exchange else e["ts"] + e["dur"]
-        spans.append(["exchange" if exchange else "compute", (e["ts"] - first) / 1e3, (end - first) / 1e3])
-    return sorted(spans, key=lambda span: span[1])
+    of = lambda name: sorted((e for e in found if re.fullmatch(rf"{name}(\.\d+)?", e["name"])), key=lambda e: e["ts"])
+    spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if not e["name"].startswith("jaxcgx_tcp")]
+    # Sums end in the order in which they begin.
+    for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):
+        spans.append(["exchange", begin["ts"], ends.get(end["name"], end["ts"] + end["dur"])])
+    return [
+        [what, (start - first) / 1e3, (end - first) / 1e3] for what, start, end in sorted(spans, key=lambda s: s[1])
+    ]
 
 
 def measure(batch, repeats):
@@ -139,7 +142,9 @@ def measure(batch, repeats):
             worker = json.dumps(dict(address=address, rank=rank, processes=2, batch=batch, repeats=repeats))
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", worker]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            running.append(lab.start(rank, command, stdout=output, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+            running.append(
+                lab.start(rank, command, stdout=output, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+            )
         output, _ = running[0].communicate(timeout=LIMIT)
         for found in output.splitlines():
             if found.startswith("RESULTS "):
@@ -210,7 +215,11 @@ def main():
         report.data["events_ms"] = spans[alike]
         report.show("", f"One overlapped step with batch {alike}: [overlap.png](overlap.png).")
         report.write(out, "overlap")
-        draw(out / "overlap.png", spans[alike], f"One step, batch {alike}: messages travel while the backward pass goes on")
+        draw(
+            out / "overlap.png",
+            spans[alike],
+            f"One step, batch {alike}: messages travel while the backward pass goes on",
+        )
 
 
 if __name__ == "__main__":

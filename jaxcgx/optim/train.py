@@ -104,7 +104,7 @@ def make_train_step(
         and sent once. The model state goes from one to the next.
       overlap: "backward": messages are made and sent in the order in which the backward pass ends their gradients, and
         over `Tcp` it goes on meanwhile. A message then has 4 MiB, unless `fusion_mb` says otherwise. Gradients of
-        micro-batches, and of a loop over layers, all end together, so nothing is left to go on.
+        micro-batches, and of a loop over layers, all end together.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
         the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum

@@ -100,7 +100,9 @@ class Part {
     int64_t begin = 0, bytes = 0;  // in the leaf
     int64_t at = 0;                // in the memory
   };
-  int64_t size(int32_t leaf) const { return size_of(dtype_.value_or(layout_->leaves[static_cast<size_t>(leaf)].dtype)); }
+  int64_t size(int32_t leaf) const {
+    return size_of(dtype_.value_or(layout_->leaves[static_cast<size_t>(leaf)].dtype));
+  }
 
   const Layout* layout_ = nullptr;
   std::optional<DType> dtype_;
@@ -303,7 +305,7 @@ class Running : public std::enable_shared_from_this<Running> {
   std::vector<Allreduce::Outputs> outputs_;
   std::shared_ptr<Net::Running> running_;
   std::mutex mutex_;
-  bool ended_ = false;                        // whether there are outputs
+  bool ended_ = false;                       // whether there are outputs
   std::vector<std::function<void()>> last_;  // that wait for them
   Done done_;
   Completion completion_;  // parts: the exchange, encode, end, and each later task
