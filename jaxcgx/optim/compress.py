@@ -83,8 +83,8 @@ def compress_gradients(
       strict: whether a leaf that can't be compressed is an error.
       fusion_mb: the size of a message in MiB (64).
       order: the numbers of the leaves, in the order in which the backward pass ends their gradients
-        (`backward_order`). Messages are made and sent in this order, and over `Tcp` the backward pass goes on meanwhile,
-        where there are several (`fusion_mb`).
+        (`backward_order`). Messages are made and sent in this order. Over `Tcp` the backward pass goes on meanwhile, if
+        there are several messages (`fusion_mb`).
     """
     settings = Settings(
         function="compress_gradients",

@@ -180,7 +180,7 @@ class Running : public std::enable_shared_from_this<Running> {
       Kept& kept = kept_[row(piece)];
       kept.own.copy(chunk(rank_, piece), m.leaves);
       kept.residuals.copy(chunk(rank_, piece), m.new_residuals);
-      if (m.sum_key != nullptr) std::copy_n(m.sum_key, 2, kept.key);
+      if (m.sum_key != nullptr && piece % pieces_ == 0) std::copy_n(m.sum_key, 2, kept.key);
       one_less(piece);
     }
     completion_.part();
