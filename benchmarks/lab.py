@@ -39,8 +39,21 @@ HOSTS = 2, 4
 ELEMENTS = 1 << 22  # of an exchange
 CALLS = 4
 DIFFERENCE = 0.02  # goal: between explain's bytes and the kernel's
-ROWS = [(cgx.compressed_psum_scatter, ()), (cgx.compressed_all_gather, ()), (cgx.compressed_all_to_all, (0, 0))]
-CODECS = [cgx.MaxMin(4), cgx.ByteGrad(), cgx.TopK(0.01), cgx.Cast("bfloat16"), cgx.Raw()]
+AXES = dict(split_axis=0, concat_axis=0)
+ROWS = [(cgx.compressed_psum_scatter, {}), (cgx.compressed_all_gather, {}), (cgx.compressed_all_to_all, AXES)]
+CODECS = [
+    cgx.MaxMin(4),
+    cgx.ByteGrad(),
+    cgx.AbsMax(8),
+    cgx.Float8(),
+    cgx.Sign(),
+    cgx.Cast("bfloat16"),
+    cgx.TopK(0.01),
+    cgx.Raw(),
+]
+LOW_RANK = cgx.PowerSGD(4)
+
+CHARTS = [dict(table="control", title="Share of the set rate", x="link", y=["share_of_repetitions"], by="ways")]
 
 NOTES = f"""\
 - Control: host 1 sends to host 0 over one TCP connection of plain sockets, "both ways" each to the other at once. The
@@ -110,9 +123,12 @@ def exchanges():
                         x, axis, codec, schedule=schedule
                     )
                 )
+        found["compressed_psum", over, spell(LOW_RANK), ""] = lambda x, axis=axis: cgx.compressed_psum(
+            x.reshape(2048, -1), axis, LOW_RANK
+        ).reshape(-1)
         for function, more in ROWS:
             found[function.__name__, over, spell(CODECS[0]), ""] = lambda x, axis=axis, function=function, more=more: (
-                function(x, axis, CODECS[0], *more, tiled=True)
+                function(x, axis, codec=CODECS[0], tiled=True, **more)
             )
     return found
 
@@ -173,6 +189,7 @@ def control(rate, delay, both):
             sent = [after[host][0].bytes - before[host][0].bytes for host in range(2)]
             shares.append((min(sent) if both else sent[1]) * 8 / (end - start) / bits)
         return dict(
+            link=f"{rate}, {delay}",
             rate_mbit=bits / 1e6,
             delay_ms=seconds * 1e3,
             ways="both ways" if both else "one way",
@@ -245,7 +262,7 @@ def main():
         return
     if why := why_not():
         sys.exit(f"lab.py: not measured, {why}")
-    report = Report(args.command, control=[], bytes=[], charts=[])
+    report = Report(args.command, control=[], bytes=[], charts=CHARTS)
     if args.only != "bytes":
         report.show(
             "", "Plain TCP between two hosts.", "", *header("rate", "delay ms", "ways", "round trip", "share", "goal")
