@@ -23,7 +23,7 @@ REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 KIND, STATS2, BASIC, QUEUE = 1, 7, 1, 3  # attributes of linux/rtnetlink.h and linux/gen_stats.h
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
     """What one direction of a link carried."""
 

@@ -51,7 +51,9 @@ def why_not() -> str:
 
 
 def _run(words: str) -> None:
-    subprocess.run(words.split(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(words.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"lab: {words}: {done.stderr.strip()}")
 
 
 def _limit(action: str, namespace: str, place: str, rate: int) -> None:
@@ -112,10 +114,8 @@ class Lab:
         self.names.flush()
         try:
             self._build()
-        except BaseException as error:
+        except BaseException:
             self.__exit__()
-            if isinstance(error, subprocess.CalledProcessError):
-                raise RuntimeError(f"lab: {' '.join(error.cmd)}: {error.stderr.strip()}") from None
             raise
         return self
 

@@ -10,7 +10,7 @@ from jaxcgx.lab.units import spell_rate
 from jaxcgx.report.results import Data
 from jaxcgx.text import table
 
-TICK = 0.05  # seconds between two looks at the counters
+TICK = 0.1  # seconds between two looks at the counters
 POINTS = 400  # of the chart, at most
 
 
