@@ -64,8 +64,8 @@ NOTES = f"""\
 - Bytes: explain is what `cgx.explain` says that a rank sends in a call. kernel is what the kernel counted on the link
   of the host that sent most, the mean of {CALLS} calls. framing is the part of it that is headers: {ETHERNET} bytes of
   Ethernet, {IP} of IP and {TCP} of TCP with timestamps for each packet, acknowledgements too. payload is the rest.
-  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has 0.05 to 4 kB of the transport's own words, too,
-  which explain leaves out. In very small messages they are more than that.
+  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has 0.05 to 4 kB of the transport's own
+  words, too, which explain leaves out. In very small messages they are more than that.
 """
 
 
