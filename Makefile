@@ -49,6 +49,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training \
+	bench-lab \
 	clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -151,6 +152,9 @@ bench-training: $(INSTALLED) ## train with compressed gradients and without; the
 
 bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py
+
+bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
+	@.venv/bin/python benchmarks/lab.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
