@@ -65,7 +65,10 @@ def report(options: argparse.Namespace) -> None:
     from jaxcgx.report import figures, results
 
     try:
-        files = {path.stem: results.read(path) for path in options.files}
+        names = [path.stem for path in options.files]
+        if len(set(names)) < len(names):  # of several folders
+            names = ["-".join(path.with_suffix("").parts[-2:]) for path in options.files]
+        files = {name: results.read(path) for name, path in zip(names, options.files)}
         print(*(figures.spell(name, data) for name, data in files.items()), sep="\n\n")
         print("", *figures.save(options.out, files), sep="\n")
     except (OSError, TypeError, ValueError) as error:

@@ -82,7 +82,10 @@ def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
             value = row.get(y)
             if value is not None:
                 low, middle, high = results.quartiles(value if isinstance(value, list) else [value])
-                label = f"{chart['by']} {row[chart['by']]} {_short(y)}" if "by" in chart else _short(y)
+                label = _short(y)
+                if "by" in chart:
+                    which = row[chart["by"]]
+                    label = f"{which}, {label}" if isinstance(which, str) else f"{chart['by']} {which} {label}"
                 lines.setdefault(label, []).append((row[chart["x"]], middle, low, high))
     words = list(dict.fromkeys(row[chart["x"]] for row in rows)) if isinstance(rows[0][chart["x"]], str) else None
     for number, (label, points) in enumerate(lines.items()):
@@ -97,14 +100,17 @@ def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
         else:
             axes.plot(xs, middles, marker="o" if len(xs) <= 20 else "", label=label)
     if words:
-        axes.set_xticks([i + 0.4 - 0.4 / len(lines) for i in range(len(words))], words, rotation=20, ha="right")
+        axes.set_xticks(
+            [i + 0.4 - 0.4 / len(lines) for i in range(len(words))], words, rotation=90 if len(words) > 12 else 20
+        )
     if chart.get("log"):
         if not words:
             axes.set_xscale("log", base=2)
         axes.set_yscale("log")
     axes.set(title=title, xlabel=results.spell_name(chart["x"]), ylabel=results.unit(chart["y"][0]))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if len(lines) > 1:
+        axes.legend(fontsize="small")
     found = io.BytesIO()
     figure.savefig(found, format="png", dpi=120)
     return found.getvalue()

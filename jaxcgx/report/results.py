@@ -12,7 +12,7 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ UNITS = {
     "percent": "%",
 }
 # The part of a tensor that passes each rank's link, of W ranks: bus bandwidth, as nccl-tests define it.
-BUS = {
+BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda w: 2 * (w - 1) / w,
     "all_gather": lambda w: (w - 1) / w,
     "reduce_scatter": lambda w: (w - 1) / w,
@@ -119,9 +119,14 @@ def flat(row: Mapping[str, Any]) -> Data:
 
 def _split(name: str) -> tuple[str, str]:
     """The words of a cell's name, and its unit or ""."""
-    words = re.split(r"[ _]", name)
-    unit = next((word for word in reversed(words) if word in UNITS), "")
-    return " ".join(word for word in words if word != unit), UNITS.get(unit, "")
+    found, unit = list[str](), ""
+    for i, part in enumerate(name.split(" ")):
+        words = part.split("_")
+        if units := [word for word in words if word in UNITS]:
+            unit = units[-1]
+            words.remove(unit)
+        found += words if units or not i else [part]  # names of things inside stay as they are
+    return " ".join(found), UNITS.get(unit, "")
 
 
 def unit(name: str) -> str:

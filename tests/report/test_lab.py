@@ -12,7 +12,7 @@ from jaxcgx.lab.counters import Traffic
 from jaxcgx.lab.files import Change
 from jaxcgx.report import lab
 
-SENT = 500_000  # bytes
+SENT = 500_000  # bytes: more than the first rates carry before the break
 # Host 1 sends to host 0, after a byte that went to and fro.
 PROGRAM = f"""
 import socket, sys, time
@@ -57,13 +57,13 @@ def test_a_rate_that_changes_and_a_link_that_breaks(tmp_path, capfd, monkeypatch
         '[[change]]\nat = "1400ms"\nhosts = [0]\ncut = false\n'
         '[[change]]\nat = "1400ms"\nrate = "20mbit"\n'
     )
-    command = ["lab", "--hosts", "2", "--rate", "20mbit", "--per-link", str(tmp_path / "links.toml")]
+    command = ["lab", "--hosts", "2", "--rate", "6mbit", "--per-link", str(tmp_path / "links.toml")]
     command += ["--schedule", str(tmp_path / "schedule.toml"), "--out", str(tmp_path / "out"), "--"]
     assert __main__.main([*command, sys.executable, "-S", "-c", PROGRAM, "{rank}", "{hosts}", "{address}"]) == 0
     printed = capfd.readouterr().out
     assert float(printed.split("round trip")[1].split()[0]) >= 0.03
     data = json.loads((tmp_path / "out/lab.json").read_text())
-    assert data["command"].startswith("python -m jaxcgx lab --hosts 2 --rate 20mbit")
+    assert data["command"].startswith("python -m jaxcgx lab --hosts 2 --rate 6mbit")
     first, second = data["rows"]
     for row, name in (first, "down"), (second, "up"):
         counted = Traffic(row[name]["bytes"], row[name]["packets"], row[name]["dropped"])
@@ -78,6 +78,16 @@ def test_a_rate_that_changes_and_a_link_that_breaks(tmp_path, capfd, monkeypatch
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_the_status_is_the_worst(capfd):
     assert __main__.main(["lab", "--", "sh", "-c", "exit {rank}"]) == 1
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_run_that_is_interrupted_has_a_table(capfd, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab.time, "sleep", interrupt)
+    assert __main__.main(["lab", "--hosts", "1", "--", "sh", "-c", "sleep 0.1; exit 3"]) == 3
+    assert "share of the rate" in capfd.readouterr().out
 
 
 def test_tables():

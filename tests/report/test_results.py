@@ -21,10 +21,11 @@ def test_quartiles():
 
 
 def test_cells():
-    row = {"size_bytes": 5, "ms": {"psum": 3, "ring": {"of_repetitions": [1, 2]}}}
+    row = {"size_bytes": 5, "ms": {"two_shot": 3}, "ms_of_repetitions": {"psum": [1, 2]}, "up": {"rate_mbit": 1}}
     cells = results.flat(row)
-    assert cells == {"size_bytes": 5, "ms psum": 3, "ms ring of_repetitions": [1, 2]}
-    assert [results.spell_name(name) for name in cells] == ["size (bytes)", "psum (ms)", "ring of repetitions (ms)"]
+    assert list(cells) == ["size_bytes", "ms two_shot", "ms_of_repetitions psum", "up rate_mbit"]
+    heads = ["size (bytes)", "two_shot (ms)", "of repetitions psum (ms)", "up rate (Mbit/s)"]
+    assert [results.spell_name(name) for name in cells] == heads
     assert results.unit("up rate_mbit") == "Mbit/s" and results.unit("share") == ""
 
 
