@@ -42,6 +42,7 @@ STEPS = {  # options of make_train_step
     "overlapped": dict(overlap="backward"),
 }
 LIMIT = 600  # seconds
+CHART = dict(table="rows", title="A step", x="batch", y=["ms compute", "ms at the end", "ms overlapped"])
 
 NOTES = f"""\
 - {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
@@ -130,7 +131,8 @@ def events(program):
     for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):
         spans.append(["exchange", begin["ts"], ends.get(end["name"], end["ts"] + end["dur"])])
     return [
-        [what, (start - first) / 1e3, (end - first) / 1e3] for what, start, end in sorted(spans, key=lambda s: s[1])
+        [what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)]
+        for what, start, end in sorted(spans, key=lambda s: s[1])
     ]
 
 
@@ -197,7 +199,7 @@ def main():
         sys.exit(f"overlap.py: {why}")
     given = sys.argv[1:]
     command = shlex.join(["python", "benchmarks/overlap.py", *given]) if given else "make bench-overlap"
-    report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=EXPOSED)
+    report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=EXPOSED, charts=[CHART])
     names = ["compute", *STEPS]
     report.show("", *header("batch", *(f"{n} ms" for n in names), "exch./comp.", "exposed", "hidden", "goal", width=6))
     spans = {}
@@ -212,7 +214,7 @@ def main():
     out = args.out or (None if given else RESULTS)
     if out:
         alike = min(report.data["rows"], key=lambda row: abs(row["exchange_over_compute"] - 1))["batch"]
-        report.data["events_ms"] = spans[alike]
+        report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
         report.show("", f"One overlapped step with batch {alike}: [overlap.png](overlap.png).")
         report.write(out, "overlap")
         draw(
