@@ -85,6 +85,7 @@ def exchanged(mesh, params, batch, options):
     def again():
         *state[:], _ = jax.block_until_ready(train.step(*state, batch))
 
+    again.text = lambda: train.step.lower(*state, batch).compile().as_text()
     return again
 
 
@@ -125,8 +126,10 @@ def events(program):
     ends = {e["name"].removeprefix("end: "): e["ts"] + e["dur"] for e in found if e["name"].startswith("end: ")}
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
-    of = lambda name: sorted((e for e in found if re.fullmatch(rf"{name}(\.\d+)?", e["name"])), key=lambda e: e["ts"])
-    spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if not e["name"].startswith("jaxcgx_tcp")]
+    # Both calls of a sum have names after the same operation of JAX.
+    target = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', program.text()))
+    of = lambda name: sorted((e for e in found if target.get(e["name"]) == name), key=lambda e: e["ts"])
+    spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in target]
     # Sums end in the order in which they begin.
     for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):
         spans.append(["exchange", begin["ts"], ends.get(end["name"], end["ts"] + end["dur"])])
