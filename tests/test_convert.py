@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import assert_same_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,9 +39,15 @@ def token_losses(params, x, y):
     return ((predict(params, x) - y) ** 2).mean(-1), jnp.float32(x[:, 0] > 0)
 
 
-# The arguments of a step of each style, from batch and optimizer.
+# The arguments of a step of each style, from sharded batch and optimizer.
 def functional(x, y, optimizer):
     return PARAMS, optimizer.init(PARAMS), x, y
+
+
+def with_keys(x, y, optimizer):
+    """A key for each example."""
+    keys = jax.device_put(jax.random.split(jax.random.key(0), len(x)), x.sharding)
+    return *functional(x, y, optimizer), keys
 
 
 def replicated(x, y, optimizer):
@@ -80,7 +86,16 @@ STYLES = {
     "Flax NNX": modules,
     "TrainState": train_state,
 }
-LOSSES = {"Weighted means": 2, "Losses across examples": 4, "Frozen parameters": 2}  # and how many lines change
+# And how many lines change.
+LOSSES = {
+    "Weighted means": 2,
+    "Losses across examples": 4,
+    "Dropout": 1,
+    "Auxiliary outputs": 1,
+    "Frozen parameters": 2,
+    "Small leaves": 2,
+}
+NO_STEPS = {"Several processes", "Evaluation and checkpoints"}
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
 OTHER_LOSSES = {
     equinox: lambda model, x, y: ((jax.vmap(model)(x) - y) ** 2).mean(),
@@ -89,13 +104,12 @@ OTHER_LOSSES = {
 
 
 def train(source, style, codec=None, kind=AxisType.Auto):
-    """(the losses of 50 steps, what explain says of a step)."""
+    """(the losses of 50 steps, with the means of auxiliary outputs behind them, what explain says of a step)."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(kind,), devices=jax.devices()[:RANKS])
     optimizer = optax.adam(3e-3)
     names = dict(jax=jax, jnp=jnp, cgx=cgx, optax=optax, functools=functools, P=P, mesh=mesh, codec=codec)
-    names |= dict(
-        optimizer=optimizer, loss_fn=OTHER_LOSSES.get(style, loss_fn), token_losses=token_losses, embed=predict
-    )
+    names |= dict(optimizer=optimizer, loss_fn=OTHER_LOSSES.get(style, loss_fn), token_losses=token_losses)
+    names |= dict(embed=predict, predict=predict)
     if style in LIBRARIES:
         short, library = LIBRARIES[style]
         names[short] = pytest.importorskip(library, reason="needs the extra `test`")
@@ -110,38 +124,76 @@ def train(source, style, codec=None, kind=AxisType.Auto):
             result = step(*args)
             *new, loss = result if isinstance(result, tuple) else (result,)
             args = *new, *args[len(new) :]
-            losses.append(float(np.mean(loss)))
-    return np.array(losses), found
+            losses.append([float(np.mean(x)) for x in jax.tree.leaves(loss)])
+    losses, *aux = np.array(losses).T
+    return losses, aux, found
 
 
 def test_every_pair_is_tested():
-    assert set(PAIRS) == {*STYLES, *LOSSES}
+    assert set(PAIRS) == {*STYLES, *LOSSES, *NO_STEPS}
 
 
 @pytest.mark.parametrize("name", [*STYLES, *LOSSES])
 def test_before_and_after(name):
     before, after = PAIRS[name]
     assert len({line for line in after.splitlines() if line} - set(before.splitlines())) == LOSSES.get(name, 1)
-    style = STYLES.get(name, functional)
-    plain, _ = train(before, style)
-    raw, uncompressed = train(after, style, cgx.Raw())
-    np.testing.assert_allclose(raw, plain, rtol=1e-4)
-    assert plain[-1] < 0.9 * plain[0]
-    losses, compressed = train(after, style, cgx.MaxMin(4, 64))
-    assert abs(losses[-1] / plain[-1] - 1) < 0.02, (losses[-1], plain[-1])
-    assert uncompressed.ratio == 1 and compressed.ratio > 2
+    compare(before, after, {**STYLES, "Dropout": with_keys}.get(name, functional))
 
 
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="jax.grad of a product with a sharded batch is an error of JAX's own there"
 )
-def test_jit_on_an_explicit_mesh():
-    before, after = PAIRS["jit"]
-    plain, _ = train(before, functional, kind=AxisType.Explicit)
-    raw, _ = train(after, functional, cgx.Raw(), AxisType.Explicit)
+@pytest.mark.parametrize("name", ["jit", "Flax NNX", "TrainState"])
+def test_on_an_explicit_mesh(name):
+    compare(*PAIRS[name], STYLES[name], AxisType.Explicit)
+
+
+def compare(before, after, style, kind=AxisType.Auto):
+    plain, plain_aux, _ = train(before, style, kind=kind)
+    raw, raw_aux, uncompressed = train(after, style, cgx.Raw(), kind)
     np.testing.assert_allclose(raw, plain, rtol=1e-4)
-    losses, compressed = train(after, functional, cgx.MaxMin(4, 64), AxisType.Explicit)
-    assert abs(losses[-1] / plain[-1] - 1) < 0.02 and compressed.ratio > 2
+    np.testing.assert_allclose(raw_aux, plain_aux, rtol=1e-4, atol=1e-5)
+    assert plain[-1] < 0.9 * plain[0]
+    losses, _, compressed = train(after, style, cgx.MaxMin(4, 64), kind)
+    assert abs(losses[-1] / plain[-1] - 1) < 0.02, (losses[-1], plain[-1])
+    assert uncompressed.ratio == 1 and compressed.ratio > 1.9
+
+
+def test_several_processes():
+    """In one process, which has all parts."""
+    mesh = jax.make_mesh((RANKS,), ("data",), devices=jax.devices()[:RANKS])
+    names = dict(jax=jax, mesh=mesh, NamedSharding=NamedSharding, P=P)
+    names |= dict(images=np.asarray(X), labels=np.asarray(Y), chosen=np.arange(0, 64, 4))
+    found = []
+    for source in PAIRS["Several processes"]:
+        exec(source, names)
+        found.append((names["x"], names["y"]))
+    for before, after in zip(*found, strict=True):
+        np.testing.assert_array_equal(after, before)
+        assert after.sharding == before.sharding
+
+
+def test_evaluation_and_checkpoints(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(2, 64), feedback=True, mesh=mesh)
+    params, x, y = (
+        jax.device_put(PARAMS, NamedSharding(mesh, P())),
+        *jax.device_put((X, Y), NamedSharding(mesh, P("data"))),
+    )
+    (_, grads), residuals = compressed(params, x, y, residuals=compressed.init(params))
+    names = dict(jax=jax, cgx=cgx, loss_fn=loss_fn, params=params, state=grads, x=x, y=y)
+    names |= dict(residuals=residuals, compressed=compressed)
+    found = []
+    for i, source in enumerate(PAIRS["Evaluation and checkpoints"]):
+        with ocp.StandardCheckpointer() as checkpointer:
+            exec(source, names | dict(checkpointer=checkpointer, path=tmp_path / str(i)), local := {})
+        found.append((local["test_loss"], local["found"]))
+    (before, plain), (after, fed) = found
+    assert before == after == pytest.approx(float(loss_fn(PARAMS, X, Y)), rel=1e-5)
+    assert_same_trees(plain, dict(params=params, state=grads))
+    assert_same_trees(fed, dict(plain, residuals=residuals))
+    assert jax.tree.map(lambda x: x.sharding, fed["residuals"]) == jax.tree.map(lambda x: x.sharding, residuals)
 
 
 def test_compare_once():

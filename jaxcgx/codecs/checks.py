@@ -34,17 +34,19 @@ def check_encodes(function: str, codec: Any, argument: str = "codec") -> Codec:
     return codec
 
 
-def check_key(function: str, codec: Codec, key: Any, which: str = "another one every step") -> jax.Array | None:
+def check_key(
+    function: str, codec: Codec, key: Any, which: str = "another one every step", argument: str = "key"
+) -> jax.Array | None:
     """The two words of the key if the codec draws noise, else None. which: the key that an error asks for, in words."""
     if not codec.stochastic:
         return None
     if key is None:
         raise wrong(
             function,
-            "key",
+            argument,
             f"a random key, because {spell(codec)} rounds stochastically",
             None,
-            f"pass key=jax.random.key(...), {which}",
+            f"pass {argument}=jax.random.key(...), {which}",
         )
     return key_words(function, key)
 

@@ -30,6 +30,9 @@ class Options(NamedTuple):
     join_raw: bool = False
     # the leaves' numbers in the order of the messages; None: that of the tree
     order: tuple[int, ...] | None = None
+    # how the caller's function names these two arguments, for errors
+    codec_name: str = "codec"
+    key_name: str = "key"
 
 
 class Dimension(NamedTuple):
@@ -90,25 +93,27 @@ def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], 
 
 
 def check_shared_key(
-    op: str, used: list[Codec], possible: list[Codec], key: Any, names: tuple[Any, ...]
+    op: str, used: list[Codec], possible: list[Codec], options: Options, names: tuple[Any, ...]
 ) -> jax.Array | None:
     """`check_key` for the codecs in use. The key must be the same on every rank.
 
     `possible` are the codecs that leaves of another tree could use. A key for one of these is no mistake.
     """
     drawing = [codec for codec in used if codec.stochastic]
+    key, argument = options.key, options.key_name
     if not drawing:
         if key is not None and not any(codec.stochastic for codec in possible):
             codecs = ", ".join(map(spell, dict.fromkeys(possible)))
             warnings.warn(
-                f"{op}: argument 'key' is not used: {codecs} draws no random numbers", stacklevel=callers_level()
+                f"{op}: argument '{argument}' is not used: {codecs} draws no random numbers", stacklevel=callers_level()
             )
         return None
-    words = check_key(op, drawing[0], key, "the same on every rank and another one every step")
+    which = "the same on every rank and another one every step"
+    words = check_key(op, drawing[0], key, which=which, argument=argument)
     if axes := [name for name in names if name in _compat.varying_axes(words)]:
         raise wrong(
             op,
-            "key",
+            argument,
             "the same key on every rank",
             f"one that varies over {', '.join(map(repr, axes))}",
             "every rank draws its own noise from the same key",

@@ -92,7 +92,7 @@ class Call:
         self.paths = [path for path, _ in found]
         self.leaves = [check_whole(op, argument, path, leaf) for path, leaf in found]
         self.tracked = check_tracked(op, net.names)
-        forward = backward = self._assign("codec", codec)
+        forward = backward = self._assign(options.codec_name, codec)
         self.skipped = forward.skipped
         if not gradients:
             sent = [i for i, skip in enumerate(self.skipped) if not skip]
@@ -101,14 +101,14 @@ class Call:
         if options.backward_codec is not None:
             backward = self._assign("backward_codec", options.backward_codec)
             used, possible = used + backward.used, possible + backward.possible
-        for assigned, name in ((forward, "codec"), (backward, "backward_codec")):
+        for assigned, name in ((forward, options.codec_name), (backward, "backward_codec")):
             check_low_rank(op, name, assigned.stages, sums)
             if not sums and any(assigned.skipped):
                 path = self.paths[assigned.skipped.index(True)]
                 expected, remedy = "a plan that skips no leaf", "Skip() is for sums and means; leave the leaf out of x"
                 raise wrong(op, name, expected, "one with Skip() for it", remedy, path=path)
         self.codecs = [[stage.codec for stage in there] for there in forward.stages]
-        self.key = check_shared_key(op, used, possible, key=options.key, names=net.names)
+        self.key = check_shared_key(op, used, possible, options=options, names=net.names)
         self.hierarchy = any(len(there) > 1 for there in forward.stages)
         self.routes = [Route.of(*self._alike(there, back)) for there, back in zip(forward.stages, backward.stages)]
         fusion_mb = options.fusion_mb

@@ -85,9 +85,7 @@ class Ranks:
     def specs_of_params(self, params: Any, param_specs: Any) -> Any:
         """How parameters are sharded over the other axes: a tree of specs like them."""
         if param_specs is not None:
-            leaves = jax.tree_util.tree_map(lambda _: 0, params)
-            fill = lambda spec, below: jax.tree_util.tree_map(lambda _: spec, below)
-            return jax.tree_util.tree_map(fill, param_specs, leaves, is_leaf=lambda x: isinstance(x, P))
+            return self._given_specs(params, param_specs)
 
         def spec_of(path: Any, x: Any) -> P:
             sharding = _sharding(x)
@@ -116,12 +114,42 @@ class Ranks:
 
         return jax.tree_util.tree_map_with_path(spec_of, params)
 
+    def _given_specs(self, params: Any, param_specs: Any) -> Any:
+        """The caller's specs for every leaf of the parameters."""
+        others = [name for name in self.mesh.shape if name not in self.names]
+        fill = lambda spec, below: jax.tree_util.tree_map(lambda _: spec, below)
+        try:
+            leaves = jax.tree_util.tree_map(lambda _: 0, params)
+            specs = jax.tree_util.tree_map(fill, param_specs, leaves, is_leaf=lambda x: isinstance(x, P))
+        except (TypeError, ValueError) as error:
+            expected = "a PartitionSpec, or a tree of them like the parameters"
+            raise wrong(self.op, "param_specs", expected, param_specs) from error
+
+        def check(path: Any, x: Any, spec: Any) -> P:
+            self._check_spec("param_specs", path, x, spec, among=others)
+            return self._over(spec, self.others)
+
+        return jax.tree_util.tree_map_with_path(check, params, specs)
+
+    def _check_spec(self, argument: str, path: Any, x: Any, spec: Any, *, among: Sequence[Any]) -> None:
+        """Checks a caller's spec of an array, which may have the axes `among`."""
+        if not isinstance(spec, P) or len(spec) > np.ndim(x):
+            expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
+            raise wrong(self.op, argument, expected, repr(spec), path=path)
+        if other := [name for part in spec for name in _names(part) if name not in among]:
+            expected = f"PartitionSpecs over {', '.join(map(repr, among)) or 'no axis'}"
+            remedy = "the axes of the ranks are for batch_specs, the other axes of the mesh for param_specs"
+            raise wrong(self.op, argument, expected, repr(other[0]), remedy, path=path)
+
     def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
         """The specs of arrays, from (path, array, the caller's spec or None) of each.
 
         Where nothing says how an array is split, it is along its first dimension. That must have as many examples as
         the others.
         """
+        for path, x, given in leaves:
+            if given is not None:
+                self._check_spec("batch_specs", path, x, given, among=self.names)
         known = [self.spec_of_batch(x) if given is None else given for _, x, given in leaves]
         specs = [P(self.names) if spec is None else spec for spec in known]
         split = [i for i, spec in enumerate(specs) if any(spec)]

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx import _compat
-from jaxcgx.checks import check_flag, wrong
+from jaxcgx.checks import check_flag, spell_array, wrong
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.collectives import eager
 from jaxcgx.collectives.arguments import Options
@@ -176,16 +176,25 @@ class ValueAndGrad:
             return (value, aux) if self.has_aux else value, self.as_argument(grads)
         ranks = self._ranks((params, others))
         param_specs = ranks.specs_of_params(params, self.as_list(self.param_specs))
+        self._check_residuals(ranks, residuals)
         split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
         given = params, split.arrays(others), self.as_list(residuals), codec_key
         # jit: outside of the caller's jit, shard_map would run operation by operation. A new one at every call: a loss
         # may close over what has changed.
         program = jax.jit(functools.partial(_run, self, split, self.has_aux))
         try:
-            traced = program.trace(*given)
-        except _Changed:
-            program = jax.jit(functools.partial(_run, self, split, True))
-            traced = program.trace(*given)
+            try:
+                traced = program.trace(*given)
+            except _Changed:
+                program = jax.jit(functools.partial(_run, self, split, True))
+                traced = program.trace(*given)
+        except TypeError as error:
+            if "shape" in str(error):  # those of a part and of what it closes over don't fit
+                error.add_note(
+                    f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
+                    "each example must be an argument of the call, too, and not closed over."
+                )
+            raise
         check_constraints(OP, "loss_fn", tuple(ranks.manual), traced.jaxpr)
         split.check_closure(self.call_loss, *given[:2])
         done = eager.call(traced, *given, mesh=ranks.mesh) if _compat.is_eager() else program(*given)
@@ -218,6 +227,17 @@ class ValueAndGrad:
 
     def _ranks(self, arguments: Any) -> Ranks:
         return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
+
+    def _check_residuals(self, ranks: Ranks, residuals: Any) -> None:
+        """Checks the rows. A rank then checks the shape of its own."""
+        for path, x in jax.tree_util.tree_leaves_with_path(residuals):
+            if np.shape(x)[:1] != (ranks.size,):
+                expected, got = f"arrays with a row for each of {ranks.size} ranks", spell_array(x)
+                remedy = (
+                    "pass what init(params) or the call before returned; of a checkpoint of another number of ranks, "
+                    "what jaxcgx.restore_state(path, template, per_rank={'residuals': 'sum'}) returns"
+                )
+                raise wrong(OP, "residuals", expected, got, remedy, path=path)
 
     def _check_inside(self) -> None:
         check_axes(OP, self.axis_name)
@@ -283,7 +303,7 @@ class ValueAndGrad:
             if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
                 raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
         is_spec = lambda x: isinstance(x, P)
-        fill = lambda spec, below: [spec] * len(jax.tree_util.tree_leaves(below))
+        fill = lambda spec, below: [spec if np.ndim(x) else P() for x in jax.tree_util.tree_leaves(below)]
         named = {**dict.fromkeys(keywords, P()), **named}
         try:
             specs = jax.tree_util.tree_map(fill, [given, named], [positional, keywords], is_leaf=is_spec)
@@ -360,7 +380,7 @@ def _run(
 
 def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tuple[Any, Any]:
     """The compressed mean of gradients over the ranks, and the new residuals, as lists."""
-    net, options = check_axes(OP, call.axis_name), Options(key=key)
+    net, options = check_axes(OP, call.axis_name), Options(key=key, codec_name="plan", key_name="codec_key")
     grads = call.as_argument(grads)  # a plan sees the paths of the argument
     if residuals is None:
         found = reduce(OP, grads, net=net, codec=call.plan, options=options, state=State(), mean=True)

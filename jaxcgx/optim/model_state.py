@@ -51,11 +51,18 @@ class ModelState:
         )
         raise wrong("train.init", "model_state", f"{expected} with model_state={self.mode!r}", got, remedy)
 
-    def check_rows(self, state: Any) -> None:
-        """Checks that `step` has a state of every rank where ranks have their own."""
-        if self.mode == "per_rank" and not isinstance(state, PerRank):
+    def check_rows(self, state: Any, count: int | None) -> None:
+        """Checks that `step` has a state of every rank where ranks have their own. `count`: as in `first`."""
+        if self.mode != "per_rank":
+            return
+        if not isinstance(state, PerRank):
             got = type(state).__name__
             raise wrong("train.step", "model_state", "a PerRank, which init or the step before returned", got)
+        size = count or 1
+        for path, x in jax.tree_util.tree_leaves_with_path(state):
+            if x.shape[:1] != (size,):
+                expected, remedy = f"{size} rows, one for each rank", self.ranks.remedy
+                raise wrong("train.step", "model_state", expected, spell_array(x), remedy, path=path)
 
     def first(self, state: Any, count: int | None) -> Any:
         """The state before the first step, of the caller's. It has copies. `count`: how many ranks a mesh has."""

@@ -122,7 +122,10 @@ def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], An
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
     if not any(leaf.keep for leaf in leaves):
         expected = "a tree with a state of jaxcgx's transformations"
-        remedy = "pass what train.init or optimizer.init returned, or read the checkpoint with Orbax alone"
+        remedy = (
+            "pass what train.init or optimizer.init returned; for residuals of value_and_grad, also "
+            "per_rank={'regular expression of their paths': 'sum'}; read others with Orbax alone"
+        )
         raise wrong(OP, "template", expected, f"a {type(template).__name__} without one", remedy, kind=TypeError)
     return leaves, jax.tree_util.tree_structure(template)
 

@@ -80,7 +80,7 @@ class Training:
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
-        self.state.check_rows(model_state)
+        self.state.check_rows(model_state, self.placement.ranks)
         sent, rest, *lost = opt_state  # lost: by the gather of updates
         placement, skipped, noise = self.placement, self._skipped(params), self.sharded.key(sent)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)

@@ -19,7 +19,8 @@ def check_axes(op: str, axis_name: Any) -> Transport:
         except NameError:
             raise NameError(
                 f"{op}: argument 'axis_name': no axis {name!r} is bound here; call {op} inside jax.shard_map over "
-                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r})"
+                f"a mesh with that axis (or pmap, or vmap with axis_name={name!r}); for the gradients of a program "
+                f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, codec)"
             ) from None
     marks = marked(axis_name)
     return check_tcp(op, names, marks) if marks else Axes(names)

@@ -1,6 +1,7 @@
 """value_and_grad and grad: the gradients of jit programs over sharded batches."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -470,7 +471,9 @@ def test_stochastic_rounding_takes_a_key():
     one, same, other = (f(PARAMS, X, codec_key=jax.random.key(i))[1] for i in (0, 0, 1))
     assert_same_trees(one, same)
     assert np.any(one["w"] != other["w"])
-    with raises(ValueError, says("value_and_grad", "key", expected="random key", got="None")):
+    with raises(
+        ValueError, says("value_and_grad", "codec_key", expected="random key", got="None", remedy="codec_key=")
+    ):
         f(PARAMS, X)
 
 
@@ -480,6 +483,14 @@ def test_explain_counts_what_is_saved():
         found = cgx.explain(step, PARAMS, place(mesh_of(AxisType.Auto), X), show=False)
     assert found.ratio > 2 and any(c.codec for c in found.collectives)
     assert {leaf.path for leaf in found.raw} == {"['b']"}  # of the argument, as a plan's rules see it
+
+
+def fed(plan, ranks=RANKS):
+    return cgx.value_and_grad(loss_fn, "data", plan, feedback=True, mesh=mesh_of(AxisType.Auto, ("data", ranks)))
+
+
+def split_by(**specs):
+    return cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto), **specs)
 
 
 @pytest.mark.parametrize(
@@ -519,16 +530,73 @@ def test_explain_counts_what_is_saved():
             ),
         ),
         (
+            lambda f, x: fed(CODEC)(PARAMS, x, residuals=fed(CODEC, 8).init(PARAMS)),
+            ValueError,
+            says(
+                "value_and_grad",
+                "residuals",
+                at="leaf ['b']",
+                expected=f"row {RANKS} ranks",
+                got="float32[8, 40]",
+                remedy="init(params) jaxcgx.restore_state",
+            ),
+        ),
+        (
+            lambda f, x: fed(cgx.Plan(CODEC, rules=[("none", CODEC)]))(PARAMS, x, residuals=fed(CODEC).init(PARAMS)),
+            ValueError,
+            says("value_and_grad", "plan", expected="leaf every rule", got="none"),
+        ),
+        (
+            lambda f, x: split_by(batch_specs=P("model"))(PARAMS, x),
+            ValueError,
+            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="over 'data'", got="'model'"),
+        ),
+        (
+            lambda f, x: split_by(batch_specs=P(None, None, "data"))(PARAMS, x),
+            ValueError,
+            says("value_and_grad", "batch_specs", at="leaf [0][0]", expected="at most 2", got="P"),
+        ),
+        (
+            lambda f, x: split_by(param_specs={"w": P()})(PARAMS, x),
+            ValueError,
+            says("value_and_grad", "param_specs", expected="tree like the parameters", got="[{'w'"),
+        ),
+        (
+            lambda f, x: split_by(param_specs=P("data"))(PARAMS, x),
+            ValueError,
+            says("value_and_grad", "param_specs", at="leaf [0]['b']", expected="no axis", got="'data'"),
+        ),
+        (
             lambda f, x: f(PARAMS, x, residuals=PARAMS),
             ValueError,
             says("value_and_grad", "residuals", expected="without feedback=True", got="some"),
         ),
     ],
-    ids=["two sizes", "uneven", "nothing is split", "sharded parameters", "residuals"],
+    ids=[
+        "two sizes",
+        "uneven",
+        "nothing is split",
+        "sharded parameters",
+        "rows of residuals",
+        "rules",
+        "axis of a batch",
+        "dimensions of a batch",
+        "tree of specs",
+        "axis of parameters",
+        "residuals",
+    ],
 )
 def test_bad_calls(call, error, words):
     with raises(error, words):
         call(cgx.value_and_grad(loss_fn, "data", CODEC, mesh=mesh_of(AxisType.Auto)), X)
+
+
+def test_what_a_loss_closes_over_does_not_fit_to_its_part():
+    """JAX says that shapes differ, and a note why."""
+    closing = lambda p, x: ((errors_of(p, x) - X[:, :1]) ** 2).mean()
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        cgx.value_and_grad(closing, "data", CODEC, mesh=mesh_of(AxisType.Auto))(PARAMS, X)
+    assert re.search("gets a rank's part .* must be an argument", " ".join(caught.value.__notes__))
 
 
 def test_bad_arguments():

@@ -266,6 +266,19 @@ def test_errors():
     w, _, state = train.init(W, STATE)
     with raises(ValueError, says("train.step", "model_state", expected="PerRank init", got="dict")):
         train.step(w, STATE, state, X)
+    _, of_four, _ = cgx.make_train_step(
+        loss_fn, optax.sgd(0.1), mesh_of(4), plan=cgx.Raw(), model_state="per_rank"
+    ).init(W, {"mean": jnp.zeros(30)})
+    rows = says(
+        "train.step",
+        "model_state",
+        "leaf .rows['mean']",
+        "2 rows rank",
+        "float32[4, 30]",
+        remedy="jaxcgx.reshard_state",
+    )
+    with raises(ValueError, rows):
+        train.step(w, jax.device_get(of_four), state, X)
     alone = cgx.make_train_step(
         lambda *_: jnp.zeros(()), optax.sgd(0.1), mesh_of(2), plan=cgx.Raw(), model_state="mean"
     )

@@ -87,6 +87,34 @@ def test_as_many_ranks(four):
     assert_same_trees(go_on(make(4), *restored), go_on(make(4), params, state))
 
 
+@pytest.mark.parametrize("form", ["param_specs", "optimizer_specs"])
+def test_sharded_parameters_or_state(form, tmp_path):
+    """ZeRO-3 and ZeRO-1: shards, and what the gather of updates has lost, keep their bits and get the new sharding."""
+
+    def make(ranks):
+        gather = CODEC if form == "optimizer_specs" else cgx.Raw()
+        options = {form: cgx.shard_specs(PARAMS, mesh_of(ranks), min_size=100), "gather": gather}
+        optimizer = optax.sgd(0.1, momentum=0.5)
+        return cgx.make_train_step(loss_fn, optimizer, mesh_of(ranks), plan=CODEC, donate=False, **options)
+
+    saved = go_on(make(4), *make(4).init(PARAMS))[:2]
+    path, train = save(tmp_path / "here", saved), make(2)
+    template = train.init(PARAMS)
+    found = cgx.restore_state(path, template)
+    sharding = lambda x: x.sharding
+    assert jax.tree.map(sharding, found) == jax.tree.map(sharding, template)
+    (params, (sent, *rest)), (old_params, (old_sent, *old_rest)) = found, saved
+    assert_same_trees(
+        (params, rest, sent._replace(residuals=None)), (old_params, old_rest, old_sent._replace(residuals=None))
+    )
+    totals = [np.asarray(each.residuals["w"]).sum(0) for each in (sent, old_sent)]
+    assert sent.residuals["w"].shape == (2, 30, 40) and np.abs(totals[1]).max() > 1e-3
+    np.testing.assert_allclose(*totals, rtol=1e-5, atol=1e-7)
+    momentum = rest[0][0].trace["w"]
+    assert len(rest) == 1 + (form == "optimizer_specs") and momentum.addressable_shards[0].data.shape == (30, 20)
+    assert go_on(train, *found)[2] < loss_fn(jax.device_get(old_params), X)
+
+
 def test_a_manager_and_a_hierarchy(four, tmp_path):
     """Sixteen-bit momentum, and ranks of two axes."""
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
@@ -163,7 +191,7 @@ WIDE = dict(PARAMS, b=jnp.zeros(41))
         (
             lambda path, t: cgx.restore_state(path, PARAMS),
             TypeError,
-            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init"),
+            says(*TEMPLATE, expected="tree state", got="a dict", remedy="train.init per_rank 'sum'"),
         ),
         (lambda path, t: cgx.restore_state(path, t[1]), ValueError, says(*TEMPLATE, expected="leaf '0/b'", got="none")),
         (
