@@ -50,6 +50,7 @@ from jaxcgx.optim import (
 from jaxcgx.plan import Plan, Rule, gradient_statistics
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
+from jaxcgx.transports.network import Network
 
 __all__ = [
     "AbsMax",
@@ -58,6 +59,7 @@ __all__ = [
     "Codec",
     "Float8",
     "MaxMin",
+    "Network",
     "Plan",
     "PowerSGD",
     "Raw",

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 STOREYS = (
     ("__init__", "__main__"),
     ("report",),
+    ("lab",),
     ("optim",),
     ("wan",),
     ("mpi",),

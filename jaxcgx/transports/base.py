@@ -50,6 +50,9 @@ class Transport:
     rank: Any
     """This rank: an int, or a traced one."""
 
+    mover: str = "duplex"
+    """Who moves the bytes, as transports/network.py has it: "gloo", "tcp" or "duplex"."""
+
     sum_piecewise: Any = None
     """None, or a method from a `PiecewiseSum` to (sums, new residuals or None).
 

@@ -57,6 +57,7 @@ class TcpAxes(Axes):
     label: int = 0
 
     order: ClassVar[Any] = ORDER
+    mover: ClassVar[str] = "tcp"
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
 
     def _part(self, name: Any) -> Axes:

@@ -1,0 +1,1 @@
+"""A network of hosts on one machine, for measurements."""
