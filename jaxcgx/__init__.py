@@ -48,6 +48,7 @@ from jaxcgx.optim import (
     state_specs,
 )
 from jaxcgx.plan import Plan, Rule, gradient_statistics
+from jaxcgx.report.advise import advise
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.network import Network
@@ -69,6 +70,7 @@ __all__ = [
     "Skip",
     "Tcp",
     "TopK",
+    "advise",
     "bsc",
     "check_replicas",
     "compress_gradients",

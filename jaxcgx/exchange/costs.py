@@ -32,6 +32,7 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.tcp_sum import pieces_of
 from jaxcgx.transports.network import Network
 
+SCHEDULES = "two_shot", "one_shot", "ring"
 ENOUGH = 1.1  # two_shot, which rounds twice, must be that much faster than one_shot
 
 
