@@ -83,9 +83,7 @@ class Advice:
             )
             for row in self.rows
         ]
-        return "\n\n".join(
-            [table(head, rows), self.verdict, table(("constant", "value", "source"), self.constants)]
-        )
+        return "\n\n".join([table(head, rows), self.verdict, table(("constant", "value", "source"), self.constants)])
 
     @property
     def verdict(self) -> str:
@@ -239,7 +237,7 @@ class Case:
         if codec not in self._known:
             paths, leaves = self._leaves
             found = Plan(codec).assign(_OP, "tree", paths=paths, leaves=leaves)
-            raw = [bool(why or why_raw(leaf, [given])) for leaf, (given, why) in zip(leaves, found)]
+            raw = [bool(why or why_raw(leaf, [codec])) for leaf, (_, why) in zip(leaves, found)]
             kinds = [[i for i in range(len(leaves)) if raw[i] is kind] for kind in (False, True)]
             limit = self.fusion_mb * 2**20
             coded, plain = (

@@ -70,7 +70,14 @@ def _place() -> str:
     built = registration.MODULE.build_info() if registration.MODULE else {}
     device = jax.devices()[0]
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = (platform.node(), device.device_kind, processors, built.get("kernels"), built.get("version"), jax.__version__)
+    parts = (
+        platform.node(),
+        device.device_kind,
+        processors,
+        built.get("kernels"),
+        built.get("version"),
+        jax.__version__,
+    )
     return ", ".join(map(str, parts))
 
 

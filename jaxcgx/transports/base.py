@@ -50,14 +50,16 @@ class Transport:
     rank: Any
     """This rank: an int, or a traced one."""
 
-    mover: str = "duplex"
-    """Who moves the bytes, as transports/network.py has it: "gloo", "tcp" or "duplex"."""
-
     sum_piecewise: Any = None
     """None, or a method from a `PiecewiseSum` to (sums, new residuals or None).
 
     It overlaps kernels with the exchange.
     """
+
+    @property
+    def mover(self) -> str:
+        """Who moves the bytes, as transports/network.py has it: "gloo", "tcp" or "duplex"."""
+        return "duplex"
 
     @property
     def parts(self) -> Mapping[Any, "Transport"]:

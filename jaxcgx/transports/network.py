@@ -1,4 +1,4 @@
-"""How fast links and kernels are. exchange/costs.py estimates times from it; benchmarks/notes/prediction.md has sources.
+"""How fast links and kernels are. exchange/costs.py estimates times from that; docs/planner.md has the sources.
 
 A rate of links is what programs get: 0.949 of what 1 Gbit/s Ethernet has, as frames, headers and acknowledgements need
 the rest.

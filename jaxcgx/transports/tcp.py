@@ -57,8 +57,11 @@ class TcpAxes(Axes):
     label: int = 0
 
     order: ClassVar[Any] = ORDER
-    mover: ClassVar[str] = "tcp"
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
+
+    @property
+    def mover(self) -> str:
+        return "tcp"
 
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))

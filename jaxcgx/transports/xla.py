@@ -23,7 +23,7 @@ class Axes(base.Transport):
     effects: ClassVar[frozenset[Any]] = frozenset()
 
     @property
-    def mover(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
+    def mover(self) -> str:
         between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
         return "gloo" if between_cpus else "duplex"
 
