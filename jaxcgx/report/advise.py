@@ -250,21 +250,23 @@ class Case:
     def _known(self) -> dict[Codec, tuple[list[list[int]], list[list[int]]]]:
         return {}
 
-    def _shares(self, ids: Sequence[int]) -> list[Any]:
-        """What a rank sends of leaves to other nodes."""
+    def _shares(self, codec: Codec, ids: Sequence[int]) -> list[Any]:
+        """What a rank sends of leaves to other nodes. Factors are those of whole leaves."""
         leaves = [self._leaves[1][i] for i in ids]
-        if self.each == 1:
+        if self.each == 1 or codec.low_rank:
             return leaves
         return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
 
     def sent(self, codec: Codec, schedule: str) -> int:
         """The bytes that a rank sends to other nodes."""
         coded, raw = self.groups(codec)
-        shares = [(codec, self._shares(ids)) for ids in coded] + [(Raw(), self._shares(ids)) for ids in raw]
+        shares = [(codec, self._shares(codec, ids)) for ids in coded] + [
+            (Raw(), self._shares(Raw(), ids)) for ids in raw
+        ]
         return sum(costs.sent(schedule, each, leaves, self.nodes) for each, leaves in shares)
 
     def _load(self, codec: Codec, ids: Sequence[int]) -> Load:
-        leaves = self._shares(ids)
+        leaves = self._shares(codec, ids)
         wire, back = (
             sum(each.wire_bytes(x.shape, x.dtype) for x in leaves) for each in (codec, codec.of_sum(self.nodes))
         )
@@ -282,7 +284,7 @@ class Case:
             time = costs.seconds(schedule, self._load(codec, ids), network)
             found.append((ids[-1], *self._inside(ids, time)))
         for ids in raw:
-            size = sum(x.size * x.dtype.itemsize for x in self._shares(ids))
+            size = sum(x.size * x.dtype.itemsize for x in self._shares(Raw(), ids))
             time = Time(0, costs.plain_seconds(self.nodes, size, network))
             found.append((ids[-1], *self._inside(ids, time)))
         return [(part, time) for _, part, time in sorted(found, key=lambda each: -each[0])]

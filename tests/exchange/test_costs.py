@@ -44,18 +44,10 @@ def of_sparse(ranks, n, codec):
 
 def test_lists_go_to_all_until_their_sum_is_dense():
     n = 2**24
-    assert [of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 29, 30, 1000)] == [
-        "one_shot",
-        "one_shot",
-        "two_shot",
-        "two_shot",
-    ]
-    assert [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 13, 14, 100)] == [
-        "one_shot",
-        "one_shot",
-        "two_shot",
-        "two_shot",
-    ]
+    found = [of_sparse(ranks, n, cgx.TopK(0.01)) for ranks in (2, 31, 32, 100)]
+    assert found == ["one_shot", "one_shot", "two_shot", "two_shot"]
+    # Sums of fewer elements stay sparse. two_shot then sends fewer bytes, but not by a tenth.
+    assert {of_sparse(ranks, n, cgx.TopK(0.001)) for ranks in (2, 30, 100)} == {"one_shot"}
 
 
 def test_the_top_of_a_sum_is_short():

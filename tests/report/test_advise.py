@@ -3,6 +3,8 @@
 import json
 import math
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -210,3 +212,9 @@ def test_kernels_are_measured_once(monkeypatch, tmp_path):
     assert machine.kernels(FOUR).encode == 1.0 != machine.kernels(FOUR, measure=True).encode
     file.write_text("damaged")
     assert machine.kernels(FOUR).encode > 1
+
+
+def test_importing_starts_no_backend():
+    """Programs set jax_num_cpu_devices behind their imports."""
+    code = "import jaxcgx; from jax._src import xla_bridge; raise SystemExit(bool(xla_bridge._backends))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
