@@ -63,7 +63,8 @@ NOTES = f"""\
 - speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
   with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
 - All hosts share the processors of one machine. Their kernels take turns where real hosts would work at once.
-- predicted: the time of "auto" by the cost model (costs.py), whose constants are for 1 Gbit/s.
+- predicted: the time of "auto" by the cost model (costs.py) with its constants for 1 Gbit/s, which "auto" chooses by.
+  prediction.py predicts with the constants of these networks.
 """
 
 
@@ -242,7 +243,8 @@ def row(network, size, what, times):
     """The figures of a size on a network."""
     elements = int(size * 2**18)
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
-    auto = costs.choose(network.processes, raw, wire)
+    load, known = costs.Load(network.processes, raw, wire), cgx.Network(mover="gloo")
+    auto = costs.choose(load, known)
     speedup = {name: median(np.divide(times["psum"], times[name])) for name in (*SCHEDULES, TCP)}
     figures = dict(
         network=network.name,
@@ -258,7 +260,7 @@ def row(network, size, what, times):
         share={name: round(speedup[name] * wire / raw, 4) for name in speedup},
     )
     if network.mbit == 1000:
-        figures["predicted_ms"] = round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4)
+        figures["predicted_ms"] = round(costs.seconds(auto, load, known).total * 1e3, 4)
     if size == 64:
         figures["reached"] = figures["share"][TCP] >= SHARE if network.mbit else speedup[auto] >= SPEEDUP
     return figures | dict(ms_of_repetitions={name: rounded(ms) for name, ms in times.items()})

@@ -54,7 +54,7 @@ def time_of(program, row, network):
     if program == "psum":
         return costs.Time(0, costs.plain_seconds(ranks, row["size_bytes"], network))
     load = costs.Load(ranks, row["size_bytes"], row["wire_bytes"])
-    return costs.seconds(row["auto"] if program == "Tcp" else program, load, network)
+    return costs.seconds(costs.choose(load, Network(mover="tcp")) if program == "Tcp" else program, load, network)
 
 
 def latencies(row, mbit):

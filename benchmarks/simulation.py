@@ -98,7 +98,7 @@ def grid(parameters, names, overlap):
 
 
 def maps(data, names, title, path, overlap):
-    """Which technique wins, for each model: of those that are at most 5 % slower than the fastest, the most exact one."""
+    """Which technique wins: of those that are at most 5 % slower than the fastest, the most exact one."""
     figure, axes = plt.subplots(1, len(MODELS), figsize=(12, 4), layout="constrained", sharey=True)
     for ax, (model, parameters) in zip(axes, MODELS.items()):
         seconds = grid(parameters, names, overlap)
