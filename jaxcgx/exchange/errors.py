@@ -22,6 +22,8 @@ import numpy as np
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.coding import roundtrip
 
+_GROUPS = 8  # of ranks whose sums are encoded
+
 Array = np.ndarray[Any, Any]
 
 
@@ -57,7 +59,9 @@ class Losses:
 
     def __init__(self, sample: Array, codec: Codec, cut: int = 1) -> None:
         self.sample, self.codec = np.asarray(sample, np.float32), codec
-        self.rows = cut if codec.whole else 1
+        if codec.whole:  # the parts are rows
+            flat = self.sample.reshape(len(sample), -1)
+            self.sample = flat[:, : flat.shape[1] // cut * cut].reshape(len(sample), cut, -1)
         powers = np.square(self.sample, dtype=np.float64).sum(axis=tuple(range(1, self.sample.ndim)))
         pairs = len(self.sample) * (len(self.sample) - 1)
         total = np.square(self.sample.sum(0, dtype=np.float64)).sum()
@@ -90,32 +94,33 @@ class Losses:
 
     def _measured(self, ranks: int, noise: float) -> Encoding:
         if (ranks, noise) not in self.known:
-            groups = min(2, len(self.sample) // ranks)
             found: list[tuple[float, float, Array]] = []
-            for i in range(groups):
+            for i in range(min(_GROUPS, len(self.sample) // ranks)):
                 x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
-                if noise:
-                    more = np.random.default_rng(i).standard_normal(x.shape, np.float32)
-                    x = x + more * np.sqrt(noise * np.square(x).mean(), dtype=np.float32)
+                if noise:  # as rounding makes it; where all gradients are 0 there is none
+                    more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
+                    scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
+                    x = x + np.asarray(scale * more, np.float32)
                 found.append(self._encoded(x, i))
-            gains, noises, rest = zip(*found)
+            gains, powers, noises = zip(*found)
+            each = [np.square(lost).sum() for lost in noises]
+            others = len(noises) * (len(noises) - 1)
             alike = 0.0
-            if groups == 2 and all(noises):
-                alike = float((rest[0] * rest[1]).sum() / np.sqrt(np.square(rest[0]).sum() * np.square(rest[1]).sum()))
-            self.known[ranks, noise] = Encoding(float(np.mean(gains)), float(np.mean(noises)), max(alike, 0.0))
+            if others and all(each):
+                unit = sum(lost / np.sqrt(size) for lost, size in zip(noises, each))
+                alike = float((np.square(unit).sum() - len(noises)) / others)
+            weighted = float(np.average(gains, weights=powers))
+            self.known[ranks, noise] = Encoding(weighted, float(sum(each) / sum(powers)), max(alike, 0.0))
         return self.known[ranks, noise]
 
     def _encoded(self, x: Array, seed: int) -> tuple[float, float, Array]:
-        """(gain, noise over the power of x, noise)."""
-        if self.rows > 1:
-            x = x.reshape(-1)[: x.size // self.rows * self.rows].reshape(self.rows, -1)
-        rows = jnp.asarray(x if self.rows > 1 else x[None])
+        """(gain, power of x, noise)."""
+        rows = jnp.asarray(x if self.codec.whole else x[None])
         y = np.asarray(_decoded(self.codec, rows, jax.random.split(jax.random.key(seed), len(rows))), np.float64)
         y = y.reshape(x.shape)
         power = np.square(x, dtype=np.float64).sum()
         gain = float((y * x).sum() / power)
-        noise = y - gain * x
-        return gain, float(np.square(noise).sum() / power), noise
+        return gain, float(power), y - gain * x
 
     # Schedules
 
