@@ -2,9 +2,9 @@
 
     python benchmarks/errors.py [--codecs REGEX] [--out DIR]
 
-The ranks are virtual devices of this process: errors don't depend on who moves the bytes. A prediction for random numbers
-is made from other ones of the same distribution. One for gradients is made from the gradients that are summed, as their
-statistics change from step to step: the comparison checks how encodings add up, not whether steps are alike.
+The ranks are virtual devices of this process: errors don't depend on who moves the bytes. A prediction for random
+numbers is made from other ones of the same distribution. One for gradients is made from the gradients that are summed,
+as their statistics change from step to step: the comparison checks how encodings add up, not whether steps are alike.
 """
 
 import argparse
@@ -140,7 +140,8 @@ def parse():
 
 
 NOTES = f"""\
-- Errors are vNMSE of one compressed_pmean without feedback, |result - mean|^2 / |mean|^2, over {SEEDS} sums, or {TAKEN} of gradients.
+- Errors are vNMSE of one compressed_pmean without feedback, |result - mean|^2 / |mean|^2, over {SEEDS} sums, or {TAKEN}
+  of gradients.
 - normal, laplace, student (3 degrees of freedom): {SIZE:,} independent numbers of each rank, of variance 1, 2 and 3.
 - {GRADIENTS}: those of the largest layer of a network that learns scikit-learn's digits, after {STEPS} steps.
 - off: the prediction over the measurement, minus 1. It is made from other random numbers, or from the same gradients.

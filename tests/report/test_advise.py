@@ -16,7 +16,7 @@ from ranks import mesh, on_ranks
 import jaxcgx as cgx
 from jaxcgx import __main__
 from jaxcgx.exchange import costs
-from jaxcgx.report import machine, shapes, steps
+from jaxcgx.report import advise, machine, shapes, steps
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
@@ -138,6 +138,12 @@ def test_auto_is_at_most_a_tenth_slower_than_the_best():
         times = {name: ms for name, ms in row["ms"].items() if name != "Tcp"}
         load = costs.Load(row["processes"], row["size_bytes"], row["wire_bytes"])
         assert times[costs.choose(load, cgx.Network(mover="gloo"))] <= 1.1 * min(times.values()), row["network"]
+
+
+def test_the_interval_is_that_of_committed_predictions():
+    rows = json.loads((RESULTS / "prediction.json").read_text())["rows"]
+    off = [abs(off) for row in rows for off in row["off"].values()]
+    assert len(off) >= 40 and np.quantile(off, 0.85) <= advise.SPREAD
 
 
 def test_models_have_their_numbers_of_parameters():
