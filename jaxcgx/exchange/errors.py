@@ -57,6 +57,11 @@ class Losses:
       cut: how many parts the numbers are cut into. It matters to codecs whose bucket is all of a part.
     """
 
+    sample: Array
+    codec: Codec
+    common: float  # <x, y> / |x|^2 of two ranks
+    known: dict[tuple[int, float], Encoding]
+
     def __init__(self, sample: Array, codec: Codec, cut: int = 1) -> None:
         self.sample, self.codec = np.asarray(sample, np.float32), codec
         if codec.whole:  # the parts are rows
@@ -65,8 +70,8 @@ class Losses:
         powers = np.square(self.sample, dtype=np.float64).sum(axis=tuple(range(1, self.sample.ndim)))
         pairs = len(self.sample) * (len(self.sample) - 1)
         total = np.square(self.sample.sum(0, dtype=np.float64)).sum()
-        self.common = (total - powers.sum()) / pairs / powers.mean()  # <x, y> / |x|^2 of two ranks
-        self.known: dict[tuple[int, float], Encoding] = {}
+        self.common = float((total - powers.sum()) / pairs / powers.mean())
+        self.known = {}
 
     def power(self, ranks: int) -> float:
         """The power of a sum, where one rank's numbers have the power 1."""
