@@ -146,8 +146,8 @@ bench-collectives: $(INSTALLED) ## measure the collectives between processes and
 bench-errors: $(INSTALLED) ## compare the predicted errors of sums with measured ones
 	@.venv/bin/python benchmarks/errors.py
 
-bench-prediction: $(INSTALLED) ## as root, compare the predicted times of exchanges with measured ones
-	@.venv/bin/python benchmarks/prediction.py --measure
+bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with results; MEASURE=yes: with new ones, too
+	@.venv/bin/python benchmarks/prediction.py $(if $(MEASURE),--measure)
 
 bench-simulation: $(INSTALLED) ## draw where each technique wins, by the planner's model; writes docs/plots
 	@.venv/bin/python benchmarks/simulation.py

@@ -139,8 +139,9 @@ def main():
     given = [f"--networks {shlex.quote(args.networks)}"] * bool(args.networks)
     given += [f"--size {' '.join(f'{size:g}' for size in args.size)}"] if args.size else []
     given += [f"--repeats {args.repeats}"] if args.repeats != 7 else []
-    command = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
-    report = Report("make bench-prediction" if args.measure and not given else command, goal=GOAL, rows=[])
+    plain = "make bench-prediction" + " MEASURE=yes" * args.measure
+    options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
+    report = Report(options if given else plain, goal=GOAL, rows=[])
     committed = {}
     for row in json.loads((RESULTS / "collectives.json").read_text())["rows"]:
         if row["what"] == "loop" and rate(row["network"]) and "kept" not in row["network"]:
