@@ -63,7 +63,7 @@ class Advice:
     constants: tuple[tuple[str, str, str], ...]  # (name, value, where it comes from)
 
     def __repr__(self) -> str:
-        return f"<Advice: {'dont compress' if self.plan is None else spell(self.best.codec)}>"
+        return f"<Advice: {'no compression' if self.plan is None else spell(self.best.codec)}>"
 
     def __str__(self) -> str:
         head = "codec", "schedule", "over", "bytes", "exchange ms", "exposed ms", "step ms", "speed-up", "error", ""
@@ -133,7 +133,7 @@ def advise(
       nodes: the number of hosts. None: each rank has a host of its own.
       inner_link: the rate between the ranks of a host, for each of them.
       up: the rate up, where it differs.
-      latency: of a step between hosts, as in "50us". None: the one that was measured or assumed for the transport.
+      latency: of a step between hosts, as in "50us". None: that of the transport, as network.py has it.
       over: "gloo", "tcp", "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, else "duplex".
       compute_ms: milliseconds of a forward and backward pass.
       overlap: whether messages are sent while the backward pass goes on (`sync_in_backward`).
@@ -220,7 +220,7 @@ class Case:
             step=step,
             exposed=step - self.compute,
             error=error,
-            auto=codec.low_rank or all(self._auto(codec, ids, network) == schedule for ids in self.groups(codec)[0]),
+            auto=codec.low_rank or self._auto(codec, network) == schedule,
         )
 
     @functools.cached_property
@@ -273,8 +273,9 @@ class Case:
         raw = 4 * sum(x.size for x in leaves)
         return Load(self.nodes, raw, wire, back, sparse=codec.sparse, whole=codec.whole)
 
-    def _auto(self, codec: Codec, ids: Sequence[int], network: Network) -> str:
-        return costs.choose(self._load(codec, ids), network)
+    def _auto(self, codec: Codec, network: Network) -> str:
+        """What "auto" takes, for all messages alike (exchange/sums.py)."""
+        return costs.choose(self._load(codec, [i for ids in self.groups(codec)[0] for i in ids]), network)
 
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
         """Of each message, those of the last leaves first: its part of all gradients, and its time."""
@@ -321,13 +322,13 @@ def _advice(
     best = min((row for row in able if row.step <= fastest / GAIN), key=lambda row: row.error, default=raw)
     even = 0.0 if best is raw else _break_even(case, best, networks[best])
     pays = best.step < GAIN * raw.step
-    sure = best is raw or pays == (
-        case.compute + (1 + SPREAD) * best.exposed < case.compute + (1 - SPREAD) * raw.exposed
-    )
+    sign = 1 if pays else -1  # how the prediction would have to be off for the answer to be wrong
+    steps = [case.compute + (1 + d * sign * SPREAD) * row.exposed for d, row in ((1, best), (-1, raw))]
+    sure = best is raw or pays == (steps[0] < GAIN * steps[1])
     if not pays:
         return Advice(tuple(rows), raw, None, even, sure=sure, constants=constants)
     codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
-    network = networks[best]
+    network = dataclasses.replace(networks[best], mover=None)  # the transport of the exchange says it
     plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
     return Advice(tuple(rows), best, plan, even, sure=sure, constants=constants)
 

@@ -90,6 +90,12 @@ def test_the_plan_is_the_one_that_was_predicted(tmp_path):
     assert "Compress with MaxMin(bits=4) by two_shot over gloo" in str(found)
 
 
+def test_a_small_last_message_changes_no_choice():
+    """ "auto" takes one schedule for all messages."""
+    found = advice({str(n): jax.ShapeDtypeStruct((n, n), jnp.float32) for n in (2048, 40)}, fusion_mb=1)
+    assert [row.schedule for row in found.rows[1:] if row.auto] == ["two_shot"] and found.plan
+
+
 def test_times_are_monotone():
     tree = shapes.read("8M")
     step = lambda **options: {row.schedule: row.step for row in advice(tree, **options).rows}
