@@ -48,8 +48,8 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
-	matrix-short bench bench-selection bench-collectives bench-errors bench-failures bench-mpi bench-powersgd \
-	bench-prediction bench-simulation bench-training clean interpreter
+	matrix-short bench bench-selection bench-collectives bench-errors bench-failures bench-lab bench-mpi \
+	bench-powersgd bench-prediction bench-simulation bench-training clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -160,6 +160,9 @@ bench-training: $(INSTALLED) ## train with compressed gradients and without; the
 
 bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py
+
+bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
+	@.venv/bin/python benchmarks/lab.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py

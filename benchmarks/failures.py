@@ -3,7 +3,7 @@
     python benchmarks/failures.py [--over Tcp memory MPI Gloo] [--rows killed late ...] [--out DIR]
 
 Two processes send each other 64 MiB again and again, until something happens to the second one. Rows run one by one. A
-row that cuts a link needs root: the processes are then on two hosts that netlab.py makes.
+row that cuts a link needs root: the processes are then on two hosts that jaxcgx.lab makes.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import time
 
 from report import RESULTS, Report
 
+from jaxcgx.lab import Lab
+
 OVER = "Tcp", "memory", "MPI", "Gloo"
 ROWS = {
     "killed": "is killed (kill -9)",
@@ -37,6 +39,7 @@ KEPT = 330.0  # the same where JAX keeps a process for 300 s
 ELEMENTS = 32 << 20  # of the array, which travels in two bytes each
 AT = 3  # the exchange at which it happens
 FIRST = 110  # characters of an error
+CHARTS = [dict(table="rows", title="Seconds to the error", x="row", y=["seconds"], panel="over", log=True)]
 NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
   answer for a rank that is late.
@@ -146,9 +149,7 @@ def rank_main(over, row, folder, rank, address):
 @contextlib.contextmanager
 def hosts(row, folder, port):
     """Starts two ranks on two hosts. Gives the first rank's process, and a function that cuts the second one off."""
-    import netlab
-
-    with netlab.Lab(2, 10_000) as lab, contextlib.ExitStack() as files:
+    with Lab(2, "10gbit") as lab, contextlib.ExitStack() as files:
         each = [
             lab.start(rank, [*row, folder, rank, f"{lab.address(0)}:{port}"], **options(folder, rank, files))
             for rank in range(2)
@@ -245,7 +246,7 @@ def main():
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--out", type=pathlib.Path, help="where the results are written; without options: results/")
     args = parser.parse_args()
-    report = Report("make bench-failures")
+    report = Report("make bench-failures", charts=CHARTS)
     report.show("", "| over | the second of two ranks | seconds | the first rank's error |", "|---|---|---:|---|")
     report.data["rows"] = []
     for over in args.over:

@@ -2,7 +2,7 @@
 
     python benchmarks/powersgd.py [--torch PYTHON] [--repeats 9] [--out DIR]
 
-The hosts (netlab.py) need root. --torch names a Python that has torch, if that of jaxcgx has none.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch, if that of jaxcgx has none.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import netlab
 import numpy as np
 from collectives import Mesh
 from jax import lax
@@ -26,11 +25,16 @@ from powersgd_torch import SIZE, gradient, relative_error, serve, start
 from report import RESULTS, Report, header, line, mark, median, rounded
 
 import jaxcgx as cgx
+from jaxcgx.lab import Lab, signals_raise, why_not
 
 PROCESSES = 2
 RANKS = 1, 4
 NETWORKS = {1000: 10, 100: 3}  # Mbit/s: steps of a program in a turn
 STEPS = 12  # of the sequence whose error is taken
+
+CHARTS = [
+    dict(table="rows", title="A step by rank, at Mbit/s", x="rank", y=["jaxcgx_ms", "torch_ms"], panel="mbit", log=True)
+]
 
 NOTES = f"""\
 - ms: the time of a step on the slower of the {PROCESSES} hosts. All programs take turns, those of PyTorch too, and the
@@ -132,7 +136,7 @@ def measure(mbit, torch, repeats):
     if torch:
         commands["torch"] = [torch, str(here.with_name("powersgd_torch.py"))]
     with contextlib.ExitStack() as stack:
-        lab = stack.enter_context(netlab.Lab(PROCESSES, mbit))
+        lab = stack.enter_context(Lab(PROCESSES, f"{mbit}mbit"))
         running, results = {}, {}
         for name, command in commands.items():
             running[name] = launch(stack, lab, command)
@@ -231,10 +235,10 @@ def main():
     if args.rank:
         run_rank(**json.loads(args.rank))
         return
-    if why := netlab.why_not():
+    if why := why_not():
         sys.exit(f"powersgd.py: not measured, {why}")
     torch = version(args.torch)
-    report = Report(args.command, args.repeats, torch=torch, rows=[])
+    report = Report(args.command, args.repeats, torch=torch, rows=[], charts=CHARTS)
     if not torch:
         report.show("", f"PyTorch: not measured, {args.torch} has no torch; name a Python that has: --torch PYTHON.")
     for mbit in NETWORKS:
@@ -253,5 +257,5 @@ def main():
 
 
 if __name__ == "__main__":
-    with netlab.signals_raise():
+    with signals_raise():
         main()

@@ -1,1 +1,5 @@
-"""A network of hosts on one machine, for measurements."""
+"""A network of hosts on one machine, for measurements: `Lab` and its links."""
+
+from jaxcgx.lab.network import Lab, Link, signals_raise, why_not
+
+__all__ = ["Lab", "Link", "signals_raise", "why_not"]
