@@ -36,6 +36,7 @@ from jaxcgx.collectives import (
 )
 from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import (
+    backward_order,
     bsc,
     compress_gradients,
     compressed,
@@ -71,6 +72,7 @@ __all__ = [
     "Tcp",
     "TopK",
     "advise",
+    "backward_order",
     "bsc",
     "check_replicas",
     "compress_gradients",
