@@ -49,7 +49,8 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
-	bench bench-selection bench-collectives bench-failures bench-lab bench-mpi bench-overlap bench-powersgd bench-training
+	bench bench-selection bench-collectives bench-errors bench-failures bench-lab bench-mpi bench-overlap \
+	bench-powersgd bench-prediction bench-simulation bench-training
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -142,6 +143,15 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-errors: $(INSTALLED) ## compare the predicted errors of sums with measured ones
+	@.venv/bin/python benchmarks/errors.py
+
+bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with results; MEASURE=yes: with new ones, too
+	@.venv/bin/python benchmarks/prediction.py $(if $(MEASURE),--measure)
+
+bench-simulation: $(INSTALLED) ## draw where each technique wins, by the planner's model; writes docs/plots
+	@.venv/bin/python benchmarks/simulation.py
 
 bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))

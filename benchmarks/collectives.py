@@ -79,7 +79,8 @@ NOTES = f"""\
 - algorithm: bytes of the float32 array over the time. bus: the algorithm bandwidth times 2 (n - 1) / n for n ranks.
   Both as nccl-tests define them, of the plain array, however few bytes travel. Quartiles are those of the repetitions.
 - All hosts share the processors of one machine. Their kernels take turns where real hosts would work at once.
-- predicted: the time of "auto" by the cost model (costs.py), whose constants are for 1 Gbit/s.
+- predicted: the time of "auto" by the cost model (costs.py) with its constants for 1 Gbit/s, which "auto" chooses by.
+  prediction.py predicts with the constants of these networks.
 """
 
 
@@ -258,7 +259,8 @@ def row(network, size, what, times):
     """The figures of a size on a network."""
     elements = int(size * 2**18)
     raw, wire = 4 * elements, CODEC.wire_bytes((elements,), jnp.float32)
-    auto = costs.choose(network.processes, raw, wire)
+    load, known = costs.Load(network.processes, raw, wire), cgx.Network(mover="gloo")
+    auto = costs.choose(load, known)
     speedup = {name: median(np.divide(times["psum"], times[name])) for name in (*SCHEDULES, TCP)}
     figures = dict(
         network=network.name,
@@ -274,7 +276,7 @@ def row(network, size, what, times):
         share={name: round(speedup[name] * wire / raw, 4) for name in speedup},
     )
     if network.mbit == 1000:
-        figures["predicted_ms"] = round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4)
+        figures["predicted_ms"] = round(costs.seconds(auto, load, known).total * 1e3, 4)
     if size == 64:
         figures["reached"] = figures["share"][TCP] >= SHARE if network.mbit else speedup[auto] >= SPEEDUP
     speed = {name: bandwidths("all_reduce", network.processes, raw, median(ms) / 1e3) for name, ms in times.items()}

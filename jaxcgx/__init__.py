@@ -49,8 +49,10 @@ from jaxcgx.optim import (
     state_specs,
 )
 from jaxcgx.plan import Plan, Rule, gradient_statistics
+from jaxcgx.report.advise import advise
 from jaxcgx.report.explain import explain
 from jaxcgx.transports.axes import Tcp
+from jaxcgx.transports.network import Network
 
 __all__ = [
     "AbsMax",
@@ -59,6 +61,7 @@ __all__ = [
     "Codec",
     "Float8",
     "MaxMin",
+    "Network",
     "Plan",
     "PowerSGD",
     "Raw",
@@ -68,6 +71,7 @@ __all__ = [
     "Skip",
     "Tcp",
     "TopK",
+    "advise",
     "backward_order",
     "bsc",
     "check_replicas",

@@ -30,6 +30,26 @@ def tune(options: argparse.Namespace) -> None:
     print(f"{words}\n\nsaved to {options.out}")
 
 
+def plan(options: argparse.Namespace) -> None:
+    """python -m jaxcgx plan."""
+    from jaxcgx.report import advise, shapes
+
+    given = vars(options)
+    kept = ("link", "world", "nodes", "inner_link", "up", "latency", "over", "compute_ms", "overlap", "fusion_mb")
+    try:
+        tree = shapes.read(options.model)
+        codecs = [shapes.read_codec(words) for words in options.codecs or ()] or advise.CODECS
+        gradients = shapes.read_gradients(options.gradients) if options.gradients else None
+        more = dict(max_error=options.max_error, gradients=gradients, measure=options.measure)
+        found = advise.advise(tree, codecs=codecs, **{name: given[name] for name in kept}, **more)
+        print(found)
+        if options.out and found.plan:
+            found.plan.save(options.out)
+            print(f"\nsaved to {options.out}")
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"python -m jaxcgx plan: {str(error).removeprefix('plan: ').removeprefix('advise: ')}")
+
+
 def lab(options: argparse.Namespace) -> int:
     """python -m jaxcgx lab. The worst status of the command."""
     from jaxcgx.checks import check_integer
@@ -114,6 +134,27 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
         default=list(range(2, 9)),
         help="what lgreco may choose from, besides the plan's own (2 to 8)",
     )
+    added = command("plan", plan, "say what compression would gain on a network, and which plan to take, or none")
+    added.add_argument(
+        "model",
+        help="resnet50, gpt2, llama-1b, a number of parameters (25M), or a file: .npz of arrays, .json or .toml of "
+        "shapes by name",
+    )
+    added.add_argument("--link", required=True, help="the rate of a host's link, 10gbit; with --up, the rate down")
+    added.add_argument("--world", type=int, required=True, help="the number of ranks")
+    added.add_argument("--nodes", type=int, help="the number of hosts (by default one for each rank)")
+    added.add_argument("--inner-link", default="100gbit", help="the rate between ranks of a host (100gbit)")
+    added.add_argument("--up", help="the rate up, where it differs from the rate down")
+    added.add_argument("--latency", help="of a step between hosts, 50us")
+    added.add_argument("--over", help="gloo, tcp or duplex (NCCL, MPI); by default gloo and tcp on CPUs, else duplex")
+    added.add_argument("--compute-ms", type=float, default=0.0, help="milliseconds of a forward and backward pass (0)")
+    added.add_argument("--overlap", action="store_true", help="messages are sent during the backward pass")
+    added.add_argument("--fusion-mb", type=float, default=64, help="the largest message in MiB (64)")
+    added.add_argument("--codecs", nargs="+", help="candidates, as in 'MaxMin(4)' 'TopK(0.01)'")
+    added.add_argument("--max-error", type=float, default=0.1, help="the largest vNMSE of a recommended plan (0.1)")
+    added.add_argument("--gradients", help="an .npz of gradients, as for tune; every step counts as a rank")
+    added.add_argument("--measure", action="store_true", help="measure this machine's kernels again")
+    added.add_argument("--out", help="the TOML file that a recommended plan is saved to")
     added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")
     added.add_argument("--rate", help="of every link, in both directions (1gbit)")

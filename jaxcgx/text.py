@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-_NUMBERS = ("bytes", "uncompressed", "ratio", "error")  # heads of columns that are aligned to the right
+# Heads of columns that are aligned to the right.
+_NUMBERS = ("bytes", "uncompressed", "ratio", "error", "exchange ms", "exposed ms", "step ms", "speed-up")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -152,9 +152,9 @@ class Reduction:
         self.mean = mean
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
-        schedule, self.said, prefer = options.schedule, "", "time"
+        schedule, self.said, prefer, network = options.schedule, "", "time", None
         if isinstance(codec, Plan):
-            leader, prefer = leader or codec.leader, codec.prefer
+            leader, prefer, network = leader or codec.leader, codec.prefer, codec.network
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
         if leader and call.groups and not call.hierarchy:
@@ -174,7 +174,8 @@ class Reduction:
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
                 for j, stage in enumerate(route.stages)
             )
-            self.stages[route] = sums.choose(named, [call.leaves[i] for i in ids], leader=leader, prefer=prefer)
+            leaves = [call.leaves[i] for i in ids]
+            self.stages[route] = sums.choose(named, leaves, leader=leader, prefer=prefer, network=network)
             for stage in self.stages[route]:
                 check_hops(op, stage)
 

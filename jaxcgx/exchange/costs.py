@@ -1,60 +1,144 @@
-"""The time that an exchange takes. `schedule="auto"` decides by it, and all constants of that choice are here.
+"""The time that an exchange takes. `schedule="auto"` decides by it, and so does the planner (report/advise.py).
 
 A plan with `prefer="bytes"` decides by the bytes alone, for networks whose bytes cost money or much more than their
 latency.
 
-A rank sends a message to W - 1 others. The message has `wire` compressed bytes, and had `raw` bytes of float32 before.
+W ranks sum a message. It has `wire` compressed bytes, and had `raw` bytes of float32 before.
 
 - two_shot has two exchanges. In each a rank sends W - 1 rows of wire / W bytes. Kernels encode the message, add up one
   W-th of it from W ranks, encode that sum, and decode the whole.
-- one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and decode W messages. Two
+- one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and add up W messages. Two
   ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
   two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
 - ring sends as many bytes as two_shot, in W - 1 steps that wait for one another instead of one exchange, and rounds at
-  every step. It never wins on a network where any two ranks communicate at full speed, so "auto" never chooses it. It
-  is for networks whose links form a ring.
+  every step. Where any two ranks communicate at full speed it gains nothing, and over Gloo less than a tenth, so "auto"
+  never chooses it. It is for networks whose links form a ring.
 
 A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold everything that was sent.
 Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are then
 so dense that they need shorter indices, or none. Decoding a sparse message costs its bytes, not its elements, most of
 which are 0.
 
-The constants describe the network that compression is for: 1 Gbit/s Ethernet between machines with a few cores.
+The constants are those of a `Network` (transports/network.py): the plan's, or else 1 Gbit/s Ethernet between machines
+with a few cores. docs/planner.md has the formulas and what they were checked against.
 """
 
-LATENCY = 50e-6  # seconds that a row costs whatever its size: a system call, a switch, a wake-up
-BANDWIDTH = 125e6  # bytes per second that a rank sends
-KERNEL = 10e9  # bytes of float32 per second that a kernel encodes or decodes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxcgx.codecs.base import Codec
+from jaxcgx.native.layout import Layout
+from jaxcgx.native.tcp_sum import pieces_of
+from jaxcgx.transports.network import Network
+
+SCHEDULES = "two_shot", "one_shot", "ring"
+ENOUGH = 1.1  # two_shot, which rounds twice, must be that much faster than one_shot
 
 
-def seconds(schedule: str, ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False) -> float:
-    """An upper bound of the seconds that a sum to all ranks takes.
+class Load(NamedTuple):
+    """What an exchange has to do."""
+
+    ranks: int
+    raw: float  # bytes of the message in float32
+    wire: float  # compressed bytes of the message
+    back: float | None = None  # compressed bytes of the sum; None: as many as `wire`
+    sparse: bool = False  # decoding costs the compressed bytes instead of the float32 bytes
+    whole: bool = False  # a leaf in a chunk is one bucket, and can't be cut into pieces
+
+    @property
+    def both(self) -> float:
+        """The compressed bytes of the message and of the sum."""
+        return self.wire + (self.wire if self.back is None else self.back)
+
+
+class Time(NamedTuple):
+    """The seconds of an exchange."""
+
+    kernels: float
+    wire: float
+    pieces: int | None = None  # that overlap; None: kernels and wire take turns
+
+    @property
+    def total(self) -> float:
+        if self.pieces is None:
+            return self.kernels + self.wire
+        return max(self.kernels, self.wire) + min(self.kernels, self.wire) / self.pieces
+
+
+def seconds(schedule: str, load: Load, network: Network) -> Time:
+    """How long a sum to all ranks takes.
 
     Args:
-      schedule: "one_shot" or "two_shot".
-      ranks: the number of ranks.
-      raw: the bytes of the message in float32.
-      wire: the compressed bytes of the message.
-      back: the compressed bytes of the sum. None means as many as `wire`.
-      sparse: whether decoding costs the compressed bytes instead of the float32 bytes.
+      schedule: "one_shot", "two_shot" or "ring"; "psum" of a codec of low rank, whose factors are `wire` bytes.
+      load: the message.
+      network: the links and kernels.
     """
-    others, back = ranks - 1, wire if back is None else back
+    ranks, raw, others = load.ranks, load.raw, load.ranks - 1
+    if ranks == 1:
+        return Time(0, 0)
+    ways, more = network.ways, ranks > 2
+    encoded = raw / network.encode
+    if schedule == "psum":
+        return Time(encoded * network.sharing, 2 * plain_seconds(ranks, load.wire / 2, network))
     if schedule == "one_shot":
-        decoded = wire * ranks if sparse else raw * ranks
-        return others * (LATENCY + wire / BANDWIDTH) + (raw + decoded) / KERNEL
-    decoded = wire + back if sparse else 2 * raw
-    return others * (2 * LATENCY + (wire + back) / ranks / BANDWIDTH) + ((1 + 1 / ranks) * raw + decoded) / KERNEL
+        kernels = encoded + (load.wire if load.sparse else raw) * ranks / network.reduce
+        wire = network.wire(others * load.wire, 1 if ways.pieces else others, ways.gather[more])
+        chunk = load.wire
+    else:
+        added = (load.wire if load.sparse else raw) / network.reduce
+        kernels = encoded + added + encoded / ranks + (load.both if load.sparse else raw) / network.decode
+        chunk = load.wire / ranks
+        back = others * (load.both - load.wire) / ranks
+        if ways.pieces and schedule == "two_shot":
+            wire = network.wire(others * chunk + back, 2)
+        else:
+            first = (
+                network.wire(others * chunk, others, ways.exchange[more])
+                if schedule == "two_shot"
+                else others * network.wire(chunk, 1, ways.shift[more], ways.step_of_shift[more])
+            )
+            wire = first + network.wire(back, others, ways.gather[more])
+    pieces = None
+    if ways.pieces and schedule != "ring" and not load.sparse:
+        pieces = 1 if load.whole else pieces_of(int(chunk))
+    return Time(kernels * network.sharing, wire, pieces)
 
 
-def choose(ranks: int, raw: int, wire: int, back: int | None = None, sparse: bool = False, prefer: str = "time") -> str:
+def plain_seconds(ranks: int, size: float, network: Network) -> float:
+    """How long lax.psum of `size` bytes takes. Tcp leaves it to Gloo."""
+    if ranks == 1:
+        return 0.0
+    if network.mover == "tcp":
+        network = dataclasses.replace(network, mover="gloo")
+    steps = 2 * (ranks - 1)
+    return network.wire(steps * size / ranks, steps, latency=network.ways.step_of_psum)
+
+
+def choose(load: Load, network: Network, prefer: str = "time") -> str:
     """The schedule that takes the least time, or sends the fewest bytes where `prefer` is "bytes".
 
-    If both take or send the same, it is one_shot, which rounds less often.
+    It is one_shot, which rounds less often, if two_shot sends no fewer bytes, or isn't faster by a tenth.
     """
+    if prefer == "bytes":
+        return "one_shot" if load.wire <= load.both / load.ranks else "two_shot"
+    one, two = (seconds(schedule, load, network).total for schedule in ("one_shot", "two_shot"))
+    return "one_shot" if one <= ENOUGH * two else "two_shot"
 
-    def cost(schedule: str) -> float:
-        if prefer == "bytes":
-            return wire if schedule == "one_shot" else (wire + (wire if back is None else back)) / ranks
-        return seconds(schedule, ranks=ranks, raw=raw, wire=wire, back=back, sparse=sparse)
 
-    return min(("one_shot", "two_shot"), key=cost)
+def sent(schedule: str, codec: Codec, leaves: Sequence[Any], ranks: int) -> int:
+    """The bytes that a rank sends to others when a message is summed, exactly.
+
+    Args:
+      schedule: "one_shot", "two_shot" or "ring". A codec of low rank and Raw() ignore it: their sums are lax.psum's.
+      codec: the codec.
+      leaves: anything with a shape, a size and a dtype.
+      ranks: the number of ranks.
+    """
+    others = ranks - 1
+    if codec.raw or codec.low_rank:
+        size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
+        return round(2 * others / ranks * size)
+    layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)
+    back = 0 if schedule == "one_shot" else layout.of_sum(ranks).chunk_bytes
+    return others * (layout.chunk_bytes + back)

@@ -1,5 +1,6 @@
 """The primitive of sums to all ranks, and the choice of its schedules."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,12 +8,22 @@ from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.transports.base import Transport
+from jaxcgx.transports.network import Network
 
 
-def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool, prefer: str) -> tuple[Stage, ...]:
+def choose(
+    stages: tuple[Stage, ...], leaves: list[Any], leader: bool, prefer: str, network: Network | None
+) -> tuple[Stage, ...]:
     """The stages, with a schedule in place of "auto".
 
     The outermost stage gets the cheapest schedule in "time" or "bytes", the same one for all messages of these leaves.
+
+    Args:
+      stages: outermost first.
+      leaves: those of all messages.
+      leader: whether one rank of each node takes part in the outermost exchange.
+      prefer: "time" or "bytes".
+      network: the plan's; None: the default one.
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
@@ -27,14 +38,17 @@ def choose(stages: tuple[Stage, ...], leaves: list[Any], leader: bool, prefer: s
                 sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves)
                 for each in (codec, codec.of_sum(net.size))
             )
-            schedule = costs.choose(
+            load = costs.Load(
                 ranks=net.size,
                 raw=sum(4 * x.size for x in leaves) // share,
                 wire=sent,
                 back=back,
                 sparse=codec.sparse,
-                prefer=prefer,
+                whole=codec.whole,
             )
+            known = network or Network()
+            known = dataclasses.replace(known, mover=known.mover or net.mover)
+            schedule = costs.choose(load, known, prefer=prefer)
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
 

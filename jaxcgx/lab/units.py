@@ -19,11 +19,11 @@ def _parse(place: str, text: Any, units: Mapping[str, float]) -> float:
     return float(found[1]) * units[found[2]]
 
 
-def parse_rate(place: str, text: Any) -> int:
-    """The rate "110mbit" in bit/s. `place` says where the text is, for errors."""
+def parse_rate(place: str, text: Any, most: int = 10**11) -> int:
+    """The rate "110mbit" in bit/s, at most `most`. `place` says where the text is, for errors."""
     rate = round(_parse(place, text, RATES))
-    if not 8_000 <= rate <= 10**11:
-        raise unexpected(place, "a rate from 8kbit to 100gbit", repr(text))
+    if not 8_000 <= rate <= most:
+        raise unexpected(place, f"a rate from 8kbit to {spell_rate(most)}", repr(text))
     return rate
 
 

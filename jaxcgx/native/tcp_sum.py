@@ -26,6 +26,12 @@ from jaxcgx.native.terms import digest
 # The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**19, 16
 
+
+def pieces_of(size: int) -> int:
+    """The number of pieces that a chunk of `size` bytes travels in."""
+    return max(1, min(MOST_PIECES, size // PIECE))
+
+
 tcp_allreduce_p: Any = _compat.Primitive("jaxcgx_tcp_allreduce")
 
 
@@ -67,7 +73,7 @@ def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, d
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
-    pieces = 1 if layout.codec.whole else max(1, min(MOST_PIECES, layout.chunk_bytes // PIECE))
+    pieces = 1 if layout.codec.whole else pieces_of(layout.chunk_bytes)
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     operands = operands._replace(who=who_takes_part(net))
     if not layout.codec.stochastic:

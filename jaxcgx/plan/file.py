@@ -11,18 +11,21 @@ from jaxcgx import codecs
 from jaxcgx.checks import unexpected
 from jaxcgx.codecs.base import Codec
 from jaxcgx.plan.rules import Rule
+from jaxcgx.transports.network import Network
 
 _EXPORTED: dict[str, Any] = {name: getattr(codecs, name) for name in codecs.__all__ if name != "Codec"}
 CODECS: dict[str, type[Codec]] = {
     name: found for name, found in _EXPORTED.items() if isinstance(found, type) and issubclass(found, Codec)
 }
-PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled}  # and the values that a codec's field may have
+# And the values that a codec's field or a plan's may have.
+PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled, "Network": Network}
 
 
 def write(fields: dict[str, Any]) -> str:
     """The text of a plan with these fields. `read` gives them back."""
     lines = ["# A plan of jaxcgx: jaxcgx.Plan.load reads it, docs/plans.md explains it."]
-    lines += [f"{name} = {_value(name, value)}" for name, value in fields.items() if name != "rules"]
+    said = {name: value for name, value in fields.items() if name != "rules" and value is not None}
+    lines += [f"{name} = {_value(name, value)}" for name, value in said.items()]
     for i, rule in enumerate(fields["rules"]):
         where = f"rules[{i}]"
         if rule.where is not None:
@@ -38,11 +41,12 @@ def write(fields: dict[str, Any]) -> str:
 
 
 def _value(where: str, value: Any) -> str:
-    if isinstance(value, Codec | codecs.Sampled):
+    if isinstance(value, Codec | codecs.Sampled | Network):
         if PARTS.get(type(value).__name__) is not type(value):
             raise unexpected(f"Plan.save: {where}", "a codec of jaxcgx", f"{value!r}, which no file can hold")
         part: Any = value
-        value = {"name": type(part).__name__} | {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+        held = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+        value = {"name": type(part).__name__} | {name: x for name, x in held.items() if x is not None}
     if isinstance(value, dict):
         if other := [key for key in value if not isinstance(key, str)]:
             raise unexpected(f"Plan.save: {where}", "axis names that are strings", repr(other[0]))
@@ -70,6 +74,8 @@ def read(text: str, fields: Collection[str]) -> dict[str, Any]:
         raise unexpected("key 'rules'", "tables [[rules]]", repr(rules))
     if "default" not in found:
         raise unexpected("key 'default'", "a codec", "none")
+    if "network" in found:
+        found["network"] = _codecs("network", found["network"])
     default = _codecs("default", found["default"])
     return found | dict(default=default, rules=[_rule(f"rules[{i}]", rule) for i, rule in enumerate(rules)])
 

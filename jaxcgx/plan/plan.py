@@ -22,6 +22,7 @@ from jaxcgx.plan.rules import Rule
 from jaxcgx.plan.sparsification import sparsification
 from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.transports.network import Network
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
 
@@ -46,12 +47,15 @@ class Plan(Assignment):
       leader: whether leaders exchange for their nodes, for collectives whose caller doesn't say.
       prefer: what the schedule "auto" saves, "time" or "bytes". A small message over many ranks takes the least time
         by "one_shot", which may send more bytes than lax.psum.
+      network: what the schedule "auto" knows of links and kernels, a `Network`. None: it assumes 1 Gbit/s. All ranks
+        need the same plan. `jaxcgx.advise` returns one with what it measured.
     """
 
     fusion_mb: float = 64
     schedule: str | dict[Any, str] = "auto"
     leader: bool = False
     prefer: str = "time"
+    network: Network | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +70,8 @@ class Plan(Assignment):
             check_choice("Plan", "schedule", schedule, SCHEDULES)
         check_field(self, "leader", check_flag)
         check_field(self, "prefer", check_choice, ("time", "bytes"))
+        if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
+            raise wrong("Plan", "network", "a jaxcgx.Network", repr(self.network), kind=TypeError)
 
     @classmethod
     def cgx(cls, bits: int = 4, bucket_size: int = 1024, rounding: str = "nearest") -> Self:

@@ -94,7 +94,8 @@ class Explanation(Totals):
         if any(c.schedule == "one_shot" and c.function in _SUMS and c.bytes > c.raw_bytes for c in self.collectives):
             parts.append(
                 'An exchange by "one_shot" sends more bytes than the sum without compression would, in fewer rows. '
-                'schedule="auto" takes what is faster at 1 Gbit/s; a plan with prefer="bytes" sends the fewest.'
+                'schedule="auto" takes what is faster, at 1 Gbit/s unless the plan has a network; a plan with '
+                'prefer="bytes" sends the fewest.'
             )
         if self.jnp:
             parts.append("The codecs run in plain jnp, which gives the same bytes: there are no kernels for them here.")

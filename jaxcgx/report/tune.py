@@ -24,8 +24,6 @@ from jaxcgx.plan.by_axis import compressing, skips
 from jaxcgx.plan.leaves import spell_path
 from jaxcgx.text import spell_sizes, table
 
-_KEY = jax.random.key(0)
-
 Path = str | os.PathLike[str]
 Step = dict[str, np.ndarray[Any, Any]]  # {leaf's path: gradient}
 Assigned = list[tuple[Codec, str | None]]  # for each leaf its codec, and why it travels raw
@@ -91,7 +89,7 @@ def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatis
     """The sum of the statistics of all steps."""
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
     return functools.reduce(
-        operator.add, (measure(step, key=jax.random.fold_in(_KEY, i)) for i, step in enumerate(steps))
+        operator.add, (measure(step, key=jax.random.fold_in(jax.random.key(0), i)) for i, step in enumerate(steps))
     )
 
 

@@ -57,6 +57,11 @@ class Transport:
     """
 
     @property
+    def mover(self) -> str:
+        """Who moves the bytes, as transports/network.py has it: "gloo", "tcp" or "duplex"."""
+        return "duplex"
+
+    @property
     def parts(self) -> Mapping[Any, "Transport"]:
         """The levels of a hierarchy by name, outermost first. A transport without levels has none."""
         return {}

@@ -59,6 +59,10 @@ class TcpAxes(Axes):
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
 
+    @property
+    def mover(self) -> str:
+        return "tcp"
+
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
 

@@ -23,6 +23,11 @@ class Axes(base.Transport):
     effects: ClassVar[frozenset[Any]] = frozenset()
 
     @property
+    def mover(self) -> str:
+        between_cpus = jax.default_backend() == "cpu" and jax.process_count() > 1
+        return "gloo" if between_cpus else "duplex"
+
+    @property
     def parts(self) -> Mapping[Any, "Axes"]:
         return {name: Axes((name,)) for name in self.names}
 

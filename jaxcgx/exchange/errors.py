@@ -1,0 +1,171 @@
+"""How much a sum loses by being compressed, for each schedule and any number of ranks.
+
+An encoding turns x into g x + noise. The gain g is 1 for codecs that round, and less for those that leave something out
+(TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. Both are measured, on a sample of what will be
+encoded: g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where y is what the other end decodes. So any codec will do.
+The second encoding of two_shot and each hop of a ring encode sums over ranks, with the noise that they have so far.
+These are distributed differently than what one rank has, so they have a gain and noise of their own.
+
+Schedules add up noise. Ranks draw it independently. Nearest rounding draws none: ranks that have nearly the same
+numbers make the same errors, which don't average out. So the correlation of two ranks' noise is measured, too.
+
+The result is vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.coding import roundtrip
+
+_GROUPS = 8  # of ranks whose sums are encoded
+
+Array = np.ndarray[Any, Any]
+
+
+class Encoding(NamedTuple):
+    """What an encoding makes of x."""
+
+    gain: float = 1
+    noise: float = 0  # its power over that of x
+    alike: float = 0  # the correlation of the noise of two ranks
+
+
+class State(NamedTuple):
+    """An estimate of a sum: gain * sum + noise."""
+
+    gain: float = 1
+    noise: float = 0  # its power, where one rank's numbers have the power 1
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decoded(codec: Codec, rows: jax.Array, keys: jax.Array) -> jax.Array:
+    return jax.vmap(lambda x, key: roundtrip(x, codec, key if codec.stochastic else None))(rows, keys)
+
+
+class Losses:
+    """What a codec loses of the numbers of some ranks, and of their sums.
+
+    Args:
+      sample: [ranks, ...], the numbers of at least two ranks, all different draws. A sum over more ranks than that is
+        taken to be distributed like the sum over all of these.
+      codec: the codec.
+      cut: how many parts the numbers are cut into. It matters to codecs whose bucket is all of a part.
+    """
+
+    sample: Array
+    codec: Codec
+    common: float  # <x, y> / |x|^2 of two ranks
+    known: dict[tuple[int, float], Encoding]
+
+    def __init__(self, sample: Array, codec: Codec, cut: int = 1) -> None:
+        self.sample, self.codec = np.asarray(sample, np.float32), codec
+        if codec.whole:  # the parts are rows
+            flat = self.sample.reshape(len(sample), -1)
+            self.sample = flat[:, : flat.shape[1] // cut * cut].reshape(len(sample), cut, -1)
+        powers = np.square(self.sample, dtype=np.float64).sum(axis=tuple(range(1, self.sample.ndim)))
+        pairs = len(self.sample) * (len(self.sample) - 1)
+        total = np.square(self.sample.sum(0, dtype=np.float64)).sum()
+        self.common = float((total - powers.sum()) / pairs / powers.mean())
+        self.known = {}
+
+    def power(self, ranks: int) -> float:
+        """The power of a sum, where one rank's numbers have the power 1."""
+        return float(ranks + ranks * (ranks - 1) * max(self.common, 0.0))
+
+    def of(self, ranks: int, noise: float = 0) -> Encoding:
+        """What an encoding makes of a sum over some ranks that has noise, whose power over the sum's is given.
+
+        It is measured for powers of two, and taken between them.
+        """
+        low = 1 << min(ranks, len(self.sample)).bit_length() - 1
+        high = min(2 * low, len(self.sample))
+        if ranks <= low or high <= low:
+            return self._measured(low, noise)
+        part = min((ranks - low) / (high - low), 1)
+        pairs = zip(self._measured(low, noise), self._measured(high, noise))
+        return Encoding(*((1 - part) * a + part * b for a, b in pairs))
+
+    def encoded(self, state: State, ranks: int) -> State:
+        """The state after the estimate of a sum over some ranks is encoded."""
+        power = self.power(ranks)
+        by = self.of(ranks, round(state.noise / (state.gain**2 * power), 3))
+        noise = by.gain**2 * state.noise + by.noise * (state.gain**2 * power + state.noise)
+        return State(by.gain * state.gain, noise)
+
+    def _measured(self, ranks: int, noise: float) -> Encoding:
+        if (ranks, noise) not in self.known:
+            found: list[tuple[float, float, Array]] = []
+            for i in range(min(_GROUPS, len(self.sample) // ranks)):
+                x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
+                if noise:  # as rounding makes it; where all gradients are 0 there is none
+                    more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
+                    scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
+                    x = x + np.asarray(scale * more, np.float32)
+                found.append(self._encoded(x, i))
+            gains, powers, noises = zip(*found)
+            each = [np.square(lost).sum() for lost in noises]
+            others = len(noises) * (len(noises) - 1)
+            alike = 0.0
+            if others and all(each):
+                unit = sum(lost / np.sqrt(size) for lost, size in zip(noises, each))
+                alike = float((np.square(unit).sum() - len(noises)) / others)
+            weighted = float(np.average(gains, weights=powers))
+            self.known[ranks, noise] = Encoding(weighted, float(sum(each) / sum(powers)), max(alike, 0.0))
+        return self.known[ranks, noise]
+
+    def _encoded(self, x: Array, seed: int) -> tuple[float, float, Array]:
+        """(gain, power of x, noise)."""
+        rows = jnp.asarray(x if self.codec.whole else x[None])
+        y = np.asarray(_decoded(self.codec, rows, jax.random.split(jax.random.key(seed), len(rows))), np.float64)
+        y = y.reshape(x.shape)
+        power = np.square(x, dtype=np.float64).sum()
+        gain = float((y * x).sum() / power)
+        return gain, float(power), y - gain * x
+
+    # Schedules
+
+    def error(self, schedule: str, ranks: int, own: str = "raw", each: int = 1) -> float:
+        """The vNMSE of a sum over all ranks.
+
+        Args:
+          schedule: "one_shot", "two_shot" or "ring", of the exchange. Codecs of low rank have one of their own.
+          ranks: how many exchange.
+          own: how a rank adds its own part, as in compressed_psum.
+          each: how many ranks' sum each of them has, in a hierarchy whose inner sums lose nothing.
+        """
+        codec, total = self.codec, ranks * each
+        if codec.low_rank:
+            state = self.encoded(State(), total)
+        elif schedule == "ring":
+            state = self._ring(ranks, each)
+        else:
+            everybody = schedule == "one_shot" or own == "encoded" or codec.sums_grow
+            state = self._first(ranks, ranks if everybody else ranks - 1, each)
+            if (schedule == "two_shot" or codec.sparse) and not codec.sums_grow:
+                state = self.encoded(state, total)
+        return float((1 - state.gain) ** 2 + state.noise / self.power(total))
+
+    def _first(self, ranks: int, encoded: int, each: int) -> State:
+        """The sum of what ranks have, some of it encoded."""
+        by = self.of(each)
+        noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * by.alike)
+        return State(1 - encoded / ranks * (1 - by.gain), noise)
+
+    def _ring(self, ranks: int, each: int) -> State:
+        state = State()
+        for summed in range(1, ranks + 1):  # a rank adds its own part, and encodes the sum
+            state = self.encoded(State(state.gain + (1 - state.gain) / summed, state.noise), summed * each)
+        return state
+
+
+def drawn(distribution: str, ranks: int, size: int, seed: int = 0) -> Array:
+    """[ranks, size] independent numbers: "normal", "laplace" or "student" (3 degrees of freedom)."""
+    rng = np.random.default_rng(seed)
+    draw = dict(normal=rng.standard_normal, laplace=rng.laplace, student=functools.partial(rng.standard_t, 3))
+    shape: Any = dict(size=(ranks, size))
+    return np.asarray(draw[distribution](**shape), np.float32)

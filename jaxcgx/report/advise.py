@@ -1,0 +1,367 @@
+"""advise: the time and the error of every way to exchange gradients, before any program exists, and which one pays.
+
+The times are those of exchange/costs.py, the errors those of exchange/errors.py, and the steps those of steps.py.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.codecs import Cast, Codec, MaxMin, PowerSGD, Raw, Sign, TopK
+from jaxcgx.codecs.checks import check_codec
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.exchange import costs
+from jaxcgx.exchange.costs import Load, Time
+from jaxcgx.exchange.errors import Losses, drawn
+from jaxcgx.lab.units import parse_rate, parse_time, spell_rate
+from jaxcgx.plan import Plan, messages, why_raw
+from jaxcgx.report import machine
+from jaxcgx.report.shapes import count
+from jaxcgx.report.steps import BACKWARD, step_seconds
+from jaxcgx.text import spell_sizes, table
+from jaxcgx.transports.network import PAYLOAD, WAYS, Network
+
+CODECS = (Cast("bfloat16"), MaxMin(8), MaxMin(4), MaxMin(2), Sign(), TopK(0.01), PowerSGD(4))
+SPREAD = 0.15  # how far predictions of exchanges were from measurements (benchmarks/results/prediction.md)
+GAIN = 0.95  # a step must be that much shorter for compression to pay
+AXES = "node", "local"  # of the plan for a hierarchy
+_SIDE = 2**8  # of the matrix that each rank's assumed gradients are
+_OP = "advise"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A way to exchange gradients."""
+
+    codec: Codec  # of the leaves that can be compressed
+    schedule: str
+    mover: str  # who moves the bytes: "gloo", "tcp" or "duplex"
+    bytes: int  # that a rank sends in a step; in a hierarchy, to other nodes
+    exchange: float  # seconds of all messages, if nothing else went on
+    step: float  # seconds
+    exposed: float  # seconds of the exchange that the step waits for
+    error: float  # vNMSE of one exchange, without feedback
+    auto: bool  # schedule="auto" takes this one
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """The result of `advise`. str() is a table and a recommendation."""
+
+    rows: tuple[Choice, ...]  # the first is lax.psum
+    best: Choice
+    plan: Plan | None  # None: don't compress
+    break_even: float  # bits per second, below which the best codec makes steps shorter: 0, or infinite if all do
+    sure: bool  # whether the recommendation holds however far the prediction is off, within what it was before
+    constants: tuple[tuple[str, str, str], ...]  # (name, value, where it comes from)
+
+    def __repr__(self) -> str:
+        return f"<Advice: {'no compression' if self.plan is None else spell(self.best.codec)}>"
+
+    def __str__(self) -> str:
+        head = "codec", "schedule", "over", "bytes", "exchange ms", "exposed ms", "step ms", "speed-up", "error", ""
+        raw = self.rows[0]
+        rows = [
+            (
+                "none" if row is raw else spell(row.codec),
+                row.schedule,
+                row.mover,
+                spell_sizes(row.bytes, raw.bytes)[0],
+                f"{row.exchange * 1e3:.2f}",
+                f"{row.exposed * 1e3:.2f}",
+                f"{row.step * 1e3:.2f}",
+                f"{raw.step / row.step:.2f}" if row.step else "",
+                f"{row.error:.2g}",
+                "best" if row is self.best else "auto" if row.auto else "",
+            )
+            for row in self.rows
+        ]
+        return "\n\n".join([table(head, rows), self.verdict, table(("constant", "value", "source"), self.constants)])
+
+    @property
+    def verdict(self) -> str:
+        """The recommendation in words."""
+        raw = self.rows[0]
+        best = next((row for row in self.rows[1:] if row is self.best), None)
+        sure = "sure" if self.sure else "not sure"
+        low, high = ((1 + sign * SPREAD) * self.best.exposed for sign in (-1, 1))
+        step = self.best.step - self.best.exposed
+        interval = f"a step of {(step + low) * 1e3:.4g} to {(step + high) * 1e3:.4g} ms"
+        words = {0.0: "Compression gains nothing at any rate.", math.inf: "It gains at every rate."}.get(
+            self.break_even, f"Compression gains below {spell_rate(float(f'{self.break_even:.3g}'))}."
+        )
+        if self.plan is None or best is None:
+            return f"Don't compress: {interval} ({sure}). {words}"
+        where = f"{spell(best.codec)} by {best.schedule} over {best.mover}"
+        return f"Compress with {where}: {interval} against {raw.step * 1e3:.4g} ms ({sure}). {words}"
+
+
+def advise(
+    tree: Any,
+    *,
+    link: str,
+    world: int,
+    nodes: int | None = None,
+    inner_link: str = "100gbit",
+    up: str | None = None,
+    latency: str | None = None,
+    over: str | None = None,
+    compute_ms: float = 0.0,
+    overlap: bool = False,
+    fusion_mb: float = 64,
+    codecs: Sequence[Codec] = CODECS,
+    max_error: float = 0.1,
+    gradients: Any = None,
+    measure: bool = False,
+) -> Advice:
+    """What compression would gain, for each codec and schedule, and which plan to take, or none.
+
+    This machine's kernels are measured the first time, which takes a few seconds a codec. All other numbers are
+    arguments, or assumed. str() of the result says which, and docs/planner.md says how far off predictions are.
+
+    Args:
+      tree: a pytree of arrays or jax.ShapeDtypeStruct, the gradients.
+      link: the rate of a host's link in bits, as in "10gbit". With `up`, the rate down.
+      world: the number of ranks.
+      nodes: the number of hosts. None: each rank has a host of its own.
+      inner_link: the rate between the ranks of a host, for each of them.
+      up: the rate up, where it differs.
+      latency: of a step between hosts, as in "50us". None: that of the transport, as network.py has it.
+      over: "gloo", "tcp", "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, else "duplex".
+      compute_ms: milliseconds of a forward and backward pass.
+      overlap: whether messages are sent while the backward pass goes on (`sync_in_backward`).
+      fusion_mb: the largest message.
+      codecs: the candidates.
+      max_error: the largest vNMSE of a recommended plan. Feedback makes more tolerable.
+      gradients: a list of trees like `tree`, the gradients of at least two ranks, to measure errors on. None: normally
+        distributed numbers. Other distributions lose more.
+      measure: measure the kernels again.
+    """
+    world = check_integer(_OP, "world", world, 2)
+    nodes = world if nodes is None else check_integer(_OP, "nodes", nodes, 1, world)
+    if world % nodes or nodes == 1:
+        raise wrong(_OP, "nodes", f"a divisor of world={world}, at least 2", nodes)
+    if over is not None:
+        check_choice(_OP, "over", over, WAYS)
+    compute = check_number(_OP, "compute_ms", compute_ms, lambda x: x >= 0, "a number of at least 0") / 1e3
+    for codec in codecs:
+        check_codec(_OP, codec, "codecs")
+    case = Case(
+        tree=tree,
+        nodes=nodes,
+        each=world // nodes,
+        compute=compute,
+        overlap=check_flag(_OP, "overlap", overlap),
+        fusion_mb=check_positive(_OP, "fusion_mb", fusion_mb),
+        inner=Network(up=_rate("inner_link", inner_link) * PAYLOAD, mover="duplex"),
+    )
+    on_cpu = jax.default_backend() == "cpu"
+    movers = [over] if over else ["gloo", "tcp"] if on_cpu else ["duplex"]
+    down = _rate("link", link)
+    network = Network(
+        up=PAYLOAD * (down if up is None else _rate("up", up)) / case.each,
+        down=PAYLOAD * down / case.each,
+        latency=None if latency is None else parse_time(f"{_OP}: argument 'latency'", latency),
+        mover=movers[0],
+        sharing=case.each if on_cpu else 1,
+    )
+    rows = [case.plain(network)]
+    networks: dict[Choice, Network] = {}
+    for codec in codecs:
+        losses = Losses(_sample(gradients, codec.low_rank), codec, cut=nodes)
+        speed = dataclasses.asdict(machine.kernels(codec, measure))
+        for mover in movers:
+            each = dataclasses.replace(network, mover=mover, **speed)
+            for schedule in ("psum",) if codec.low_rank else costs.SCHEDULES:
+                error = losses.error(schedule, nodes, each=case.each)
+                rows.append(case.choice(codec, schedule, network=each, error=error))
+                networks[rows[-1]] = each
+    constants = _constants(network, latency, case=case, assumed=gradients is None)
+    return _advice(case, rows, networks, max_error=max_error, constants=constants)
+
+
+def _rate(argument: str, text: str) -> int:
+    return parse_rate(f"{_OP}: argument {argument!r}", text, most=10**14)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What gradients travel, among how many ranks, in what step."""
+
+    tree: Any
+    nodes: int
+    each: int  # ranks of a node
+    compute: float  # seconds
+    overlap: bool
+    fusion_mb: float
+    inner: Network
+
+    def plain(self, network: Network) -> Choice:
+        """lax.psum of everything."""
+        return self.choice(Raw(), "psum", network=network, error=0.0)
+
+    def choice(self, codec: Codec, schedule: str, network: Network, error: float) -> Choice:
+        """A row."""
+        found = self.times(codec, schedule, network=network)
+        step = step_seconds(self.compute, found, overlap=self.overlap)
+        return Choice(
+            codec=codec,
+            schedule=schedule,
+            mover=network.mover or "",
+            bytes=self.sent(codec, schedule),
+            exchange=sum(time.total for _, time in found),
+            step=step,
+            exposed=step - self.compute,
+            error=error,
+            auto=codec.low_rank or self._auto(codec, network) == schedule,
+        )
+
+    @functools.cached_property
+    def _leaves(self) -> tuple[list[Any], list[Any]]:
+        found = jax.tree_util.tree_flatten_with_path(self.tree)[0]
+        for path, leaf in found:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                expected = "an array or a jax.ShapeDtypeStruct"
+                raise wrong(_OP, "tree", expected, repr(leaf), path=path, kind=TypeError)
+        return [path for path, _ in found], [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
+
+    def groups(self, codec: Codec) -> tuple[list[list[int]], list[list[int]]]:
+        """The leaves of each message, and of each message of leaves that travel raw."""
+        if codec not in self._known:
+            paths, leaves = self._leaves
+            found = Plan(codec).assign(_OP, "tree", paths=paths, leaves=leaves)
+            raw = [bool(why or why_raw(leaf, [codec])) for leaf, (_, why) in zip(leaves, found)]
+            kinds = [[i for i in range(len(leaves)) if raw[i] is kind] for kind in (False, True)]
+            limit = self.fusion_mb * 2**20
+            coded, plain = (
+                [[ids[k] for k in group] for group in messages([leaves[i] for i in ids], limit)] for ids in kinds
+            )
+            self._known[codec] = coded, plain
+        return self._known[codec]
+
+    @functools.cached_property
+    def _known(self) -> dict[Codec, tuple[list[list[int]], list[list[int]]]]:
+        return {}
+
+    def _shares(self, codec: Codec, ids: Sequence[int]) -> list[Any]:
+        """What a rank sends of leaves to other nodes. Factors are those of whole leaves."""
+        leaves = [self._leaves[1][i] for i in ids]
+        if self.each == 1 or codec.low_rank:
+            return leaves
+        return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
+
+    def sent(self, codec: Codec, schedule: str) -> int:
+        """The bytes that a rank sends to other nodes."""
+        coded, raw = self.groups(codec)
+        shares = [(codec, self._shares(codec, ids)) for ids in coded] + [
+            (Raw(), self._shares(Raw(), ids)) for ids in raw
+        ]
+        return sum(costs.sent(schedule, each, leaves, self.nodes) for each, leaves in shares)
+
+    def _load(self, codec: Codec, ids: Sequence[int]) -> Load:
+        leaves = self._shares(codec, ids)
+        wire, back = (
+            sum(each.wire_bytes(x.shape, x.dtype) for x in leaves) for each in (codec, codec.of_sum(self.nodes))
+        )
+        raw = 4 * sum(x.size for x in leaves)
+        return Load(self.nodes, raw, wire, back, sparse=codec.sparse, whole=codec.whole)
+
+    def _auto(self, codec: Codec, network: Network) -> str:
+        """What "auto" takes, for all messages alike (exchange/sums.py)."""
+        return costs.choose(self._load(codec, [i for ids in self.groups(codec)[0] for i in ids]), network)
+
+    def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
+        """Of each message, those of the last leaves first: its part of all gradients, and its time."""
+        coded, raw = self.groups(codec)
+        found: list[tuple[int, float, Time]] = []
+        for ids in coded:
+            time = costs.seconds(schedule, self._load(codec, ids), network)
+            found.append((ids[-1], *self._inside(ids, time)))
+        for ids in raw:
+            size = sum(x.size * x.dtype.itemsize for x in self._shares(Raw(), ids))
+            time = Time(0, costs.plain_seconds(self.nodes, size, network))
+            found.append((ids[-1], *self._inside(ids, time)))
+        return [(part, time) for _, part, time in sorted(found, key=lambda each: -each[0])]
+
+    def _inside(self, ids: Sequence[int], time: Time) -> tuple[float, Time]:
+        """The part of all gradients that a message is, and its time with the exchanges inside nodes."""
+        sizes = [self._leaves[1][i].size for i in ids]
+        others = (self.each - 1) / self.each * 4 * sum(sizes)
+        inside = 2 * self.inner.wire(others, self.each - 1) if self.each > 1 else 0.0
+        return sum(sizes) / max(count(self._leaves[1]), 1), time._replace(wire=time.wire + inside)
+
+
+def _sample(gradients: Any, matrix: bool) -> Any:
+    """[ranks, ...]: all numbers of each rank, or its largest matrix."""
+    if gradients is None:
+        return drawn("normal", 8, _SIDE**2).reshape(8, *((_SIDE, _SIDE) if matrix else (-1,)))
+    flat: list[Any] = []
+    for tree in gradients:
+        leaves = [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)]
+        largest = max((x for x in leaves if x.ndim > 1), key=np.size, default=None)
+        flat.append(largest if matrix and largest is not None else np.concatenate([x.reshape(-1) for x in leaves]))
+    if len(flat) < 2 or len({x.shape for x in flat}) > 1:
+        raise wrong(_OP, "gradients", "a list of the gradients of at least two ranks, all alike", f"{len(flat)} trees")
+    return np.stack(flat)
+
+
+def _advice(
+    case: Case, rows: list[Choice], networks: dict[Choice, Network], max_error: float, constants: Any
+) -> Advice:
+    raw = rows[0]
+    able = [row for row in rows[1:] if row.auto and row.error <= max_error]
+    fastest = min((row.step for row in able), default=math.inf)
+    # Of those that are nearly as fast as the fastest, the most exact one.
+    best = min((row for row in able if row.step <= fastest / GAIN), key=lambda row: row.error, default=raw)
+    even = 0.0 if best is raw else _break_even(case, best, networks[best])
+    pays = best.step < GAIN * raw.step
+    sign = 1 if pays else -1  # how the prediction would have to be off for the answer to be wrong
+    steps = [case.compute + (1 + d * sign * SPREAD) * row.exposed for d, row in ((1, best), (-1, raw))]
+    sure = best is raw or pays == (steps[0] < GAIN * steps[1])
+    if not pays:
+        return Advice(tuple(rows), raw, None, even, sure=sure, constants=constants)
+    codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
+    network = dataclasses.replace(networks[best], mover=None)  # the transport of the exchange says it
+    plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
+    return Advice(tuple(rows), best, plan, even, sure=sure, constants=constants)
+
+
+def _break_even(case: Case, best: Choice, network: Network) -> float:
+    """The rate of links in bits per second at which a step takes as long with the best codec as without."""
+
+    def gain(rate: float) -> float:
+        scale = rate * PAYLOAD / case.each / min(network.up, network.down or network.up)
+        links = dataclasses.replace(network, up=network.up * scale, down=(network.down or network.up) * scale)
+        chosen = case.times(best.codec, best.schedule, network=links)
+        plain = case.times(Raw(), "psum", network=links)
+        return step_seconds(case.compute, plain, case.overlap) - step_seconds(case.compute, chosen, case.overlap)
+
+    low, high = 4.0, 14.0  # powers of ten
+    if gain(10**high) > 0:
+        return math.inf
+    if gain(10**low) <= 0:
+        return 0.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if gain(10**middle) > 0 else (low, middle)
+    return 10**low
+
+
+def _constants(network: Network, latency: str | None, case: Case, assumed: bool) -> tuple[tuple[str, str, str], ...]:
+    return (
+        ("link", f"{network.up * case.each / PAYLOAD / 1e6:,.0f} Mbit/s up, {PAYLOAD * 8} of it payload", "given"),
+        ("latency of a step", f"{network.step * 1e6:.0f} us", "given" if latency else "assumed"),
+        ("half-duplex of Gloo", "1.06 to 1.83 times", "measured between 2 and 4 hosts"),
+        ("kernels", "encode, decode and sum of each codec", "measured on this machine"),
+        ("computation", f"{case.compute * 1e3:g} ms", "given"),
+        ("backward pass", f"{BACKWARD:.0%} of the computation", "assumed"),
+        ("gradients", "normally distributed" if assumed else "the sample", "assumed" if assumed else "given"),
+        ("error of exchange times", f"{SPREAD:.0%}", "measured between 2 and 4 hosts"),
+    )

@@ -1,0 +1,112 @@
+"""How fast this machine's kernels are, for each codec. They are measured once and kept in a file."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.native import ops, registration
+from jaxcgx.native.layout import layout_of
+
+SIZE = 2**22  # elements: 16 MiB, more than most caches
+_MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Bytes of float32 per second of a codec's kernels, with all processors."""
+
+    encode: float
+    decode: float
+    reduce: float  # counted by the float32 of all messages
+
+
+def kernels(codec: Codec, measure: bool = False) -> Kernels:
+    """What a file has for this machine and version, or else a measurement, which the file then has.
+
+    Args:
+      codec: the codec.
+      measure: measure again.
+    """
+    path, place, name = _path(), _place(), spell(codec)
+    known = _load(path)
+    if measure or name not in known.get(place, {}):
+        found = _measure(codec)
+        known.setdefault(place, {})[name] = dataclasses.asdict(found)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")  # another process may read the file now
+        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+        return found
+    return Kernels(**known[place][name])
+
+
+def _path() -> pathlib.Path:
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(folder) / "jaxcgx" / "kernels.json"
+
+
+def _load(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none yet, or it is damaged: a measurement replaces it
+        return {}
+
+
+def _place() -> str:
+    """This machine and this version of the kernels, in words."""
+    built = registration.MODULE.build_info() if registration.MODULE else {}
+    device = jax.devices()[0]
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = (
+        platform.node(),
+        device.device_kind,
+        processors,
+        built.get("kernels"),
+        built.get("version"),
+        jax.__version__,
+    )
+    return ", ".join(map(str, parts))
+
+
+def _measure(codec: Codec) -> Kernels:
+    size = 4 * SIZE
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2048, SIZE // 2048), np.float32))
+    key = jnp.zeros(2, jnp.uint32) if codec.stochastic else None
+    if codec.low_rank:  # two products with the matrix, and the one that gives the result
+        seconds = _time(lambda x, _: (x, codec.approximate(x, key)), (x, x))
+        return Kernels(encode=size / seconds, decode=size / seconds, reduce=size / seconds)
+    layout = layout_of(codec, x.shape, x.dtype)
+    payload = ops.encode(layout, [x], key)
+    rows = jnp.tile(payload, (_MESSAGES, 1))
+    encode = _time(lambda x, _: (x, ops.encode(layout, [x], key)), (x, payload))
+    decode = _time(lambda payload, _: (payload, ops.decode(layout, payload)[0]), (payload, x))
+    reduce = _time(lambda rows, _: (rows, ops.reduce(layout, rows)[0]), (rows, x))
+    return Kernels(encode=size / encode, decode=size / decode, reduce=_MESSAGES * size / reduce)
+
+
+def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> float:
+    """The seconds of a step. It runs in a compiled loop that writes to the same pages again and again."""
+
+    def body(_: Any, carry: Any) -> Any:
+        return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))
+
+    program = jax.jit(lambda carry: lax.fori_loop(0, _ITERATIONS, body, carry))
+    times: list[float] = []
+    for _ in range(_TURNS + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(program(carry))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / _ITERATIONS

@@ -1,0 +1,232 @@
+"""advise and python -m jaxcgx plan: times, bytes and errors of every way to exchange gradients."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+from jaxcgx import __main__
+from jaxcgx.exchange import costs
+from jaxcgx.report import advise, machine, shapes, steps
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
+FOUR = cgx.MaxMin(4)
+SHAPES = {"kernel": jax.ShapeDtypeStruct((96, 130), jnp.float32), "bias": jax.ShapeDtypeStruct((130,), jnp.float32)}
+CODECS = [FOUR, cgx.ByteGrad(), cgx.Cast(), cgx.Sign(33), cgx.TopK(0.05), cgx.TopK(0.05, pull="top"), cgx.PowerSGD(2)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """Kernels of a known speed, so that no test measures."""
+    monkeypatch.setattr(machine, "kernels", lambda codec, measure=False: machine.Kernels(10e9, 10e9, 20e9))
+
+
+def advice(tree=SHAPES, **options):
+    return cgx.advise(tree, **dict(link="1gbit", world=4, codecs=[FOUR], over="gloo") | options)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
+def test_bytes_are_those_of_programs(codec):
+    found = advice(codecs=[codec])
+    x = {name: jnp.ones((4, *leaf.shape)) for name, leaf in SHAPES.items()}
+    for row in found.rows[1:]:
+        if codec.sparse and row.schedule == "ring" and codec.sums_grow:
+            continue  # there is no such sum
+        schedule = "auto" if codec.low_rank else row.schedule
+        run = on_ranks(lambda x, s=schedule: cgx.compressed_psum(x, "a", cgx.Plan(codec), schedule=s), mesh(4))
+        assert abs(row.bytes - cgx.explain(run, x, show=False).bytes) <= 2, row  # two sums of factors are rounded
+    plain = cgx.explain(on_ranks(lambda x: jax.lax.psum(x, "a"), mesh(4)), x, show=False).bytes
+    assert abs(found.rows[0].bytes - plain) <= 2
+
+
+def test_bytes_between_nodes():
+    tree = {"kernel": SHAPES["kernel"]}  # XLA sums leaves that travel raw over all ranks at once
+    (_, row, *_) = advice(tree, nodes=2).rows
+    codec = {"a": FOUR, "b": cgx.Raw()}
+    run = on_ranks(lambda x: cgx.compressed_psum(x, ("a", "b"), cgx.Plan(codec), schedule=row.schedule), mesh(2, 2))
+    totals = cgx.explain(run, {name: jnp.ones((2, 2, *x.shape)) for name, x in tree.items()}, show=False).totals
+    assert row.bytes == sum(sent for axes, (sent, _) in totals.items() if axes == ("a",)), totals
+
+
+def test_a_message_without_padding_has_wire_bytes():
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    for codec in (FOUR, cgx.Cast(), cgx.Sign()):
+        size = codec.wire_bytes(x.shape, x.dtype)
+        assert costs.sent("one_shot", codec, [x], 4) == 3 * size
+        assert costs.sent("two_shot", codec, [x], 4) == costs.sent("ring", codec, [x], 4) == 2 * 3 * size // 4
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_break_even_is_where_times_cross(overlap):
+    tree = shapes.read("25M")
+    options = dict(compute_ms=100, overlap=overlap, fusion_mb=8, over="duplex")
+    even = advice(tree, link="100mbit", **options).break_even
+    assert 1e8 < even < 1e12
+    for factor, plan in ((0.8, True), (1.25, False)):
+        found = advice(tree, link=f"{even * factor / 1e6:.6f}mbit", **options)
+        raw, best = found.rows[0], min((row for row in found.rows[1:] if row.auto), key=lambda row: row.step)
+        assert (best.step < raw.step) is plan
+    exact = advice(tree, link=f"{even / 1e6:.6f}mbit", **options)
+    best = min((row for row in exact.rows[1:] if row.auto), key=lambda row: row.step)
+    assert math.isclose(best.step, exact.rows[0].step, rel_tol=1e-3)
+    assert exact.plan is None and "Don't compress" in str(exact)
+
+
+def test_the_plan_is_the_one_that_was_predicted(tmp_path):
+    found = advice(shapes.read("2M"), compute_ms=10)
+    assert found.sure and found.best.codec == FOUR and found.best.auto and found.best.step < found.rows[0].step
+    found.plan.save(tmp_path / "plan.toml")
+    assert cgx.Plan.load(tmp_path / "plan.toml") == found.plan
+    assert found.plan.network.encode == 10e9
+    assert "Compress with MaxMin(bits=4) by two_shot over gloo" in str(found)
+
+
+def test_a_small_last_message_changes_no_choice():
+    """ "auto" takes one schedule for all messages."""
+    found = advice({str(n): jax.ShapeDtypeStruct((n, n), jnp.float32) for n in (2048, 40)}, fusion_mb=1)
+    assert [row.schedule for row in found.rows[1:] if row.auto] == ["two_shot"] and found.plan
+
+
+def test_times_are_monotone():
+    tree = shapes.read("8M")
+    step = lambda **options: {row.schedule: row.step for row in advice(tree, **options).rows}
+    pairs = [
+        (dict(link="1gbit"), dict(link="100mbit")),
+        (dict(world=4), dict(world=8)),
+        (dict(latency="50us"), dict(latency="5ms")),
+        (dict(compute_ms=10), dict(compute_ms=20)),
+        (dict(compute_ms=50, overlap=True, fusion_mb=4), dict(compute_ms=50, fusion_mb=4)),
+        (dict(nodes=4), dict(up="100mbit")),
+    ]
+    for less, more in pairs:
+        fast, slow = step(**less), step(**more)
+        assert all(fast[name] < slow[name] for name in fast), (less, more)
+
+
+def test_only_the_transfer_that_is_not_hidden_counts():
+    message = costs.Time(kernels=0.01, wire=0.2)
+    assert steps.step_seconds(0.3, [(1, message)], overlap=False) == pytest.approx(0.51)
+    # Nothing is hidden of a single message, which the end of the backward pass makes.
+    assert steps.step_seconds(0.3, [(1, message)], overlap=True) == pytest.approx(0.51)
+    # The first half is ready at 0.2 and on its way until 0.31; the second half, ready at 0.32, until 0.42.
+    halves = [(0.5, costs.Time(0.01, 0.1))] * 2
+    assert steps.step_seconds(0.3, halves, overlap=True) == pytest.approx(0.42)
+
+
+def test_local_steps_and_stragglers():
+    assert steps.local_steps(0.1, 1.0, every=10, overlap=False) == pytest.approx(0.2)
+    assert steps.local_steps(0.1, 1.0, every=10, overlap=True) == pytest.approx(0.1)
+    assert steps.slowest(0.1, 1, 0.5) == 0.1 < steps.slowest(0.1, 8, 0.1) < steps.slowest(0.1, 64, 0.1)
+
+
+def test_gradients_decide_about_errors():
+    heavy = [{"w": np.random.default_rng(rank).standard_t(3, (256, 256))} for rank in range(2)]
+    of = lambda gradients: advice(world=2, gradients=gradients, codecs=[FOUR, cgx.PowerSGD(2)]).rows[1:]
+    for assumed, measured in zip(of(None)[:3], of(heavy)[:3]):
+        assert measured.error > 2 * assumed.error
+    low = np.outer(np.arange(256.0), np.ones(256))
+    assert of([{"w": low}, {"w": 2 * low}])[-1].error < 1e-6 < 0.5 < of(None)[-1].error
+
+
+def test_auto_is_at_most_a_tenth_slower_than_the_best():
+    """On the networks that were measured, of the schedules over the same transport, psum included."""
+    rows = json.loads((RESULTS / "collectives.json").read_text())["rows"]
+    for row in rows:
+        times = {name: ms for name, ms in row["ms"].items() if name != "Tcp"}
+        load = costs.Load(row["processes"], row["size_bytes"], row["wire_bytes"])
+        assert times[costs.choose(load, cgx.Network(mover="gloo"))] <= 1.1 * min(times.values()), row["network"]
+
+
+def test_the_interval_is_that_of_committed_predictions():
+    rows = json.loads((RESULTS / "prediction.json").read_text())["rows"]
+    off = [abs(off) for row in rows for off in row["off"].values()]
+    assert len(off) >= 40 and np.quantile(off, 0.85) <= advise.SPREAD
+
+
+def test_models_have_their_numbers_of_parameters():
+    counts = {"resnet50": 25_557_032, "gpt2": 124_439_808, "llama-1b": 1_235_814_400, "25M": 25_000_000, "7": 7}
+    assert {name: shapes.count(shapes.read(name)) for name in counts} == counts
+
+
+def test_files_of_shapes(tmp_path):
+    (tmp_path / "s.json").write_text('{"a/b": [3, 4]}')
+    (tmp_path / "s.toml").write_text('"a/b" = [3, 4]')
+    np.savez(tmp_path / "s.npz", **{"a/b": np.zeros((3, 4), np.float32)})
+    expected = {"a/b": jax.ShapeDtypeStruct((3, 4), jnp.float32)}
+    assert all(shapes.read(str(tmp_path / f"s.{end}")) == expected for end in ("json", "toml", "npz"))
+
+
+def test_the_command(capsys, tmp_path):
+    out = str(tmp_path / "plan.toml")
+    words = "2M --link 1gbit --world 4 --compute-ms 10 --over gloo --codecs MaxMin(4) --out"
+    assert __main__.main(["plan", *words.split(), out]) is None
+    printed = capsys.readouterr().out
+    assert str(advice(shapes.read("2M"), compute_ms=10)) in printed and printed.endswith(f"saved to {out}\n")
+    assert cgx.Plan.load(out).default == FOUR
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("9M --link fast --world 4", "argument 'link': expected a number and one of"),
+        ("9M --link 1gbit --world 1", "argument 'world': expected an integer of at least 2, got 1"),
+        ("9M --link 1gbit --world 4 --nodes 3", "argument 'nodes': expected a divisor of world=4"),
+        ("9M --link 1gbit --world 4 --over ib", "argument 'over': expected one of 'gloo', 'tcp', 'duplex'"),
+        ("9M --link 1gbit --world 4 --codecs Zip(9)", "argument 'codecs': expected one of "),
+        ("9M --link 1gbit --world 4 --codecs MaxMin(9)", "argument 'codecs': expected a codec as in"),
+        ("vgg --link 1gbit --world 4", "argument 'model': expected one of resnet50, gpt2, llama-1b"),
+        ("none.json --link 1gbit --world 4", "none.json"),
+    ],
+)
+def test_what_the_command_refuses(words, said):
+    with pytest.raises(SystemExit, match="python -m jaxcgx plan: ") as error:
+        __main__.main(["plan", *words.split()])
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            dict(gradients=[{"w": np.ones((4, 4))}]),
+            says("advise", "gradients", expected="a list of the gradients of at least two"),
+        ),
+        (dict(tree={"w": 3.0}), says("advise", "tree", "leaf ['w']", expected="an array", got="3.0")),
+        (dict(compute_ms=-1), says("advise", "compute_ms", expected="a number of at least 0", got="-1")),
+        (dict(latency="5"), says("advise", "latency", expected="a number and one of us, ms, s", got="'5'")),
+    ],
+)
+def test_what_advise_refuses(options, said):
+    with raises((TypeError, ValueError), said):
+        advice(**options)
+
+
+def test_kernels_are_measured_once(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "SIZE", 2**14)
+    first = machine.kernels(FOUR)
+    assert machine.kernels(FOUR) == first and min(first.encode, first.decode, first.reduce) > 0
+    (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    ((place, known),) = json.loads(file.read_text()).items()
+    assert list(known) == ["MaxMin(bits=4)"] and jax.__version__ in place
+    known["MaxMin(bits=4)"]["encode"] = 1.0
+    file.write_text(json.dumps({place: known}))
+    assert machine.kernels(FOUR).encode == 1.0 != machine.kernels(FOUR, measure=True).encode
+    file.write_text("damaged")
+    assert machine.kernels(FOUR).encode > 1
+
+
+def test_importing_starts_no_backend():
+    """Programs set jax_num_cpu_devices behind their imports."""
+    code = "import jaxcgx; from jax._src import xla_bridge; raise SystemExit(bool(xla_bridge._backends))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
