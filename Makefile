@@ -49,7 +49,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training \
-	bench-training-speed clean interpreter
+	bench-training-speed bench-lab clean interpreter
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -94,15 +94,17 @@ pytest: $(INSTALLED) ## the Python tests
 	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml --ignore tests/mpi $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
+mpi: ON_TWO = transforms
 mpi: ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
 mpi-short: RANKS = 2 3
-mpi-short: ## the same on 2 and 3 ranks
+mpi-short: ON_TWO = transforms train low_rank explain
+mpi-short: ## the same on 2 and 3 ranks, and training on 2
 mpi mpi-short: $(INSTALLED)
 	@echo "== MPI, launching"
 	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/launch.xml tests/mpi/test_launch.py
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
-		[ $$n = 2 ] && some= || some="--ignore tests/mpi/test_transforms.py"; \
+		[ $$n = 2 ] && some= || some="$(ON_TWO:%=--ignore tests/mpi/test_%.py)"; \
 		$(MPIRUN) -n $$n .venv/bin/python -m pytest tests/mpi $$some -p no:cacheprovider \
 			--timeout-method thread --timeout 300 \
 			--junitxml="$(TIMES)/mpi-$$n.\$$OMPI_COMM_WORLD_RANK.xml" || exit 1; \
@@ -161,6 +163,9 @@ TORCH_REQUIREMENT ?= torch
 
 bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py
+
+bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
+	@.venv/bin/python benchmarks/lab.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py

@@ -28,6 +28,7 @@ from report import RESULTS, Report, header, line, mark, median, rounded
 import jaxcgx as cgx
 from jaxcgx.exchange import costs
 from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.report.results import bandwidths, quartiles
 from jaxcgx.transports.resolve import check_axes
 
 CODEC = cgx.MaxMin(4)
@@ -54,6 +55,19 @@ NETWORKS = [
     Network("1 Gbit/s, 2 hosts, pages kept", 2, 1000, [16, 64], keep=True),
 ]
 
+PROGRAMS = "psum", *SCHEDULES, TCP
+CHARTS = [
+    dict(
+        table="rows",
+        title="Bus bandwidth of a sum",
+        x="size_bytes",
+        y=[f"bus_gbs {name}" for name in PROGRAMS],
+        by="what",
+        panel="network",
+        log=True,
+    )
+]
+
 NOTES = f"""\
 - ms: the time of one exchange in rank 0, in a compiled loop that writes its results to the same pages again and again,
   as a training step with donated state does. "calls": each exchange is a call of a compiled program, whose result is on
@@ -62,6 +76,8 @@ NOTES = f"""\
 - Tcp: "auto" over jaxcgx's own connections, cgx.Tcp("data"). XLA's collectives, over Gloo, move everything else.
 - speed-up: the time of psum over the time. ideal: raw bytes over wire bytes. share: the speed-up over the ideal. Goals:
   with 64 MiB, "auto" {SPEEDUP:g} times as fast as psum on loopback, and a share of {SHARE:.2f} between hosts with Tcp.
+- algorithm: bytes of the float32 array over the time. bus: the algorithm bandwidth times 2 (n - 1) / n for n ranks.
+  Both as nccl-tests define them, of the plain array, however few bytes travel. Quartiles are those of the repetitions.
 - All hosts share the processors of one machine. Their kernels take turns where real hosts would work at once.
 - predicted: the time of "auto" by the cost model (costs.py), whose constants are for 1 Gbit/s.
 """
@@ -261,7 +277,25 @@ def row(network, size, what, times):
         figures["predicted_ms"] = round(costs.seconds(auto, network.processes, raw, wire) * 1e3, 4)
     if size == 64:
         figures["reached"] = figures["share"][TCP] >= SHARE if network.mbit else speedup[auto] >= SPEEDUP
+    speed = {name: bandwidths("all_reduce", network.processes, raw, median(ms) / 1e3) for name, ms in times.items()}
+    for which, name in enumerate(("algorithm_gbs", "bus_gbs")):
+        figures[name] = {program: round(both[which], 4) for program, both in speed.items()}
     return figures | dict(ms_of_repetitions={name: rounded(ms) for name, ms in times.items()})
+
+
+def bandwidth_lines(rows):
+    """The table of bandwidths: of psum, and of compressed_psum over Gloo and over Tcp."""
+    yield from header("network, size", "of", "ms", "quartiles", "algorithm", "bus", width=44)
+    for r in rows:
+        calls = ", calls" if r["what"] == "calls" else ""
+        for name in ("psum", r["auto"], TCP):
+            low, middle, high = quartiles(r["ms_of_repetitions"][name])
+            figures = [
+                f"{middle:.2f}",
+                f"{low:.2f}-{high:.2f}",
+                *(f"{r[k][name]:.4f}" for k in ("algorithm_gbs", "bus_gbs")),
+            ]
+            yield line([f"{r['network']}, {megabytes(r['size_bytes'] / 2**20)}{calls}", name, *figures], 44)
 
 
 def row_line(r):
@@ -343,7 +377,7 @@ def main():
     networks = [n for n in NETWORKS if re.search(args.networks or "", n.name)]
     if not networks:
         sys.exit(f"collectives.py: no network matches {args.networks!r}")
-    report = Report(args.command, args.repeats, codec=str(CODEC), rows=[], parts=[], left_out={})
+    report = Report(args.command, args.repeats, codec=str(CODEC), rows=[], parts=[], left_out={}, charts=CHARTS)
     for network in networks:
         if network.mbit and (why := why_not()):
             report.data["left_out"][network.name] = why
@@ -374,7 +408,7 @@ def main():
                     )
                 )
                 report.show(line([name, f"{median(ms):.2f}"]))
-    report.show("", *NOTES.splitlines())
+    report.show("", "Bandwidths in GB/s.", "", *bandwidth_lines(report.data["rows"]), "", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "collectives")
 

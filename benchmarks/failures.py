@@ -39,6 +39,7 @@ KEPT = 330.0  # the same where JAX keeps a process for 300 s
 ELEMENTS = 32 << 20  # of the array, which travels in two bytes each
 AT = 3  # the exchange at which it happens
 FIRST = 110  # characters of an error
+CHARTS = [dict(table="rows", title="Seconds to the error", x="row", y=["seconds"], panel="over", log=True)]
 NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
   answer for a rank that is late.
@@ -245,7 +246,7 @@ def main():
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--out", type=pathlib.Path, help="where the results are written; without options: results/")
     args = parser.parse_args()
-    report = Report("make bench-failures")
+    report = Report("make bench-failures", charts=CHARTS)
     report.show("", "| over | the second of two ranks | seconds | the first rank's error |", "|---|---|---:|---|")
     report.data["rows"] = []
     for over in args.over:

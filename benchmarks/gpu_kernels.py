@@ -16,9 +16,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_mi
 import argparse
 import ctypes
 import functools
-import json
 import pathlib
 import re
+import shlex
 import sys
 
 import jax
@@ -30,6 +30,7 @@ from kernels import BUCKET, RANKS, mark, median, rounded
 import jaxcgx as cgx
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
+from jaxcgx.report import results
 
 ITERATIONS = 50
 LEAVES, LEAF = 1_000, 16_384  # 64 MiB of float32
@@ -347,7 +348,7 @@ def main():
     if not (registration.MODULE and registration.MODULE.build_info()["cuda"]):
         sys.exit("gpu_kernels.py: this build of jaxcgx has no CUDA half: see `python -m jaxcgx doctor`")
     size = args.size << 20
-    data = dict(
+    data = results.origin(shlex.join(["python", "benchmarks/gpu_kernels.py", *sys.argv[1:]])) | dict(
         device=device.device_kind,
         size_bytes=size,
         repeats=args.repeats,
@@ -374,7 +375,7 @@ def main():
     data["table"] = lines(data)
     print("", *data["table"], sep="\n")
     if args.out:
-        args.out.write_text(json.dumps(data, indent=1) + "\n")
+        results.write(args.out, data)
     if missing := [r["name"] for r in data["rows"] if "why_not" in r]:
         sys.exit(f"gpu_kernels.py: not measured: {', '.join(missing)}")
 

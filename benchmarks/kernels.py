@@ -60,6 +60,8 @@ ENCODE_GOALS = {
 }
 DECODE_GOAL, REDUCE_GOAL, FEEDBACK_GOAL = 0.8, 0.35, 0.75
 
+CHARTS = [dict(table="rows", title="Share of the bound", x="name", y=["share"])]
+
 NOTES = f"""\
 - share: the bound over the time. The bound is the time to read every input once and to write every output once, at the
   bandwidth of a memcpy with as many threads. The memcpy is measured again in every repetition, right before the
@@ -445,6 +447,7 @@ def main():
         ranks=RANKS,
         iterations=ITERATIONS,
         leaves_iterations=LEAVES_ITERATIONS,
+        charts=CHARTS,
     )
     data = report.data
     data.update(rows=[], leaves=[], temporaries=[])

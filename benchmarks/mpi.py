@@ -23,6 +23,10 @@ COMM = MPI.COMM_WORLD
 NAMES = "mpi4jax", "two_shot", "one_shot", "memory"
 OVER_MPI, IN_MEMORY, ROWS = 4.0, 6.0, 2.0  # the goals, with 64 MiB on two ranks of one host
 LAYERS, LOOP, FUSION = 4, 4, (64, 16)
+CHARTS = [
+    dict(table=table, title=f"The time of a call: {table}", x="name", y=[f"{name} seconds" for name in names], log=True)
+    for table, names in (("sums", NAMES), ("exchanges", ("mpi4jax", "memory")))
+]
 NOTES = f"""\
 - ms: the time of one call on the slowest rank, from a barrier to its end. Programs take turns. The ratio to mpi4jax is
   formed in every turn, and the table has the medians. Arguments are donated, as a training step's state is.
@@ -134,7 +138,11 @@ def main():
     args = parser.parse_args()
     nodes = cgx.mpi.hierarchy()
     library, data = MPI.Get_library_version().split(",")[0], dict(sums={}, layers={}, exchanges={})
-    report = Report("make bench-mpi", args.repeats, ranks=COMM.size, mpi=library, **data) if COMM.rank == 0 else None
+    report = (
+        Report("make bench-mpi", args.repeats, ranks=COMM.size, mpi=library, charts=CHARTS, **data)
+        if COMM.rank == 0
+        else None
+    )
     show = report.show if report else lambda *lines: None
 
     def mark_at(size, goal, reached):

@@ -32,6 +32,10 @@ RANKS = 1, 4
 NETWORKS = {1000: 10, 100: 3}  # Mbit/s: steps of a program in a turn
 STEPS = 12  # of the sequence whose error is taken
 
+CHARTS = [
+    dict(table="rows", title="A step by rank, at Mbit/s", x="rank", y=["jaxcgx_ms", "torch_ms"], panel="mbit", log=True)
+]
+
 NOTES = f"""\
 - ms: the time of a step on the slower of the {PROCESSES} hosts. All programs take turns, those of PyTorch too, and the
   processes of a program wait while another one runs. Ratios are formed within each turn, and the table has their
@@ -234,7 +238,7 @@ def main():
     if why := why_not():
         sys.exit(f"powersgd.py: not measured, {why}")
     torch = version(args.torch)
-    report = Report(args.command, args.repeats, torch=torch, rows=[])
+    report = Report(args.command, args.repeats, torch=torch, rows=[], charts=CHARTS)
     if not torch:
         report.show("", f"PyTorch: not measured, {args.torch} has no torch; name a Python that has: --torch PYTHON.")
     for mbit in NETWORKS:

@@ -1,15 +1,12 @@
-"""The common parts of the benchmarks' reports: the origin of the figures, the tables, and the files of both."""
+"""The common parts of the benchmarks' reports: tables as Markdown, and the files of tables and data.
 
-import datetime
-import importlib.metadata
-import json
-import os
+jaxcgx/report/results.py has the format of the data. `python -m jaxcgx report` draws it.
+"""
+
 import pathlib
-import platform
-import re
 import statistics
 
-from jaxcgx.native import registration
+from jaxcgx.report import results
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -34,35 +31,17 @@ def header(*cells, width=36):
     return [line(cells, width), line(["---", *["---:"] * (len(cells) - 1)], width)]
 
 
-def _cpu_model():
-    found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
-    return found[1] if found else platform.machine()
-
-
 class Report:
     """Lines that are printed as they come, and their data."""
 
     def __init__(self, command, repeats=None, **settings):
-        # XLA's thread pool has a thread for each processor that this process may use.
-        threads = len(os.sched_getaffinity(0))
-        versions = dict(python=platform.python_version()) | {
-            p: importlib.metadata.version(p) for p in ("jax", "jaxlib", "jaxcgx")
-        }
-        self.data = dict(
-            command=command,
-            date=datetime.date.today().isoformat(),
-            cpu=_cpu_model(),
-            threads=threads,
-            versions=versions,
-            native=registration.MODULE.build_info(),
-            **settings,
-        )
+        self.data = results.origin(command) | settings
         if repeats:
             self.data["repeats"] = repeats
         self.text = []
-        named = ", ".join(f"{name} {version}" for name, version in versions.items())
+        named = ", ".join(f"{name} {version}" for name, version in self.data["versions"].items())
         self.show(
-            f"Made by `{command}` on {self.data['date']}: {self.data['cpu']}, {threads} threads, "
+            f"Made by `{command}` on {self.data['date']}: {self.data['cpu']}, {self.data['threads']} threads, "
             f"{self.data['native']['kernels']} "
             f"kernels, {named}." + (f" Medians of {repeats} repetitions." if repeats else "")
         )
@@ -72,6 +51,5 @@ class Report:
         self.text.extend(lines)
 
     def write(self, folder, name):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(self.data, indent=1) + "\n")
+        results.write(folder / f"{name}.json", self.data)
         (folder / f"{name}.md").write_text("\n".join(self.text) + "\n")

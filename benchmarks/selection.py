@@ -22,6 +22,7 @@ from jaxcgx.native.layout import Layout
 
 RATIOS = 0.001, 0.01
 OVER_TOP_K, OF_READ = {("encode exact", 0.001): 20.0}, {("encode sampled", 0.001): 0.5, ("encode sampled", 0.01): 0.5}
+CHARTS = [dict(table="rows", title="Of the elements", x="operation", y=["all_ms"], panel="ratio", log=True)]
 NOTES = """\
 - read: jnp.sum of the numbers under jit, which reads them once. It is the bound of an encode. The bound of an encode
   with feedback is three times that, because it reads two arrays and writes one. share: the bound over the time.
@@ -76,7 +77,7 @@ def main():
     x = jnp.asarray(np.random.default_rng(0).standard_normal(args.size * 2**18, np.float32))
     key = jnp.array([1, 2], jnp.uint32)
     read = jax.jit(jnp.sum)
-    report = Report("make bench-selection", repeats=args.repeats, size=args.size, rows=[])
+    report = Report("make bench-selection", repeats=args.repeats, size=args.size, rows=[], charts=CHARTS)
     report.show(
         "",
         f"{args.size} MiB of float32, normally distributed.",

@@ -26,6 +26,7 @@ import jaxcgx as cgx
 FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HIDDEN = 256, 128
 LEAST = 1.0  # points of accuracy that few bits without feedback lose at least, on data that shows it
+CHARTS = [dict(table="rows", title="Accuracy in percent", x="run", y=["accuracies"], panel="data")]
 WARM = 0.4  # of the epochs, in which DGC's ratio decreases
 MOMENTUM = functools.partial(optax.sgd, momentum=0.9)
 RAW = dict(plan=cgx.Raw(), feedback=False)
@@ -175,7 +176,13 @@ def main():
 
 def measure(called, table, args, mesh):
     report = Report(
-        "make bench-training", seeds=args.seeds, devices=args.devices, hidden=HIDDEN, batch=table.batch, rows=[]
+        "make bench-training",
+        seeds=args.seeds,
+        devices=args.devices,
+        hidden=HIDDEN,
+        batch=table.batch,
+        rows=[],
+        charts=CHARTS,
     )
     for name in table.data:
         load, epochs, tells = DATA[name]

@@ -1,7 +1,7 @@
 """Measures whole training runs between hosts: the time of a step, and the time to a loss, by method and by link.
 
     python benchmarks/training_speed.py [--torch PYTHON] [--models REGEX] [--methods REGEX] [--hosts N ...]
-        [--rates RATE ...] [--most STEPS] [--repeats 5] [--out DIR]
+        [--rates MBIT ...] [--most STEPS] [--repeats 5] [--out DIR]
 
 The hosts (jaxcgx.lab) need root. --torch names a Python that has torch.
 """
@@ -23,16 +23,20 @@ import training_speed_data as data
 from report import RESULTS, Report, header, line, median, rounded
 
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
-from jaxcgx.lab.units import parse_rate
 
 HERE = pathlib.Path(__file__).resolve().parent
 HOSTS = 2, 4
-RATES = {"100mbit": 2, "1gbit": 3, "10gbit": 3}  # steps of a turn
-UNLIMITED = "100gbit"  # while only the losses count
+RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
+UNLIMITED = 100_000  # Mbit/s while only the losses count
 EVERY = 10  # steps between two losses
 AGREE = 1e-3  # of the first losses of all methods
 PLAIN = "psum, float32", "psum, bfloat16"
 BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
+
+CHARTS = [
+    dict(table="rows", title="Seconds to the loss", x="mbit", y=["seconds"], by="method", panel="network", log=True),
+    dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="method", panel="network"),
+]
 
 NOTES = f"""\
 - Every host is a network namespace with processors of its own where there are enough, and both frameworks use the same
@@ -51,6 +55,10 @@ NOTES = f"""\
   with feedback. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over Gloo.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
+
+
+def link(mbit):
+    return Link(up=mbit * 10**6, down=mbit * 10**6)
 
 
 class Hosts:
@@ -106,10 +114,10 @@ class Hosts:
         found = self._hear(framework, "DONE")
         return {what: [f[what] for f in found] for what in found[0]}
 
-    def limit(self, rate):
+    def limit(self, mbit):
         """Sets the rate of every link."""
         for host in range(self._lab.hosts):
-            self._lab.change(host, Link(*[parse_rate("training_speed.py", "rate", rate)] * 2))
+            self._lab.change(host, link(mbit))
 
 
 def curve(hosts, method, target, most):
@@ -164,13 +172,13 @@ def figures(hosts, steps, found):
             ms=median(ms),
             quartiles=rounded(np.percentile(ms, [25, 75])),
             exposed_ms=median(ms - alone[framework]),
-            sent=round(median(found[method]["sent"])),
+            sent_bytes=round(median(found[method]["sent"])),
             steps=taken,
             seconds=taken and round(taken * median(ms) / 1e3, 3),
             ms_of_turns=rounded(ms),
         )
     for r in rows.values():
-        r["sooner"] = [sooner(r, rows.get(plain)) for plain in PLAIN]
+        r["sooner"] = {plain: sooner(r, rows.get(plain)) for plain in PLAIN}
     return rows
 
 
@@ -193,13 +201,13 @@ def show(report, rows):
     for method, r in rows.items():
         cells = [
             method,
-            f"{r['sent'] / 1e6:.3f}",
+            f"{r['sent_bytes'] / 1e6:.3f}",
             f"{r['ms']:.1f}",
             "{:.0f} to {:.0f}".format(*r["quartiles"]),
             f"{r['exposed_ms']:.1f}",
             cell(r["steps"], ".0f"),
             cell(r["seconds"], ".2f"),
-            *(cell(value, ".2f") for value in r["sooner"]),
+            *(cell(value, ".2f") for value in r["sooner"].values()),
         ]
         report.show(line(cells, 20))
 
@@ -238,13 +246,12 @@ def losing(networks):
 
 def claim(networks):
     """ByteGrad against PowerSGD."""
-    yield from header("network", *(f"{w}" for other in POWERSGD for w in (other, "step", "to the loss")))
+    yield from header("network", *(f"{other}: {what}" for other in POWERSGD for what in ("a step", "the loss")))
     for network, rows in networks.items():
         if BYTEGRAD in rows:
             mine, cells = rows[BYTEGRAD], [network]
-            for other in POWERSGD:
-                theirs = rows.get(other)
-                cells += ["", cell(theirs and theirs["ms"] / mine["ms"], ".2f"), cell(sooner(mine, theirs), ".2f")]
+            for theirs in map(rows.get, POWERSGD):
+                cells += [cell(theirs and theirs["ms"] / mine["ms"], ".2f"), cell(sooner(mine, theirs), ".2f")]
             yield line(cells)
 
 
@@ -261,10 +268,10 @@ def parse():
     parser.add_argument("--methods", metavar="REGEX", help="only these methods, and no exchange")
     parser.add_argument("--hosts", type=int, nargs="+", metavar="N", help="numbers of hosts (default: 2 4)")
     parser.add_argument(
-        "--rates", nargs="+", choices=RATES, metavar="RATE", help=f"of {', '.join(RATES)} (default: all)"
+        "--rates", type=int, nargs="+", choices=RATES, metavar="MBIT", help="Mbit/s (default: 100 1000 10000)"
     )
     parser.add_argument("--most", type=int, metavar="N", help="most steps of a training run")
-    parser.add_argument("--repeats", type=int, metavar="N", help="turns that are counted (default: 5)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns that are counted (default: 5)")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -272,34 +279,39 @@ def parse():
         help="where the results are written (default: benchmarks/results, but nowhere when other options are given)",
     )
     args = parser.parse_args()
-    given = [name for name in ("models", "methods", "hosts", "rates", "most", "repeats") if getattr(args, name)]
+    chosen = any(
+        getattr(args, name) != parser.get_default(name)
+        for name in ("models", "methods", "hosts", "rates", "most", "repeats")
+    )
     args.command = "make bench-training-speed"
-    if given or not args.torch:
+    if chosen or not args.torch:
         args.command = shlex.join(["python", "benchmarks/training_speed.py", *sys.argv[1:]])
-    args.out = args.out or (None if given or not args.torch else RESULTS)
+    args.out = args.out or (None if chosen or not args.torch else RESULTS)
     return args
 
 
 def measure(report, model, count, args):
-    """{rate: rows} of a model on a number of hosts."""
+    """{network: rows} of a model on a number of hosts."""
     setting, found = data.MODELS[model], {}
-    most = args.most or setting.most
+    where = dict(network=f"{model}, {count} hosts")
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        path = pathlib.Path(folder, "data.npz")
+        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
         data.write(path, model, count)
-        lab = stack.enter_context(Lab(count, UNLIMITED))
+        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
         hosts = Hosts(stack, lab, dict(model=model, rate=setting.rate, data=str(path)), args)
-        losses = curves(hosts, setting.target, most)
-        report.data["curves"].append(dict(model=model, hosts=count, every=EVERY, losses=losses))
-        steps = {method: steps_to(of, setting.target) for method, of in losses.items()}
-        for rate in args.rates or RATES:
-            hosts.limit(rate)
-            rows = found[rate] = figures(hosts, steps, turns(hosts, RATES[rate], args.repeats or 5))
-            title = f"{model}, {setting.batch} examples a host, to a loss of {setting.target:g}: {count} hosts, {rate}."
-            report.show("", title, "")
+        losses = curves(hosts, setting.target, args.most or setting.most)
+        for method, values in losses.items():
+            points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
+            report.data["losses"] += [where | point for point in points]
+        steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
+        for mbit in args.rates or RATES:
+            hosts.limit(mbit)
+            rows = figures(hosts, steps, turns(hosts, RATES[mbit], args.repeats))
+            found[f"{where['network']}, {mbit} Mbit/s"] = rows
+            report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
+            examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
+            report.show("", f"{where['network']}, {mbit} Mbit/s, {examples}.", "")
             show(report, rows)
-            report.data["rows"] += [dict(model=model, hosts=count, rate=rate, method=m) | r for m, r in rows.items()]
     return found
 
 
@@ -307,21 +319,21 @@ def main():
     args = parse()
     if why := why_not():
         sys.exit(f"training_speed.py: not measured, {why}")
-    if args.torch and not version(args.torch):
+    torch = args.torch and version(args.torch)
+    if args.torch and not torch:
         sys.exit(f"training_speed.py: {args.torch} has no torch")
-    report = Report(args.command, args.repeats or 5, torch=args.torch and version(args.torch), rows=[], curves=[])
+    report = Report(args.command, args.repeats, torch=torch, rows=[], losses=[], charts=CHARTS)
+    report.show("", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}.")
     networks = {}
     for model in data.MODELS:
         if re.search(args.models or "", model):
             for count in args.hosts or HOSTS:
-                for rate, rows in measure(report, model, count, args).items():
-                    networks[f"{model}, {count} hosts, {rate}"] = rows
+                networks |= measure(report, model, count, args)
     report.show("", "The method of each kind that reaches the loss first.", "", *compare(networks))
-    report.show(
-        "", "Where compression doesn't pay, and how many times as soon it reaches the loss:", "", *losing(networks)
-    )
-    report.show("", "How many times as fast as PowerSGD is ByteGrad?", "", *claim(networks))
-    report.show("", *NOTES.splitlines())
+    report.show("", "Where compression doesn't pay: how many times as soon it is there as the best psum.", "")
+    report.show(*losing(networks))
+    report.show("", "ByteGrad against PowerSGD: how many times as fast a step, how many times as soon the loss.", "")
+    report.show(*claim(networks), "", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "training-speed")
 

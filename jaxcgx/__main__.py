@@ -1,6 +1,8 @@
 """The command line: python -m jaxcgx COMMAND."""
 
 import argparse
+import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,15 +32,47 @@ def tune(options: argparse.Namespace) -> None:
 
 def lab(options: argparse.Namespace) -> int:
     """python -m jaxcgx lab. The worst status of the command."""
-    from jaxcgx.lab import Link
-    from jaxcgx.lab.units import parse_rate
-    from jaxcgx.report import lab
+    from jaxcgx.checks import check_integer
+    from jaxcgx.lab import Link, files, network
+    from jaxcgx.lab.units import parse_rate, parse_time
+    from jaxcgx.report import figures, lab, results
 
     try:
-        rate = parse_rate("lab", "--rate", options.rate)
-        return lab.run(options.hosts, Link(rate, rate), options.words)
+        hosts = check_integer("lab", "--hosts", options.hosts, 1, network.MOST)
+        rate, up, down = (
+            None if (text := getattr(options, name)) is None else parse_rate(f"argument '--{name}'", text)
+            for name in ("rate", "up", "down")
+        )
+        rate = rate or 10**9
+        link = Link(up or rate, down or rate, parse_time("argument '--delay'", options.delay))
+        links = [link] * hosts
+        if options.per_link:
+            links = files.read_links(options.per_link, hosts, link)
+        changes = files.read_schedule(options.schedule, hosts) if options.schedule else []
+        status, counted = lab.run(links, changes, options.words)
+        print(lab.spell(counted), flush=True)
+        if options.out:
+            data = results.origin(shlex.join(["python", "-m", "jaxcgx", *options.arguments])) | counted
+            results.write(options.out / "lab.json", data)
+            print(*figures.save(options.out, {"lab": data}), sep="\n")
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         sys.exit(f"python -m jaxcgx lab: {str(error).removeprefix('lab: ')}")
+    return status
+
+
+def report(options: argparse.Namespace) -> None:
+    """python -m jaxcgx report."""
+    from jaxcgx.report import figures, results
+
+    try:
+        names = [path.stem for path in options.files]
+        if len(set(names)) < len(names):  # of several folders
+            names = ["-".join(path.with_suffix("").parts[-2:]) for path in options.files]
+        files = {name: results.read(path) for name, path in zip(names, options.files)}
+        print(*(figures.spell(name, data) for name, data in files.items()), sep="\n\n")
+        print("", *figures.save(options.out, files), sep="\n")
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"python -m jaxcgx report: {error}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
@@ -82,14 +116,26 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     )
     added = command("lab", lab, "run a command in every host of a network that it makes on this machine; needs root")
     added.add_argument("--hosts", type=int, default=2, help="how many (2)")
-    added.add_argument("--rate", default="1gbit", help="of every link, in both directions (1gbit)")
+    added.add_argument("--rate", help="of every link, in both directions (1gbit)")
+    added.add_argument("--up", metavar="RATE", help="of what a host sends, where it isn't --rate")
+    added.add_argument("--down", metavar="RATE", help="of what a host receives, where it isn't --rate")
+    added.add_argument("--delay", metavar="TIME", default="0s", help="from any host to any other one, as in 40ms (0s)")
+    added.add_argument("--per-link", metavar="FILE", help="TOML: the links of single hosts that differ")
+    added.add_argument("--schedule", metavar="FILE", help="TOML: links that change or break while the command runs")
+    added.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the counts and plots are written")
     added.add_argument(
         "words",
         nargs="+",
         metavar="CMD",
         help="the command, after --; {rank}, {hosts} and {address} (of host 0) in its words are filled in",
     )
+    added = command("report", report, "draw tables, plots and a page of results that benchmarks or the lab wrote")
+    added.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE", help="JSON, as in benchmarks/results")
+    added.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", default="report", help="where page and plots are written (report)"
+    )
     options = parser.parse_args(arguments)
+    options.arguments = sys.argv[1:] if arguments is None else arguments
     return options.run(options)
 
 

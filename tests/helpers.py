@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
+import os
 import re
 import sys
 
@@ -15,6 +16,8 @@ from jax import lax
 import jaxcgx as cgx
 from jaxcgx.native import reference
 from jaxcgx.native.operands import Decode, Encode
+
+FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"  # `make test-full`, where tests have more cases
 
 KEY = jnp.array([0x12345678, 0x9ABCDEF0], jnp.uint32)
 

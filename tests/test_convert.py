@@ -132,6 +132,9 @@ def test_before_and_after(name):
     assert uncompressed.ratio == 1 and compressed.ratio > 2
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="jax.grad of a product with a sharded batch is an error of JAX's own there"
+)
 def test_jit_on_an_explicit_mesh():
     before, after = PAIRS["jit"]
     plain, _ = train(before, functional, kind=AxisType.Explicit)

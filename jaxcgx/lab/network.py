@@ -2,13 +2,14 @@
 
 A host is a network namespace with a name that resolves to its address. A virtual cable joins it to a switch, which is a
 bridge in a namespace of its own. A token bucket at each end of the cable limits the rate of one direction. The queues
-are long enough that nothing is dropped at a rate that doesn't change, and they are the only source of delay. Needs root
-and iproute2.
+are long enough that little is dropped. What a host sends can be delayed: by netem where the kernel has it, otherwise by
+a relay (relay.py) between the cable and the switch. Needs root and iproute2.
 """
 
 import contextlib
 import dataclasses
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -33,10 +34,12 @@ class Link:
     Args:
       up: bit/s of what the host sends.
       down: bit/s of what it receives.
+      delay: seconds that what the host sends takes longer. A round trip takes the delays of both hosts longer.
     """
 
     up: int
     down: int
+    delay: float = 0.0
 
 
 def why_not() -> str:
@@ -48,12 +51,23 @@ def why_not() -> str:
 
 
 def _run(words: str) -> None:
-    subprocess.run(words.split(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(words.split(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"lab: {words}: {done.stderr.strip()}")
 
 
-def _limit(action: str, namespace: str, device: str, rate: int) -> None:
+def _limit(action: str, namespace: str, place: str, rate: int) -> None:
     burst = max(16_000, int(rate / 8 * BURST))  # bytes
-    _run(f"tc -n {namespace} qdisc {action} dev {device} root tbf rate {rate}bit burst {burst} latency {QUEUE}")
+    _run(f"tc -n {namespace} qdisc {action} dev {place} tbf rate {rate}bit burst {burst} latency {QUEUE}")
+
+
+def _has_netem(namespace: str) -> bool:
+    """Whether the kernel can delay packets, tried on the loopback device of a namespace."""
+    words = f"tc -n {namespace} qdisc %s dev lo root netem delay 1ms"
+    if subprocess.run((words % "add").split(), capture_output=True).returncode:
+        return False
+    _run(words % "delete")
+    return True
 
 
 def _sweep() -> None:
@@ -75,12 +89,14 @@ class Lab:
     def __init__(self, hosts: int, link: str | Link | Sequence[Link]) -> None:
         self.hosts = check_integer("Lab", "hosts", hosts, 1, MOST)
         if isinstance(link, str):
-            rate = parse_rate("Lab", "link", link)
+            rate = parse_rate("Lab: argument 'link'", link)
             link = Link(rate, rate)
+        self.netem = False  # whether the kernel delays, not the relay
         self.links = [link] * hosts if isinstance(link, Link) else list(link)
         if len(self.links) != hosts:
             raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
         self.running: list[subprocess.Popen[Any]] = []
+        self.relay: subprocess.Popen[str] | None = None
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}"
@@ -98,31 +114,52 @@ class Lab:
         self.names.flush()
         try:
             self._build()
-        except BaseException as error:
+        except BaseException:
             self.__exit__()
-            if isinstance(error, subprocess.CalledProcessError):
-                raise RuntimeError(f"lab: {' '.join(error.cmd)}: {error.stderr.strip()}") from None
             raise
         return self
 
     def _build(self) -> None:
         switch = self.namespace("switch")
         _run(f"ip netns add {switch}")
+        self.netem = any(link.delay for link in self.links) and _has_netem(switch)
         _run(f"ip -n {switch} link add bridge type bridge")
-        _run(f"ip -n {switch} link set bridge up")
+        _run(f"ip -n {switch} link set bridge addrgenmode none up")
+        held: list[str] = []  # arguments of the relay
         for i, link in enumerate(self.links):
-            host, port = self.namespace(i), f"port{i}"
+            host, port, end = self.namespace(i), f"port{i}", f"port{i}"
             _run(f"ip netns add {host}")
-            _run(f"ip -n {switch} link add {port} type veth peer name eth0 netns {host}")
-            _run(f"ip -n {switch} link set {port} master bridge up")
+            if link.delay and not self.netem:
+                end = f"inner{i}"
+                held += [str(link.delay), end, f"outer{i}"]
+                _run(f"ip -n {switch} link add {port} type veth peer name outer{i}")
+                _run(f"ip -n {switch} link set outer{i} addrgenmode none up")
+            _run(f"ip -n {switch} link add {end} type veth peer name eth0 netns {host}")
+            _run(f"ip -n {switch} link set {end} addrgenmode none up")
+            _run(f"ip -n {switch} link set {port} addrgenmode none master bridge up")
             _run(f"ip -n {host} address add {self.address(i)}/24 dev eth0")
-            for device in "eth0", "lo":
-                _run(f"ip -n {host} link set {device} up")
+            _run(f"ip -n {host} link set eth0 addrgenmode none up")
+            _run(f"ip -n {host} link set lo up")
+            if link.delay and self.netem:
+                delay = f"delay {link.delay * 1e6:.0f}us limit 1000000"
+                _run(f"tc -n {host} qdisc add dev eth0 root handle 1: netem {delay}")
             self._set("add", i, link)
+        if held:
+            self._relay(held)
+
+    def _relay(self, arguments: Sequence[str]) -> None:
+        """Starts the relay, and waits until it is ready."""
+        enter = f"setpriv --pdeathsig KILL ip netns exec {self.namespace('switch')}".split()
+        program = pathlib.Path(__file__).with_name("relay.py")
+        words = [*enter, sys.executable, "-I", str(program), *arguments]
+        self.relay = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        if not (self.relay.stdout and self.relay.stdout.readline()):
+            raise RuntimeError("lab: the relay that delays packets did not start; see its error above")
 
     def _set(self, action: str, host: int, link: Link) -> None:
-        _limit(action, self.namespace(host), "eth0", link.up)
-        _limit(action, self.namespace("switch"), f"port{host}", link.down)
+        inside = "parent 1:1 handle 2:" if link.delay and self.netem else "root"
+        _limit(action, self.namespace(host), f"eth0 {inside}", link.up)
+        _limit(action, self.namespace("switch"), f"port{host} root", link.down)
 
     def start(self, host: int, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
         """Starts a process in a host, with its own mounts: Gloo finds the address in an /etc/hosts of its own.
@@ -139,7 +176,8 @@ class Lab:
         return process
 
     def change(self, host: int, link: Link) -> None:
-        """Gives a host's link other rates."""
+        """Gives a host's link other rates. Its delay stays."""
+        link = dataclasses.replace(link, delay=self.links[host].delay)
         self.links[host] = link
         self._set("change", host, link)
 
@@ -155,6 +193,9 @@ class Lab:
         for process in self.running:
             process.kill()
             process.wait()
+        if self.relay:
+            self.relay.kill()
+            self.relay.communicate()
         for host in [*range(self.hosts), "switch"]:  # their devices and cables go with them
             subprocess.run(["ip", "netns", "delete", self.namespace(host)], stderr=subprocess.DEVNULL)
         self.names.close()

@@ -4,34 +4,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxcgx.checks import wrong
+from jaxcgx.checks import unexpected
 
 RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # bit/s
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # seconds
 
 
-def _parse(function: str, argument: str, text: Any, units: Mapping[str, float]) -> float:
+def _parse(place: str, text: Any, units: Mapping[str, float]) -> float:
     found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(units)})", text) if isinstance(text, str) else None
     if not found:
-        kind = ValueError if isinstance(text, str) else TypeError
         example = "110mbit" if units is RATES else "40ms"
-        raise wrong(
-            function, argument, f'a number and one of {", ".join(units)}, as in "{example}"', repr(text), kind=kind
-        )
+        kind = ValueError if isinstance(text, str) else TypeError
+        raise unexpected(place, f'a number and one of {", ".join(units)}, as in "{example}"', repr(text), kind=kind)
     return float(found[1]) * units[found[2]]
 
 
-def parse_rate(function: str, argument: str, text: Any) -> int:
-    """The rate "110mbit" in bit/s."""
-    rate = round(_parse(function, argument, text, RATES))
-    if not 8_000 <= rate <= 10**12:
-        raise wrong(function, argument, "a rate from 8kbit to 1000gbit", repr(text))
+def parse_rate(place: str, text: Any) -> int:
+    """The rate "110mbit" in bit/s. `place` says where the text is, for errors."""
+    rate = round(_parse(place, text, RATES))
+    if not 8_000 <= rate <= 10**11:
+        raise unexpected(place, "a rate from 8kbit to 100gbit", repr(text))
     return rate
 
 
-def parse_time(function: str, argument: str, text: Any) -> float:
-    """The time "40ms" in seconds."""
-    return _parse(function, argument, text, TIMES)
+def parse_time(place: str, text: Any) -> float:
+    """The time "40ms" in seconds. `place` says where the text is, for errors."""
+    return _parse(place, text, TIMES)
 
 
 def spell_rate(rate: float) -> str:

@@ -37,8 +37,9 @@ def remedy() -> str:
     """What to do if there is no native module of this version."""
     here = pathlib.Path(__file__).resolve().parents[1]
     folders = [pathlib.Path(entry).resolve() / "jaxcgx" for entry in sys.path]
-    for other in folders[folders.index(here) :] if here in folders else []:
-        if any(other.glob("native/_native*")):
+    built = lambda folder: any(folder.glob("native/_native*"))
+    for other in folders[folders.index(here) :] if here in folders and not built(here) else []:
+        if built(other):
             return f"{here} hides the installation in {other}: start Python in another folder, or as `python -P`"
     return _REMEDY
 

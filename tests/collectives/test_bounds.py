@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from bounds import SCHEDULES, check, loss, owners, spans
-from helpers import normal
+from helpers import FULL, normal
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
@@ -13,7 +13,7 @@ SIZES = (1, 2, 7, 17, 511, 513, 1_000_003)
 CODEC = cgx.MaxMin(4)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 2, 3, 5, 8))
 def test_four_bits(ranks):
     """Skewed numbers, of another magnitude on every rank and in every bucket."""
     leaves = [normal((ranks, n), seed=n) ** 3 * (1 + np.arange(ranks, dtype=np.float32))[:, None] for n in SIZES]

@@ -103,7 +103,6 @@ def test_two_axes(codec, check_vma):
         np.testing.assert_array_equal(got, lax_gradients["pmean {}"])
 
 
-@pytest.mark.short
 @CHECKS
 def test_some_leaves_of_a_message(check_vma):
     """Those that are not differentiated travel along as zeros; integers and leaves without elements have their usual

@@ -101,7 +101,6 @@ def digests():
     return expected, together, (alone, apart)
 
 
-@pytest.mark.short
 def test_two_processes_give_the_bits_of_one(digests):
     expected, together, (_, apart) = digests
     assert all(len(devices) == 4 for leaves in together.values() for devices in leaves.values())

@@ -1,13 +1,12 @@
 """Kernel and reference agree byte for byte: encode, decode, reduce, feedback; for every kernel this processor runs."""
 
-import os
-
 import hypothesis
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
     CODECS,
+    FULL,
     GRIDS,
     KEY,
     SPARSE,
@@ -29,12 +28,11 @@ from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Reduce
 
-FULL = os.environ.get("HYPOTHESIS_PROFILE", "default") != "default"
 
-
-# Compiling the reference for a layout takes most of the time: half of them by default, test_golden.py has all codecs.
+# Compiling the reference for a layout takes most of the time: by default a third of them. test_golden.py has every
+# codec.
 @pytest.mark.parametrize(
-    "layout", LAYOUTS if FULL else LAYOUTS[::2], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
+    "layout", LAYOUTS if FULL else LAYOUTS[::3], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.given(**spaces)
@@ -103,7 +101,7 @@ def test_reduce_with_feedback(layout, seed, exponent, special, lost):
             assert_same_values(a, b)
 
 
-@pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[::2], (False, True) * 8)), ids=str)
+@pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[:: 2 if FULL else 3], (False, True) * 8)), ids=str)
 def test_reduce_to_leaves(codec, with_own):
     layout = Layout(codec, ((40, 5), (9,)), (jnp.dtype("float32"), jnp.dtype("float16")))
     ranks = [values(layout, seed, 0, "none") for seed in range(5)]

@@ -1,0 +1,333 @@
+"""Measures the lab itself: the rates of its links, and the bytes that `explain` names against the kernel's counters.
+
+    python benchmarks/lab.py [--only control|bytes] [--out DIR]
+
+Needs root.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from collectives import Mesh
+from jax import lax
+from jax.sharding import PartitionSpec
+from report import RESULTS, Report, header, line, mark, median, rounded
+
+import jaxcgx as cgx
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.lab import Lab, Link, signals_raise, why_not
+from jaxcgx.lab.counters import ETHERNET, IP, TCP, Counters
+from jaxcgx.lab.units import parse_rate, parse_time
+
+CONTROL = [("100mbit", "0ms"), ("1gbit", "0ms"), ("10gbit", "0ms"), ("100mbit", "20ms"), ("1gbit", "5ms")]
+WARM_UP, WINDOW, REPEATS = 1.0, 1.0, 5  # seconds
+TRIPS = 21
+SHARE = 0.95  # goal: of the set rate
+HOSTS = 2, 4
+ELEMENTS = 1 << 22  # of an exchange
+CALLS = 4
+DIFFERENCE = 0.02  # goal: between explain's bytes and the kernel's
+AXES = dict(split_axis=0, concat_axis=0)
+ROWS = [(cgx.compressed_psum_scatter, {}), (cgx.compressed_all_gather, {}), (cgx.compressed_all_to_all, AXES)]
+CODECS = [
+    cgx.MaxMin(4),
+    cgx.ByteGrad(),
+    cgx.AbsMax(8),
+    cgx.Float8(),
+    cgx.Sign(),
+    cgx.Cast("bfloat16"),
+    cgx.TopK(0.01),
+    cgx.Raw(),
+]
+LOW_RANK = cgx.PowerSGD(16)
+
+CHARTS = [dict(table="control", title="Share of the set rate", x="link", y=["share_of_repetitions"], by="ways")]
+
+NOTES = f"""\
+- Control: host 1 sends to host 0 over one TCP connection of plain sockets, "both ways" each to the other at once. The
+  kernel's token bucket counts the bytes on the link, with their headers. The first {WARM_UP} s are left out. share:
+  the median of {REPEATS} windows of {WINDOW} s over the set rate. Goal: {SHARE}.
+- round trip: of one byte, before the transfer begins. The delay is of what each host sends, by the relay.
+- Bytes: explain is what `cgx.explain` says that a rank sends in a call. kernel is what the kernel counted on the link
+  of the host that sent most, the mean of {CALLS} calls. framing is the part of it that is headers: {ETHERNET} bytes of
+  Ethernet, {IP} of IP and {TCP} of TCP with timestamps for each packet, acknowledgements too. payload is the rest.
+  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has up to 1.5 kB of the transport's own
+  words, which explain leaves out. In messages of less than 64 kB that is more.
+"""
+
+
+# In a host
+
+
+def transfer(rank, address, both):
+    """Host 1, or both, sends zeros to the other one until the lab ends it. Prints the round trip of a byte before."""
+    with contextlib.suppress(ConnectionError):  # the lab ends the other one first
+        if rank == 0:
+            with socket.create_server((address, 5000)) as server:
+                peer, _ = server.accept()
+        else:
+            while not (peer := connect(address)):
+                time.sleep(0.02)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        trips = []
+        for _ in range(TRIPS):
+            start = time.perf_counter()
+            if rank:
+                peer.sendall(b"x")
+            assert peer.recv(1)
+            if not rank:
+                peer.sendall(b"x")
+            trips.append(time.perf_counter() - start)
+        print(median(np.multiply(trips, 1e3)), flush=True)
+        if rank or both:
+            threading.Thread(target=flood, args=[peer], daemon=True).start()
+        place = bytearray(1 << 20)
+        while peer.recv_into(place):
+            pass
+
+
+def flood(peer):
+    """Sends zeros until the other host ends."""
+    zeros = bytes(1 << 20)
+    with contextlib.suppress(ConnectionError):
+        while True:
+            peer.sendall(zeros)
+
+
+def connect(address):
+    """A connection to host 0, or None if it doesn't listen yet."""
+    with contextlib.suppress(ConnectionRefusedError):
+        return socket.create_connection((address, 5000))
+
+
+def exchanges():
+    """{(what, over, codec, schedule): a function of one array} that are compared."""
+    axes = {"Gloo": "data", "Tcp": cgx.Tcp("data")}
+    found = {("lax.psum", "Gloo", "", ""): lambda x: lax.psum(x, "data")}
+    for over, axis in axes.items():
+        for codec in CODECS:
+            for schedule in ("two_shot", "one_shot", "ring")[: 2 if isinstance(codec, cgx.TopK) else 3]:
+                found["compressed_psum", over, spell(codec), schedule] = (
+                    lambda x, axis=axis, codec=codec, schedule=schedule: cgx.compressed_psum(
+                        x, axis, codec, schedule=schedule
+                    )
+                )
+        found["compressed_psum", over, spell(LOW_RANK), ""] = lambda x, axis=axis: cgx.compressed_psum(
+            x.reshape(2048, -1), axis, LOW_RANK
+        ).reshape(-1)
+        for function, more in ROWS:
+            found[function.__name__, over, spell(CODECS[0]), ""] = lambda x, axis=axis, function=function, more=more: (
+                function(x, axis, codec=CODECS[0], tiled=True, **more)
+            )
+    return found
+
+
+def run_rank(address, rank, processes):
+    """Runs the exchanges, each when the lab says so: once before its word, and CALLS times behind it."""
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, processes, rank)
+    mesh, spec = Mesh(processes), PartitionSpec("data")
+    x = mesh.array(np.random.default_rng(rank).standard_normal(ELEMENTS, np.float32))
+    for step in exchanges().values():
+        mapped = jax.shard_map(step, mesh=mesh.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        lowered = jax.jit(mapped).lower(x)
+        program = lowered.compile()
+        jax.block_until_ready(program(x))
+        print("READY", cgx.explain(program, show=False).bytes, flush=True)
+        sys.stdin.readline()
+        for _ in range(CALLS):
+            jax.block_until_ready(program(x))
+        print("DONE", flush=True)
+        sys.stdin.readline()
+
+
+# In the process that starts the others
+
+
+def hear(running, word):
+    """What each process prints after a word. Gloo prints, too."""
+    found = [next((text for text in process.stdout if text.startswith(word)), None) for process in running]
+    if None in found:
+        raise RuntimeError("lab.py: a process ended")
+    return [text.removeprefix(word).strip() for text in found]
+
+
+def tell(running):
+    for process in running:
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+def control(rate, delay, both):
+    """A row: how much of the set rate plain sockets reach."""
+    bits, seconds = parse_rate("CONTROL", rate), parse_time("CONTROL", delay)
+    with Lab(2, Link(bits, bits, seconds)) as lab, Counters(lab) as counters:
+        program = [sys.executable, pathlib.Path(__file__).resolve(), "--transfer"]
+        running = [
+            lab.start(host, [*program, json.dumps([host, lab.address(0), both])], stdout=subprocess.PIPE, text=True)
+            for host in range(2)
+        ]
+        trip = float(running[1].stdout.readline())
+        time.sleep(WARM_UP)
+        shares = []  # of the rate, by the slower of the senders
+        for _ in range(REPEATS):
+            counters.note()
+            time.sleep(WINDOW)
+            counters.note()
+            (start, before), (end, after) = counters.history[-2:]
+            sent = [after[host][0].bytes - before[host][0].bytes for host in range(2)]
+            shares.append((min(sent) if both else sent[1]) * 8 / (end - start) / bits)
+        return dict(
+            link=f"{rate}, {delay}",
+            rate_mbit=bits / 1e6,
+            delay_ms=seconds * 1e3,
+            ways="both ways" if both else "one way",
+            round_trip_ms=trip,
+            share=median(shares),
+            reached=median(shares) >= SHARE,
+            share_of_repetitions=rounded(shares),
+        )
+
+
+def compare(processes):
+    """Rows: explain's bytes and the kernel's, of every exchange."""
+    with Lab(processes, "1gbit") as lab, Counters(lab) as counters, contextlib.ExitStack() as stack:
+        address = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}"
+        running = []
+        for rank in range(processes):
+            words = [sys.executable, pathlib.Path(__file__).resolve(), "--rank", json.dumps([address, rank, processes])]
+            options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            running.append(lab.start(rank, words, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **options))
+            stack.callback(running[-1].wait)
+            stack.callback(running[-1].kill)
+        for what, over, codec, schedule in exchanges():
+            explained = max(map(int, hear(running, "READY")))
+            before = counters.read()
+            tell(running)
+            hear(running, "DONE")
+            sent = max((after[0] - first[0] for first, after in zip(before, counters.read())), key=lambda t: t.bytes)
+            tell(running)
+            payload = sent.payload / CALLS
+            yield dict(
+                hosts=processes,
+                what=what,
+                over=over,
+                codec=codec,
+                schedule=schedule,
+                explain_bytes=explained,
+                kernel_bytes=round(sent.bytes / CALLS),
+                packets=sent.packets / CALLS,
+                framing_bytes=round((sent.bytes - sent.payload) / CALLS),
+                payload_bytes=round(payload),
+                difference=round(payload / explained - 1, 5),
+                reached=abs(payload / explained - 1) <= DIFFERENCE,
+            )
+
+
+def parse():
+    parser = argparse.ArgumentParser(description="The lab's rates, and explain's bytes against the kernel's.")
+    parser.add_argument("--only", choices=("control", "bytes"), help="one part")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the results are written (default: benchmarks/results, but nowhere with --only)",
+    )
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("--transfer", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    given = ["--only", args.only] if args.only else []
+    args.command = shlex.join(["python", "benchmarks/lab.py", *given]) if given else "make bench-lab"
+    args.out = args.out or (None if given else RESULTS)
+    return args
+
+
+def main():
+    args = parse()
+    if args.transfer:
+        transfer(*json.loads(args.transfer))
+    if args.rank:
+        run_rank(*json.loads(args.rank))
+        return
+    if why := why_not():
+        sys.exit(f"lab.py: not measured, {why}")
+    report = Report(args.command, control=[], bytes=[], charts=CHARTS)
+    if args.only != "bytes":
+        report.show(
+            "", "Plain TCP between two hosts.", "", *header("rate", "delay ms", "ways", "round trip", "share", "goal")
+        )
+        for rate, delay in CONTROL:
+            for both in (False, True):
+                row = control(rate, delay, both)
+                report.data["control"].append(row)
+                report.show(
+                    line(
+                        [
+                            rate,
+                            f"{row['delay_ms']:g}",
+                            row["ways"],
+                            f"{row['round_trip_ms']:.2f}",
+                            f"{row['share']:.3f}",
+                            mark(row["reached"]),
+                        ]
+                    )
+                )
+    if args.only != "control":
+        for hosts in HOSTS:
+            report.show(
+                "",
+                f"An exchange of {ELEMENTS:,} float32, {hosts} hosts.",
+                "",
+                *header(
+                    "exchange",
+                    "over",
+                    "schedule",
+                    "explain",
+                    "kernel",
+                    "packets",
+                    "framing",
+                    "payload",
+                    "difference",
+                    "goal",
+                    width=60,
+                ),
+            )
+            for row in compare(hosts):
+                report.data["bytes"].append(row)
+                figures = [
+                    f"{row[name]:,.0f}"
+                    for name in ("explain_bytes", "kernel_bytes", "packets", "framing_bytes", "payload_bytes")
+                ]
+                report.show(
+                    line(
+                        [
+                            f"{row['what']} {row['codec']}".strip(),
+                            row["over"],
+                            row["schedule"],
+                            *figures,
+                            f"{row['difference']:+.3%}",
+                            mark(row["reached"]),
+                        ],
+                        60,
+                    )
+                )
+    report.show("", *NOTES.splitlines())
+    if args.out:
+        report.write(args.out, "lab")
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()

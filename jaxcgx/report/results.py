@@ -1,0 +1,140 @@
+"""The format of results: what every measurement writes, and `python -m jaxcgx report` reads.
+
+A file is a JSON object. It names its origin: `command`, which makes it again, `date`, `cpu`, `threads`, `versions`,
+`native`. Every other list of objects is a table, whose rows have the same keys. A number's key ends in its unit
+(UNITS). A list of numbers is one measurement repeated. `charts` says which tables are drawn, and how.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcgx.checks import check_choice, check_integer, unexpected
+from jaxcgx.native import registration
+
+Data = dict[str, Any]
+ORIGIN = ("command", "date", "cpu", "threads", "versions", "native")
+UNITS = {
+    "bytes": "bytes",
+    "mib": "MiB",
+    "seconds": "seconds",
+    "ms": "ms",
+    "us": "µs",
+    "bits": "bits",
+    "mbit": "Mbit/s",
+    "gbs": "GB/s",
+    "percent": "%",
+}
+# The part of a tensor that passes each rank's link, of W ranks: bus bandwidth, as nccl-tests define it.
+BUS = {
+    "all_reduce": lambda w: 2 * (w - 1) / w,
+    "all_gather": lambda w: (w - 1) / w,
+    "reduce_scatter": lambda w: (w - 1) / w,
+    "all_to_all": lambda w: (w - 1) / w,
+}
+
+
+def origin(command: str) -> Data:
+    """Where and when figures were made, and the command that makes them again."""
+    found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "jaxcgx")}
+    return dict(
+        command=command,
+        date=datetime.date.today().isoformat(),
+        cpu=found[1] if found else platform.machine(),
+        # XLA's thread pool has a thread for each processor that this process may use.
+        threads=len(os.sched_getaffinity(0)),
+        versions={"python": platform.python_version()} | versions,
+        native=registration.MODULE and registration.MODULE.build_info(),
+    )
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    low, middle, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
+    return round(float(low), 4), round(float(middle), 4), round(float(high), 4)
+
+
+def bandwidths(operation: str, ranks: int, size: float, seconds: float) -> tuple[float, float]:
+    """The algorithm bandwidth and the bus bandwidth of a collective in GB/s, as nccl-tests define them.
+
+    Both are of the plain tensor, however few bytes travel: compression shows as bandwidth.
+
+    Args:
+      operation: all_reduce, all_gather, reduce_scatter or all_to_all.
+      ranks: how many take part.
+      size: bytes of the plain tensor: of an all-gather its result, of a reduce-scatter its operand.
+      seconds: that a call takes.
+    """
+    check_choice("bandwidths", "operation", operation, BUS)
+    check_integer("bandwidths", "ranks", ranks, 1, 2**31)
+    algorithm = size / seconds / 1e9
+    return algorithm, algorithm * BUS[operation](ranks)
+
+
+def write(path: pathlib.Path, data: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def read(path: str | os.PathLike[str]) -> Data:
+    """The data of a file, whose origin is checked."""
+    try:
+        data = json.loads(pathlib.Path(path).read_text())
+    except ValueError as error:
+        raise unexpected(str(path), "JSON", str(error)) from None
+    missing = [key for key in ORIGIN if not isinstance(data, dict) or key not in data]
+    if missing:
+        raise unexpected(str(path), f"results of a measurement, with {', '.join(ORIGIN)}", f"no {missing[0]}")
+    return data
+
+
+def tables(data: Data) -> dict[str, list[Data]]:
+    """The tables of a file: its lists of objects, except for `charts`, and its objects of objects."""
+    found: dict[str, list[Data]] = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
+            value = [{"name": name} | row for name, row in value.items()]
+        if key != "charts" and isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            found[key] = value
+    return found
+
+
+def flat(row: Mapping[str, Any]) -> Data:
+    """The cells of a row by their names: {"ms": {"psum": 3}} is {"ms psum": 3}."""
+    cells: Data = {}
+    for key, value in row.items():
+        inner = flat(value) if isinstance(value, dict) else {"": value}
+        cells |= {f"{key} {name}".rstrip(): cell for name, cell in inner.items()}
+    return cells
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The words of a cell's name, and its unit or ""."""
+    found, unit = list[str](), ""
+    for i, part in enumerate(name.split(" ")):
+        words = part.split("_")
+        if units := [word for word in words if word in UNITS]:
+            unit = units[-1]
+            words.remove(unit)
+        found += words if units or not i else [part]  # names of things inside stay as they are
+    return " ".join(found), UNITS.get(unit, "")
+
+
+def unit(name: str) -> str:
+    """The unit of a cell by its name, "" if it has none."""
+    return _split(name)[1]
+
+
+def spell_name(name: str) -> str:
+    """The name of a cell as a head has it: "psum (ms)"."""
+    words, unit = _split(name)
+    return f"{words} ({unit})" if words and unit else words or unit

@@ -1,0 +1,41 @@
+"""Hosts and links. tests/report/test_lab.py runs programs in them."""
+
+import os
+import sys
+
+import pytest
+from errors import raises, says
+
+from jaxcgx.lab import Lab, Link, why_not
+
+NEEDS = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def test_without_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(RuntimeError, match="^lab: network namespaces need root$"), Lab(2, "1gbit"):
+        pass
+
+
+def test_without_tools(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", "")
+    assert why_not() == "ip, tc, unshare, setpriv not found: install iproute2 and util-linux"
+
+
+def test_arguments():
+    with raises(ValueError, says("Lab", "hosts", expected="an integer from 1 to 200", got="0")):
+        Lab(0, "1gbit")
+    with raises(ValueError, says("Lab", "link", expected="a number and one of", got="'fast'")):
+        Lab(2, "fast")
+    with raises(ValueError, says("Lab", "link", expected="one for each of 3 hosts", got="1")):
+        Lab(3, [Link(10**9, 10**9)])
+
+
+@NEEDS
+def test_what_runs_ends_with_the_lab():
+    with Lab(1, "1gbit") as lab:
+        process = lab.start(0, [sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        namespace = f"/run/netns/{lab.namespace(0)}"
+        assert os.path.exists(namespace) and process.poll() is None
+    assert not os.path.exists(namespace) and process.poll() is not None
