@@ -30,7 +30,8 @@ RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
 UNLIMITED = 100_000  # Mbit/s while only the losses count
 EVERY = 10  # steps between two losses
 AGREE = 1e-3  # of the first losses of all methods
-PLAIN = "psum, float32", "psum, bfloat16"
+SMOOTH = 3  # losses whose mean counts, as one alone is noisy
+BASELINES = "psum, float32", "by hand, bfloat16"
 BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
 
 CHARTS = [
@@ -43,16 +44,19 @@ NOTES = f"""\
   ones. All methods take turns, some steps in a row, and the processes of a framework wait while the other one runs.
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
-  kernel's counters, with all headers and acknowledgements.
-- steps: until the loss on held-out data reaches the target, which is measured every {EVERY} steps; on a straight line
-  between. It doesn't depend on the link, so every method is trained once for each number of hosts. seconds: steps x the
-  median time of a step. "-": not reached. One seed, so steps of close methods differ by chance.
-- to float32, to bfloat16: how many times as soon as the plain psum the method reaches the loss. Below 1 it is later.
+  kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
+- steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
+  every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
+  trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached. There is one seed, so the
+  steps of close methods differ by chance.
+- to float32, to bfloat16: how many times as soon as "psum, float32" and as "by hand, bfloat16" the method reaches the
+  loss. Below 1 it is later.
 - All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the
   transformer, SGD with momentum ResNet-20. DGC has its own momentum, so Adam after it has none (b1=0), and it has no
   warm-up, as runs are short. ResNet-20 has group norms: statistics of batches would differ between hosts.
-- psum: as a user writes it, an array at a time. by hand: buckets of 512 elements in jnp, all_to_all, sum, all_gather,
-  with feedback. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over Gloo.
+- psum: as a user writes it, an array at a time. On CPUs XLA sums bfloat16 in float32, which sends the bytes of float32.
+  by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4 bits are buckets of 512 elements in jnp. jaxcgx:
+  make_train_step, with feedback. PyTorch: DistributedDataParallel over Gloo.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 
@@ -123,10 +127,15 @@ class Hosts:
 def curve(hosts, method, target, most):
     """The losses on held-out data every EVERY steps, until the target is reached or `most` steps are done."""
     losses = [np.mean(hosts.ask(method, 0)["loss"])]
-    while losses[-1] > target and EVERY * len(losses) <= most:
+    while smooth(losses)[-1] > target and EVERY * len(losses) <= most:
         hosts.ask(method, EVERY)
         losses.append(np.mean(hosts.ask(method, 0)["loss"]))
     return rounded(losses)
+
+
+def smooth(losses):
+    """The mean of the last SMOOTH losses at each of them."""
+    return [np.mean(losses[max(0, i - SMOOTH) : i]) for i in range(1, len(losses) + 1)]
 
 
 def curves(hosts, target, most):
@@ -144,7 +153,8 @@ def curves(hosts, target, most):
 
 def steps_to(losses, target):
     """The steps to the target, on a straight line between the last two losses. None: not reached."""
-    if losses[-1] > target or len(losses) < 2:
+    losses = smooth(losses)
+    if losses[-1] > target:
         return None
     before, after = losses[-2:]
     return round(EVERY * (len(losses) - 2 + (before - target) / (before - after)), 1)
@@ -178,7 +188,7 @@ def figures(hosts, steps, found):
             ms_of_turns=rounded(ms),
         )
     for r in rows.values():
-        r["sooner"] = {plain: sooner(r, rows.get(plain)) for plain in PLAIN}
+        r["sooner"] = {plain: sooner(r, rows.get(plain)) for plain in BASELINES}
     return rows
 
 

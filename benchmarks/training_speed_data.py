@@ -21,8 +21,8 @@ class Model(NamedTuple):
 
 
 MODELS = {
-    "transformer": Model(batch=4, rate=1e-3, target=2.5, most=400),
-    "ResNet-20": Model(batch=16, rate=0.05, target=0.6, most=400),
+    "transformer": Model(batch=4, rate=1e-3, target=2.7, most=300),
+    "ResNet-20": Model(batch=16, rate=0.02, target=1.0, most=300),
 }
 
 
@@ -59,7 +59,7 @@ def resnet_weights(rng):
             conv(f"{stage}_{block}_a", inputs, outputs)
             conv(f"{stage}_{block}_b", outputs, outputs)
             inputs = outputs
-    head = (0.1 * inputs**-0.5 * rng.standard_normal((inputs, CLASSES))).astype(np.float32)
+    head = (0.5 * inputs**-0.5 * rng.standard_normal((inputs, CLASSES))).astype(np.float32)
     return weights | {"head_w": head, "head_bias": np.zeros(CLASSES, np.float32)}
 
 

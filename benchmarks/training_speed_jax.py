@@ -3,9 +3,9 @@
 python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "model": ..., ...}'
 """
 
-import functools
 import json
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -72,15 +72,24 @@ def dequantize(codes, scales):
     return (codes.astype(jnp.float32) * scales[:, 1:] + scales[:, :1]).reshape(-1)
 
 
-def quantized_mean(grads, lost, *, bits):
+def to_bfloat16(x):
+    """A codec without scales. As integers the numbers stay what they are: XLA makes float32 of bfloat16 on CPUs."""
+    return (lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16),)
+
+
+def from_bfloat16(codes):
+    return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
+
+
+def compressed_mean(grads, lost, *, encode, decode=dequantize):
     ranks = lax.axis_size("data")
     x, unravel = ravel_pytree(grads)
     x = jnp.pad(x + lost, (0, -x.size % (ranks * BUCKET)))
-    payload = quantize(x, bits)
-    lost = (x - dequantize(*payload))[: lost.size]
-    parts = dequantize(*(lax.all_to_all(p, "data", 0, 0, tiled=True) for p in payload))
-    payload = quantize(parts.reshape(ranks, -1).mean(0), bits)
-    mean = dequantize(*(lax.all_gather(p, "data", tiled=True) for p in payload))
+    payload = encode(x)
+    lost = (x - decode(*payload))[: lost.size]
+    parts = decode(*(lax.all_to_all(p, "data", 0, 0, tiled=True) for p in payload))
+    payload = encode(parts.reshape(ranks, -1).mean(0))
+    mean = decode(*(lax.all_gather(p, "data", tiled=True) for p in payload))
     return unravel(mean[: lost.size]), lost
 
 
@@ -103,10 +112,10 @@ def by_hand(exchange):
             loss, grads = jax.value_and_grad(make_loss(run.model))(weights, batch)
             means, lost = exchange(grads, state[1][0])
             updates, opt_state = optimizer.update(means, state[0], weights)
-            return optax.apply_updates(weights, updates), (opt_state, lost[None]), lax.pmean(loss, "data")
+            return optax.apply_updates(weights, updates), (opt_state, lost[None]), loss[None]
 
         mapped = jax.shard_map(
-            step, mesh=run.mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P()), check_vma=False
+            step, mesh=run.mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P("data")), check_vma=False
         )
         return init, jax.jit(mapped, donate_argnums=(0, 1))
 
@@ -122,10 +131,14 @@ def ours(axis="data", momentum=True, **options):
 
 METHODS = {
     "alone": {"no exchange": by_hand(nothing)},
-    "plain": {"psum, float32": by_hand(psum), "psum, bfloat16": by_hand(psum_bfloat16)},
+    "plain": {
+        "psum, float32": by_hand(psum),
+        "psum, bfloat16": by_hand(psum_bfloat16),
+        "by hand, bfloat16": by_hand(partial(compressed_mean, encode=to_bfloat16, decode=from_bfloat16)),
+    },
     "by hand": {
-        "by hand, 8 bits": by_hand(functools.partial(quantized_mean, bits=8)),
-        "by hand, 4 bits": by_hand(functools.partial(quantized_mean, bits=4)),
+        "by hand, 8 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=8))),
+        "by hand, 4 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=4))),
     },
     "jaxcgx": {
         "MaxMin(4), Gloo": ours(plan=cgx.MaxMin(4)),
@@ -141,15 +154,19 @@ class Program:
     """A model in training by one method."""
 
     def __init__(self, run, data, method):
-        init, self._step = method(run)
+        init, step = method(run)
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
-        self._batches = NamedSharding(run.mesh, P("data"))
+        self._sharding = NamedSharding(run.mesh, P("data"))
         self._weights, self._state = init(data.weights)
+        self._step = step.lower(self._weights, self._state, self._batch()).compile()
+
+    def _batch(self):
+        return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))
 
     def run(self, steps):
         for _ in range(steps):
-            batch = [jax.make_array_from_process_local_data(self._batches, b) for b in self._data.batch(self._at)]
-            self._weights, self._state, _ = jax.block_until_ready(self._step(self._weights, self._state, tuple(batch)))
+            self._weights, self._state, _ = self._step(self._weights, self._state, self._batch())
+            jax.block_until_ready(self._weights)
             self._at += 1
 
     def loss(self):
@@ -163,7 +180,8 @@ def main(address, rank, hosts, model, rate, data):
     jax.distributed.initialize(address, hosts, rank)
     mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
     run, data = Run(model, rate, mesh), Data(data, rank, hosts)
-    serve(jax.tree.map(lambda method: functools.partial(Program, run, data, method), METHODS))
+    make = partial(partial, Program, run, data)
+    serve({kind: {name: make(method) for name, method in methods.items()} for kind, methods in METHODS.items()})
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ def test_models_have_their_size(model, size, inputs, logits):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_quantization_by_hand_is_within_its_bound(bits):
-    from training_speed_jax import BUCKET, quantized_mean
+    from training_speed_jax import BUCKET, compressed_mean, quantize
 
     ranks, sizes = 4, {"a": (30, 70), "b": (517,)}
     rng = np.random.default_rng(0)
     grads = {name: rng.standard_normal((ranks, *size)).astype(np.float32) for name, size in sizes.items()}
     lost = rng.standard_normal((ranks, 30 * 70 + 517)).astype(np.float32) * 0.1
-    means, left = jax.jit(jax.vmap(functools.partial(quantized_mean, bits=bits), axis_name="data"))(grads, lost)
+    exchange = functools.partial(compressed_mean, encode=functools.partial(quantize, bits=bits))
+    means, left = jax.jit(jax.vmap(exchange, axis_name="data"))(grads, lost)
     sums = np.concatenate([grads["a"].reshape(ranks, -1), grads["b"]], 1) + lost
     got = np.concatenate([np.asarray(means["a"]).reshape(ranks, -1), means["b"]], 1)
     assert (got == got[0]).all()
