@@ -59,12 +59,13 @@ NOTES = f"""\
 - Control: host 1 sends to host 0 over one TCP connection of plain sockets, "both ways" each to the other at once. The
   kernel's token bucket counts the bytes on the link, with their headers. The first {WARM_UP} s are left out. share:
   the median of {REPEATS} windows of {WINDOW} s over the set rate. Goal: {SHARE}.
+  Other programs on the machine slow down the fast links.
 - round trip: of one byte, before the transfer begins. The delay is of what each host sends, by the relay.
 - Bytes: explain is what `cgx.explain` says that a rank sends in a call. kernel is what the kernel counted on the link
   of the host that sent most, the mean of {CALLS} calls. framing is the part of it that is headers: {ETHERNET} bytes of
   Ethernet, {IP} of IP and {TCP} of TCP with timestamps for each packet, acknowledgements too. payload is the rest.
-  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has up to 1.5 kB of the transport's own
-  words, which explain leaves out. In messages of less than 64 kB that is more.
+  Goal: payload and explain differ by at most {DIFFERENCE:.0%}. An exchange has 0.05 to 4 kB of the transport's own
+  words, too, which explain leaves out. In very small messages they are more than that.
 """
 
 
@@ -263,7 +264,9 @@ def main():
         return
     if why := why_not():
         sys.exit(f"lab.py: not measured, {why}")
-    report = Report(args.command, control=[], bytes=[], charts=CHARTS)
+    load = round(os.getloadavg()[0], 1)
+    report = Report(args.command, load=load, control=[], bytes=[], charts=CHARTS)
+    report.show("", f"Load average when it began: {load:g}.")
     if args.only != "bytes":
         report.show(
             "", "Plain TCP between two hosts.", "", *header("rate", "delay ms", "ways", "round trip", "share", "goal")

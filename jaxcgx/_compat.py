@@ -260,6 +260,14 @@ def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effe
     return []
 
 
+def counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants a scan has, and how many arrays it carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.12 on
+    return len(list(consts)), len(list(carry))
+
+
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:
     """A lowering rule to an FFI call in the order of an effect. JAX's own rules take tokens from 0.11 on."""
     call: Any = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxcgx import _compat
+
 # Collectives whose result all ranks have.
 _SHARED = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
@@ -36,7 +38,7 @@ def _of_equation(eqn: Any, given: list[bool], names: tuple[Any, ...]) -> list[bo
         axes = axes if isinstance(axes, tuple | list) else (axes,)
         return [any(given) and not set(names) <= set(axes)] * count
     if kind == "scan":
-        consts, carry = params["num_consts"], params["num_carry"]
+        consts, carry = _compat.counts_of_scan(params)
         return _of_loop(inner(params["jaxpr"]), given[:consts], given[consts : consts + carry], given[consts + carry :])
     if kind == "while":
         of_test, of_body = params["cond_nconsts"], params["body_nconsts"]

@@ -74,7 +74,9 @@ class _Namespace:
 
     def __init__(self, name: str, devices: Sequence[str]) -> None:
         with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which enters the namespace, and ends
-            self.socket, self.devices = thread.submit(_enter, name, devices).result()
+            entered = thread.submit(_enter, name, devices).result()
+        self.socket: socket.socket = entered[0]
+        self.devices: list[int] = entered[1]
 
     def read(self) -> list[Traffic]:
         """Of every device, in the order of their names."""
@@ -95,13 +97,13 @@ class Counters:
     """The counters of a lab's links. `with` closes them."""
 
     def __init__(self, lab: Lab) -> None:
-        self.lab = lab
+        self.lab: Lab = lab
 
     def __enter__(self) -> "Counters":
         hosts = range(self.lab.hosts)
-        self.ups = [_Namespace(self.lab.namespace(i), ["eth0"]) for i in hosts]
-        self.downs = _Namespace(self.lab.namespace("switch"), [f"port{i}" for i in hosts])
-        self.start = time.monotonic()
+        self.ups: list[_Namespace] = [_Namespace(self.lab.namespace(i), ["eth0"]) for i in hosts]
+        self.downs: _Namespace = _Namespace(self.lab.namespace("switch"), [f"port{i}" for i in hosts])
+        self.start: float = time.monotonic()
         self.history: History = [(0.0, self.read())]
         return self
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import IO, Any
 
 from jaxcgx.checks import check_integer, wrong
 from jaxcgx.lab.units import parse_rate
@@ -47,7 +47,10 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "setpriv") if not shutil.which(tool)]
-    return f"{', '.join(missing)} not found: install iproute2 and util-linux" if missing else ""
+    if missing:
+        return f"{', '.join(missing)} not found: install iproute2 and util-linux"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, text=True)
+    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def _run(words: str) -> None:
@@ -87,12 +90,12 @@ class Lab:
     """
 
     def __init__(self, hosts: int, link: str | Link | Sequence[Link]) -> None:
-        self.hosts = check_integer("Lab", "hosts", hosts, 1, MOST)
+        self.hosts: int = check_integer("Lab", "hosts", hosts, 1, MOST)
         if isinstance(link, str):
             rate = parse_rate("Lab: argument 'link'", link)
             link = Link(rate, rate)
-        self.netem = False  # whether the kernel delays, not the relay
-        self.links = [link] * hosts if isinstance(link, Link) else list(link)
+        self.netem: bool = False  # whether the kernel delays, not the relay
+        self.links: list[Link] = [link] * hosts if isinstance(link, Link) else list(link)
         if len(self.links) != hosts:
             raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
         self.running: list[subprocess.Popen[Any]] = []
@@ -109,7 +112,7 @@ class Lab:
         if why := why_not():
             raise RuntimeError(f"lab: {why}")
         _sweep()
-        self.names = tempfile.NamedTemporaryFile("w", prefix=PREFIX)
+        self.names: IO[str] = tempfile.NamedTemporaryFile("w", prefix=PREFIX)
         self.names.write("127.0.0.1 localhost\n" + "".join(f"{self.address(i)} host{i}\n" for i in range(self.hosts)))
         self.names.flush()
         try:
@@ -122,7 +125,8 @@ class Lab:
     def _build(self) -> None:
         switch = self.namespace("switch")
         _run(f"ip netns add {switch}")
-        self.netem = any(link.delay for link in self.links) and _has_netem(switch)
+        if any(link.delay for link in self.links):
+            self.netem = _has_netem(switch)
         _run(f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge addrgenmode none up")
         held: list[str] = []  # arguments of the relay

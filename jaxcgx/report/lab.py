@@ -1,5 +1,6 @@
 """python -m jaxcgx lab: a command in every host of a network, and what the kernel counted on its links."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -28,13 +29,14 @@ def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) 
             known = {"{rank}": str(rank), "{hosts}": str(lab.hosts), "{address}": lab.address(0)}
             lab.start(rank, [_fill(word, known) for word in words])
         waiting, done = list(changes), list[tuple[float, Change]]()
-        while any(process.poll() is None for process in lab.running):
-            time.sleep(TICK)
-            counters.note()
-            while waiting and waiting[0].at <= counters.history[-1][0]:
-                done.append((counters.history[-1][0], waiting[0]))
-                waiting.pop(0).apply(lab)
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the command in the hosts, too
+            while any(process.poll() is None for process in lab.running):
+                time.sleep(TICK)
                 counters.note()
+                while waiting and waiting[0].at <= counters.history[-1][0]:
+                    done.append((counters.history[-1][0], waiting[0]))
+                    waiting.pop(0).apply(lab)
+                    counters.note()
         counters.note()
         return max(abs(process.wait()) for process in lab.running), describe(links, done, counters.history)
 

@@ -12,7 +12,7 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ UNITS = {
     "percent": "%",
 }
 # The part of a tensor that passes each rank's link, of W ranks: bus bandwidth, as nccl-tests define it.
-BUS = {
+BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda w: 2 * (w - 1) / w,
     "all_gather": lambda w: (w - 1) / w,
     "reduce_scatter": lambda w: (w - 1) / w,

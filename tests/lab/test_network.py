@@ -6,7 +6,7 @@ import sys
 import pytest
 from errors import raises, says
 
-from jaxcgx.lab import Lab, Link, why_not
+from jaxcgx.lab import Lab, Link, network, why_not
 
 NEEDS = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
@@ -30,6 +30,23 @@ def test_arguments():
         Lab(2, "fast")
     with raises(ValueError, says("Lab", "link", expected="one for each of 3 hosts", got="1")):
         Lab(3, [Link(10**9, 10**9)])
+
+
+def test_netem_delays_where_the_kernel_has_it(monkeypatch):
+    said = []
+    monkeypatch.setattr(network, "_run", said.append)
+    monkeypatch.setattr(network, "_has_netem", lambda _: True)
+    lab = Lab(2, [Link(10**9, 10**9), Link(10**9, 10**8, 0.04)])
+    lab._build()
+    lab.change(1, Link(10**6, 10**6))
+    assert lab.relay is None and not [words for words in said if "inner" in words]
+    host = f"tc -n {lab.namespace(1)} qdisc"
+    assert [words.removeprefix(host) for words in said if words.startswith(host)] == [
+        " add dev eth0 root handle 1: netem delay 40000us limit 1000000",
+        " add dev eth0 parent 1:1 handle 2: tbf rate 1000000000bit burst 125000 latency 400ms",
+        " change dev eth0 parent 1:1 handle 2: tbf rate 1000000bit burst 16000 latency 400ms",
+    ]
+    assert f"tc -n {lab.namespace(0)} qdisc add dev eth0 root tbf" in " ".join(said)
 
 
 @NEEDS

@@ -80,6 +80,16 @@ def test_the_status_is_the_worst(capfd):
     assert __main__.main(["lab", "--", "sh", "-c", "exit {rank}"]) == 1
 
 
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_a_run_that_is_interrupted_has_a_table(capfd, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lab.time, "sleep", interrupt)
+    assert __main__.main(["lab", "--hosts", "1", "--", "sh", "-c", "sleep 0.1; exit 3"]) == 3
+    assert "share of the rate" in capfd.readouterr().out
+
+
 def test_tables():
     link = Link(8_000_000, 4_000_000, 0.01)
     history = [(0.5 * i, [(Traffic(500_000 * i, 400 * i), Traffic(1000 * i, 10 * i, i))]) for i in range(5)]
