@@ -47,8 +47,8 @@ NOTES = f"""\
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
 - steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
   every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
-  trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached. There is one seed,
-  so the steps of close methods differ by chance.
+  trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached.
+- There is one seed, so the steps of close methods differ by chance.
 - to float32, to bfloat16: how many times as soon as "psum, float32" and as "by hand, bfloat16" the method reaches the
   loss. Below 1 it is later.
 - All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the
