@@ -54,9 +54,10 @@ NOTES = f"""\
 - All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the
   transformer, SGD with momentum ResNet-20. DGC has its own momentum, so Adam after it has none (b1=0), and it has no
   warm-up, as runs are short. ResNet-20 has group norms: statistics of batches would differ between hosts.
-- psum: as a user writes it, an array at a time. On CPUs XLA sums bfloat16 in float32, which sends the bytes of float32.
-  by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4 bits are buckets of 512 elements in jnp. jaxcgx:
-  make_train_step, with feedback. PyTorch: DistributedDataParallel over Gloo.
+- psum: as a user writes it, an array at a time. "one array": gradients are joined first, in float32. On CPUs XLA sums
+  bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
+  bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
+  Gloo.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 

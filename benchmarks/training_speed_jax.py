@@ -50,6 +50,11 @@ def psum(grads, lost):
     return jax.tree.map(lambda g: lax.psum(g, "data") / lax.axis_size("data"), grads), lost
 
 
+def joined_psum(grads, lost):
+    x, unravel = ravel_pytree(grads)
+    return unravel(lax.pmean(x, "data")), lost
+
+
 def psum_bfloat16(grads, lost):
     means, _ = psum(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), lost)
     return jax.tree.map(lambda g: g.astype(jnp.float32), means), lost
@@ -133,6 +138,7 @@ METHODS = {
     "alone": {"no exchange": by_hand(nothing)},
     "plain": {
         "psum, float32": by_hand(psum),
+        "psum, one array": by_hand(joined_psum),
         "psum, bfloat16": by_hand(psum_bfloat16),
         "by hand, bfloat16": by_hand(partial(compressed_mean, encode=to_bfloat16, decode=from_bfloat16)),
     },
