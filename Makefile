@@ -48,8 +48,9 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
-	matrix-short bench bench-selection bench-collectives bench-failures bench-mpi bench-powersgd bench-training \
-	bench-training-speed bench-lab clean interpreter
+	matrix-short clean interpreter \
+	bench bench-selection bench-collectives bench-failures bench-lab bench-mpi bench-overlap bench-powersgd bench-training \
+	bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -160,6 +161,9 @@ TORCH_REQUIREMENT ?= torch
 	@"$(PYTHON)" -m venv --clear .torch
 	@.torch/bin/python $(PIP) numpy $(TORCH_REQUIREMENT)
 	@touch $@
+
+bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
+	@.venv/bin/python benchmarks/overlap.py
 
 bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py

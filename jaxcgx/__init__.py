@@ -36,6 +36,7 @@ from jaxcgx.collectives import (
 )
 from jaxcgx.native.pages import keep_pages
 from jaxcgx.optim import (
+    backward_order,
     bsc,
     compress_gradients,
     compressed,
@@ -67,6 +68,7 @@ __all__ = [
     "Skip",
     "Tcp",
     "TopK",
+    "backward_order",
     "bsc",
     "check_replicas",
     "compress_gradients",

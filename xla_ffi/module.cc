@@ -52,6 +52,7 @@ NB_MODULE(_native, m) {
         cpu["jaxcgx_clear"] = capsule(jaxcgx::jaxcgx_clear_cpu);
         cpu["jaxcgx_exchange"] = capsule(jaxcgx::jaxcgx_exchange_cpu);
         cpu["jaxcgx_tcp_allreduce"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_cpu);
+        cpu["jaxcgx_tcp_allreduce_end"] = capsule(jaxcgx::jaxcgx_tcp_allreduce_end_cpu);
         cpu["jaxcgx_tcp_exchange"] = capsule(jaxcgx::jaxcgx_tcp_exchange_cpu);
         nb::dict platforms;
         platforms["cpu"] = cpu;

@@ -28,6 +28,8 @@ class Options(NamedTuple):
     backward_codec: Any = None
     # whether leaves of Raw() share messages, too, in place of a collective for each, which XLA may join or not
     join_raw: bool = False
+    # the leaves' numbers in the order of the messages; None: that of the tree
+    order: tuple[int, ...] | None = None
 
 
 class Dimension(NamedTuple):

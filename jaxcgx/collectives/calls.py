@@ -116,11 +116,11 @@ class Call:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
-        for i, route in enumerate(self.routes):
+        for i in range(len(self.routes)) if options.order is None else options.order:
             if reason := self._why_raw(argument, i, guarded=forward.guarded[i], options=options):
                 self.raw[i] = reason
             else:
-                self.groups.setdefault(route, []).append(i)
+                self.groups.setdefault(self.routes[i], []).append(i)
 
     def _assign(self, argument: str, codec: Any) -> _Assigned:
         if isinstance(codec, plan.Plan):

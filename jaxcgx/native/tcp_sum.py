@@ -93,35 +93,39 @@ def _results(tree: Any) -> Any:
     return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
 
 
+# Two calls, so that the program goes on between them. The second waits for the sum that the first has begun.
 def _lower(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
     given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], timeout=net.timeout)
-    # As xla_ffi/tcp/allreduce.h counts them.
-    payloads = 3 * layout.chunks if how.two_shot else net.size * layout.chunks
-    workspace = _compat.result_aval(ctx.avals_in, (messages * payloads * layout.chunk_bytes,), np.dtype("uint8"))
-    # Residuals are updated in place: operand and result have the same number.
-    aliases = {place: place for place in at.residuals or ()}
-    call = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)
-    hidden = ctx.replace(avals_out=[*ctx.avals_out, workspace])
-    results = call(
-        hidden,
+    message = layout.attributes | dict(batch=np.int64(messages))
+    fed = list(at.residuals or ())
+    residuals = [ctx.avals_in[place] for place in fed]
+    ticket = _compat.result_aval(ctx.avals_in, (1,), np.dtype("int64"))
+    begun = ctx.replace(avals_out=[*residuals, ticket])
+    # Residuals are updated in place.
+    aliases = {place: i for i, place in enumerate(fed)}
+    *lost, number = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
+        begun,
         *given,
-        **layout.attributes,
+        **message,
         two_shot=how.two_shot,
         own=how.own,
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
-        batch=np.int64(messages),
         ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
+        bytes=np.int64(messages * layout.chunks * layout.chunk_bytes),  # for `explain`
     )
-    ctx.set_tokens_out(hidden.tokens_out)
-    return results[:-1]
+    aliases = {1 + i: len(at.leaves) + i for i in range(len(fed))}
+    end = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, operand_output_aliases=aliases)
+    results = end(ctx.replace(avals_in=[ticket, *residuals]), number, *lost, **message)
+    ctx.set_tokens_out(begun.tokens_out)
+    return results
 
 
 def _abstract(

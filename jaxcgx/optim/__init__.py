@@ -1,5 +1,6 @@
 """optax transformations and training steps."""
 
+from jaxcgx.optim.backward import backward_order
 from jaxcgx.optim.bsc import bsc
 from jaxcgx.optim.compress import compress_gradients, compressed
 from jaxcgx.optim.dgc import dgc
@@ -20,6 +21,7 @@ __all__ = [
     "PerRank",
     "Telemetry",
     "TrainStep",
+    "backward_order",
     "bsc",
     "compress_gradients",
     "compressed",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -45,6 +46,7 @@ def compress_gradients(
     leader: bool = False,
     strict: bool = False,
     fusion_mb: float | None = None,
+    order: Sequence[int] | None = None,
 ) -> "optax.GradientTransformation":
     """Makes an optax.GradientTransformation that turns the gradients of every rank's own batch into their mean.
 
@@ -80,6 +82,9 @@ def compress_gradients(
       leader: whether one rank per node speaks for the others.
       strict: whether a leaf that can't be compressed is an error.
       fusion_mb: the size of a message in MiB (64).
+      order: the numbers of the leaves, in the order in which the backward pass ends their gradients
+        (`backward_order`). Messages are made and sent in this order. Over `Tcp` the backward pass goes on meanwhile, if
+        there are several messages (`fusion_mb`).
     """
     settings = Settings(
         function="compress_gradients",
@@ -101,6 +106,7 @@ def compress_gradients(
         leader=leader,
         strict=strict,
         fusion_mb=fusion_mb,
+        order=order,
     )
     return _transformation(settings)
 

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.checks import wrong
 from jaxcgx.collectives.arguments import Dimension, Options
 from jaxcgx.collectives.psum_scatter import Scatter
+from jaxcgx.collectives.state import State
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.leaves import Leaves, encoders, flatten, loose
 from jaxcgx.optim.settings import Settings
@@ -109,10 +111,23 @@ def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves
     """The compressed mean of lists."""
     trees = {name: leaves.tree(values) for name, values in given._asdict().items() if _any(values)}
     gradients = leaves.tree(leaves.values)
-    found = settings.ranks.compressed_pmean(gradients, plan, key=key, **trees, **settings.collective)
+    found = settings.ranks.compressed_pmean(
+        gradients, plan, State(**trees), key=key, order=_order(settings, leaves), **settings.collective
+    )
     named = dict(zip(("mean", *trees), found if trees else [found]))
     kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
     return Exchanged(leaves.match(named["mean"]), kept)
+
+
+def _order(settings: Settings, leaves: Leaves) -> tuple[int, ...] | None:
+    """The order of the leaves that there are, or None."""
+    if settings.order is None:
+        return None
+    if sorted(settings.order) != list(range(len(leaves.values))):
+        expected = f"the numbers of the {len(leaves.values)} leaves, each once"
+        raise wrong(settings.function, "order", expected, settings.order, "jaxcgx.backward_order(loss_fn, params, ...)")
+    present = [i for i, value in enumerate(leaves.values) if value is not None]
+    return tuple(present.index(i) for i in settings.order if i in present)
 
 
 def _slices(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxcgx import mpi
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.collectives.state import State
 from jaxcgx.mpi.nodes import check_communicator
 from jaxcgx.mpi.ranks import over
 from jaxcgx.mpi.waiting import check_ready
@@ -58,11 +59,11 @@ class Processes:
     def first(self, x: Any) -> Any:
         return mpi.broadcast(x, comm=self.comm)
 
-    def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
-        return mpi.compressed_allreduce(x, plan, self.comm, op="mean", **options)
+    def compressed_pmean(self, x: Any, plan: Any, state: State, order: None = None, **options: Any) -> Any:
+        return mpi.compressed_allreduce(x, plan, self.comm, op="mean", **state._asdict(), **options)
 
     def pmean(self, x: Any) -> Any:
-        return self.compressed_pmean(x, Raw())
+        return mpi.compressed_allreduce(x, Raw(), self.comm, op="mean")
 
     def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(objective, has_aux=True)

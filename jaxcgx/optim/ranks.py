@@ -10,7 +10,10 @@ import jax.numpy as jnp
 
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
-from jaxcgx.collectives import compressed_pmean, local_value_and_grad
+from jaxcgx.collectives import local_value_and_grad
+from jaxcgx.collectives.arguments import Options
+from jaxcgx.collectives.psum import reduce
+from jaxcgx.collectives.state import State
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
@@ -53,7 +56,7 @@ class Ranks(Protocol):
         """What all ranks start from: the tree of the first one."""
         ...
 
-    def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
+    def compressed_pmean(self, x: Any, plan: Any, state: State, **options: Any) -> Any:
         """The mean of every rank's tree, as `jaxcgx.compressed_pmean`."""
         ...
 
@@ -112,8 +115,9 @@ class MeshRanks:
     def first(self, x: Any) -> Any:
         return x  # a mesh has one
 
-    def compressed_pmean(self, x: Any, plan: Any, **options: Any) -> Any:
-        return compressed_pmean(x, self.axis_name, plan, **options)
+    def compressed_pmean(self, x: Any, plan: Any, state: State, **options: Any) -> Any:
+        given = Options(**options)
+        return reduce("compressed_pmean", x, net=self.net(), codec=plan, options=given, state=state, mean=True)
 
     def pmean(self, x: Any) -> Any:
         net = self.net()

@@ -1,13 +1,13 @@
 """The arguments of compress_gradients, checked."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
-from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, is_integer, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.collectives.arguments import check_each, check_own
 from jaxcgx.optim.phases import Phase, check_phases
@@ -66,6 +66,7 @@ class Settings:
     leader: bool
     strict: bool
     fusion_mb: Any
+    order: Any
     scattered: tuple[int | None, ...] = ()
     keyed: bool = False
     ranks: Ranks = dataclasses.field(init=False)
@@ -77,6 +78,7 @@ class Settings:
         for name in ("feedback", "nesterov", "momentum_masking", "skip_nonfinite", "telemetry", "leader", "strict"):
             check_flag(self.function, name, getattr(self, name))
         self._check_numbers()
+        self._check_order()
         self._check_travel()
         self._check_combinations()
         if self.feedback or self.telemetry:
@@ -111,6 +113,17 @@ class Settings:
         for name, (check, *args) in optional.items():
             if getattr(self, name) is not None:
                 check_hyperparameter(self.function, name, getattr(self, name), check, *args)
+
+    def _check_order(self) -> None:
+        """Checks the order of the leaves, as far as it goes without them."""
+        if self.order is None:
+            return
+        if not isinstance(self.order, Sequence) or not all(map(is_integer, self.order)):
+            remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
+            raise wrong(self.function, "order", "the numbers of the leaves", repr(self.order), remedy, kind=TypeError)
+        if not isinstance(self.ranks, MeshRanks):
+            remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
+            raise wrong(self.function, "order", "None between the processes of mpirun", repr(self.order), remedy)
 
     def _check_travel(self) -> None:
         """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""

@@ -99,9 +99,13 @@ class Sharded:
         """Whether gathering draws noise."""
         return any(codec.stochastic for codec in self.gather.codecs)
 
-    def transformation(self, compress: Callable[..., Any], options: dict[str, Any]) -> Any:
-        """What exchanges gradients: to shards where these are sharded."""
+    def transformation(
+        self, compress: Callable[..., Any], options: dict[str, Any], order: tuple[int, ...] | None = None
+    ) -> Any:
+        """What exchanges gradients, in an order of the leaves: to shards where these are sharded."""
         axis, options = self.placement.data_axis, dict(options, axis_size=self.placement.ranks)
+        if order is not None:
+            options["order"] = order
         if not self.placement.state:
             return compress(axis, **options)
         if compress is not compress_gradients:

@@ -1,11 +1,12 @@
 """make_train_step: data-parallel training done, for a loss, an optimizer and a mesh or an MPI communicator."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from jaxcgx.checks import check_flag, check_integer, wrong
+from jaxcgx.checks import check_choice, check_flag, check_integer, wrong
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.collectives.gradients import without_constraints
 from jaxcgx.optim.alone import Alone
@@ -20,6 +21,8 @@ from jaxcgx.optim.training import Metrics, Training
 
 if TYPE_CHECKING:
     import optax
+
+MESSAGE = 4  # MiB of a message that travels while the backward pass goes on (benchmarks/notes/collectives.md)
 
 
 class TrainStep(NamedTuple):
@@ -45,6 +48,7 @@ def make_train_step(
     regather: bool = True,
     model_state: str | None = None,
     accumulate: int = 1,
+    overlap: str | None = None,
     has_aux: bool = False,
     weighted: bool = False,
     donate: bool = True,
@@ -98,6 +102,9 @@ def make_train_step(
         "per_rank": each rank keeps its own. `init` and `step` return a `PerRank`, with a row for each rank.
       accumulate: the number of micro-batches that a rank's batch is split into. Their gradients are averaged in float32
         and sent once. The model state goes from one to the next.
+      overlap: "backward": messages are made and sent in the order in which the backward pass ends their gradients, and
+        over `Tcp` it goes on meanwhile. A message then has 4 MiB, unless `fusion_mb` says otherwise. Gradients of
+        micro-batches, and of a loop over layers, all end together.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
         the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
@@ -120,6 +127,9 @@ def make_train_step(
         check_flag(OP, name, flag)
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
+    if overlap is not None:
+        check_choice(OP, "overlap", overlap, ("backward",))
+        options = {"fusion_mb": MESSAGE, **options}
     training = Training(
         placement=placement,
         ranks=ranks,
@@ -127,6 +137,7 @@ def make_train_step(
         state=ModelState(model_state, ranks),
         optimizer=optax.with_extra_args_support(optimizer),
         transformation=sharded.transformation(compress, options),
+        ordered=None if overlap is None else functools.partial(sharded.transformation, compress, options),
         objective=make_objective(loss_fn, has_state=model_state is not None, has_aux=has_aux, weighted=weighted),
         accumulate=accumulate,
         has_aux=has_aux,

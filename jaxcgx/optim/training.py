@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import spell_array, wrong
 from jaxcgx.optim.accumulation import OP, Given, Output, Parts, addable, local_gradients, wide
 from jaxcgx.optim.alone import Alone
+from jaxcgx.optim.backward import order_of
 from jaxcgx.optim.batch import dimensions
 from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.model_state import ModelState, agree, put
@@ -46,6 +47,7 @@ class Training:
     state: ModelState
     optimizer: Any  # takes extra arguments
     transformation: Any  # exchanges gradients
+    ordered: Callable[..., Any] | None  # makes one that exchanges them in an order; None: in that of the tree
     objective: Callable[..., Any]  # a function (params, Given)
     accumulate: int
     has_aux: bool
@@ -97,8 +99,15 @@ class Training:
             check_vma=False,
         )
         kept = placement.specs_of_rows(sent)
+        transformation = self.transformation
+        if self.ordered is not None:
+            transformation = self.ordered(
+                order_of(jax.make_jaxpr(find)(*given), len(jax.tree_util.tree_leaves(params)))
+            )
         exchange = placement.over_ranks(
-            functools.partial(self._exchange, skipped), in_specs=(whole, placement.rows, kept), out_specs=(cut, kept)
+            functools.partial(self._exchange, skipped, transformation),
+            in_specs=(whole, placement.rows, kept),
+            out_specs=(cut, kept),
         )
         grads, model_state, loss, aux = find(*given)
         grads, sent = exchange(params, grads, sent)
@@ -174,11 +183,11 @@ class Training:
         grads = jax.tree_util.tree_map(lambda x: x[None], join(grads, frozen))
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
-    def _exchange(self, skipped: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
+    def _exchange(self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
         """The mean of the gradients that the ranks found, and the new state of the exchange."""
         own = jax.tree_util.tree_map(lambda x: x[0], grads)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(self.transformation.update, own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(transformation.update, own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

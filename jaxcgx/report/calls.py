@@ -51,9 +51,8 @@ def read(target: str, attributes: str, operand: Array, results: list[Array]) -> 
     """
     if target == "jaxcgx_tcp_allreduce":
         ranks, two_shot = _number(attributes, "ranks"), "two_shot = true" in attributes
-        # The workspace, the last array among the results, has this many times the bytes of the message.
-        message = next(x.bytes for x in reversed(results) if x.bytes) // (3 if two_shot else ranks)
-        return Exchange("all-reduce" if two_shot else "all-gather", "u8", message, ranks=ranks, over="Tcp")
+        operation, message = "all-reduce" if two_shot else "all-gather", _number(attributes, "bytes")
+        return Exchange(operation, "u8", message, ranks=ranks, over="Tcp")
     if target == "jaxcgx_tcp_exchange":
         operation = tcp.OPERATIONS[_number(attributes, "operation")]
         targets = re.search(r"targets = dense<.*?> : tensor<(\d+)xi64>", attributes)

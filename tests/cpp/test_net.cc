@@ -14,6 +14,7 @@
 #include "check.h"
 #include "tcp/net.h"
 #include "tcp/threads.h"
+#include "tcp/workspaces.h"
 
 using namespace jaxcgx;
 using tcp::Net;
@@ -396,6 +397,26 @@ void test_threads() {
   std::lock_guard<std::mutex> lock(mutex);  // the last task has released it, so it may be destroyed
 }
 
+// What is given back is taken again, and all that is kept is no more than was in use at once.
+void test_workspaces() {
+  const auto all = std::make_shared<tcp::Workspaces>();
+  auto a = all->take(1000), b = all->take(3000);
+  uint8_t* const first = a.get();
+  std::memset(a.get(), 1, 1000);
+  std::memset(b.get(), 2, 3000);
+  CHECK(all->kept_bytes() == 0, "in use");
+  a.reset();
+  CHECK(all->kept_bytes() == 1000, "kept");
+  a = all->take(1000);
+  CHECK(a.get() == first && all->kept_bytes() == 0, "the same memory");
+  a.reset();
+  b.reset();
+  CHECK(all->kept_bytes() == 4000, "as much as was in use");
+  all->take(2000).reset();
+  CHECK(all->kept_bytes() == 2000, "the oldest go first");
+  CHECK(all->take(0) != nullptr, "nothing");
+}
+
 }  // namespace
 
 int main() {
@@ -414,5 +435,6 @@ int main() {
   test_they_differ_in_what_the_bytes_are();
   fuzz();
   test_threads();
+  test_workspaces();
   return test::finish();
 }

@@ -112,8 +112,8 @@ ENTRY %main (x: f32[3000], y: u8[4,800]) -> f32[3000] {
   %row = u8[800]{0} parameter(2)
   %who = s32[3]{0} parameter(3)
   %token = token[] after-all()
-  %a = (f32[1,3000]{1,0}, u8[4800]{0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", metadata={op_name="sum"}, backend_config={batch = 1 : i64, chunks = 2 : i64, codec = {bits = 4 : i32}, ranks = 2 : i64, two_shot = true}
-  %b = (f32[1,3000]{1,0}, u8[6192]{0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", backend_config={ranks = 4 : i64, two_shot = false}
+  %a = (f32[1,3000]{1,0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", metadata={op_name="sum"}, backend_config={batch = 1 : i64, bytes = 1600 : i64, chunks = 2 : i64, codec = {bits = 4 : i32}, ranks = 2 : i64, two_shot = true}
+  %b = (f32[1,3000]{1,0}, token[]) custom-call(%x, %who, %token), custom_call_target="jaxcgx_tcp_allreduce", backend_config={bytes = 1548 : i64, ranks = 4 : i64, two_shot = false}
   %c = (u8[4,800]{1,0}, token[]) custom-call(%y, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 0 : i64, targets = dense<> : tensor<0xi64>}
   %d = (u8[4,800]{1,0}, token[]) custom-call(%row, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 1 : i64, targets = dense<> : tensor<0xi64>}
   %e = (u8[800]{0}, token[]) custom-call(%row, %who, %token), custom_call_target="jaxcgx_tcp_exchange", backend_config={operation = 2 : i64, targets = dense<[1, 2, 0]> : tensor<3xi64>}

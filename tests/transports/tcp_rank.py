@@ -81,6 +81,14 @@ def derivative(axes, x):
     return jax.grad(loss)(x)
 
 
+def backward(axes, x):
+    def loss(x):
+        leaves = jax.tree.leaves(cgx.sync_in_backward(x, axes, cgx.MaxMin(4), fusion_mb=0.001))
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves)
+
+    return jax.grad(loss)(x)
+
+
 # Of each: the shapes of a rank's leaves, the axes of a mesh, what runs over one or the other kind of axis.
 CASES = {
     "two_shot": (SHAPES, "data", reduction(schedule="two_shot")),
@@ -111,11 +119,13 @@ CASES = {
         lambda axes, x: jax.tree.map(lambda y: (y * 1e-12) * (y * 1e-30), cgx.compressed_psum(x, axes, cgx.MaxMin(4))),
     ),
     "grad": (ROWS, "data", derivative),
+    "backward": (ROWS, "data", backward),
 }
 
 
 TRAINED = {
     "make_train_step": dict(plan=cgx.MaxMin(4)),
+    "overlap": dict(plan=cgx.MaxMin(4), overlap="backward", fusion_mb=0.01),
     "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0),
 }
 
@@ -187,9 +197,9 @@ def train(axis, **options):
     mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
     init, step = cgx.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options
+        lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options
     )
-    params, state = init({"w": jnp.ones((8, 300))})
+    params, state = init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
     for _ in range(2):
         params, state, _ = jax.block_until_ready(step(params, state, batch))
     return digests((params, state))

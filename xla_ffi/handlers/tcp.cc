@@ -114,36 +114,20 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   return future;
 }
 
-// Operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with two_shot
-// also the sum's), a token.
-// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), workspace, a token.
-// The tokens order a program's exchanges.
-ffi::Error take_buffers(const Message& message, ffi::RemainingArgs args, ffi::RemainingRets rets, tcp::Allreduce* a,
-                        const int32_t** who) {
-  const std::string op = "tcp_allreduce";
-  const size_t leaves = message.layout.leaves.size() * (a->feedback ? 2 : 1),
-               keys = message.layout.codec.stochastic ? 1 + a->two_shot : 0;
-  tcp::Allreduce::Buffers& b = a->first;
-  Buffers operands(op, message, args);
-  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), leaves + 1 + keys + 1));
-  CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &b.leaves));
-  if (a->feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &b.residuals));
-  CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + a->ranks, who));
-  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, 2, &b.first_key));
-  if (keys > 1) CGX_RETURN_IF_ERROR(operands.take_batch("key of the sum", ffi::DataType::U32, 2, &b.sum_key));
-
-  Buffers results(op, message, rets);
-  CGX_RETURN_IF_ERROR(expect_count(op, "results", rets.size(), leaves + 2));
-  if (a->two_shot)
-    CGX_RETURN_IF_ERROR(results.take_leaves("result", std::nullopt, &b.results));
-  else
-    CGX_RETURN_IF_ERROR(results.take_leaves("sum", DType::kF32, &b.sums));
-  if (a->feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &b.new_residuals));
-  return results.take("workspace", ffi::DataType::U8, a->workspace_bytes(), &a->workspace);
+// A sum of a message is two calls, so that the program goes on between them.
+//
+// begin: operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with
+// two_shot also the sum's), a token. Results: new residuals (with feedback), a ticket, a token. The tokens order a
+// program's exchanges.
+// end: operands: the ticket, new residuals (with feedback). Results: the sums (one_shot: fp32; two_shot: the leaves'
+// dtypes), new residuals (with feedback).
+ffi::Error expect_buffers(const std::string& op, size_t args, size_t expected_args, size_t rets, size_t expected_rets) {
+  CGX_RETURN_IF_ERROR(expect_count(op, "operands", args, expected_args));
+  return expect_count(op, "results", rets, expected_rets);
 }
 
-ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                      ffi::Dictionary dictionary) {
+ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce";
   Attributes attributes(op, dictionary);
   const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
@@ -152,15 +136,15 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback");
   const auto divisor = attributes.get<float>("divisor");
   const auto message = attributes.message();
-  if (message.has_error()) return failed(message.error());
+  if (message.has_error()) return message.error();
   const Layout& l = message->layout;
-  if (is_sparse(l.codec.kind)) return failed(invalid(op, "this codec's lists are exchanged, not summed"));
+  if (is_sparse(l.codec.kind)) return invalid(op, "this codec's lists are exchanged, not summed");
   if (ranks < 1 || ranks > tcp::kMostProcesses || (two_shot && l.chunks() % ranks != 0))
-    return failed(invalid(op, std::to_string(l.chunks()) + " chunks for " + std::to_string(ranks) + " ranks"));
-  if (message->batch > kMostChunks) return failed(invalid(op, "batch out of range: " + std::to_string(message->batch)));
+    return invalid(op, std::to_string(l.chunks()) + " chunks for " + std::to_string(ranks) + " ranks");
+  if (message->batch > kMostChunks) return invalid(op, "batch out of range: " + std::to_string(message->batch));
   if ((own && (feedback || !two_shot)) || (sum_feedback && !(feedback && two_shot)))
-    return failed(invalid(op, "own and feedback don't go together"));
-  if (!(divisor >= kLeastDivisor)) return failed(invalid(op, "the divisor is not a positive number, 2^-126 or more"));
+    return invalid(op, "own and feedback don't go together");
+  if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
 
   tcp::Allreduce a{l, ranks, message->batch, two_shot};
   a.own = own;
@@ -169,14 +153,57 @@ ffi::Future allreduce(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Rem
   a.divisor = divisor;
   a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
+  tcp::Allreduce::Inputs first;
   const int32_t* who = nullptr;
-  CGX_FAIL_IF_ERROR(take_buffers(*message, args, rets, &a, &who));
+  const size_t leaves = l.leaves.size(), keys = l.codec.stochastic ? 1 + two_shot : 0, fed = feedback ? leaves : 0;
+  CGX_RETURN_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + 1 + keys + 1, rets.size(), fed + 2));
+  Buffers operands(op, *message, args);
+  Buffers results(op, *message, rets);
+  CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &first.leaves));
+  if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
+  CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + ranks, &who));
+  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, 2, &first.first_key));
+  if (keys > 1) CGX_RETURN_IF_ERROR(operands.take_batch("key of the sum", ffi::DataType::U32, 2, &first.sum_key));
+  if (feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
+  int64_t* ticket = nullptr;
+  CGX_RETURN_IF_ERROR(results.take("ticket", ffi::DataType::S64, 1, &ticket));
+
   const auto group = make_group(op, who, ranks, timeout_ms);
-  if (group.has_error()) return failed(group.error());
-  cpu::ask_for_large_pages(a.workspace, a.workspace_bytes());
+  if (group.has_error()) return group.error();
+  a.workspace = tcp::the_workspaces().take(a.workspace_bytes());
+  if (a.workspace == nullptr) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "jaxcgx_" + op + ": no memory for " + std::to_string(a.workspace_bytes()) + " bytes");
+  }
+  *ticket = tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
+  return ffi::Error::Success();
+}
+
+ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
+  const std::string op = "tcp_allreduce_end";
+  Attributes attributes(op, dictionary);
+  const auto message = attributes.message();
+  if (message.has_error()) return failed(message.error());
+  Buffers operands(op, *message, args);
+  Buffers results(op, *message, rets);
+  const int64_t* ticket = nullptr;
+  CGX_FAIL_IF_ERROR(operands.take("ticket", ffi::DataType::S64, 1, &ticket));
+  const auto running = tcp::take(*ticket);
+  if (running == nullptr) return failed(invalid(op, "no sum has begun with ticket " + std::to_string(*ticket)));
+  const tcp::Allreduce& a = tcp::asked(*running);
+  const size_t leaves = a.layout.leaves.size(), fed = a.feedback ? leaves : 0;
+  CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), 1 + fed, rets.size(), leaves + fed));
+  if (message->batch != a.batch || message->layout.leaves.size() != leaves)
+    return failed(invalid(op, "another message than the sum began with"));
+  tcp::Allreduce::Outputs first;
+  if (a.two_shot)
+    CGX_FAIL_IF_ERROR(results.take_leaves("result", std::nullopt, &first.results));
+  else
+    CGX_FAIL_IF_ERROR(results.take_leaves("sum", DType::kF32, &first.sums));
+  if (a.feedback) CGX_FAIL_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.residuals));
   ffi::Promise promise;
   ffi::Future future(promise);
-  tcp::run(tcp::the_net(), *group, std::move(a), pool_of(threads), completes(promise));
+  tcp::end(running, std::move(first), completes(promise));
   return future;
 }
 
@@ -190,7 +217,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_exchange_cpu, exchange,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::Token>()
                                   .Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cpu, allreduce,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_cpu, begin,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxcgx_tcp_allreduce_end_cpu, end,
+                              ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 }  // namespace jaxcgx

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "tcp/peer.h"
+#include "tcp/slice.h"
 
 namespace jaxcgx::tcp {
 namespace {
@@ -128,6 +129,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
 // In the thread that moves the bytes
 
 void Net::run() {
+  run_soon();
   epoll_event events[64];
   while (true) {
     const auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);

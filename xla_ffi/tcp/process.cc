@@ -2,11 +2,45 @@
 
 #include <pthread.h>
 
+#include <map>
+#include <mutex>
+
 namespace jaxcgx::tcp {
 
 std::shared_ptr<Net>& the_net() {
   static auto& net = *new std::shared_ptr<Net>;
   return net;
+}
+
+Workspaces& the_workspaces() {
+  static auto& all = *new std::shared_ptr<Workspaces>(std::make_shared<Workspaces>());
+  return *all;
+}
+
+namespace {
+
+struct Begun {
+  std::mutex mutex;
+  std::map<int64_t, std::shared_ptr<Running>> sums;
+  int64_t last = 0;
+};
+Begun& begun() {
+  static auto& all = *new Begun;
+  return all;
+}
+
+}  // namespace
+
+int64_t keep(std::shared_ptr<Running> running) {
+  std::lock_guard<std::mutex> lock(begun().mutex);
+  begun().sums.emplace(++begun().last, std::move(running));
+  return begun().last;
+}
+
+std::shared_ptr<Running> take(int64_t ticket) {
+  std::lock_guard<std::mutex> lock(begun().mutex);
+  const auto found = begun().sums.extract(ticket);
+  return found ? found.mapped() : nullptr;
 }
 
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence) {

@@ -11,7 +11,8 @@ namespace jaxcgx::tcp {
 
 class Threads {
  public:
-  explicit Threads(int64_t most) : most_(most) {}
+  // Each thread calls `first` first.
+  explicit Threads(int64_t most, std::function<void()> first = [] {}) : most_(most), first_(std::move(first)) {}
 
   void run(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -24,6 +25,7 @@ class Threads {
 
  private:
   void work() {
+    first_();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       while (!tasks_.empty()) {
@@ -43,6 +45,7 @@ class Threads {
   std::condition_variable wake_;
   std::deque<std::function<void()>> tasks_;
   const int64_t most_;
+  const std::function<void()> first_;
   int64_t begun_ = 0, idle_ = 0;
 };
 

@@ -1,0 +1,232 @@
+"""Measures how much of an exchange a training step hides behind the backward pass, over Tcp between two hosts.
+
+    python benchmarks/overlap.py [--batches N ...] [--repeats 15] [--out DIR]
+
+The hosts are network namespaces, which need root. Each computes on one processor. Also draws one step.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from collectives import Call, Mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from report import RESULTS, Report, header, line, mark, median, rounded
+
+import jaxcgx as cgx
+from jaxcgx.lab import Lab, signals_raise, why_not
+
+LAYERS, WIDTH = 16, 1024  # 64 MiB of parameters
+RATE = "1gbit"
+BATCHES = [16, 64, 128, 256]
+CODEC = cgx.MaxMin(4)
+EXPOSED = 0.25  # goal: of the step, where computation and exchange take about as long
+ALIKE = 0.6, 1.67  # about as long: the exchange over the computation
+STEPS = {  # options of make_train_step
+    "at the end": {},
+    "at the end, 4 MiB": dict(fusion_mb=4),
+    "overlapped": dict(overlap="backward"),
+}
+LIMIT = 600  # seconds
+CHART = dict(table="rows", title="A step", x="batch", y=["ms compute", "ms at the end", "ms overlapped"])
+
+NOTES = f"""\
+- {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
+- compute: the same step without any exchange. exchange: what a step takes longer with its exchange at the end, in one
+  message. exposed: what the overlapped step takes longer than compute, over the overlapped step. hidden: the part of
+  the exchange that it doesn't show. Each turn runs all programs; ratios are formed in a turn, the table has medians.
+- Kernels run on the processor that computes, so they can't be hidden: only the wire can.
+- Goal: exposed at most {EXPOSED} where the exchange takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
+"""
+
+
+def loss(params, x):
+    for name in sorted(params):
+        x = jnp.tanh(x @ params[name])
+    return (x**2).mean()
+
+
+def alone(mesh, params, batch):
+    """A step whose gradients go nowhere."""
+
+    def step(params, x):
+        gradients = cgx.local_value_and_grad(loss, "data")(params, x)[1]
+        return jax.tree.map(lambda p, g: p - 1e-2 * g, params, gradients)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    run, state = jax.jit(mapped, donate_argnums=0), [jax.tree.map(jnp.copy, params)]
+
+    def again():
+        state[0] = jax.block_until_ready(run(state[0], batch))
+
+    return again
+
+
+def exchanged(mesh, params, batch, options):
+    train = cgx.make_train_step(
+        loss, optax.sgd(1e-2), mesh, data_axis=cgx.Tcp("data"), plan=cgx.Plan(CODEC, min_size=0), **options
+    )
+    state = list(train.init(params))
+
+    def again():
+        *state[:], _ = jax.block_until_ready(train.step(*state, batch))
+
+    again.text = lambda: train.step.lower(*state, batch).compile().as_text()
+    return again
+
+
+def run_rank(address, rank, processes, batch, repeats):
+    """Measures all programs together with the other rank, and prints the times, and what one step did when."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    cgx.keep_pages()
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, processes, rank)
+    mesh = Mesh(processes)
+    together = Call(mesh, lambda x: lax.psum(x, "data"), np.zeros(1, np.int32))
+    numbers = np.random.default_rng(0)
+    shape = LAYERS, WIDTH, WIDTH
+    weights = (numbers.standard_normal(shape, np.float32) / WIDTH**0.5).astype(np.float32)
+    params = {f"layer{i:02}": weight for i, weight in enumerate(weights)}
+    params = jax.device_put(params, jax.sharding.NamedSharding(mesh.mesh, P()))
+    x = mesh.array(np.random.default_rng(rank).standard_normal((batch, WIDTH), np.float32))
+    programs = {"compute": alone(mesh.mesh, params, x)}
+    programs |= {name: exchanged(mesh.mesh, params, x, options) for name, options in STEPS.items()}
+    times = {name: [] for name in programs}
+    for turn in range(repeats + 3):
+        for name, program in programs.items():
+            together()
+            start = time.perf_counter()
+            program()
+            if turn >= 3:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    print("RESULTS", json.dumps(dict(ms=times, events=events(programs["overlapped"]))), flush=True)
+
+
+def events(program):
+    """Of one run: [what, ms of its start, ms of its end]. What is "compute" or "exchange"."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            program()
+        (file,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        found = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    ends = {e["name"].removeprefix("end: "): e["ts"] + e["dur"] for e in found if e["name"].startswith("end: ")}
+    found = [e for e in found if "hlo_op" in e.get("args", {})]
+    first = min(e["ts"] for e in found)
+    # Both calls of a sum have names after the same operation of JAX.
+    target = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', program.text()))
+    of = lambda name: sorted((e for e in found if target.get(e["name"]) == name), key=lambda e: e["ts"])
+    spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in target]
+    # Sums end in the order in which they begin.
+    for begin, end in zip(of("jaxcgx_tcp_allreduce"), of("jaxcgx_tcp_allreduce_end")):
+        spans.append(["exchange", begin["ts"], ends.get(end["name"], end["ts"] + end["dur"])])
+    return [
+        [what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)]
+        for what, start, end in sorted(spans, key=lambda s: s[1])
+    ]
+
+
+def measure(batch, repeats):
+    """What rank 0 prints."""
+    with Lab(2, RATE) as lab:
+        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        for rank in range(2):
+            worker = json.dumps(dict(address=address, rank=rank, processes=2, batch=batch, repeats=repeats))
+            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", worker]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            running.append(
+                lab.start(rank, command, stdout=output, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+            )
+        output, _ = running[0].communicate(timeout=LIMIT)
+        for found in output.splitlines():
+            if found.startswith("RESULTS "):
+                return json.loads(found.removeprefix("RESULTS "))
+    raise RuntimeError("overlap.py: rank 0 failed")
+
+
+def figures(batch, ms):
+    compute, end, overlapped = (np.array(ms[name]) for name in ("compute", "at the end", "overlapped"))
+    ratio = median((end - compute) / compute)
+    exposed = median((overlapped - compute) / overlapped)
+    found = dict(
+        batch=batch,
+        ms={name: median(each) for name, each in ms.items()},
+        exchange_over_compute=ratio,
+        exposed=exposed,
+        hidden=median(1 - (overlapped - compute) / (end - compute)),
+        ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
+    )
+    return found | (dict(reached=exposed <= EXPOSED) if ALIKE[0] <= ratio <= ALIKE[1] else {})
+
+
+def draw(path, spans, title):
+    """The picture of a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
+    lanes = {"exchange": "tab:orange", "compute": "tab:blue"}
+    for y, (what, color) in enumerate(lanes.items()):
+        bars = [(start, max(end - start, 0.05)) for kind, start, end in spans if kind == what]
+        axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+    axes.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms", title=title)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="How much of an exchange the backward pass hides.")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="rows of a rank's batch")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="turns (default: 15)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(**json.loads(args.rank))
+        return
+    if why := why_not():
+        sys.exit(f"overlap.py: {why}")
+    given = sys.argv[1:]
+    command = shlex.join(["python", "benchmarks/overlap.py", *given]) if given else "make bench-overlap"
+    report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=EXPOSED, charts=[CHART])
+    names = ["compute", *STEPS]
+    report.show("", *header("batch", *(f"{n} ms" for n in names), "exch./comp.", "exposed", "hidden", "goal", width=6))
+    spans = {}
+    for batch in args.batches:
+        found = measure(batch, args.repeats)
+        row, spans[batch] = figures(batch, found["ms"]), found["events"]
+        report.data["rows"].append(row)
+        shares = [f"{row[name]:.2f}" for name in ("exchange_over_compute", "exposed", "hidden")]
+        reached = mark(row["reached"]) if "reached" in row else ""
+        report.show(line([str(batch), *(f"{row['ms'][n]:.1f}" for n in names), *shares, reached], 6))
+    report.show("", *NOTES.splitlines())
+    out = args.out or (None if given else RESULTS)
+    if out:
+        alike = min(report.data["rows"], key=lambda row: abs(row["exchange_over_compute"] - 1))["batch"]
+        report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
+        report.show("", f"One overlapped step with batch {alike}: [overlap.png](overlap.png).")
+        report.write(out, "overlap")
+        draw(
+            out / "overlap.png",
+            spans[alike],
+            f"One step, batch {alike}: messages travel while the backward pass goes on",
+        )
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()

@@ -1,0 +1,66 @@
+"""The order in which a backward pass ends its gradients, so that the first can travel while the others are made."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxcgx.checks import wrong
+
+
+def backward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
+    """The numbers of the leaves of `params` in the order in which the backward pass of `loss_fn` ends their gradients.
+
+    For `compress_gradients(..., order=...)`. Arrays may be jax.ShapeDtypeStructs: nothing is computed.
+
+    Args:
+      loss_fn: a function (params, *args) that returns a loss, or (loss, auxiliary outputs).
+      params: a pytree of parameters.
+      *args: its other arguments, pytrees of arrays.
+    """
+    if not callable(loss_fn):
+        raise wrong("backward_order", "loss_fn", "a function", repr(loss_fn), kind=TypeError)
+
+    def loss(*args: Any) -> Any:
+        found = loss_fn(*args)
+        return found[0] if isinstance(found, tuple) else found
+
+    program = jax.make_jaxpr(jax.grad(loss, allow_int=True))(params, *args)
+    return order_of(program, len(jax.tree_util.tree_leaves(params)))
+
+
+def order_of(program: Any, n: int) -> tuple[int, ...]:
+    """The numbers of the first n results of a traced program, the earliest first."""
+    ends = _ends(program.jaxpr, [0] * len(program.jaxpr.invars))[:n]
+    return tuple(sorted(range(n), key=ends.__getitem__))
+
+
+def _ends(jaxpr: Any, begins: Sequence[int]) -> list[int]:
+    """For each result how many operations come before it, one after another, on the longest way from the arguments.
+
+    The order in which a program lists its operations says nothing: it ends with what is done to all gradients alike.
+
+    Args:
+      jaxpr: the program.
+      begins: the same for its arguments.
+    """
+    known = dict(zip(jaxpr.invars, begins))
+    end = lambda atom: known.get(atom, 0) if not hasattr(atom, "val") else 0  # a literal can't be a key
+    for eqn in jaxpr.eqns:
+        given = [end(atom) for atom in eqn.invars]
+        inner = [getattr(value, "jaxpr", value) for value in eqn.params.values()]
+        inner = [value for value in inner if hasattr(value, "eqns")]
+        if len(inner) == 1 and len(inner[0].invars) == len(given) and not eqn.primitive.name.startswith(_LOOPS):
+            found = _ends(inner[0], given)
+        else:  # a loop ends all its results together
+            found = [max(given, default=0) + 1 + _length(inner)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, found))
+    return [end(atom) for atom in jaxpr.outvars]
+
+
+_LOOPS = ("scan", "while")
+
+
+def _length(programs: Sequence[Any]) -> int:
+    """The operations, one after another, of the longest program."""
+    return max((max(_ends(each, [0] * len(each.invars)), default=0) for each in programs), default=0)

@@ -1,0 +1,112 @@
+"""The order in which a backward pass ends its gradients, and exchanges in this order."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from jax import lax
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+
+SHAPE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def chain(call):
+    """A loss of three layers whose names don't say their order."""
+
+    def loss(params, x):
+        for name in ("b", "c", "a"):
+            x = call(params[name], x)
+        return jnp.sum(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("call", [layer, jax.jit(layer), jax.checkpoint(layer)], ids=["plain", "jit", "remat"])
+def test_the_last_layer_ends_first(call):
+    params = dict.fromkeys("abc", SHAPE)
+    assert cgx.backward_order(chain(call), params, X) == (0, 2, 1)
+
+
+def test_what_is_used_twice_ends_with_its_first_use():
+    tied = lambda params, x: jnp.sum(layer(params[0].T, layer(params[1], layer(params[0], x))))
+    assert cgx.backward_order(tied, [SHAPE, SHAPE], X) == (1, 0)
+
+
+def test_a_loop_ends_its_gradients_together():
+    def loss(params, x):
+        x, _ = lax.scan(lambda x, w: (layer(w, x), None), layer(params["a"], x), params["b"])
+        return jnp.sum(layer(params["c"], x)), x
+
+    params = {"a": SHAPE, "b": jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), "c": SHAPE}
+    assert cgx.backward_order(loss, params, X) == (2, 1, 0)
+
+
+def test_what_it_refuses():
+    with raises(TypeError, says("backward_order", "loss_fn", expected="a function", got="1")):
+        cgx.backward_order(1, {})
+    for order, kind, got in (("ab", TypeError, "'ab'"), ((0, 0), ValueError, "(0, 0)")):
+        with raises(kind, says("compress_gradients", "order", expected="numbers leaves", got=got)):
+            exchange = cgx.compress_gradients("a", cgx.MaxMin(4), feedback=False, order=order, axis_size=4)
+            grads = [jnp.ones(8), jnp.ones(8)]
+            on_ranks(lambda x: exchange.update(grads, exchange.init(grads))[0], mesh(4))(jnp.ones(4))
+    with raises(ValueError, says("make_train_step", "overlap", expected="'backward'", got="'forward'")):
+        cgx.make_train_step(chain(layer), optax.sgd(1.0), mesh(4), data_axis="a", plan=cgx.Raw(), overlap="forward")
+
+
+def train(steps=3, **options):
+    params = {name: jax.random.normal(jax.random.key(i), (8, 8)) for i, name in enumerate("abc")}
+    batch = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    init, step = cgx.make_train_step(chain(layer), optax.sgd(0.1, momentum=0.9), mesh(4), data_axis="a", **options)
+    state = init(params)
+    for _ in range(steps):
+        *state, _ = step(*state, batch)
+    return state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(plan=cgx.MaxMin(4, 16)), dict(compress=cgx.dgc, ratio=0.1, min_size=0, skip_1d=False)],
+    ids=["feedback", "dgc"],
+)
+def test_overlap_changes_no_bit(options):
+    small = dict(options, fusion_mb=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, train(**small, overlap="backward"), train(**small))
+
+
+def sums(program):
+    """The leaves of the messages, in the program's order."""
+    found = []
+    for eqn in getattr(program, "jaxpr", program).eqns:
+        if eqn.primitive.name == "jaxcgx_psum":
+            found += re.findall(r"compressed_pmean\.(\w)\.", str(eqn.source_info.name_stack))
+        for value in eqn.params.values():
+            found += sums(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else []
+    return found
+
+
+def test_messages_are_sent_in_the_order_of_the_backward_pass():
+    sent = {}
+    for overlap in (None, "backward"):
+        init, step = cgx.make_train_step(
+            chain(layer),
+            optax.sgd(1e-2),
+            mesh(4),
+            data_axis="a",
+            plan=cgx.MaxMin(4, 16),
+            overlap=overlap,
+            fusion_mb=1e-4,
+        )
+        state = init({name: jnp.ones((8, 8)) for name in "abc"})
+        sent[overlap] = sums(step.trace(*state, np.ones((8, 8), np.float32)).jaxpr)
+    assert sent == {None: ["a", "b", "c"], "backward": ["a", "c", "b"]}

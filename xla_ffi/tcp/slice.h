@@ -1,0 +1,33 @@
+// How threads share processors with threads that compute.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace jaxcgx::tcp {
+
+// Lets the calling thread run soon after it wakes, for a short time, in front of threads that compute: bytes wait for
+// what it does, and it does little. Linux has that from 6.12 on, and earlier ones ignore it.
+inline void run_soon() {
+#if defined(__linux__) && defined(SYS_sched_getattr)
+  struct {
+    uint32_t size;
+    uint32_t policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } attributes{};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
+  constexpr uint32_t kOther = 0, kBatch = 3;  // for the others a runtime is something else
+  if (attributes.policy != kOther && attributes.policy != kBatch) return;
+  attributes.runtime = 100'000;  // ns of a slice, the least
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
+}
+
+}  // namespace jaxcgx::tcp

@@ -1,0 +1,74 @@
+// Memory for the payloads of exchanges. It is the engine's own: what XLA allocates for a call, it gives to the
+// operations that follow, and these would wait for the call to end.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "cpu/pages.h"
+
+namespace jaxcgx::tcp {
+
+// Memory that was given back is kept for the next taker of as much, as its pages exist. All that is kept is at most as
+// much as has been in use at once.
+class Workspaces : public std::enable_shared_from_this<Workspaces> {
+ public:
+  ~Workspaces() {
+    for (const auto& [bytes, p] : kept_) std::free(p);
+  }
+
+  // The memory goes back when the last copy of the pointer ends. nullptr: there is none.
+  std::shared_ptr<uint8_t> take(int64_t bytes) {
+    uint8_t* const p = find(bytes);
+    if (p == nullptr) return nullptr;
+    return {p, [self = shared_from_this(), bytes](uint8_t* p) { self->give_back(bytes, p); }};
+  }
+
+  int64_t kept_bytes() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return kept_bytes_;
+  }
+
+ private:
+  uint8_t* find(int64_t bytes) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      in_use_ += bytes;
+      most_ = std::max(most_, in_use_);
+      for (auto it = kept_.begin(); it != kept_.end(); ++it) {
+        if (it->first != bytes) continue;
+        uint8_t* const found = it->second;
+        kept_bytes_ -= bytes;
+        kept_.erase(it);
+        return found;
+      }
+    }
+    constexpr int64_t kLine = 64;
+    const auto size = static_cast<size_t>((bytes + kLine - 1) / kLine * kLine);
+    auto* const fresh = static_cast<uint8_t*>(std::aligned_alloc(kLine, std::max<size_t>(size, kLine)));
+    if (fresh != nullptr) cpu::ask_for_large_pages(fresh, bytes);
+    return fresh;
+  }
+
+  void give_back(int64_t bytes, uint8_t* p) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_use_ -= bytes;
+    kept_.emplace_back(bytes, p);
+    kept_bytes_ += bytes;
+    for (; kept_bytes_ > most_; kept_.pop_front()) {
+      kept_bytes_ -= kept_.front().first;
+      std::free(kept_.front().second);
+    }
+  }
+
+  std::mutex mutex_;
+  std::list<std::pair<int64_t, uint8_t*>> kept_;  // {bytes, memory}, the oldest first
+  int64_t kept_bytes_ = 0, in_use_ = 0, most_ = 0;
+};
+
+}  // namespace jaxcgx::tcp
