@@ -50,7 +50,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-errors bench-failures bench-lab bench-mpi bench-overlap \
-	bench-powersgd bench-prediction bench-simulation bench-training
+	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -159,6 +159,18 @@ bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py
 
+bench-training-speed: $(INSTALLED) $(if $(TORCH),,.torch/installed) ## as root, the time of training to a loss between hosts, and that of PyTorch
+	@.venv/bin/python benchmarks/training_speed.py --torch $(or $(TORCH),.torch/bin/python)
+
+# PyTorch needs an environment of its own, where TORCH names no Python that has it. TORCH_REQUIREMENT is what pip
+# installs. With the name alone pip takes the default build, which may bring gigabytes of CUDA along.
+TORCH_REQUIREMENT ?= torch
+.torch/installed: | interpreter
+	@echo "== creating .torch"
+	@"$(PYTHON)" -m venv --clear .torch
+	@.torch/bin/python $(PIP) numpy $(TORCH_REQUIREMENT)
+	@touch $@
+
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py
 
@@ -172,7 +184,7 @@ bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpir
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
 
 clean: ## remove the environments and everything built
-	rm -rf .venv .matrix build
+	rm -rf .venv .matrix .torch build
 
 # What pip's and CMake's own messages would explain late or badly. A PYTHON that was asked for, by a command that
 # finds an environment made with another one, would be ignored silently.

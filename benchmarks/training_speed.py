@@ -1,0 +1,354 @@
+"""Measures whole training runs between hosts: the time of a step, and the time to a loss, by method and by link.
+
+    python benchmarks/training_speed.py [--torch PYTHON] [--models REGEX] [--methods REGEX] [--hosts N ...]
+        [--rates MBIT ...] [--most STEPS] [--repeats 5] [--out DIR]
+
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import training_speed_data as data
+from report import RESULTS, Report, header, line, median, rounded
+
+from jaxcgx.lab import Lab, Link, signals_raise, why_not
+
+HERE = pathlib.Path(__file__).resolve().parent
+HOSTS = 2, 4
+RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
+UNLIMITED = 100_000  # Mbit/s while only the losses count
+EVERY = 10  # steps between two losses
+AGREE = 1e-3  # of the first losses of all methods
+SMOOTH = 3  # losses whose mean counts, as one alone is noisy
+BASELINES = "psum, float32", "by hand, bfloat16"
+BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
+
+CHARTS = [
+    dict(table="rows", title="Seconds to the loss", x="mbit", y=["seconds"], by="method", panel="network", log=True),
+    dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="method", panel="network"),
+]
+
+NOTES = f"""\
+- Every host is a network namespace with processors of its own where there are enough, and both frameworks use the same
+  ones. All methods take turns, some steps in a row, and the processes of a framework wait while the other one runs.
+- step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
+  within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
+  kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
+- steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
+  every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
+  trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached.
+- There is one seed, so the steps of close methods differ by chance.
+- to float32, to bfloat16: how many times as soon as "psum, float32" and as "by hand, bfloat16" the method reaches the
+  loss. Below 1 it is later.
+- All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the
+  transformer, SGD with momentum ResNet-20. DGC has its own momentum, so Adam after it has none (b1=0), and it has no
+  warm-up, as runs are short. ResNet-20 has group norms: statistics of batches would differ between hosts.
+- psum: as a user writes it, an array at a time. "one array": gradients are joined first, in float32. On CPUs XLA sums
+  bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
+  bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
+  Gloo.
+- Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
+"""
+
+
+def link(mbit):
+    return Link(up=mbit * 10**6, down=mbit * 10**6)
+
+
+class Hosts:
+    """The processes of both frameworks, one of each in every host of a network.
+
+    Attributes:
+      methods: {method: (framework, kind)} of those that were asked for, and of those without exchange.
+    """
+
+    def __init__(self, stack, lab, settings, args):
+        self._lab, self.methods, self._running = lab, {}, {}
+        commands = {"jaxcgx": [sys.executable, HERE / "training_speed_jax.py"]}
+        if args.torch:
+            commands["PyTorch"] = [args.torch, HERE / "training_speed_torch.py"]
+        for framework, command in commands.items():
+            self._running[framework] = self._start(stack, command, settings)
+        for framework in commands:
+            for kind, methods in self._hear(framework, "READY")[0].items():
+                chosen = [m for m in methods if kind == "alone" or re.search(args.methods or "", m)]
+                self.methods |= dict.fromkeys(chosen, (framework, kind))
+
+    def _start(self, stack, command, settings):
+        """A process in every host, on processors of its own if there are enough."""
+        processors = sorted(os.sched_getaffinity(0))
+        share = max(1, len(processors) // self._lab.hosts)
+        address, running = f"{self._lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        for rank in range(self._lab.hosts):
+            mine = [processors[(rank * share + i) % len(processors)] for i in range(share)]
+            given = json.dumps(settings | dict(address=address, rank=rank, hosts=self._lab.hosts))
+            pinned = ["taskset", "--cpu-list", ",".join(map(str, mine)), *command, given]
+            options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            running.append(self._lab.start(rank, pinned, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **options))
+            stack.callback(running[-1].wait)
+            stack.callback(running[-1].kill)
+        return running
+
+    def _hear(self, framework, word):
+        """What each process prints after a word."""
+        found = []
+        for process in self._running[framework]:
+            said = next((text for text in process.stdout if text.startswith(word + " ")), None)
+            if said is None:
+                raise RuntimeError(f"training_speed.py: a process of {framework} ended, see above")
+            found.append(json.loads(said.removeprefix(word + " ")))
+        return found
+
+    def ask(self, method, steps):
+        """Lets all hosts train by a method, or with 0 steps say their losses. {what: the value of each host}"""
+        framework, _ = self.methods[method]
+        for process in self._running[framework]:
+            process.stdin.write(json.dumps([method, steps]) + "\n")
+            process.stdin.flush()
+        found = self._hear(framework, "DONE")
+        return {what: [f[what] for f in found] for what in found[0]}
+
+    def limit(self, mbit):
+        """Sets the rate of every link."""
+        for host in range(self._lab.hosts):
+            self._lab.change(host, link(mbit))
+
+
+def curve(hosts, method, target, most):
+    """The losses on held-out data every EVERY steps, until the target is reached or `most` steps are done."""
+    losses = [np.mean(hosts.ask(method, 0)["loss"])]
+    while smooth(losses)[-1] > target and EVERY * len(losses) <= most:
+        hosts.ask(method, EVERY)
+        losses.append(np.mean(hosts.ask(method, 0)["loss"]))
+    return rounded(losses)
+
+
+def smooth(losses):
+    """The mean of the last SMOOTH losses at each of them."""
+    return [np.mean(losses[max(0, i - SMOOTH) : i]) for i in range(1, len(losses) + 1)]
+
+
+def curves(hosts, target, most):
+    """{method: losses} of all methods that exchange, which begin alike."""
+    found = {}
+    for method, (_, kind) in hosts.methods.items():
+        if kind != "alone":
+            found[method] = curve(hosts, method, target, most)
+            print(f"{method}: {len(found[method]) - 1} x {EVERY} steps, loss {found[method][-1]:.3f}", file=sys.stderr)
+    first = [losses[0] for losses in found.values()]
+    if max(first) - min(first) > AGREE:
+        raise RuntimeError(f"training_speed.py: the first losses differ: {dict(zip(found, first))}")
+    return found
+
+
+def steps_to(losses, target):
+    """The steps to the target, on a straight line between the last two losses. None: not reached."""
+    losses = smooth(losses)
+    if losses[-1] > target:
+        return None
+    before, after = losses[-2:]
+    return round(EVERY * (len(losses) - 2 + (before - target) / (before - after)), 1)
+
+
+def turns(hosts, steps, repeats):
+    """{method: {"ms": of each turn, on the slowest host, "sent": bytes of a step, by the host that sends most}}"""
+    found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
+    for turn in range(repeats + 1):  # the first one isn't counted
+        for method in hosts.methods:
+            told = hosts.ask(method, steps)
+            for what, values in told.items():
+                found[method][what] += [max(values)] * (turn > 0)
+    return found
+
+
+def figures(hosts, steps, found):
+    """{method: its figures} on one link."""
+    alone = {f: np.array(found[method]["ms"]) for method, (f, kind) in hosts.methods.items() if kind == "alone"}
+    rows = {}
+    for method, (framework, kind) in hosts.methods.items():
+        ms, taken = np.array(found[method]["ms"]), steps.get(method)
+        rows[method] = dict(
+            kind=kind,
+            ms=median(ms),
+            quartiles=rounded(np.percentile(ms, [25, 75])),
+            exposed_ms=median(ms - alone[framework]),
+            sent_bytes=round(median(found[method]["sent"])),
+            steps=taken,
+            seconds=taken and round(taken * median(ms) / 1e3, 3),
+            ms_of_turns=rounded(ms),
+        )
+    for r in rows.values():
+        r["sooner"] = {plain: sooner(r, rows.get(plain)) for plain in BASELINES}
+    return rows
+
+
+def sooner(mine, other):
+    """How many times as soon it reaches the loss; None where one of both is missing or doesn't reach it."""
+    return (
+        round(other["seconds"] / mine["seconds"], 2)
+        if mine and other and mine["seconds"] and other["seconds"]
+        else None
+    )
+
+
+def cell(value, form):
+    return "-" if value is None else format(value, form)
+
+
+def show(report, rows):
+    names = "method", "MB sent", "step ms", "quartiles", "exposed ms", "steps", "seconds", "to float32", "to bfloat16"
+    report.show(*header(*names, width=20))
+    for method, r in rows.items():
+        cells = [
+            method,
+            f"{r['sent_bytes'] / 1e6:.3f}",
+            f"{r['ms']:.1f}",
+            "{:.0f} to {:.0f}".format(*r["quartiles"]),
+            f"{r['exposed_ms']:.1f}",
+            cell(r["steps"], ".0f"),
+            cell(r["seconds"], ".2f"),
+            *(cell(value, ".2f") for value in r["sooner"].values()),
+        ]
+        report.show(line(cells, 20))
+
+
+def best(rows, kind):
+    """The name of the method of a kind that reaches the loss first, or None."""
+    found = [name for name, r in rows.items() if r["kind"] == kind and r["seconds"]]
+    return min(found, key=lambda name: rows[name]["seconds"], default=None)
+
+
+def compare(networks):
+    """The best method of each kind on each network, and how many times as soon jaxcgx's best reaches the loss."""
+    yield from header(
+        "network", "jaxcgx's best", "seconds", "PyTorch's", "ahead", "plain psum", "ahead", "by hand", "ahead"
+    )
+    for network, rows in networks.items():
+        ours = rows.get(best(rows, "jaxcgx"))
+        cells = [network, cell(best(rows, "jaxcgx"), ""), cell(ours and ours["seconds"], ".2f")]
+        for kind in "PyTorch", "plain", "by hand":
+            cells += [cell(best(rows, kind), ""), cell(sooner(ours, rows.get(best(rows, kind))), ".2f")]
+        yield line(cells)
+
+
+def losing(networks):
+    """Where compression by jaxcgx doesn't pay, in words."""
+    for network, rows in networks.items():
+        plain = best(rows, "plain")
+        late = [
+            f"{name} ({cell(sooner(r, rows[plain]), '.2f')})"
+            for name, r in rows.items()
+            if plain and r["kind"] == "jaxcgx" and (sooner(r, rows[plain]) or 0) < 1
+        ]
+        if late:
+            yield f"- {network}: later than {plain}, or not at the loss: {', '.join(late)}."
+
+
+def claim(networks):
+    """ByteGrad against PowerSGD."""
+    yield from header("network", *(f"{other}: {what}" for other in POWERSGD for what in ("a step", "the loss")))
+    for network, rows in networks.items():
+        if BYTEGRAD in rows:
+            mine, cells = rows[BYTEGRAD], [network]
+            for theirs in map(rows.get, POWERSGD):
+                cells += [cell(theirs and theirs["ms"] / mine["ms"], ".2f"), cell(sooner(mine, theirs), ".2f")]
+            yield line(cells)
+
+
+def version(torch):
+    """The version of torch in this Python, or None."""
+    found = subprocess.run([torch, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    return found.stdout.strip() or None
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")
+    parser.add_argument("--models", metavar="REGEX", help="only these of " + ", ".join(data.MODELS))
+    parser.add_argument("--methods", metavar="REGEX", help="only these methods, and no exchange")
+    parser.add_argument("--hosts", type=int, nargs="+", metavar="N", help="numbers of hosts (default: 2 4)")
+    parser.add_argument(
+        "--rates", type=int, nargs="+", choices=RATES, metavar="MBIT", help="Mbit/s (default: 100 1000 10000)"
+    )
+    parser.add_argument("--most", type=int, metavar="N", help="most steps of a training run")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns that are counted (default: 5)")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where the results are written (default: benchmarks/results, but nowhere when other options are given)",
+    )
+    args = parser.parse_args()
+    chosen = any(
+        getattr(args, name) != parser.get_default(name)
+        for name in ("models", "methods", "hosts", "rates", "most", "repeats")
+    )
+    args.command = "make bench-training-speed"
+    if chosen or not args.torch:
+        args.command = shlex.join(["python", "benchmarks/training_speed.py", *sys.argv[1:]])
+    args.out = args.out or (None if chosen or not args.torch else RESULTS)
+    return args
+
+
+def measure(report, model, count, args):
+    """{network: rows} of a model on a number of hosts."""
+    setting, found = data.MODELS[model], {}
+    where = dict(network=f"{model}, {count} hosts")
+    with contextlib.ExitStack() as stack:
+        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+        data.write(path, model, count)
+        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
+        hosts = Hosts(stack, lab, dict(model=model, rate=setting.rate, data=str(path)), args)
+        losses = curves(hosts, setting.target, args.most or setting.most)
+        for method, values in losses.items():
+            points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
+            report.data["losses"] += [where | point for point in points]
+        steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
+        for mbit in args.rates or RATES:
+            hosts.limit(mbit)
+            rows = figures(hosts, steps, turns(hosts, RATES[mbit], args.repeats))
+            found[f"{where['network']}, {mbit} Mbit/s"] = rows
+            report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
+            examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
+            report.show("", f"{where['network']}, {mbit} Mbit/s, {examples}.", "")
+            show(report, rows)
+    return found
+
+
+def main():
+    args = parse()
+    if why := why_not():
+        sys.exit(f"training_speed.py: not measured, {why}")
+    torch = args.torch and version(args.torch)
+    if args.torch and not torch:
+        sys.exit(f"training_speed.py: {args.torch} has no torch")
+    report = Report(args.command, args.repeats, torch=torch, rows=[], losses=[], charts=CHARTS)
+    report.show("", f"PyTorch: {torch or 'not measured; name a Python that has it: --torch PYTHON'}.")
+    networks = {}
+    for model in data.MODELS:
+        if re.search(args.models or "", model):
+            for count in args.hosts or HOSTS:
+                networks |= measure(report, model, count, args)
+    report.show("", "The method of each kind that reaches the loss first.", "", *compare(networks))
+    report.show("", "Where compression doesn't pay: how many times as soon it is there as the best psum.", "")
+    report.show(*losing(networks))
+    report.show("", "ByteGrad against PowerSGD: how many times as fast a step, how many times as soon the loss.", "")
+    report.show(*claim(networks), "", *NOTES.splitlines())
+    if args.out:
+        report.write(args.out, "training-speed")
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()

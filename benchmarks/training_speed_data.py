@@ -1,0 +1,103 @@
+"""The models of training_speed.py as numbers: data, first weights and batches, the same for every framework."""
+
+import pydoc_data.topics
+from typing import NamedTuple
+
+import numpy as np
+
+HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples of the loss that is compared
+
+# The transformer: bytes in, bytes out.
+WIDTH, LAYERS, CONTEXT, BYTES = 256, 4, 64, 256
+# ResNet-20, as its paper has it for small images: three stages of three blocks of two convolutions.
+CHANNELS, BLOCKS, CLASSES = (16, 32, 64), 3, 10
+
+
+class Model(NamedTuple):
+    batch: int  # examples of a host in a step
+    rate: float  # of learning; constant
+    target: float  # the loss on held-out data that every method is to reach
+    most: int  # steps after which that is given up
+
+
+MODELS = {
+    "transformer": Model(batch=4, rate=1e-3, target=2.7, most=300),
+    "ResNet-20": Model(batch=16, rate=0.02, target=1.0, most=300),
+}
+
+
+def transformer_weights(rng):
+    def normal(*shape, std=0.02):
+        return (std * rng.standard_normal(shape)).astype(np.float32)
+
+    def norm(name):
+        return {f"{name}_scale": np.ones(WIDTH, np.float32), f"{name}_bias": np.zeros(WIDTH, np.float32)}
+
+    def dense(name, inputs, outputs, std=0.02):
+        return {f"{name}_w": normal(inputs, outputs, std=std), f"{name}_bias": np.zeros(outputs, np.float32)}
+
+    deep = 0.02 / (2 * LAYERS) ** 0.5  # of what is added to the residual stream
+    weights = {"embed": normal(BYTES, WIDTH), "position": normal(CONTEXT, WIDTH)}
+    for i in range(LAYERS):
+        weights |= norm(f"{i}_norm1") | dense(f"{i}_qkv", WIDTH, 3 * WIDTH) | dense(f"{i}_out", WIDTH, WIDTH, deep)
+        weights |= norm(f"{i}_norm2") | dense(f"{i}_up", WIDTH, 4 * WIDTH) | dense(f"{i}_down", 4 * WIDTH, WIDTH, deep)
+    return weights | norm("last_norm") | {"head": normal(WIDTH, BYTES)}
+
+
+def resnet_weights(rng):
+    weights = {}
+
+    def conv(name, inputs, outputs):  # He's initialization, and a group norm behind
+        std = (2 / (9 * inputs)) ** 0.5
+        weights[f"{name}_w"] = (std * rng.standard_normal((3, 3, inputs, outputs))).astype(np.float32)
+        weights[f"{name}_scale"], weights[f"{name}_bias"] = np.ones(outputs, np.float32), np.zeros(outputs, np.float32)
+
+    conv("stem", 1, CHANNELS[0])
+    inputs = CHANNELS[0]
+    for stage, outputs in enumerate(CHANNELS):
+        for block in range(BLOCKS):
+            conv(f"{stage}_{block}_a", inputs, outputs)
+            conv(f"{stage}_{block}_b", outputs, outputs)
+            inputs = outputs
+    head = (0.5 * inputs**-0.5 * rng.standard_normal((inputs, CLASSES))).astype(np.float32)
+    return weights | {"head_w": head, "head_bias": np.zeros(CLASSES, np.float32)}
+
+
+def text(rng, shape, held_out):
+    """Windows of the documentation that Python ships, and the bytes that follow each byte."""
+    text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items())).encode()
+    text = np.frombuffer(text, np.uint8).astype(np.int32)
+    end = len(text) * 9 // 10
+
+    def windows(start, end, shape):
+        starts = rng.integers(start, end - CONTEXT, shape)
+        found = text[starts[..., None] + np.arange(CONTEXT + 1)]
+        return found[..., :-1], found[..., 1:]
+
+    return windows(0, end, shape), windows(end, len(text), held_out)
+
+
+def images(rng, shape, held_out):
+    """Fashion-MNIST, or digits where it is missing."""
+    from training import FASHION, digits, fashion_mnist  # which needs JAX
+
+    train, test = fashion_mnist() if FASHION.is_dir() else digits()
+    mean, std, side = train[0].mean(), train[0].std(), round(train[0].shape[1] ** 0.5)
+
+    def part(pixels, labels, chosen):
+        pixels = ((pixels[chosen] - mean) / std).reshape(*chosen.shape, side, side, 1)
+        return pixels.astype(np.float32), labels[chosen].astype(np.int32)
+
+    return part(*train, rng.integers(0, len(train[0]), shape)), part(*test, rng.integers(0, len(test[0]), held_out))
+
+
+MAKERS = {"transformer": (transformer_weights, text), "ResNet-20": (resnet_weights, images)}
+
+
+def write(path, model, hosts):
+    """Writes the first weights and all batches of a model for a number of hosts."""
+    make_weights, make_batches = MAKERS[model]
+    rng = np.random.default_rng(0)
+    weights = {f"weights/{name}": value for name, value in make_weights(rng).items()}
+    batches, held_out = make_batches(rng, (MODELS[model].most, hosts * MODELS[model].batch), HELD_OUT[model])
+    np.savez(path, inputs=batches[0], targets=batches[1], held_inputs=held_out[0], held_targets=held_out[1], **weights)

@@ -1,0 +1,55 @@
+"""What a host of training_speed.py does in every framework. Needs only numpy, as PyTorch's environment has no JAX."""
+
+import functools
+import json
+import pathlib
+import sys
+import time
+
+import numpy as np
+
+
+class Data:
+    """A host's part of what training_speed_data.py wrote.
+
+    Attributes:
+      weights: {name: array}, the first weights, in the order in which the model uses them.
+      held_out: (inputs, targets).
+    """
+
+    def __init__(self, path, rank, hosts):
+        arrays = np.load(path)
+        self.weights = {n.removeprefix("weights/"): arrays[n] for n in arrays.files if n.startswith("weights/")}
+        self._batches = [np.split(arrays[name], hosts, axis=1)[rank] for name in ("inputs", "targets")]
+        self.held_out = [np.split(arrays[name], hosts)[rank] for name in ("held_inputs", "held_targets")]
+
+    def batch(self, step):
+        """(inputs, targets) of a step. After the last ones the first ones come again."""
+        return [array[step % len(array)] for array in self._batches]
+
+
+def sent():
+    """The bytes that the kernel counted on this host's link."""
+    return int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def serve(makers):
+    """Does what the lines of the input say, `["METHOD", steps]`, and prints what it found.
+
+    Args:
+      makers: {kind: {method: a function without arguments that returns an object with `run(steps)` and `loss()`}}. It
+        is called when the method is first asked for.
+    """
+    print("READY", json.dumps({kind: list(methods) for kind, methods in makers.items()}), flush=True)
+    flat = {method: make for methods in makers.values() for method, make in methods.items()}
+    get = functools.cache(lambda method: flat[method]())
+    for line in sys.stdin:
+        method, steps = json.loads(line)
+        program = get(method)
+        if not steps:
+            found = dict(loss=program.loss())
+        else:
+            before, start = sent(), time.perf_counter()
+            program.run(steps)
+            found = dict(ms=(time.perf_counter() - start) * 1e3 / steps, sent=(sent() - before) / steps)
+        print("DONE", json.dumps(found), flush=True)

@@ -1,0 +1,194 @@
+"""A host of training_speed.py in JAX: each of METHODS trains the same model, when it is its turn.
+
+python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "model": ..., ...}'
+"""
+
+import json
+import sys
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from training_speed_host import Data, serve
+from training_speed_models import make_loss
+
+import jaxcgx as cgx
+
+BUCKET = 512  # elements that share a scale in the quantization written by hand
+TCP = cgx.Tcp("data")
+
+
+class Run(NamedTuple):
+    """What is trained, and where."""
+
+    model: str
+    rate: float
+    mesh: jax.sharding.Mesh
+
+    def optimizer(self, momentum=True):
+        """The model's optimizer; without momentum for a method that has its own."""
+        if self.model == "transformer":
+            return optax.adam(self.rate) if momentum else optax.adam(self.rate, b1=0.0)
+        return optax.sgd(self.rate, momentum=0.9 if momentum else None)
+
+
+# What users write with JAX alone: functions (gradients, lost) -> (mean over the ranks, lost) inside shard_map. `lost`
+# is the vector of what compression lost in the step before.
+
+
+def nothing(grads, lost):
+    return grads, lost
+
+
+def psum(grads, lost):
+    return jax.tree.map(lambda g: lax.psum(g, "data") / lax.axis_size("data"), grads), lost
+
+
+def joined_psum(grads, lost):
+    x, unravel = ravel_pytree(grads)
+    return unravel(lax.pmean(x, "data")), lost
+
+
+def psum_bfloat16(grads, lost):
+    means, _ = psum(jax.tree.map(lambda g: g.astype(jnp.bfloat16), grads), lost)
+    return jax.tree.map(lambda g: g.astype(jnp.float32), means), lost
+
+
+def quantize(x, bits):
+    """(codes, scales) of a vector of whole buckets. Scales are the least number of each bucket, and the step."""
+    rows = x.reshape(-1, BUCKET)
+    low = rows.min(1, keepdims=True)
+    step = (rows.max(1, keepdims=True) - low) / (2**bits - 1)
+    codes = jnp.round((rows - low) / jnp.where(step > 0, step, 1)).astype(jnp.uint8)
+    if bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return codes, jnp.concatenate([low, step], 1)
+
+
+def dequantize(codes, scales):
+    if codes.shape[1] < BUCKET:
+        codes = jnp.stack([codes & 15, codes >> 4], 2).reshape(-1, BUCKET)
+    return (codes.astype(jnp.float32) * scales[:, 1:] + scales[:, :1]).reshape(-1)
+
+
+def to_bfloat16(x):
+    """A codec without scales. As integers the numbers stay what they are: XLA makes float32 of bfloat16 on CPUs."""
+    return (lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16),)
+
+
+def from_bfloat16(codes):
+    return lax.bitcast_convert_type(codes, jnp.bfloat16).astype(jnp.float32)
+
+
+def compressed_mean(grads, lost, *, encode, decode=dequantize):
+    ranks = lax.axis_size("data")
+    x, unravel = ravel_pytree(grads)
+    x = jnp.pad(x + lost, (0, -x.size % (ranks * BUCKET)))
+    payload = encode(x)
+    lost = (x - decode(*payload))[: lost.size]
+    parts = decode(*(lax.all_to_all(p, "data", 0, 0, tiled=True) for p in payload))
+    payload = encode(parts.reshape(ranks, -1).mean(0))
+    mean = decode(*(lax.all_gather(p, "data", tiled=True) for p in payload))
+    return unravel(mean[: lost.size]), lost
+
+
+# Methods: functions of a Run that return (init, step), as make_train_step does.
+
+
+def by_hand(exchange):
+    """Training with one of the functions above."""
+
+    def make(run):
+        optimizer = run.optimizer()
+        specs = P(), (P(), P("data"))  # of the weights, and of the state of the optimizer and what was lost
+
+        def init(weights):
+            shape = run.mesh.size, sum(w.size for w in weights.values())
+            place = jax.tree.map(lambda spec: NamedSharding(run.mesh, spec), specs)
+            return jax.jit(lambda w: (w, (optimizer.init(w), jnp.zeros(shape))), out_shardings=place)(weights)
+
+        def step(weights, state, batch):
+            loss, grads = jax.value_and_grad(make_loss(run.model))(weights, batch)
+            means, lost = exchange(grads, state[1][0])
+            updates, opt_state = optimizer.update(means, state[0], weights)
+            return optax.apply_updates(weights, updates), (opt_state, lost[None]), loss[None]
+
+        mapped = jax.shard_map(
+            step, mesh=run.mesh, in_specs=(*specs, P("data")), out_specs=(*specs, P("data")), check_vma=False
+        )
+        return init, jax.jit(mapped, donate_argnums=(0, 1))
+
+    return make
+
+
+def ours(axis="data", momentum=True, **options):
+    """Training by make_train_step."""
+    return lambda run: cgx.make_train_step(
+        make_loss(run.model), run.optimizer(momentum), run.mesh, data_axis=axis, **options
+    )
+
+
+METHODS = {
+    "alone": {"no exchange": by_hand(nothing)},
+    "plain": {
+        "psum, float32": by_hand(psum),
+        "psum, one array": by_hand(joined_psum),
+        "psum, bfloat16": by_hand(psum_bfloat16),
+        "by hand, bfloat16": by_hand(partial(compressed_mean, encode=to_bfloat16, decode=from_bfloat16)),
+    },
+    "by hand": {
+        "by hand, 8 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=8))),
+        "by hand, 4 bits": by_hand(partial(compressed_mean, encode=partial(quantize, bits=4))),
+    },
+    "jaxcgx": {
+        "MaxMin(4), Gloo": ours(plan=cgx.MaxMin(4)),
+        "MaxMin(4), Tcp": ours(TCP, plan=cgx.MaxMin(4)),
+        "ByteGrad, Tcp": ours(TCP, plan=cgx.ByteGrad()),
+        "DGC 1 %, Tcp": ours(TCP, momentum=False, compress=cgx.dgc, ratio=0.01),
+        "PowerSGD(4), Gloo": ours(plan=cgx.PowerSGD(4)),
+    },
+}
+
+
+class Program:
+    """A model in training by one method."""
+
+    def __init__(self, run, data, method):
+        init, step = method(run)
+        self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
+        self._sharding = NamedSharding(run.mesh, P("data"))
+        self._weights, self._state = init(data.weights)
+        self._step = step.lower(self._weights, self._state, self._batch()).compile()
+
+    def _batch(self):
+        return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))
+
+    def run(self, steps):
+        for _ in range(steps):
+            self._weights, self._state, _ = self._step(self._weights, self._state, self._batch())
+            jax.block_until_ready(self._weights)
+            self._at += 1
+
+    def loss(self):
+        """Of this host's part of what is held out."""
+        weights = jax.tree.map(lambda w: w.addressable_data(0), self._weights)
+        return float(self._loss(weights, tuple(self._data.held_out)))
+
+
+def main(address, rank, hosts, model, rate, data):
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, hosts, rank)
+    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
+    run, data = Run(model, rate, mesh), Data(data, rank, hosts)
+    make = partial(partial, Program, run, data)
+    serve({kind: {name: make(method) for name, method in methods.items()} for kind, methods in METHODS.items()})
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
