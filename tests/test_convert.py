@@ -95,7 +95,7 @@ LOSSES = {
     "Frozen parameters": 2,
     "Small leaves": 2,
 }
-NO_STEPS = {"Several processes", "Evaluation and checkpoints"}
+APART = {"FSDP", "mpirun", "Several processes", "Evaluation and checkpoints"}  # with tests of their own
 LIBRARIES = {equinox: ("eqx", "equinox"), modules: ("nnx", "flax.nnx")}
 OTHER_LOSSES = {
     equinox: lambda model, x, y: ((jax.vmap(model)(x) - y) ** 2).mean(),
@@ -130,7 +130,7 @@ def train(source, style, codec=None, kind=AxisType.Auto):
 
 
 def test_every_pair_is_tested():
-    assert set(PAIRS) == {*STYLES, *LOSSES, *NO_STEPS}
+    assert set(PAIRS) == {*STYLES, *LOSSES, *APART}
 
 
 @pytest.mark.parametrize("name", [*STYLES, *LOSSES])
@@ -157,6 +157,35 @@ def compare(before, after, style, kind=AxisType.Auto):
     losses, _, compressed = train(after, style, cgx.MaxMin(4, 64), kind)
     assert abs(losses[-1] / plain[-1] - 1) < 0.02, (losses[-1], plain[-1])
     assert uncompressed.ratio == 1 and compressed.ratio > 1.9
+
+
+SPECS = {"w": P(None, "data"), "v": P("data")}
+
+
+def test_fsdp():
+    """mpirun's pair is in tests/mpi/test_train.py."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    before, after = PAIRS["FSDP"]
+
+    def losses(source, codec=None):
+        names = dict(jax=jax, optax=optax, cgx=cgx, mesh=mesh, NamedSharding=NamedSharding, loss_fn=loss_fn)
+        names |= dict(optimizer=optax.adam(3e-3), codec=codec, params=PARAMS, specs=SPECS)
+        exec(source, names)
+        args, found = (names["params"], names["state"]), []
+        sharded = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(args[0])]
+        assert sharded == [(16, 3), (8, 16)]  # "v" and "w"
+        for _ in range(STEPS):
+            *args, loss = names["step"](*args, x, y)
+            found.append(float(loss))
+        return np.array(found), codec and cgx.explain(names["step"], *args, x, y, show=False).ratio
+
+    with jax.numpy_dtype_promotion("standard"):
+        plain, _ = losses(before)
+        raw, _ = losses(after, cgx.Raw())
+        compressed, ratio = losses(after, cgx.MaxMin(8, 64))
+    np.testing.assert_allclose(raw, plain, rtol=1e-4)
+    assert abs(compressed[-1] / plain[-1] - 1) < 0.02 and ratio > 1.9
 
 
 def test_several_processes():

@@ -1,6 +1,8 @@
 """Training between the processes of mpirun: the parameters and the state of a mesh, bit for bit."""
 
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 
-pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+mpi4jax = pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
 from mpi4py import MPI
 from processes import COMM, same_everywhere
 
@@ -92,6 +94,26 @@ def test_as_by_hand():
     train = cgx.make_train_step(loss_fn, OPTIMIZER, data_axis=COMM, plan=CODEC)
     others = jax.tree.map(lambda x: x + R, PARAMS)
     assert_same_trees(run(train, MINE, others)[:2], (params, state))
+
+
+def test_the_pair_of_the_guide():
+    page = (pathlib.Path(__file__).parents[2] / "docs/convert.md").read_text()
+    section = page.split("\n## mpirun\n")[1].split("\n## ")[0]
+    before, after = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    names = dict(jax=jax, optax=optax, cgx=cgx, mpi4jax=mpi4jax, MPI=MPI, optimizer=optax.adam(3e-3))
+
+    def losses(source, codec=None):
+        exec(source, found := dict(names, codec=codec, loss_fn=lambda params, x, y: loss_fn(params, x)))
+        args, each = (PARAMS, names["optimizer"].init(PARAMS)), []
+        for _ in range(50):
+            *args, loss = found["step"](*args, MINE, None)
+            each.append(COMM.allreduce(float(loss)) / N)
+        return np.array(each)
+
+    with jax.numpy_dtype_promotion("standard"):
+        plain, raw, compressed = losses(before), losses(after, cgx.Raw()), losses(after, cgx.MaxMin(4, 64))
+    np.testing.assert_allclose(raw, plain, rtol=1e-4)
+    assert plain[-1] < 0.9 * plain[0] and abs(compressed[-1] / plain[-1] - 1) < 0.02
 
 
 def test_keys_and_auxiliary_outputs():
