@@ -86,7 +86,7 @@ def _own_jvp(
             argument,
             "this rank's own loss",
             f"one that is the same on every rank of {', '.join(map(repr, same))}",
-            "take the pmean outside",
+            "take the pmean out of the loss",
         )
     return *primals, *tangents
 

@@ -229,7 +229,7 @@ def test_a_loss_that_is_averaged_inside(has_aux):
         ValueError,
         match="local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every "
         "rank of "
-        "'data'; take the pmean outside",
+        "'data'; take the pmean out of the loss",
     ):
         on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(
             jnp.ones(30), X
