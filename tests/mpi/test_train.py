@@ -17,7 +17,8 @@ from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
 
 import jaxcgx as cgx
 
-mpi4jax = pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+pytest.importorskip("mpi4jax", reason="needs the extra `mpi`")
+import mpi4jax
 from mpi4py import MPI
 from processes import COMM, same_everywhere
 
