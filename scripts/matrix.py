@@ -8,7 +8,6 @@ uses it again.
 
 import argparse
 import concurrent.futures
-import datetime
 import hashlib
 import json
 import os
@@ -263,7 +262,9 @@ def main():
     rows = [test(*pair, inside, sessions) for pair, inside in zip(pairs, insides)]
     show(rows, missing)
     if not short:
-        data = {"command": "make matrix", "date": datetime.date.today().isoformat(), "runs": rows, "not_run": missing}
+        from jaxcgx.report import results  # of .venv, which runs this script
+
+        data = results.origin("make matrix") | {"runs": rows, "not_run": missing}
         path = ROOT / "benchmarks/results/matrix.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=1) + "\n")

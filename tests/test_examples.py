@@ -52,4 +52,4 @@ def test_one_line(name, monkeypatch, capsys):
     losses = [float(word) for before, word in itertools.pairwise(words) if before == "loss"]
     sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
     assert losses[-1] < losses[0]
-    assert raw > 2.5 * sent
+    assert raw > 1.5 * sent  # "auto" takes one_shot for messages as small as these

@@ -657,7 +657,9 @@ def test_bad_calls_inside_of_shard_map():
         jax.eval_shape(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P()), X)
 
     averaged = lambda p, x: lax.pmean(loss_fn(p, x), "data")
-    with raises(ValueError, says("value_and_grad", "loss_fn", expected="own loss", got="one", remedy="pmean outside")):
+    with raises(
+        ValueError, says("value_and_grad", "loss_fn", expected="own loss", got="one", remedy="pmean out of the loss")
+    ):
         inside(averaged)
     with raises(ValueError, says("value_and_grad", "batch_specs", expected="None inside", remedy="leave it out")):
         inside(loss_fn, batch_specs=P("data"))

@@ -50,6 +50,11 @@ def psum(axes=AXES, codec=cgx.MaxMin(4), keyed=False, **options):
     return SHAPES, lambda x: cgx.compressed_psum(x, axes, codec, key=key() if keyed else None, **options)
 
 
+def pmean(x):
+    inexact = {k: v for k, v in x.items() if k != "count"}
+    return cgx.compressed_pmean(inexact, AXES, cgx.Float8(), schedule="two_shot")
+
+
 # Every case: the shapes of a rank's leaves, and the collective.
 CASES = {
     "psum two_shot": psum(schedule="two_shot"),
@@ -62,7 +67,7 @@ CASES = {
         codec={"node": cgx.MaxMin(2, rounding="stochastic"), "local": cgx.AbsMax(8)}, keyed=True
     ),
     "psum leader": psum(codec={"node": cgx.MaxMin(4), "local": cgx.Raw()}, leader=True),
-    "pmean": (SHAPES, lambda x: cgx.compressed_pmean({k: v for k, v in x.items() if k != "count"}, AXES, cgx.Float8())),
+    "pmean": (SHAPES, pmean),
     "psum over node": psum(axes="node"),
     "psum over local": psum(axes="local"),
     "psum_scatter": (ROWS, lambda x: cgx.compressed_psum_scatter(x, AXES, cgx.MaxMin(4))),
