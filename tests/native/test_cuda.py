@@ -197,6 +197,7 @@ def test_xla_is_told_that_the_handlers_may_be_captured_into_graphs():
         "jaxcgx_exchange",
         "jaxcgx_tcp_exchange",
         "jaxcgx_tcp_allreduce",
+        "jaxcgx_tcp_allreduce_end",
     }  # between processes
 
 
