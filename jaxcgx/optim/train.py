@@ -72,10 +72,9 @@ def make_train_step(
       optimizer: an optax.GradientTransformation. One that takes `value` gets the mean loss.
       mesh: a jax.sharding.Mesh; none with a communicator.
       data_axis: the axis of the mesh, or tuple of axes, that the first dimension of a batch's leaves is split over.
-        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and
-        so is what `batch_specs` doesn't split. Or an MPI
-        communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of the process, and `init` takes the parameters
-        of the first rank.
+        Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and so is
+        what `batch_specs` doesn't split. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of
+        the process, and `init` takes the parameters of the first rank.
       compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
       param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
         each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,

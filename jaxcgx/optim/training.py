@@ -101,9 +101,9 @@ class Training:
         kept = placement.specs_of_rows(sent)
         transformation = self.transformation
         if self.ordered is not None:
-            transformation = self.ordered(
-                order_of(jax.make_jaxpr(find)(*given), len(jax.tree_util.tree_leaves(params)))
-            )
+            find = jax.jit(find)  # traced once, for its order and for the step
+            program = jax.make_jaxpr(find)(*given)
+            transformation = self.ordered(order_of(program, len(jax.tree_util.tree_leaves(params))))
         exchange = placement.over_ranks(
             functools.partial(self._exchange, skipped, transformation),
             in_specs=(whole, placement.rows, kept),
