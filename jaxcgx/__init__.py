@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import types
 
+from jaxcgx import wan
 from jaxcgx.codecs import (
     AbsMax,
     ByteGrad,
@@ -100,6 +101,7 @@ __all__ = [
     "state_specs",
     "sync_in_backward",
     "value_and_grad",
+    "wan",
 ]
 
 
