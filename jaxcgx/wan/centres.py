@@ -131,7 +131,7 @@ class Centres:
         return DilocoState(
             count=P(),
             centres=PerRank(Centre(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
-            exchanges=(Exchange(sent=sent, outer=P(), mean=P(), telemetry=P()),) * self.diloco.fragments,
+            exchanges=(Exchange(sent=sent, outer=P(), mean=P(), before=P(), telemetry=P()),) * self.diloco.fragments,
         )
 
     def _over_ranks(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -155,7 +155,9 @@ class Centres:
 
     def _step(self, training: Training, params: Any, state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         if not isinstance(state, DilocoState):
-            raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", type(state))
+            raise wrong(
+                "train.step", "opt_state", "a DilocoState, which init or the step before returned", type(state).__name__
+            )
         batch, batch_specs = self.placement.place_batch(batch, training.accumulate)
         metrics = DilocoMetrics(loss=P(self.name), telemetry=P(self.name), outer=P())
         step = self._over_ranks(

@@ -65,23 +65,20 @@ class OuterTelemetry(NamedTuple):
     # momentum it is the learning rate times A_t.
     gain: jax.Array
     rho: jax.Array  # <D, D of the round before> / (|D| |D of the round before|)
-    before: Any  # D
 
 
-def measure(mean: Any, step: Any, last: OuterTelemetry) -> OuterTelemetry:
-    """The telemetry of an outer step.
+def measure(mean: Any, step: Any, before: Any) -> OuterTelemetry:
+    """The telemetry of an outer step. They are trees.
 
     Args:
-      mean: the mean of outer gradients, a tree.
+      mean: the mean of outer gradients.
       step: what the optimizer added to the parameters.
-      last: the telemetry of the round before.
+      before: the mean of the round before.
     """
     square = dot(mean, mean)
-    norms = jnp.sqrt(square) * jnp.sqrt(dot(last.before, last.before))
+    norms = jnp.sqrt(square) * jnp.sqrt(dot(before, before))
     return OuterTelemetry(
-        gain=-dot(step, mean) / jnp.maximum(square, TINY),
-        rho=dot(mean, last.before) / jnp.maximum(norms, TINY),
-        before=mean,
+        gain=-dot(step, mean) / jnp.maximum(square, TINY), rho=dot(mean, before) / jnp.maximum(norms, TINY)
     )
 
 

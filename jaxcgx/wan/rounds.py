@@ -21,6 +21,7 @@ class Exchange(NamedTuple):
     sent: CompressState  # of the exchange of outer gradients
     outer: Any  # of the outer optimizer
     mean: Any  # the mean of outer gradients that is still to be applied; None if it always is at once
+    before: Any  # the mean of the round before; None without telemetry
     telemetry: OuterTelemetry | None  # of the last round
 
 
@@ -47,12 +48,12 @@ class Rounds:
     def init(self, params: Any) -> Exchange:
         """The state before the first round of these parameters."""
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        nothing = jnp.zeros((), jnp.float32)
         return Exchange(
             sent=self.transformation.init(params),
             outer=init_outer(OP, self.outer, params),
             mean=zeros() if self.keeps else None,
-            telemetry=OuterTelemetry(nothing, nothing, zeros()) if self.telemetry else None,
+            before=zeros() if self.telemetry else None,
+            telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if self.telemetry else None,
         )
 
     def begin(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
@@ -71,7 +72,7 @@ class Rounds:
         after, done = self._move(fragment.take(both.outer), exchange, good=finite)
         own = after
         if self.alpha:
-            mix = lambda x, y: (self.alpha * x.astype(jnp.float32) + (1 - self.alpha) * y).astype(x.dtype)
+            mix = lambda x, y: (self.alpha * _wide(x) + (1 - self.alpha) * _wide(y)).astype(x.dtype)
             own = _choose(finite, jax.tree_util.tree_map(mix, fragment.take(both.own), after), after)
         both = both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own))
         return both, done if self.keeps else done._replace(mean=None)
@@ -107,7 +108,7 @@ class Rounds:
         step, state = self.outer.update(given, exchange.outer, before)
         done = exchange._replace(outer=state)
         if exchange.telemetry is not None:
-            done = done._replace(telemetry=measure(mean, step, exchange.telemetry))
+            done = done._replace(before=mean, telemetry=measure(mean, step, exchange.before))
         return _choose(good, (import_optax(OP).apply_updates(before, step), done), (before, exchange))
 
     def _mean(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
@@ -129,8 +130,11 @@ class Rounds:
 def _moved(fragment: Fragment, both: Both) -> Any:
     """A centre's outer gradients."""
     start = fragment.take(both.outer if both.start is None else both.start)
-    wide = lambda x: x.astype(jnp.float32)
-    return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, fragment.take(both.own))
+    return jax.tree_util.tree_map(lambda x, y: _wide(x) - _wide(y), start, fragment.take(both.own))
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
 
 
 def _finite(tree: Any) -> jax.Array:
