@@ -58,7 +58,7 @@ class Training:
         self.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self.sharded.check(params)
-        placement, skipped = self.placement, self._skipped(params)
+        placement, skipped = self.placement, self.skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
         trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
         self._check(trained)
@@ -82,7 +82,7 @@ class Training:
         """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
         self.state.check_rows(model_state, self.placement.ranks)
         sent, rest, *lost = opt_state  # lost: by the gather of updates
-        placement, skipped, noise = self.placement, self._skipped(params), self.sharded.key(sent)
+        placement, skipped, noise = self.placement, self.skipped(params), self.sharded.key(sent)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)
         whole, cut, spec = placement.params_of_rank, placement.gradients_of_rank(skipped), self.state.spec
         # A loss is traced without check_vma, which refuses loops that start from zeros.
@@ -135,7 +135,7 @@ class Training:
             expected, got = "an optimizer without compression, which plan= adds", "one that exchanges gradients itself"
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
 
-    def _skipped(self, params: Any) -> Any:
+    def skipped(self, params: Any) -> Any:
         """For each parameter whether it is frozen."""
         return find_skipped(self.plan, self.placement.shards(params))
 
