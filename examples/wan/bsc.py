@@ -1,6 +1,6 @@
-"""Bidirectional sparsification: one percent of a large gradient travels between data centres, with a warm-up.
+"""Bidirectional sparsification: one percent of a large gradient travels between data centers, with a warm-up.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/bsc.py [--rate 100mbit] [--delay 5ms] [--steps 100]

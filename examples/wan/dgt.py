@@ -1,6 +1,6 @@
 """Differential transmission: half of the blocks of gradients travel at once, the rest while the next step computes.
 
-Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centres of two ranks:
+Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/dgt.py [--rate 100mbit] [--delay 5ms] [--steps 100]

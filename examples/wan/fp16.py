@@ -1,6 +1,6 @@
-"""FP16: gradients travel as float16 inside data centres and between them, and are computed in float32.
+"""FP16: gradients travel as float16 inside data centers and between them, and are computed in float32.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/fp16.py [--rate 100mbit] [--delay 5ms] [--steps 100]

@@ -1,6 +1,6 @@
-"""Mixed precision: large gradients travel sparse between data centres, and tiny ones as float16 everywhere.
+"""Mixed precision: large gradients travel sparse between data centers, and tiny ones as float16 everywhere.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/mpq.py [--rate 100mbit] [--delay 5ms] [--steps 100]
