@@ -22,5 +22,7 @@ def sparse(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.bsc, **options)
 
 
+TECHNIQUES = {"dense": dense, "sparse": sparse}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"dense": dense, "sparse": sparse})
+    demonstrate(__doc__, TECHNIQUES)

@@ -28,5 +28,7 @@ def random_blocks(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
 
 
+TECHNIQUES = {"all at once": plain, "differential": differential, "random blocks": random_blocks}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"all at once": plain, "differential": differential, "random blocks": random_blocks})
+    demonstrate(__doc__, TECHNIQUES)

@@ -22,5 +22,7 @@ def fp16(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
 
 
+TECHNIQUES = {"float32": full, "float16": fp16}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"float32": full, "float16": fp16})
+    demonstrate(__doc__, TECHNIQUES)

@@ -24,5 +24,7 @@ def hfa(mesh, axes):
     return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=axes, diloco=how)
 
 
+TECHNIQUES = {"every step": every_step, "K1 = 5, K2 = 2": hfa}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"every step": every_step, "K1 = 5, K2 = 2": hfa})
+    demonstrate(__doc__, TECHNIQUES)

@@ -26,5 +26,7 @@ def late(compensation):
     return make
 
 
+TECHNIQUES = {"synchronous": synchronous, "late": late(0.0), "late, compensated": late(0.04)}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"synchronous": synchronous, "late": late(0.0), "late, compensated": late(0.04)})
+    demonstrate(__doc__, TECHNIQUES)

@@ -22,5 +22,7 @@ def mixed(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.mpq, **options)
 
 
+TECHNIQUES = {"float32": dense, "mixed precision": mixed}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"float32": dense, "mixed precision": mixed})
+    demonstrate(__doc__, TECHNIQUES)

@@ -190,9 +190,7 @@ class Training:
         update = import_optax(OP).with_extra_args_support(transformation).update
         own = jax.tree_util.tree_map(lambda x: x[0], grads)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(
-            functools.partial(update, value=loss), own, state=sent, params=given
-        )
+        mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

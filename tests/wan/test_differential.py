@@ -16,11 +16,14 @@ import jaxcgx as cgx
 from jaxcgx.wan import Differential
 
 RANKS, STEPS, BLOCK = 4, 6, 8  # a block of 8 float32 is 32 bytes
-SHAPES = {"bias": (5,), "short": (3, 4), "wide": (9, 11)}  # one block, two, and thirteen of which the last has 3 elements
+SHAPES = {
+    "bias": (5,),
+    "short": (3, 4),
+    "wide": (9, 11),
+}  # one block, two, and thirteen of which the last has 3 elements
 SHARES = {"short": 1, "wide": 6}  # round(0.5 * blocks)
 GRADS = {name: np.asarray(whole_numbers((STEPS, RANKS, *s), i)) for i, (name, s) in enumerate(SHAPES.items())}
 MEANS = {name: g.mean(1) for name, g in GRADS.items()}
-HALF = Differential(k=0.5, block_bytes=4 * BLOCK)
 
 
 @functools.lru_cache
@@ -60,7 +63,12 @@ def transcribed(name, rest, alpha=0.3):
     """Differential transmission in NumPy: the update of every step, in blocks, and what is left over of every rank."""
     grads = np.stack([[blocks(g) for g in step] for step in GRADS[name]])
     real = np.minimum(BLOCK, MEANS[name][0].size - BLOCK * np.arange(grads.shape[2])).astype(np.float32)
-    held, late, contributions, found = np.zeros_like(grads[0]), np.zeros_like(grads[0]), np.zeros(len(real), np.float32), []
+    held, late, contributions, found = (
+        np.zeros_like(grads[0]),
+        np.zeros_like(grads[0]),
+        np.zeros(len(real), np.float32),
+        [],
+    )
     for t, g in enumerate(grads):
         sent = g + held
         order = np.argsort(-contributions, kind="stable")
@@ -79,7 +87,7 @@ def transcribed(name, rest, alpha=0.3):
 @pytest.mark.parametrize("rest", ["defer", "drop"])
 def test_the_steps_are_those_of_numpy(rest):
     """To the bit, as sums of whole numbers are. What is pending, or held back, is the rest: nothing is lost."""
-    updates, state = updates_of(HALF.__class__(k=0.5, block_bytes=4 * BLOCK, rest=rest))
+    updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest))
     np.testing.assert_array_equal(updates["bias"], MEANS["bias"])  # it has one block
     for name in SHARES:
         expected, left = transcribed(name, rest)
@@ -91,7 +99,9 @@ def test_the_steps_are_those_of_numpy(rest):
         assert (np.abs(updates[name][1]).reshape(-1) > 0).sum() <= SHARES[name] * BLOCK
 
 
-@pytest.mark.parametrize("rest, plan", [("defer", cgx.MaxMin(3, 8)), ("quantize", cgx.Raw())], ids=["defer", "quantize"])
+@pytest.mark.parametrize(
+    "rest, plan", [("defer", cgx.MaxMin(3, 8)), ("quantize", cgx.Raw())], ids=["defer", "quantize"]
+)
 def test_codecs_have_feedback(rest, plan):
     """What a codec loses, of important blocks and of the rest, is in the residuals."""
     updates, state = updates_of(Differential(k=0.5, block_bytes=4 * BLOCK, rest=rest), plan)
@@ -159,8 +169,42 @@ def test_training_over_two_centres():
         *state, metrics = train.step(*state, batch)
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0]
-    check = jax.shard_map(lambda p: cgx.check_replicas(p, axes), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    check = jax.shard_map(
+        lambda p: cgx.check_replicas(p, axes), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
     jax.block_until_ready(jax.jit(check)(state[0]))
-    between = [c for c in table.collectives if c.axes == ("dc",)]
-    assert between
-    return table
+    between = [c for c in table.collectives if c.axes == ("dc",) and c.codec]
+    always, first = ([c.raw_bytes for c in between if c.branch == branch] for branch in (False, True))
+    print(table)
+    # w has 32 blocks, 8 of them important: a quarter of its bytes. Each rank sends its half of a center's.
+    assert sum(always) == 4 * 2048 // 2 and sum(first) == sum(always) * 3 // 4
+    assert sorted(always) == [sum(always) // 8] * 2 + [sum(always) * 3 // 8] * 2
+
+
+def test_bad_input():
+    for options, argument, expected, got in (
+        (dict(k=0), "k", "number 0 1", "0"),
+        (dict(k=1.5), "k", "number 0 1", "1.5"),
+        (dict(block_bytes=4095), "block_bytes", "multiple 4", "4095"),
+        (dict(block_bytes=0), "block_bytes", "integer 4", "0"),
+        (dict(alpha=1), "alpha", "number 0 1", "1"),
+        (dict(rest="later"), "rest", "'defer' 'quantize' 'drop'", "'later'"),
+        (dict(adaptive=0.9), "adaptive", "number k 0.8", "0.9"),
+    ):
+        with raises(ValueError, says("Differential", argument, expected=expected, got=got)):
+            Differential(**options)
+    with raises(ValueError, says("Differential", "momentum", expected="none", got="0.9", remedy="optimizer")):
+        Differential()("data", momentum=0.9)
+    with raises(ValueError, says("Differential", "plan", expected="blocks", got="PowerSGD", remedy="MaxMin")):
+        Differential()("data", cgx.PowerSGD(2))
+    adaptive = Differential(k=0.5, block_bytes=4 * BLOCK, adaptive=0.1)("data", axis_size=1)
+    with raises(TypeError, says("Differential", "value", expected="loss", got="nothing", remedy="value=loss")):
+        one = {"w": jnp.ones((1, 99))}
+        jax.vmap(lambda g: adaptive.update(g, adaptive.init(g)), axis_name="data")(one)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = {"w": P("model", None), "b": P()}
+    with raises(
+        ValueError, says("make_train_step", "compress", expected="sharded", got="one with a DifferentialState")
+    ):
+        options = dict(compress=Differential(), param_specs=specs)
+        cgx.make_train_step(loss_fn, optax.sgd(0.5), mesh, **options).init(params())

@@ -26,7 +26,9 @@ def quadratic(params, x):
 @functools.lru_cache
 def mesh_of(*sizes):
     names = ("dc", "local")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: np.prod(sizes)])
+    return jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: np.prod(sizes)]
+    )
 
 
 def trainer(mesh, **options):
