@@ -1,6 +1,7 @@
 // The attributes of a call, decoded and checked: handlers never trust their caller.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@ using Sizes = ffi::Span<const int64_t>;
 
 constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
 constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
+constexpr int64_t kMostShares = 1 << 30;  // of all chunks together: their product with a chunk's can't overflow
 constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
@@ -70,7 +72,7 @@ struct Message {
 // What describes a message, not yet checked.
 struct Description {
   Codec codec;
-  Sizes sizes, dtypes, ids;
+  Sizes sizes, dtypes, ids, shares;
   int64_t chunks, batch;
 };
 
@@ -80,6 +82,15 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
   if (d.sizes.size() != d.dtypes.size() || d.sizes.size() != d.ids.size())
     return bad("sizes, dtypes and ids differ in length");
   if (d.chunks < 1 || d.chunks > kMostChunks) return bad("chunks out of range: " + std::to_string(d.chunks));
+  if (!d.shares.empty() && d.chunks % static_cast<int64_t>(d.shares.size()) != 0)
+    return bad(std::to_string(d.chunks) + " chunks of " + std::to_string(d.shares.size()) + " parts");
+  int64_t shares = 0;
+  for (const int64_t share : d.shares) {
+    if (share < 0 || share > kMostShares || (shares += share) > kMostShares) return bad("shares out of range");
+  }
+  if (shares * (d.chunks / std::max<int64_t>(1, static_cast<int64_t>(d.shares.size()))) > kMostShares)
+    return bad("shares out of range");
+  if (!d.shares.empty() && shares == 0) return bad("no part has a share");
   if (d.batch < 0 || d.batch > kMost) return bad("batch out of range: " + std::to_string(d.batch));
   std::vector<Leaf> leaves;
   int64_t total = 0;
@@ -92,7 +103,7 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
     total += d.sizes[i];
     if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
-  Layout layout(d.codec, std::move(leaves), d.chunks);
+  Layout layout(d.codec, std::move(leaves), d.chunks, {d.shares.begin(), d.shares.end()});
   if (is_sparse(d.codec.kind)) {
     for (const Piece& p : layout.pieces) {
       if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
@@ -129,6 +140,7 @@ class Attributes {
     d.sizes = get<Sizes>("sizes");
     d.dtypes = get<Sizes>("dtypes");
     d.ids = get<Sizes>("ids");
+    d.shares = get<Sizes>("shares");
     d.chunks = get<int64_t>("chunks");
     d.batch = get<int64_t>("batch");
     return fault_.empty() ? make_message(op_, d) : ffi::Unexpected(invalid(op_, fault_));
