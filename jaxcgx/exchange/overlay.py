@@ -47,11 +47,11 @@ class Tree:
                 raise wrong("Tree", "parents", "parents that lead to the root", f"{self.parents}, a circle from {rank}")
 
     @classmethod
-    def of(cls, links: Iterable[tuple[int, int]], share: int = 1) -> "Tree":
-        """The tree of some links, with the root from which no rank is far."""
+    def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
+        """The tree of some links. Without a root it is the first from which no rank is far."""
         links = list(links)
-        found = [cls(_parents(links, root), share) for root in range(len(links) + 1)]
-        return min(found, key=lambda tree: tree.depth)
+        roots = range(len(links) + 1) if root is None else [root]
+        return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
 
     @property
     def root(self) -> int:

@@ -1,7 +1,6 @@
 // The attributes of a call, decoded and checked: handlers never trust their caller.
 #pragma once
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -82,15 +81,14 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
   if (d.sizes.size() != d.dtypes.size() || d.sizes.size() != d.ids.size())
     return bad("sizes, dtypes and ids differ in length");
   if (d.chunks < 1 || d.chunks > kMostChunks) return bad("chunks out of range: " + std::to_string(d.chunks));
-  if (!d.shares.empty() && d.chunks % static_cast<int64_t>(d.shares.size()) != 0)
-    return bad(std::to_string(d.chunks) + " chunks of " + std::to_string(d.shares.size()) + " parts");
+  const auto parts = static_cast<int64_t>(d.shares.size());
+  if (parts > 0 && d.chunks % parts != 0)
+    return bad(std::to_string(d.chunks) + " chunks of " + std::to_string(parts) + " parts");
   int64_t shares = 0;
   for (const int64_t share : d.shares) {
     if (share < 0 || share > kMostShares || (shares += share) > kMostShares) return bad("shares out of range");
   }
-  if (shares * (d.chunks / std::max<int64_t>(1, static_cast<int64_t>(d.shares.size()))) > kMostShares)
-    return bad("shares out of range");
-  if (!d.shares.empty() && shares == 0) return bad("no part has a share");
+  if (parts > 0 && (shares == 0 || shares * (d.chunks / parts) > kMostShares)) return bad("shares out of range");
   if (d.batch < 0 || d.batch > kMost) return bad("batch out of range: " + std::to_string(d.batch));
   std::vector<Leaf> leaves;
   int64_t total = 0;
