@@ -52,6 +52,7 @@ def make_train_step(
     has_aux: bool = False,
     weighted: bool = False,
     donate: bool = True,
+    diloco: Any = None,
     **options: Any,
 ) -> TrainStep:
     """Data-parallel training with compressed gradients: a TrainStep.
@@ -75,7 +76,8 @@ def make_train_step(
         Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and so is
         what `batch_specs` doesn't split. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of
         the process, and `init` takes the parameters of the first rank.
-      compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
+      compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc`, `bsc` or a
+        `jaxcgx.wan.Differential`.
       param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
         each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,
         and gradients go straight to their shards, with the codecs of `plan`. `shard_specs` makes such specs. Over other
@@ -110,6 +112,10 @@ def make_train_step(
         of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
         depend on the parameters.
       donate: update parameters and state in place; those that `step` was given are gone.
+      diloco: `jaxcgx.wan.diloco(optimizer, ...)`, or one of its forms: the ranks along the outermost of `data_axis` are
+        centres, which train on their own and exchange outer gradients now and then. `plan` is then that of the exchange
+        inside a centre, over the other axes, Raw() by default. `step` returns the outer parameters and a
+        `jaxcgx.wan.DilocoMetrics` (docs/diloco.md).
       **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
@@ -118,6 +124,9 @@ def make_train_step(
         mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
     )
     ranks = check_ranks(OP, data_axis, "data_axis")
+    centres = None if diloco is None else diloco.over(placement, optimizer, data_axis)
+    if centres is not None:
+        placement, ranks, compress, options = centres.inside(compress, options)
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
@@ -142,6 +151,8 @@ def make_train_step(
         has_aux=has_aux,
         plan=options.get("plan"),
     )
+    if centres is not None:
+        return centres.train_step(training, donate)
     if model_state is not None:
         jitted = jax.jit(training.step, donate_argnums=(0, 1, 2) if donate else ())
         return TrainStep(training.init, Step(jitted, placement, place=3))

@@ -58,7 +58,7 @@ class Training:
         self.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self.sharded.check(params)
-        placement, skipped = self.placement, self._skipped(params)
+        placement, skipped = self.placement, self.skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
         trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
         self._check(trained)
@@ -82,7 +82,7 @@ class Training:
         """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
         self.state.check_rows(model_state, self.placement.ranks)
         sent, rest, *lost = opt_state  # lost: by the gather of updates
-        placement, skipped, noise = self.placement, self._skipped(params), self.sharded.key(sent)
+        placement, skipped, noise = self.placement, self.skipped(params), self.sharded.key(sent)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)
         whole, cut, spec = placement.params_of_rank, placement.gradients_of_rank(skipped), self.state.spec
         # A loss is traced without check_vma, which refuses loops that start from zeros.
@@ -106,11 +106,11 @@ class Training:
             transformation = self.ordered(order_of(program, len(jax.tree_util.tree_leaves(params))))
         exchange = placement.over_ranks(
             functools.partial(self._exchange, skipped, transformation),
-            in_specs=(whole, placement.rows, kept),
+            in_specs=(whole, placement.rows, kept, P()),
             out_specs=(cut, kept),
         )
         grads, model_state, loss, aux = find(*given)
-        grads, sent = exchange(params, grads, sent)
+        grads, sent = exchange(params, grads, sent, loss)
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
         sending = self.sharded.freeze(skipped)
         trained, frozen = part(params, skipped)
@@ -135,7 +135,7 @@ class Training:
             expected, got = "an optimizer without compression, which plan= adds", "one that exchanges gradients itself"
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
 
-    def _skipped(self, params: Any) -> Any:
+    def skipped(self, params: Any) -> Any:
         """For each parameter whether it is frozen."""
         return find_skipped(self.plan, self.placement.shards(params))
 
@@ -183,11 +183,14 @@ class Training:
         grads = jax.tree_util.tree_map(lambda x: x[None], join(grads, frozen))
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
-    def _exchange(self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
+    def _exchange(
+        self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, loss: Any
+    ) -> tuple[Any, Any]:
         """The mean of the gradients that the ranks found, and the new state of the exchange."""
+        update = import_optax(OP).with_extra_args_support(transformation).update
         own = jax.tree_util.tree_map(lambda x: x[0], grads)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(transformation.update, own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

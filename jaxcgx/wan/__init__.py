@@ -1,6 +1,32 @@
 """Techniques for training over wide-area networks."""
 
 from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.wan.centres import DilocoMetrics, DilocoState
+from jaxcgx.wan.differential import Differential, DifferentialState
+from jaxcgx.wan.diloco import Diloco, diloco
+from jaxcgx.wan.environment import GeoMX, from_env
+from jaxcgx.wan.forms import muloco, pier, sparseloco
+from jaxcgx.wan.hfa import hfa
+from jaxcgx.wan.mixed_sync import mixed_sync
+from jaxcgx.wan.outer import matched_nesterov
 from jaxcgx.wan.topology import Topology
 
-__all__ = ["Overlay", "Topology", "Tree"]
+__all__ = [
+    "Differential",
+    "DifferentialState",
+    "Diloco",
+    "DilocoMetrics",
+    "DilocoState",
+    "GeoMX",
+    "Overlay",
+    "Topology",
+    "Tree",
+    "diloco",
+    "from_env",
+    "hfa",
+    "matched_nesterov",
+    "mixed_sync",
+    "muloco",
+    "pier",
+    "sparseloco",
+]
