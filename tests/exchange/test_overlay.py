@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from errors import raises
+from errors import raises, says
 from helpers import as_bits, normal
 from jax import lax
 from ranks import EXACT, mesh, on_ranks, whole_numbers
@@ -144,23 +144,35 @@ def test_rings_and_trees():
     assert {ring: 1}[Overlay.ring([2, 0, 1, 3])] == 1  # static under jit
 
 
-def test_errors():
-    with raises("Overlay.owners", "owners", "1 to 4 owners among 4 ranks", "5"):
-        Overlay.owners(4, 5)
-    with raises("Overlay.owners", "owners", "a number of at least 0 for each of 3 ranks"):
-        Overlay.owners(3, [0, 0, 0])
-    with raises("Overlay.ring", "order", "each rank once"):
-        Overlay.ring([0, 1, 1])
-    with raises("Tree", "parents", "parents that lead to the root", "a circle"):
-        Tree((-1, 2, 1))
-    with raises("Tree", "parents", "the parent of each rank", "(0, 0)"):
-        Tree((0, 0))
-    with raises("Overlay", "trees", "trees of the same ranks"):
-        Overlay((Tree((-1, 0)), Tree((-1,))))
-    x = normal((4, 600))
-    for codec, schedule, words in [
-        (EXACT, Overlay.tree(3), "an overlay of the 4 ranks"),
-        (cgx.TopK(0.1), UNEVEN, "trees of several levels"),
-    ]:
-        with raises("compressed_psum", "schedule", words):
-            on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(x)
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Overlay.owners(4, 5), says("Overlay.owners", "owners", expected="1 to 4 owners", got="5")),
+        (lambda: Overlay.owners(4, 0), says("Overlay.owners", "owners", expected="1 to 4 owners", got="0")),
+        (lambda: Overlay.owners(3, [0, 0, 0]), says("Overlay.owners", "owners", expected="each of 3 ranks")),
+        (lambda: Overlay.owners(3, [1, 1]), says("Overlay.owners", "owners", expected="each of 3 ranks")),
+        (lambda: Overlay.ring([0, 1, 1]), says("Overlay.ring", "order", expected="each rank once")),
+        (lambda: Tree((-1, 2, 1)), says("Tree", "parents", expected="lead to the root")),
+        (lambda: Tree((0, 0)), says("Tree", "parents", expected="the parent of each rank", got="(0, 0)")),
+        (lambda: Overlay((Tree((-1, 0)), Tree((-1,)))), says("Overlay", "trees", expected="the same ranks")),
+    ],
+)
+def test_what_is_no_overlay(make, error):
+    with raises(ValueError, error):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("codec", "schedule", "expected"),
+    [(EXACT, Overlay.tree(3), "an overlay of the 4 ranks"), (cgx.TopK(0.1), UNEVEN, "sums grow")],
+)
+def test_where_an_overlay_does_not_fit(codec, schedule, expected):
+    with raises(ValueError, says("compressed_psum", "schedule", expected=expected)):
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(normal((4, 600)))
+
+
+def test_an_overlay_of_an_inner_axis():
+    schedule = {"a": "auto", "b": Overlay.tree(2)}
+    f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": EXACT, "b": EXACT}, schedule=schedule)
+    with raises(ValueError, says("compressed_psum", "schedule", expected="over the outermost axis alone")):
+        on_ranks(f, mesh(2, 2))(normal((2, 2, 600)))
