@@ -13,6 +13,8 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_codec, check_encodes, check_key
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.message import Stage
+from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan import SCHEDULES
 from jaxcgx.transports.base import Transport
 
 
@@ -121,7 +123,20 @@ def check_shared_key(
     return words
 
 
-def check_own(op: str, own: str, schedule: str) -> None:
+def check_schedules(op: str, schedule: Any, parts: Collection[Any]) -> list[Any]:
+    """The schedules that a caller asks for, outermost first: one, or one for each part of a transport."""
+    by_axis = isinstance(schedule, dict)
+    asked = check_each(op, "schedule", schedule, parts=parts, what="a schedule") if by_axis else [schedule]
+    for i, each in enumerate(asked):
+        if i and (each == "tree" or isinstance(each, Overlay)):
+            remedy = 'pass "auto" for inner axes'
+            raise wrong(op, "schedule", "a tree or an overlay over the outermost axis alone", schedule, remedy)
+        if not isinstance(each, Overlay):
+            check_choice(op, "schedule", each, SCHEDULES)
+    return asked
+
+
+def check_own(op: str, own: str, schedule: Any) -> None:
     check_choice(op, "own", own, ("raw", "encoded"))
     if own == "encoded" and schedule == "ring":
         raise wrong(
@@ -134,13 +149,17 @@ def check_own(op: str, own: str, schedule: str) -> None:
 
 
 def check_hops(op: str, stage: Stage) -> None:
-    """Checks that the codec can go from neighbour to neighbour: sums must take no more bytes than leaves."""
-    if stage.schedule == "ring" and stage.codec.sums_grow:
+    """Checks that an overlay is of as many ranks, and that the codec can go from neighbour to neighbour."""
+    schedule, ranks = stage.schedule, stage.net.size
+    if isinstance(schedule, Overlay) and schedule.ranks != ranks:
+        raise wrong(op, "schedule", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
+    hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
+    if hops and stage.codec.sums_grow:  # sums must take no more bytes than leaves
         raise wrong(
             op,
             "schedule",
             f'"two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow from rank to rank',
-            '"ring"',
+            '"ring"' if schedule == "ring" else "trees of several levels",
             'pass schedule="two_shot", or a codec with pull="top"',
         )
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxcgx.checks import check_choice, check_flag, wrong
-from jaxcgx.collectives.arguments import Options, check_each, check_hops, check_own, check_summable
+from jaxcgx.checks import check_flag, wrong
+from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_schedules, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import hierarchy, scopes, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
-from jaxcgx.plan import SCHEDULES, Plan, why_raw
+from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan import Plan, why_raw
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
@@ -26,7 +27,7 @@ def compressed_psum(
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | dict[Any, str] = "auto",
+    schedule: str | Overlay | dict[Any, Any] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -55,8 +56,8 @@ def compressed_psum(
       factors: the factors that `PowerSGD` starts from, those of the step before (`init_factors` at first): a tree like
         `x`, the same on every rank, with None for leaves that have none. The new factors are the last result. Without
         factors, every call restarts from the same guess and approximates worse.
-      schedule: "two_shot", "one_shot", "ring", or "auto", which jaxcgx/exchange/costs.py explains; or a dict with one
-        per axis.
+      schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay`, or "auto", which jaxcgx/exchange/costs.py
+        explains; or a dict with one per axis.
       own: what a rank adds of its own part to the sum that it owns: "raw", the part as it is, which loses less; or
         "encoded", the part as the other ranks see it, with which the same key gives the same bits whatever the messages
         (except for `ByteGrad` and `TopK`).
@@ -81,7 +82,7 @@ def compressed_pmean(
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | dict[Any, str] = "auto",
+    schedule: str | Overlay | dict[Any, Any] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -138,7 +139,7 @@ class Reduction:
 
     call: Call
     said: str  # who chose the schedule, for errors
-    outermost: str  # the schedule that was asked for over the outermost axis, which may have one rank
+    outermost: str | Overlay  # the schedule that was asked for over the outermost axis, which may have one rank
     how: Sum
     mean: bool
     stages: dict[Route, tuple[Stage, ...]]  # with their schedules
@@ -150,23 +151,23 @@ class Reduction:
         if not gradients:  # a leaf without gradient stays as it is
             check_summable(op, x)
         self.mean = mean
-        call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         leader = check_flag(op, "leader", options.leader)
         schedule, self.said, prefer, network = options.schedule, "", "time", None
         if isinstance(codec, Plan):
             leader, prefer, network = leader or codec.leader, codec.prefer, codec.network
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
+        asked = check_schedules(op, schedule, net.parts)
+        if asked[0] == "tree" or isinstance(asked[0], Overlay):
+            options = options._replace(join_raw=True)  # raw leaves go along the same links
+        call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         if leader and call.groups and not call.hierarchy:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"
             raise wrong(op, "leader", "False without a hierarchy", True, remedy)
-        by_axis = isinstance(schedule, dict)
-        asked = check_each(op, "schedule", schedule, parts=net.parts, what="a schedule") if by_axis else [schedule]
         for name in asked:
-            check_choice(op, "schedule", name, SCHEDULES)
             check_own(op, options.own, name)
         self.outermost = asked[0]
-        parts = dict(zip(net.parts.values(), asked)) if by_axis else {}
+        parts = dict(zip(net.parts.values(), asked)) if isinstance(schedule, dict) else {}
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.stages = {}
         for route, ids in call.groups.items():

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.tcp_sum import pieces_of
 from jaxcgx.transports.network import Network
@@ -126,16 +127,22 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
-def sent(schedule: str, codec: Codec, leaves: Sequence[Any], ranks: int) -> int:
-    """The bytes that a rank sends to others when a message is summed, exactly.
+def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int) -> int:
+    """The bytes that a rank sends to others when a message is summed, exactly; where ranks differ, the most.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring". A codec of low rank and Raw() ignore it: their sums are lax.psum's.
+      schedule: "one_shot", "two_shot" or "ring". A codec of low rank and Raw() ignore it: their sums are lax.psum's. Or
+        "tree" or an `Overlay`, over Tcp; only a codec of low rank ignores it.
       codec: the codec.
       leaves: anything with a shape, a size and a dtype.
       ranks: the number of ranks.
     """
     others = ranks - 1
+    if schedule == "tree":
+        schedule = Overlay.tree(ranks)
+    if isinstance(schedule, Overlay) and not codec.low_rank:
+        layout = dataclasses.replace(Layout.of(codec, leaves, chunks=len(schedule.trees)), shares=schedule.shares)
+        return max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))
     if codec.raw or codec.low_rank:
         size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
         return round(2 * others / ranks * size)

@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.coding import roundtrip
+from jaxcgx.exchange.overlay import Overlay, Tree
 
 _GROUPS = 8  # of ranks whose sums are encoded
 
@@ -129,18 +130,26 @@ class Losses:
 
     # Schedules
 
-    def error(self, schedule: str, ranks: int, own: str = "raw", each: int = 1) -> float:
+    def error(self, schedule: str | Overlay, ranks: int, own: str = "raw", each: int = 1) -> float:
         """The vNMSE of a sum over all ranks.
 
         Args:
-          schedule: "one_shot", "two_shot" or "ring", of the exchange. Codecs of low rank have one of their own.
+          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`, of the exchange. Codecs of low rank have one
+            of their own.
           ranks: how many exchange.
           own: how a rank adds its own part, as in compressed_psum.
           each: how many ranks' sum each of them has, in a hierarchy whose inner sums lose nothing.
         """
         codec, total = self.codec, ranks * each
+        if schedule == "tree" and not codec.low_rank:
+            schedule = Overlay.tree(ranks)
         if codec.low_rank:
             state = self.encoded(State(), total)
+        elif isinstance(schedule, Overlay):
+            states = [self._below(tree, tree.root, each, own == "encoded" or codec.sums_grow) for tree in schedule.trees]
+            found = [state if codec.sums_grow else self.encoded(state, total) for state, _ in states]
+            errors = [(1 - state.gain) ** 2 + state.noise / self.power(total) for state in found]
+            return float(np.average(errors, weights=schedule.shares))
         elif schedule == "ring":
             state = self._ring(ranks, each)
         else:
@@ -155,6 +164,23 @@ class Losses:
         by = self.of(each)
         noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * by.alike)
         return State(1 - encoded / ranks * (1 - by.gain), noise)
+
+    def _below(self, tree: Tree, rank: int, each: int, encoded: bool) -> tuple[State, int]:
+        """The sum at a rank of a tree before the rank encodes it, and over how many ranks it is.
+
+        encoded: whether a rank that sums adds its own part as others would see it.
+        """
+        children = tree.children(rank)
+        leaves = [child for child in children if not tree.children(child)]
+        summed, first = 1 + len(leaves), len(leaves) + encoded
+        state = self._first(summed, first, each)
+        gain, noise = state.gain * summed, state.noise
+        for child in children:
+            if child not in leaves:
+                below, ranks = self._below(tree, child, each, encoded)
+                below = self.encoded(below, ranks * each)
+                gain, noise, summed = gain + below.gain * ranks, noise + below.noise, summed + ranks
+        return State(gain / summed, noise), summed
 
     def _ring(self, ranks: int, each: int) -> State:
         state = State()

@@ -22,8 +22,8 @@ from jax import lax
 
 from jaxcgx.exchange import schedules, scopes
 from jaxcgx.exchange.keys import fold_stage
-from jaxcgx.exchange.message import Message, Stage, Sum, carry
-from jaxcgx.exchange.schedules import Sent, Summed
+from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.transports.base import Transport, countable
 
 Stages = tuple[Stage, ...]
@@ -166,6 +166,6 @@ def _with_zero_residuals(message: Message, like: Message) -> Message:
 
 def _exchange(stage: Stage, message: Message, how: Sum) -> Summed:
     """The divided sum of float32 leaves over one stage."""
-    if stage.net.size > 1 and not stage.codec.raw:
+    if stage.net.size > 1 and (not stage.codec.raw or isinstance(stage.schedule, Overlay)):
         return schedules.allreduce(stage, message, how)
     return Summed([x / how.divisor for x in map(stage.net.plain_psum, message.leaves)], message.residuals)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.codecs.base import Codec
+from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.terms import digest
 from jaxcgx.transports.base import Transport
@@ -38,8 +40,8 @@ class Message:
     def replace(self, **changes: Any) -> "Message":
         return dataclasses.replace(self, **changes)
 
-    def layout(self, codec: Codec, chunks: int = 1) -> Layout:
-        return Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids)
+    def layout(self, codec: Codec, chunks: int = 1, shares: tuple[int, ...] | None = None) -> Layout:
+        return dataclasses.replace(Layout.of(codec, self.leaves, chunks=chunks, ids=self.ids), shares=shares)
 
 
 class Stage(NamedTuple):
@@ -47,7 +49,7 @@ class Stage(NamedTuple):
 
     net: Transport
     codec: Codec
-    schedule: str
+    schedule: str | Overlay
     backward: Codec  # of the transpose
 
     def compared(self, message: "Message", how: Any) -> "Stage":
@@ -71,6 +73,25 @@ class Sum(NamedTuple):
     own: str = "raw"
     divisor: float = 1.0
     leader: bool = False
+
+
+class Sent(NamedTuple):
+    """The payload that this rank sent of its leaves."""
+
+    layout: Layout
+    payload: jax.Array
+
+    def clear(self, arrays: list[Any]) -> list[Any]:
+        """Arrays in the shapes of the leaves, with 0 where an element was sent."""
+        return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
+
+
+class Summed(NamedTuple):
+    """A sum over one transport."""
+
+    leaves: list[Any]
+    residuals: Any = None  # a list like the leaves; None without feedback
+    sent: Any = None  # a `Sent`, or None where no momentum needs it
 
 
 def carry(leaves: list[Any], residuals: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -1,5 +1,7 @@
 """How the bytes of one message travel among the ranks of one transport (transports/base.py says what a transport is).
 
+Overlays are in trees.py.
+
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
 half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: cuts of the
 message at buckets, balanced in bytes. `Slices` are the parts of psum_scatter, which the caller's scatter dimension
@@ -13,7 +15,7 @@ rank's own part is then encoded, too, so the sum loses nothing.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
-from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.exchange import trees
+from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
@@ -111,25 +115,6 @@ class Slices:
 def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
     """Row r of each array."""
     return [lax.dynamic_index_in_dim(x, r, keepdims=False) for x in arrays]
-
-
-class Sent(NamedTuple):
-    """The payload that this rank sent of its leaves."""
-
-    layout: Layout
-    payload: jax.Array
-
-    def clear(self, arrays: list[Any]) -> list[Any]:
-        """Arrays in the shapes of the leaves, with 0 where an element was sent."""
-        return ops.clear(dataclasses.replace(self.layout, dtypes=tuple(x.dtype for x in arrays)), self.payload, arrays)
-
-
-class Summed(NamedTuple):
-    """A sum over one transport."""
-
-    leaves: list[Any]
-    residuals: Any = None  # a list like the leaves; None without feedback
-    sent: Any = None  # a `Sent`, or None where no momentum needs it
 
 
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
@@ -221,21 +206,27 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum of two_shot or one_shot, bit for bit, by a transport that overlaps the kernels with the exchange."""
-    two_shot = stage.schedule == "two_shot"
-    layout = message.layout(stage.codec, stage.net.size if two_shot else 1)
-    first, last = fold(message.key, FIRST, stage.net.rank), fold(message.key, SUM)
+    """The sum of a schedule, bit for bit, by a transport that overlaps the kernels with the exchange."""
+    ranks, key = stage.net.size, message.key
+    overlay = Overlay.owners(ranks) if stage.schedule == "two_shot" else stage.schedule
+    parents = overlay.parents if isinstance(overlay, Overlay) else ()
+    shares = stage.schedule.shares if isinstance(stage.schedule, Overlay) else None
+    layout = message.layout(stage.codec, len(parents) or 1, shares)
     asked = PiecewiseSum(
         layout=layout,
         leaves=message.leaves,
         residuals=message.residuals,
-        first_key=first,
-        sum_key=last,
-        two_shot=two_shot,
+        first_key=fold(key, FIRST, stage.net.rank),
+        sum_key=fold(key, SUM),
+        hop_key=fold(key, HOP, stage.net.rank),
+        parents=parents,
         own=how.own,
         divisor=how.divisor,
     )
-    with scope(ExchangeScope.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
+    part = 2 / ranks
+    if isinstance(overlay, Overlay):  # of what the rank sends that sends most
+        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(overlay.sent(layout.ends, layout.ends))
+    with scope(ExchangeScope.of(stage.schedule, layout, part)):
         return Summed(*stage.net.sum_piecewise(asked))
 
 
@@ -245,6 +236,8 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     kernels = stage.codec.native is not None and not stage.codec.sparse
     if stage.net.sum_piecewise and stage.schedule != "ring" and kernels:
         summed = _piecewise(stage, message, how)
+    elif isinstance(stage.schedule, Overlay):
+        summed = Summed(*trees.allreduce(stage, stage.schedule, message, how))
     elif stage.schedule == "one_shot":
         summed = _one_shot(stage, message, how)
     else:

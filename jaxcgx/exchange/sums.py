@@ -7,6 +7,7 @@ from typing import Any
 from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
 
@@ -29,6 +30,8 @@ def choose(
     net, codec = outer.net, outer.codec
     if codec.low_rank:
         outer = outer._replace(schedule="psum")
+    elif outer.schedule == "tree":
+        outer = outer._replace(schedule=Overlay.tree(net.size))
     elif outer.schedule == "auto":
         share = 1 if leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
         if max(x.size for x in leaves) // share > codec.most:

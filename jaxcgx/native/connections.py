@@ -13,9 +13,11 @@ from jaxcgx import _compat
 from jaxcgx.native.leaving import at_exit
 from jaxcgx.native.meeting import SILENCE, Meeting, MeetingError, Other
 from jaxcgx.native.registration import module
+from jaxcgx.native.traffic import Traffic, traffic
 
 LOOK = 1.0  # seconds after which a process looks again who has come
 _ONE = threading.Lock()
+_data: list[list[int]] = []  # the descriptors of the connections for data to each process, which the engine owns
 _why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
 
 
@@ -66,8 +68,15 @@ def _connect(timeout: float) -> None:
                     meeting.call(Other(other, its_host or address, int(port)))
                     unknown.remove(other)
             meeting.step(min(deadline, look if unknown else deadline) - now)
-        module().tcp_start(process, meeting.hand_over(), SILENCE)
+        connections = meeting.hand_over()
+        module().tcp_start(process, connections, SILENCE)
+    _data[:] = [[] if other == process else [data] for other, (_, data, _) in enumerate(connections)]
     at_exit(module().tcp_leave)
+
+
+def sent() -> list[Traffic]:
+    """What this process has sent to each process, itself among them."""
+    return [traffic(data) for data in _data]
 
 
 def _host(coordinator: str) -> str:

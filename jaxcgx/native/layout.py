@@ -67,6 +67,8 @@ class Layout:
       chunks: how many; a chunk is whole buckets.
       ids: key the random numbers of each leaf (stochastic codecs). An id is the leaf's number in its tree, so that one
         key gives the same bits however leaves are grouped into messages.
+      shares: the message is cut into parts of bytes in this proportion, and each part into as many equal chunks. None:
+        all chunks are equal.
     """
 
     codec: Codec
@@ -74,6 +76,7 @@ class Layout:
     dtypes: tuple[DType, ...]
     chunks: int = 1
     ids: tuple[int, ...] | None = None
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtypes", tuple(jnp.dtype(d) for d in self.dtypes))
@@ -116,19 +119,23 @@ class Layout:
             rows.append((before, weight, full, full + (rest > 0)))
             before += full * weight + last
         total = before
+        shares = self.shares or (1,)
+        cuts = self.chunks // len(shares)  # of a part
 
         def cut(c: int, before: int, weight: int, full: int, count: int) -> int:
             if c == self.chunks:
                 return count
-            target = -(-c * total // self.chunks)
+            part, k = divmod(c, cuts)
+            share = sum(shares[:part]) * cuts + k * shares[part]
+            target = -(-share * total // (sum(shares) * cuts))
             wanted = -(-(target - before) // weight) if target > before else 0
             return wanted if wanted <= full else count
 
         return [[cut(c, *row) for c in range(self.chunks + 1)] for row in rows], unit
 
     @functools.cached_property
-    def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], int]:
-        """The pieces of each chunk, and the bytes of the longest chunk."""
+    def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], tuple[int, ...]]:
+        """The pieces of each chunk, and its bytes."""
         codec, (cuts, unit) = self.codec, self._cuts
         chunks, ends = [], []
         for c in range(self.chunks):
@@ -153,7 +160,7 @@ class Layout:
                 placed.append(dataclasses.replace(p, codes=codes, tail=tail))
             chunks.append(tuple(placed))
             ends.append(at)
-        return tuple(chunks), max(ends)
+        return tuple(chunks), tuple(ends)
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -161,8 +168,14 @@ class Layout:
         return self._placed[0]
 
     @property
-    def chunk_bytes(self) -> int:
+    def ends(self) -> tuple[int, ...]:
+        """The bytes of each chunk."""
         return self._placed[1]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The bytes of the longest chunk."""
+        return max(self.ends)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -172,6 +185,7 @@ class Layout:
             sizes=np.array(self.sizes, np.int64),
             dtypes=np.array([DTYPES.index(d) for d in self.dtypes], np.int64),
             ids=np.array(self.ids, np.int64),
+            shares=np.array(self.shares or (), np.int64),
             chunks=np.int64(self.chunks),
         )
 

@@ -25,11 +25,14 @@ from jaxcgx.native.terms import digest
 
 # The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**19, 16
+# The same by trees of different shares or of several levels: links are slow, and a level waits for the one below.
+TREE_PIECE, MOST_TREE_PIECES = 2**15, 64
 
 
-def pieces_of(size: int) -> int:
+def pieces_of(size: int, trees: bool = False) -> int:
     """The number of pieces that a chunk of `size` bytes travels in."""
-    return max(1, min(MOST_PIECES, size // PIECE))
+    piece, most = (TREE_PIECE, MOST_TREE_PIECES) if trees else (PIECE, MOST_PIECES)
+    return max(1, min(most, size // piece))
 
 
 tcp_allreduce_p: Any = _compat.Primitive("jaxcgx_tcp_allreduce")
@@ -43,12 +46,14 @@ class Operands(NamedTuple):
     who: Any
     first_key: Any
     sum_key: Any
+    hop_key: Any
 
 
 class How(NamedTuple):
     """What the handler is told: the schedule, and what of it is compensated."""
 
-    two_shot: bool  # else one_shot
+    two_shot: bool  # along the trees, else one_shot
+    parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree
     own: bool  # a rank's own part joins the sum as it is
     sum_feedback: bool  # the residual is what the encoding of the sum loses
     divisor: float
@@ -59,31 +64,35 @@ class Results(NamedTuple):
     residuals: list[Any] | None
 
 
-def allreduce(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divisor: float, net: Any) -> Results:
-    """The schedule "one_shot" or "two_shot" of exchange/schedules.py, with its bits.
+def allreduce(
+    layout: Layout, operands: Operands, *, parents: tuple[tuple[int, ...], ...], own: str, divisor: float, net: Any
+) -> Results:
+    """The schedule "one_shot", "two_shot" or an overlay of exchange/schedules.py, with its bits.
 
     The result is float32 sums with "one_shot", else leaves.
 
     Args:
-      layout: the message, cut into a chunk for each rank with two_shot, else into one. Its codec has kernels.
+      layout: the message, cut into a chunk for each tree, or one for one_shot. Its codec has kernels.
       operands: the operands. `who` is left to this function.
-      two_shot: which of the schedules.
+      parents: of the ranks in each tree; () for one_shot.
       own: how a rank adds its own part.
       divisor: what the sum is divided by.
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
-    pieces = 1 if layout.codec.whole else pieces_of(layout.chunk_bytes)
+    uneven = layout.shares is not None
+    pieces = 1 if layout.codec.whole else pieces_of(layout.chunk_bytes, uneven)
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     operands = operands._replace(who=who_takes_part(net))
     if not layout.codec.stochastic:
-        operands = operands._replace(first_key=None, sum_key=None)
-    elif not two_shot:
-        operands = operands._replace(sum_key=None)
+        operands = operands._replace(first_key=None, sum_key=None, hop_key=None)
+    elif not parents:
+        operands = operands._replace(sum_key=None, hop_key=None)
     flat, tree = jax.tree_util.tree_flatten(operands)
-    feedback, raw = operands.residuals is not None, two_shot and own == "raw"
+    feedback, raw = operands.residuals is not None, bool(parents) and own == "raw"
     how = How(
-        two_shot=two_shot,
+        two_shot=bool(parents),
+        parents=parents,
         own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
         sum_feedback=raw and feedback,
         divisor=float(divisor),
@@ -118,6 +127,7 @@ def _lower(
         *given,
         **message,
         two_shot=how.two_shot,
+        parents=np.array(how.parents, np.int64).reshape(-1),
         own=how.own,
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
@@ -125,13 +135,28 @@ def _lower(
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),
         digest=digest(layout, messages, how),
-        bytes=np.int64(messages * layout.chunks * layout.chunk_bytes),  # for `explain`
+        bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
     aliases = {1 + i: len(at.leaves) + i for i in range(len(fed))}
     end = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, operand_output_aliases=aliases)
     results = end(ctx.replace(avals_in=[ticket, *residuals]), number, *lost, **message)
     ctx.set_tokens_out(begun.tokens_out)
     return results
+
+
+def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
+    """The bytes of the operand of a collective that sends as many as the rank which sends most."""
+    if not parents:
+        return sum(layout.ends)
+    pieces = layout.chunks // len(parents)
+    sent = [0] * ranks
+    for i, tree in enumerate(parents):
+        size = sum(layout.ends[i * pieces : (i + 1) * pieces])
+        for rank, parent in enumerate(tree):
+            if parent >= 0:
+                sent[rank] += size
+                sent[parent] += size
+    return round(max(sent) * ranks / (2 * (ranks - 1))) if ranks > 1 else 0
 
 
 def _abstract(

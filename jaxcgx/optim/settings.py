@@ -7,12 +7,13 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, is_integer, wrong
+from jaxcgx.checks import check_flag, check_integer, check_number, check_positive, is_integer, wrong
 from jaxcgx.codecs.spelling import spell
-from jaxcgx.collectives.arguments import check_each, check_own
+from jaxcgx.collectives.arguments import check_each, check_own, check_schedules
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.optim.phases import Phase, check_phases
 from jaxcgx.optim.ranks import MeshRanks, Ranks
-from jaxcgx.plan import SCHEDULES, Plan
+from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import check_axis_names, is_communicator
 
 
@@ -128,12 +129,7 @@ class Settings:
     def _check_travel(self) -> None:
         """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""
         function, names = self.function, self.ranks.levels
-        schedule = self.schedule
-        by_axis = isinstance(schedule, dict)
-        for each in (
-            check_each(function, "schedule", schedule, parts=names, what="a schedule") if by_axis else [schedule]
-        ):
-            check_choice(function, "schedule", each, SCHEDULES)
+        for each in check_schedules(function, self.schedule, names):
             check_own(function, self.own, each)
         for plan in self.plans:
             for codec in (plan.default, *(rule.codec for rule in plan.rules)):
@@ -167,6 +163,9 @@ class Settings:
             raise wrong(self.function, "momentum", f"None {sharded}", self.momentum, remedy)
         if self.leader or any(plan.leader for plan in self.plans):
             raise wrong(self.function, "leader", f"False {sharded}", True, "every rank exchanges its own slices")
+        if self.schedule == "tree" or isinstance(self.schedule, Overlay):
+            expected = f'"auto", "two_shot", "one_shot" or "ring" {sharded}'
+            raise wrong(self.function, "schedule", expected, self.schedule, "every slice has one owner")
         for plan in self.plans:
             for codec in plan.codecs:
                 if codec.low_rank:
@@ -183,7 +182,7 @@ class Settings:
         outermost = next(iter(self.ranks.levels), None)  # None: a communicator
         for plan in self.plans:
             argument, given = ("plan", plan.schedule) if self.schedule == "auto" else ("schedule", self.schedule)
-            over = given.get(outermost) if isinstance(given, dict) else given
+            over: Any = given.get(outermost) if isinstance(given, dict) else given
             if over == "ring" and not all(codec.raw or codec.low_rank for codec in plan.codecs):
                 raise wrong(
                     self.function,

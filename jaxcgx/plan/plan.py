@@ -24,7 +24,7 @@ from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.network import Network
 
-SCHEDULES = ("auto", "two_shot", "one_shot", "ring")
+SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
 
 @dataclasses.dataclass(frozen=True)

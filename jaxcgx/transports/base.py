@@ -25,12 +25,13 @@ class PiecewiseSum(NamedTuple):
     The layout has the message's codec in it. The transport passes both on to `native` and reads neither.
     """
 
-    layout: Layout  # with two_shot a chunk per rank, else one
+    layout: Layout  # with a chunk for each tree; one for one_shot
     leaves: list[jax.Array]
     residuals: list[jax.Array] | None
     first_key: jax.Array | None  # of a rank's own encoding
-    sum_key: jax.Array | None  # of the encoding of a sum
-    two_shot: bool  # else one_shot
+    sum_key: jax.Array | None  # of the encoding of a root's sum
+    hop_key: jax.Array | None  # of the encodings of other sums
+    parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree, a chunk's; () for one_shot
     own: str
     divisor: float
 
@@ -89,6 +90,13 @@ class Transport:
     def shift(self, row: jax.Array) -> jax.Array:
         """The row of the rank before; for the first rank, that of the last."""
         raise NotImplementedError(f"{type(self).__name__}.shift")
+
+    def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+        """The row of the rank that is paired with this one. pairs: (from, to). Other ranks get a row that nobody uses."""
+        source = [0] * self.size
+        for sender, receiver in pairs:
+            source[receiver] = sender
+        return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
 
     # Arrays that travel as they are: what `lax` has under the name.
 

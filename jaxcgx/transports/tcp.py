@@ -89,8 +89,13 @@ class TcpAxes(Axes):
 
     def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
         operands = tcp_sum.Operands(
-            leaves=asked.leaves, residuals=asked.residuals, who=None, first_key=asked.first_key, sum_key=asked.sum_key
+            leaves=asked.leaves,
+            residuals=asked.residuals,
+            who=None,
+            first_key=asked.first_key,
+            sum_key=asked.sum_key,
+            hop_key=asked.hop_key,
         )
         return tcp_sum.allreduce(
-            asked.layout, operands, two_shot=asked.two_shot, own=asked.own, divisor=asked.divisor, net=self
+            asked.layout, operands, parents=asked.parents, own=asked.own, divisor=asked.divisor, net=self
         )

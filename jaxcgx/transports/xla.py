@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcgx import _compat
@@ -61,13 +60,7 @@ class Axes(base.Transport):
         return rows.reshape(self.size, *row.shape)
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """The row of the rank that is paired with this one. pairs: (from, to)."""
-        if self.at_once:
-            return lax.ppermute(row, self.names, pairs)
-        source = np.zeros(self.size, np.int32)
-        for sender, receiver in pairs:
-            source[receiver] = sender
-        return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
+        return lax.ppermute(row, self.names, pairs) if self.at_once else super().permute(row, pairs)
 
     def shift(self, row: jax.Array) -> jax.Array:
         return self.permute(row, [(r, (r + 1) % self.size) for r in range(self.size)])

@@ -1,5 +1,6 @@
 """Techniques for training over wide-area networks."""
 
+from jaxcgx.exchange.overlay import Overlay, Tree
 from jaxcgx.wan.centres import DilocoMetrics, DilocoState
 from jaxcgx.wan.differential import Differential, DifferentialState
 from jaxcgx.wan.diloco import Diloco, diloco
@@ -8,6 +9,7 @@ from jaxcgx.wan.forms import muloco, pier, sparseloco
 from jaxcgx.wan.hfa import hfa
 from jaxcgx.wan.mixed_sync import mixed_sync
 from jaxcgx.wan.outer import matched_nesterov
+from jaxcgx.wan.topology import Topology
 
 __all__ = [
     "Differential",
@@ -16,6 +18,9 @@ __all__ = [
     "DilocoMetrics",
     "DilocoState",
     "GeoMX",
+    "Overlay",
+    "Topology",
+    "Tree",
     "diloco",
     "from_env",
     "hfa",

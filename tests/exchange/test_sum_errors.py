@@ -26,6 +26,7 @@ def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
         (cgx.MaxMin(4), "normal", "two_shot"),
         (cgx.MaxMin(2), "normal", "two_shot"),
         (cgx.MaxMin(3), "laplace", "ring"),
+        (cgx.MaxMin(3), "normal", "tree"),
         (STOCHASTIC, "normal", "one_shot"),
         (STOCHASTIC, "laplace", "two_shot"),
         (cgx.Float8(), "student", "ring"),

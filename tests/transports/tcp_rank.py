@@ -26,8 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
 from jaxcgx.native import connections
+from jaxcgx.wan import Overlay, Topology, Tree
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
+UNEVEN = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
 SHAPES = {
     "w": ((300, 37), "float32"),
     "scale": ((), "float32"),
@@ -98,6 +100,12 @@ CASES = {
     "feedback encoded": (SHAPES, "data", reduction(schedule="two_shot", own="encoded", fed=True)),
     "several pieces": (LARGE, "data", reduction(schedule="two_shot", fed=True)),
     "several pieces one_shot": (LARGE, "data", reduction(cgx.MaxMin(8, skip_incomplete=True), schedule="one_shot")),
+    "overlay": (SHAPES, "data", reduction(NOISY, keyed=True, schedule=UNEVEN, fed=True)),
+    "overlay of several pieces": (LARGE, "data", reduction(schedule=Overlay.ring([2, 0, 1, 3]))),
+    "overlay fed, several pieces": (LARGE, "data", reduction(schedule=UNEVEN, fed=True)),
+    "owners": (SHAPES, "data", reduction(schedule=Overlay.owners(4, [1, 1, 0, 0.2]), own="encoded", fed=True)),
+    "raw along trees": (SHAPES, "data", reduction(cgx.Raw(), schedule="tree")),
+    "lists along trees": (SHAPES, "data", reduction(cgx.TopK(0.05, pull="top"), schedule=UNEVEN, fed=True)),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
@@ -241,6 +249,21 @@ def explained():
     return str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False))
 
 
+def adapted():
+    """What a topology decides on each rank: its overlays, what it knows of links, and a sum along the last one."""
+    mesh = the_mesh("data")
+    topology = Topology(mesh, TCP, greed=0.5, probe_bytes=2**17)
+    overlays = []
+    for _ in range(4):
+        topology.update()
+        overlays.append(str(topology.overlay.trees))
+    x = array(mesh, (4000,), "float32", 0)
+    make = lambda overlay: lambda x: cgx.compressed_psum(x, TCP, cgx.Raw(), schedule=overlay)
+    total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
+    known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
+    return overlays, topology.version, topology.probes, known, bool(np.isfinite(total.addressable_data(0)).all())
+
+
 def sum_until(action, last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
     x = array(mesh, (200_000,), "float32", 0)
@@ -272,6 +295,7 @@ def main():
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
         result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else "", low_rank()]
+        result.insert(3, adapted())
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

@@ -92,6 +92,13 @@ def test_meshes_that_it_can_not_serve(everything):
         )
 
 
+def test_all_ranks_get_the_same_overlays(everything):
+    """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
+    (overlays, version, probes, known, finite), *others = [found for *_, found, _ in everything]
+    assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
+    assert all(other == [overlays, version, probes, None, True] for other in others)
+
+
 def test_explain_counts_it(everything):
     rows = [line.split() for line in everything[1][2].splitlines()]
     sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"

@@ -2,7 +2,8 @@
 //
 // A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Cuts are between
 // units: a bucket, or 512 elements if the codec has no buckets. The cut for chunk c is the first unit boundary at or
-// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece.
+// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece. With `shares`, the message is cut
+// into parts of bytes in that proportion, and every part into as many chunks of equal length.
 //
 // A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece
 // are aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All gaps are
@@ -48,11 +49,19 @@ struct Layout {
   std::vector<Piece> pieces;      // by chunk, then by leaf
   std::vector<int64_t> first;     // chunk c has pieces first[c] .. first[c + 1]
   std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
-  int64_t chunk_bytes = 0;
+  std::vector<int64_t> end;       // of chunk c: where it ends
+  std::vector<int64_t> shares;    // of the parts, in proportion; empty: all chunks are alike
+  int64_t chunk_bytes = 0;        // of the longest chunk
 
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
 
-  Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks) : codec(codec), leaves(std::move(leaves_in)) {
+  Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks, std::vector<int64_t> shares_in = {})
+      : codec(codec), leaves(std::move(leaves_in)), shares(std::move(shares_in)) {
+    const int64_t parts = shares.empty() ? 1 : static_cast<int64_t>(shares.size()), cuts = chunks / parts;
+    std::vector<int64_t> before{0};  // shares before a part
+    for (int64_t part = 0; part < parts; ++part)
+      before.push_back(before.back() + (shares.empty() ? 1 : shares[static_cast<size_t>(part)]));
+    const int64_t whole_shares = before.back() * cuts;
     const int64_t meta_bytes = 4 * meta_floats(codec.kind);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
     // One bucket for a whole piece: its metadata does not count when bytes are balanced.
@@ -82,8 +91,10 @@ struct Layout {
     // Units of leaf i in chunks before c.
     const auto cut = [&](size_t i, int64_t c) -> int64_t {
       const Units& u = units[i];
-      // ceil(c * total / chunks), without overflow for any message that fits memory
-      const int64_t target = c * (total / chunks) + div_up(c * (total % chunks), chunks);
+      const auto part = static_cast<size_t>(c / cuts);
+      const int64_t share = before[part] * cuts + c % cuts * (before[part + 1] - before[part]);
+      // ceil(share * total / whole_shares), without overflow for any message that fits memory
+      const int64_t target = share * (total / whole_shares) + div_up(share * (total % whole_shares), whole_shares);
       if (target <= u.before) return 0;
       const int64_t wanted = div_up(target - u.before, u.weight);
       return wanted <= u.full ? wanted : u.count;
@@ -120,6 +131,7 @@ struct Layout {
         at = align16(at + p.raw * size_of(dtype));
       }
       first.push_back(static_cast<int64_t>(pieces.size()));
+      end.push_back(at);
       if (at > chunk_bytes) chunk_bytes = at;
     }
   }
@@ -127,7 +139,7 @@ struct Layout {
 
 // The layout of a sum over `ranks` messages: pieces of the same elements.
 inline Layout of_sum(const Layout& l, int64_t ranks) {
-  return is_sparse(l.codec.kind) ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks()) : l;
+  return is_sparse(l.codec.kind) ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks(), l.shares) : l;
 }
 
 // The values of a piece of n elements, as a message of their own.

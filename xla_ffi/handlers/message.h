@@ -16,6 +16,7 @@ using Sizes = ffi::Span<const int64_t>;
 
 constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
 constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
+constexpr int64_t kMostShares = 1 << 30;  // of all chunks together: their product with a chunk's can't overflow
 constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
@@ -70,7 +71,7 @@ struct Message {
 // What describes a message, not yet checked.
 struct Description {
   Codec codec;
-  Sizes sizes, dtypes, ids;
+  Sizes sizes, dtypes, ids, shares;
   int64_t chunks, batch;
 };
 
@@ -80,6 +81,14 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
   if (d.sizes.size() != d.dtypes.size() || d.sizes.size() != d.ids.size())
     return bad("sizes, dtypes and ids differ in length");
   if (d.chunks < 1 || d.chunks > kMostChunks) return bad("chunks out of range: " + std::to_string(d.chunks));
+  const auto parts = static_cast<int64_t>(d.shares.size());
+  if (parts > 0 && d.chunks % parts != 0)
+    return bad(std::to_string(d.chunks) + " chunks of " + std::to_string(parts) + " parts");
+  int64_t shares = 0;
+  for (const int64_t share : d.shares) {
+    if (share < 0 || share > kMostShares || (shares += share) > kMostShares) return bad("shares out of range");
+  }
+  if (parts > 0 && (shares == 0 || shares * (d.chunks / parts) > kMostShares)) return bad("shares out of range");
   if (d.batch < 0 || d.batch > kMost) return bad("batch out of range: " + std::to_string(d.batch));
   std::vector<Leaf> leaves;
   int64_t total = 0;
@@ -92,7 +101,7 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
     total += d.sizes[i];
     if (total > kMost) return bad("the leaves have more than 2^40 elements");
   }
-  Layout layout(d.codec, std::move(leaves), d.chunks);
+  Layout layout(d.codec, std::move(leaves), d.chunks, {d.shares.begin(), d.shares.end()});
   if (is_sparse(d.codec.kind)) {
     for (const Piece& p : layout.pieces) {
       if (p.coded > kMostIndices) return bad("a piece has more than 2^31 - 1 elements: " + std::to_string(p.coded));
@@ -129,6 +138,7 @@ class Attributes {
     d.sizes = get<Sizes>("sizes");
     d.dtypes = get<Sizes>("dtypes");
     d.ids = get<Sizes>("ids");
+    d.shares = get<Sizes>("shares");
     d.chunks = get<int64_t>("chunks");
     d.batch = get<int64_t>("batch");
     return fault_.empty() ? make_message(op_, d) : ffi::Unexpected(invalid(op_, fault_));

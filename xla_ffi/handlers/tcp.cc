@@ -117,10 +117,33 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
 // A sum of a message is two calls, so that the program goes on between them.
 //
 // begin: operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with
-// two_shot also the sum's), a token. Results: new residuals (with feedback), a ticket, a token. The tokens order a
-// program's exchanges.
+// two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with feedback), a ticket, a token.
+// The tokens order a program's exchanges.
 // end: operands: the ticket, new residuals (with feedback). Results: the sums (one_shot: fp32; two_shot: the leaves'
 // dtypes), new residuals (with feedback).
+
+// What is wrong with trees: [trees, ranks] parents, -1 of the root; empty: nothing.
+std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
+  const auto n = static_cast<int64_t>(parents.size());
+  if (n == 0 || n % ranks != 0 || chunks % (n / ranks) != 0)
+    return std::to_string(n) + " parents and " + std::to_string(chunks) + " chunks for " + std::to_string(ranks) + " ranks";
+  for (int64_t tree = 0; tree < n; tree += ranks) {
+    const auto parent = [&](int64_t rank) { return parents[static_cast<size_t>(tree + rank)]; };
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      if (parent(rank) < -1 || parent(rank) >= ranks) return "parent " + std::to_string(parent(rank));
+    }
+    int64_t roots = 0;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      roots += parent(rank) == -1;
+      int64_t at = rank, steps = 0;
+      while (at != -1 && steps <= ranks) at = parent(at), ++steps;
+      if (at != -1) return "parents in a circle";
+    }
+    if (roots != 1) return "a tree of " + std::to_string(roots) + " roots";
+  }
+  return "";
+}
+
 ffi::Error expect_buffers(const std::string& op, size_t args, size_t expected_args, size_t rets, size_t expected_rets) {
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args, expected_args));
   return expect_count(op, "results", rets, expected_rets);
@@ -132,6 +155,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   Attributes attributes(op, dictionary);
   const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
              digest = attributes.get<int64_t>("digest");
+  const auto parents = attributes.get<Sizes>("parents");
   const bool two_shot = attributes.get<bool>("two_shot"), own = attributes.get<bool>("own"),
              feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback");
   const auto divisor = attributes.get<float>("divisor");
@@ -139,14 +163,17 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   if (message.has_error()) return message.error();
   const Layout& l = message->layout;
   if (is_sparse(l.codec.kind)) return invalid(op, "this codec's lists are exchanged, not summed");
-  if (ranks < 1 || ranks > tcp::kMostProcesses || (two_shot && l.chunks() % ranks != 0))
-    return invalid(op, std::to_string(l.chunks()) + " chunks for " + std::to_string(ranks) + " ranks");
+  if (ranks < 1 || ranks > tcp::kMostProcesses) return invalid(op, std::to_string(ranks) + " ranks");
+  if (two_shot) {
+    if (const std::string fault = fault_of_trees(parents, ranks, l.chunks()); !fault.empty()) return invalid(op, fault);
+  }
   if (message->batch > kMostChunks) return invalid(op, "batch out of range: " + std::to_string(message->batch));
   if ((own && (feedback || !two_shot)) || (sum_feedback && !(feedback && two_shot)))
     return invalid(op, "own and feedback don't go together");
   if (!(divisor >= kLeastDivisor)) return invalid(op, "the divisor is not a positive number, 2^-126 or more");
 
   tcp::Allreduce a{l, ranks, message->batch, two_shot};
+  a.parents.assign(parents.begin(), parents.end());
   a.own = own;
   a.feedback = feedback;
   a.sum_feedback = sum_feedback;
@@ -155,7 +182,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   a.ids.assign(message->ids.begin(), message->ids.end());
   tcp::Allreduce::Inputs first;
   const int32_t* who = nullptr;
-  const size_t leaves = l.leaves.size(), keys = l.codec.stochastic ? 1 + two_shot : 0, fed = feedback ? leaves : 0;
+  const size_t leaves = l.leaves.size(), keys = l.codec.stochastic ? 1 + 2 * two_shot : 0, fed = feedback ? leaves : 0;
   CGX_RETURN_IF_ERROR(expect_buffers(op, args.size(), leaves + fed + 1 + keys + 1, rets.size(), fed + 2));
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
@@ -163,17 +190,21 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
   CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + ranks, &who));
   if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, 2, &first.first_key));
-  if (keys > 1) CGX_RETURN_IF_ERROR(operands.take_batch("key of the sum", ffi::DataType::U32, 2, &first.sum_key));
+  if (keys > 1) {
+    CGX_RETURN_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, 2, &first.sum_key));
+    CGX_RETURN_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, 2, &first.hop_key));
+  }
   if (feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
   int64_t* ticket = nullptr;
   CGX_RETURN_IF_ERROR(results.take("ticket", ffi::DataType::S64, 1, &ticket));
 
   const auto group = make_group(op, who, ranks, timeout_ms);
   if (group.has_error()) return group.error();
-  a.workspace = tcp::the_workspaces().take(a.workspace_bytes());
+  const int64_t bytes = a.workspace_bytes(group->rank);
+  a.workspace = tcp::the_workspaces().take(bytes);
   if (a.workspace == nullptr) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      "jaxcgx_" + op + ": no memory for " + std::to_string(a.workspace_bytes()) + " bytes");
+                      "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes");
   }
   *ticket = tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
   return ffi::Error::Success();

@@ -1,5 +1,6 @@
 #include "tcp/allreduce.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
@@ -113,11 +114,26 @@ class Part {
 
 // What a message's sum needs between begin and end.
 struct Kept {
-  Part own, residuals;
-  uint32_t key[2] = {0, 0};  // of the sum
+  std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
+  uint32_t sum_key[2] = {0, 0}, hop_key[2] = {0, 0};
 };
 
 }  // namespace
+
+std::vector<int64_t> Allreduce::summed(int64_t part, int64_t rank) const {
+  std::vector<int64_t> found;
+  for (int64_t r = 0; r < ranks; ++r) {
+    if (r == rank || !two_shot || parent(part, r) == rank) found.push_back(r);
+  }
+  if (two_shot && found.size() == 1 && parent(part, rank) >= 0) found.clear();  // a leaf
+  return found;
+}
+
+int64_t Allreduce::workspace_bytes(int64_t rank) const {
+  int64_t rows = two_shot ? 2 * parts() : 0;
+  for (int64_t part = 0; part < parts(); ++part) rows += static_cast<int64_t>(summed(part, rank).size());
+  return rows * batch * pieces() * layout.chunk_bytes;
+}
 
 // The pieces of a batch are numbered message after message.
 class Running : public std::enable_shared_from_this<Running> {
@@ -127,40 +143,60 @@ class Running : public std::enable_shared_from_this<Running> {
         net_(std::move(net)),
         rank_(rank),
         ranks_(a_.ranks),
+        parts_(a_.parts()),
         pieces_(a_.pieces()),
         all_(a_.batch * pieces_),
         bytes_(a_.layout.chunk_bytes),
-        payloads_(a_.workspace.get()),
-        outgoing_(place(payloads_, all_, 0)),
-        encoded_(place(outgoing_, all_, 0)),
-        missing_(static_cast<size_t>(all_)),
-        unsummed_(all_),
+        missing_(static_cast<size_t>(parts_ * all_)),
         kept_(static_cast<size_t>(a_.batch)),
         completion_(3, [this](const Status& status) { done_(status); }) {
-    for (auto& m : missing_) m = ranks_;
+    int64_t at = 0;
+    for (int64_t part = 0; part < parts_; ++part) {
+      summed_.push_back(a_.summed(part, rank_));
+      const auto rows = static_cast<int64_t>(summed_.back().size());
+      payloads_.push_back(a_.workspace.get() + at);
+      at += rows * all_ * bytes_;
+      for (int64_t piece = 0; piece < all_; ++piece) missing_[index(part, piece)] = rows;
+      if (rows > 0) unsummed_ += all_;
+    }
+    outgoing_ = a_.workspace.get() + at;
+    encoded_ = outgoing_ + parts_ * all_ * bytes_;
     for (auto& kept : kept_) {
-      if (a_.own) kept.own = Part(a_.layout, rank_ * pieces_, pieces_);
-      if (a_.sum_feedback) kept.residuals = Part(a_.layout, rank_ * pieces_, pieces_, DType::kF32);
+      kept.own.resize(static_cast<size_t>(parts_)), kept.residuals.resize(static_cast<size_t>(parts_));
+      for (int64_t part = 0; part < parts_; ++part) {
+        const auto p = static_cast<size_t>(part);
+        if (summed_[p].empty()) continue;
+        if (a_.own) kept.own[p] = Part(a_.layout, part * pieces_, pieces_);
+        if (a_.sum_feedback) kept.residuals[p] = Part(a_.layout, part * pieces_, pieces_, DType::kF32);
+      }
     }
   }
 
   void begin(Group group) {
     Exchange e{};
     e.name = std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " +
-             std::to_string(all_ * (a_.two_shot ? ranks_ : 1) * bytes_) + " bytes";
+             std::to_string(all_ * parts_ * bytes_) + " bytes";
     e.kind = kKind + a_.two_shot;
     e.digest = a_.digest;
     e.group = std::move(group);
     for (int64_t piece = 0; piece < all_; ++piece) {
-      for (int64_t i = 1; i < ranks_; ++i) {
-        const int64_t other = (rank_ + i) % ranks_;
-        e.receives.push_back({other, piece, place(payloads_, piece, other), bytes_});
-        if (a_.two_shot) e.receives.push_back({other, all_ + piece, place(encoded_, piece, other), bytes_});
+      for (int64_t part = 0; part < parts_; ++part) {
+        const int64_t bytes = sent_bytes(part, piece);
+        if (bytes == 0) continue;
+        const std::vector<int64_t> from = children(part);
+        for (const int64_t other : from) {
+          e.receives.push_back({other, slot(false, part, piece), row(part, piece, other), bytes});
+        }
+        e.sends += static_cast<int64_t>(from.size());
+        if (!a_.two_shot) continue;  // as many as it receives
+        const int64_t parent = a_.parent(part, rank_);
+        if (parent < 0) continue;
+        e.receives.push_back({parent, slot(true, part, piece), place(encoded_, part, piece), bytes});
+        ++e.sends;
       }
     }
-    e.sends = static_cast<int64_t>(e.receives.size());
     const auto self = shared_from_this();
-    e.received = [self, receives = e.receives](size_t i) { self->received(receives[i].rank, receives[i].slot); };
+    e.received = [self, receives = e.receives](size_t i) { self->received(receives[i].slot); };
     e.done = [self](const Status& status) { self->completion_.part(status); };
     running_ = net_->begin(std::move(e));
   }
@@ -168,20 +204,32 @@ class Running : public std::enable_shared_from_this<Running> {
   void encode(const Allreduce::Inputs& first, const cpu::Pool& pool) {
     for (int64_t piece = 0; piece < all_; ++piece) {
       const auto m = behind(a_.layout, piece / pieces_, first);
-      for (int64_t i = 1; i < ranks_ && a_.two_shot; ++i) {
-        const int64_t owner = (rank_ + i) % ranks_;
-        uint8_t* to = place(outgoing_, piece, owner);
-        encode_chunk(m, owner, piece, to, pool);
-        net_->send(running_, owner, piece, to, bytes_);
+      Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
+      if (piece % pieces_ == 0) {
+        if (m.sum_key != nullptr) std::copy_n(m.sum_key, 2, kept.sum_key);
+        if (m.hop_key != nullptr) std::copy_n(m.hop_key, 2, kept.hop_key);
       }
-      uint8_t* mine = place(payloads_, piece, rank_);
-      if (!a_.own) encode_chunk(m, rank_, piece, mine, pool);
-      if (!a_.two_shot) send_to_all(piece, mine);
-      Kept& kept = kept_[row(piece)];
-      kept.own.copy(chunk(rank_, piece), m.leaves);
-      kept.residuals.copy(chunk(rank_, piece), m.new_residuals);
-      if (m.sum_key != nullptr && piece % pieces_ == 0) std::copy_n(m.sum_key, 2, kept.key);
-      one_less(piece);
+      // What others sum comes first. The ranks begin with different parts, so that not all send to the same one at once.
+      for (const bool sums : {false, true}) {
+        for (int64_t i = 1; i <= parts_; ++i) {
+          const int64_t part = (rank_ + i) % parts_;
+          const auto p = static_cast<size_t>(part);
+          if (summed_[p].empty() == sums) continue;
+          if (!sums) {
+            uint8_t* to = place(outgoing_, part, piece);
+            encode_chunk(m, part, piece, to, pool);
+            send(a_.parent(part, rank_), slot(false, part, piece), to, sent_bytes(part, piece));
+            continue;
+          }
+          uint8_t* mine = row(part, piece, rank_);
+          if (!a_.own) encode_chunk(m, part, piece, mine, pool);
+          if (!a_.two_shot) send_to_all(slot(false, part, piece), mine, sent_bytes(part, piece));
+          kept.own[p].copy(chunk(part, piece), m.leaves);
+          kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
+          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // nobody sends nothing
+          one_less(part, piece);
+        }
+      }
     }
     completion_.part();
   }
@@ -202,10 +250,31 @@ class Running : public std::enable_shared_from_this<Running> {
   const Allreduce& asked() const { return a_; }
 
  private:
-  // The layout's chunk that is a piece of a part.
-  int64_t chunk(int64_t part, int64_t piece) const { return (a_.two_shot ? part * pieces_ : 0) + piece % pieces_; }
-  size_t row(int64_t piece) const { return static_cast<size_t>(piece / pieces_); }
-  uint8_t* place(uint8_t* base, int64_t piece, int64_t part) const { return base + (piece * ranks_ + part) * bytes_; }
+  // The layout's chunk that is a piece of a part, and the bytes of it that travel.
+  int64_t chunk(int64_t part, int64_t piece) const { return part * pieces_ + piece % pieces_; }
+  int64_t sent_bytes(int64_t part, int64_t piece) const {
+    return a_.layout.end[static_cast<size_t>(chunk(part, piece))];
+  }
+  size_t index(int64_t part, int64_t piece) const { return static_cast<size_t>(part * all_ + piece); }
+  int64_t slot(bool back, int64_t part, int64_t piece) const { return (back * parts_ + part) * all_ + piece; }
+  uint8_t* place(uint8_t* base, int64_t part, int64_t piece) const { return base + (part * all_ + piece) * bytes_; }
+  // Where the payload of a rank is among those that this rank sums.
+  int64_t row_of(int64_t part, int64_t rank) const {
+    const std::vector<int64_t>& all = summed_[static_cast<size_t>(part)];
+    return std::lower_bound(all.begin(), all.end(), rank) - all.begin();
+  }
+  uint8_t* row(int64_t part, int64_t piece, int64_t rank) const {
+    const auto p = static_cast<size_t>(part);
+    return payloads_[p] + (piece * static_cast<int64_t>(summed_[p].size()) + row_of(part, rank)) * bytes_;
+  }
+  // Those that this rank gets payloads from, the next rank first.
+  std::vector<int64_t> children(int64_t part) const {
+    std::vector<int64_t> found = summed_[static_cast<size_t>(part)];
+    if (found.empty()) return found;
+    std::rotate(found.begin(), found.begin() + row_of(part, rank_), found.end());
+    found.erase(found.begin());
+    return found;
+  }
 
   void encode_chunk(const Allreduce::Inputs& m, int64_t part, int64_t piece, uint8_t* to, const cpu::Pool& pool) const {
     Encode e{a_.layout, 1};
@@ -218,19 +287,29 @@ class Running : public std::enable_shared_from_this<Running> {
     cpu::encode(e, pool, chunk(part, piece));
   }
 
-  void send_to_all(int64_t slot, const uint8_t* data) {
-    for (int64_t i = 1; i < ranks_; ++i) net_->send(running_, (rank_ + i) % ranks_, slot, data, bytes_);
+  void send(int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes) {
+    if (bytes > 0) net_->send(running_, rank, slot, data, bytes);
+  }
+  void send_to_all(int64_t slot, const uint8_t* data, int64_t bytes) {
+    for (int64_t i = 1; i < ranks_; ++i) send((rank_ + i) % ranks_, slot, data, bytes);
+  }
+  // A root's sum.
+  void send_on(int64_t part, int64_t piece) {
+    const uint8_t* sum = place(encoded_, part, piece);
+    for (const int64_t child : children(part)) send(child, slot(true, part, piece), sum, sent_bytes(part, piece));
   }
 
-  void received(int64_t from, int64_t slot) {
-    if (slot < all_) return one_less(slot);
-    at_last([this, from, piece = slot - all_] { decode(from, piece); });
+  void received(int64_t slot) {
+    const int64_t piece = slot % all_, part = slot / all_ % parts_;
+    if (slot < parts_ * all_) return one_less(part, piece);
+    send_on(part, piece);
+    at_last([this, part, piece] { decode(part, piece); });
   }
 
-  void one_less(int64_t piece) {
-    if (--missing_[static_cast<size_t>(piece)] > 0) return;
+  void one_less(int64_t part, int64_t piece) {
+    if (--missing_[index(part, piece)] > 0) return;
     if (a_.two_shot)
-      later([this, piece] { sum(piece); });
+      later([this, part, piece] { sum(part, piece); });
     else
       at_last([this, piece] { sum_to_leaves(piece); });
   }
@@ -252,55 +331,69 @@ class Running : public std::enable_shared_from_this<Running> {
     later(std::move(task));
   }
 
-  Reduce reduction(int64_t piece, const int32_t* where) {
-    Reduce r{a_.layout, 1, ranks_};
-    r.payloads = place(payloads_, piece, 0);
+  Reduce reduction(int64_t part, int64_t piece, const int32_t* where) {
+    const std::vector<int64_t>& from = summed_[static_cast<size_t>(part)];
+    Reduce r{a_.layout, 1, static_cast<int64_t>(from.size())};
+    r.payloads = row(part, piece, from[0]);
     r.where = where;
-    r.divisor = a_.divisor;
     r.leaf_ids = a_.ids.data();
     return r;
   }
 
-  void sum(int64_t piece) {
-    const int32_t where[2] = {static_cast<int32_t>(chunk(rank_, piece)), static_cast<int32_t>(rank_)};
-    const Kept& kept = kept_[row(piece)];
+  void sum(int64_t part, int64_t piece) {
+    const auto p = static_cast<size_t>(part);
+    const int64_t parent = a_.parent(part, rank_);
+    const int32_t where[2] = {static_cast<int32_t>(chunk(part, piece)), static_cast<int32_t>(row_of(part, rank_))};
+    const Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
     std::vector<float*> residuals;
-    for (void* p : kept.residuals.whole()) residuals.push_back(static_cast<float*>(p));
-    Reduce r = reduction(piece, where);
-    r.own = a_.own ? kept.own.whole().data() : nullptr;
-    r.payload = place(encoded_, piece, rank_);
+    for (void* r : kept.residuals[p].whole()) residuals.push_back(static_cast<float*>(r));
+    Reduce r = reduction(part, piece, where);
+    r.divisor = parent < 0 ? a_.divisor : 1.0f;
+    r.own = a_.own ? kept.own[p].whole().data() : nullptr;
+    r.payload = place(parent < 0 ? encoded_ : outgoing_, part, piece);
     r.residuals = a_.sum_feedback ? residuals.data() : nullptr;
-    r.keys = kept.key;
+    r.keys = parent < 0 ? kept.sum_key : kept.hop_key;
     cpu::reduce(r, alone());
-    send_to_all(all_ + piece, r.payload);
-    at_last([this, piece] { decode(rank_, piece); });
+    if (parent < 0)
+      send_on(part, piece);
+    else
+      send(parent, slot(false, part, piece), r.payload, sent_bytes(part, piece));
+    at_last([this, part, piece, root = parent < 0] {
+      if (root) decode(part, piece);
+      if (a_.sum_feedback && --unsummed_ == 0) give_residuals();
+    });
   }
 
   void sum_to_leaves(int64_t piece) {
-    const int32_t where[2] = {static_cast<int32_t>(chunk(rank_, piece)), static_cast<int32_t>(rank_)};
-    Reduce r = reduction(piece, where);
-    r.leaves = outputs_[row(piece)].sums.data();
+    const int32_t where[2] = {static_cast<int32_t>(piece % pieces_), static_cast<int32_t>(rank_)};
+    Reduce r = reduction(0, piece, where);
+    r.divisor = a_.divisor;
+    r.leaves = outputs_[static_cast<size_t>(piece / pieces_)].sums.data();
     cpu::reduce(r, alone());
   }
 
   void decode(int64_t part, int64_t piece) {
-    const Allreduce::Outputs& m = outputs_[row(piece)];
     Decode d{a_.layout, 1};
-    d.payload = place(encoded_, piece, part);
-    d.leaves = m.results.data();
+    d.payload = place(encoded_, part, piece);
+    d.leaves = outputs_[static_cast<size_t>(piece / pieces_)].results.data();
     cpu::decode(d, alone(), chunk(part, piece));
-    if (part == rank_ && a_.sum_feedback && --unsummed_ == 0) {
-      for (size_t i = 0; i < kept_.size(); ++i) kept_[i].residuals.copy_back(outputs_[i].residuals);
+  }
+
+  void give_residuals() {
+    for (size_t i = 0; i < kept_.size(); ++i) {
+      for (const Part& part : kept_[i].residuals) part.copy_back(outputs_[i].residuals);
     }
   }
 
   const Allreduce a_;
   const std::shared_ptr<Net> net_;
-  const int64_t rank_, ranks_, pieces_, all_, bytes_;  // pieces_: of a part of a message; all_: of the batch
-  // [all, ranks, chunk_bytes] each; one_shot has only the first.
-  uint8_t *const payloads_, *const outgoing_, *const encoded_;
-  std::vector<std::atomic<int64_t>> missing_;  // by piece: payloads that its sum lacks
-  std::atomic<int64_t> unsummed_;              // own pieces
+  const int64_t rank_, ranks_, parts_, pieces_, all_, bytes_;  // pieces_: of a part of a message; all_: of the batch
+  std::vector<std::vector<int64_t>> summed_;                   // by part: Allreduce::summed
+  // In the workspace: by part [all, summed, chunk_bytes]; [parts, all, chunk_bytes] each.
+  std::vector<uint8_t*> payloads_;
+  uint8_t *outgoing_, *encoded_;
+  std::vector<std::atomic<int64_t>> missing_;  // by part and piece: payloads that its sum lacks
+  std::atomic<int64_t> unsummed_{0};           // pieces that this rank sums
   std::vector<Kept> kept_;                     // by message
   std::vector<Allreduce::Outputs> outputs_;
   std::shared_ptr<Net::Running> running_;

@@ -2,8 +2,10 @@
 // is little more than that on the wire. The bits are those of the operations one after another.
 //
 // one_shot: every rank sends its message to all, which sum them. The pieces are the layout's chunks.
-// two_shot: piece p of rank r's part is chunk r * pieces + p of the layout. Every rank sends it to its owner, which
-// sums, encodes the sum and sends it to all, which decode it.
+// two_shot, by trees: the message has a part for each tree, and piece p of part t is chunk t * pieces + p of the layout. Every rank
+// sends it to its parent in the tree, which sums what it gets and its own, and encodes the sum. The root's sum goes back
+// along the tree to all ranks, which decode it. The schedule "two_shot" has a tree for each rank, in which it is
+// everybody's parent; an overlay has any trees.
 //
 // A sum has two calls, begin and end. Between them it uses memory of its own alone, so the program goes on with the
 // buffers, and if it fails, with nothing that a sum still writes to.
@@ -21,7 +23,7 @@ struct Allreduce {
     std::vector<const void*> leaves;
     std::vector<const float*> residuals;  // with feedback
     std::vector<float*> new_residuals;    // of the first encoding
-    const uint32_t *first_key = nullptr, *sum_key = nullptr;
+    const uint32_t *first_key = nullptr, *sum_key = nullptr, *hop_key = nullptr;
   };
   struct Outputs {
     std::vector<float*> sums;       // of one_shot
@@ -31,17 +33,22 @@ struct Allreduce {
 
   Layout layout;
   int64_t ranks, batch;
-  bool two_shot;
-  bool own = false;           // two_shot: an owner adds its own part as it is
+  bool two_shot;              // by trees, else one_shot
+  bool own = false;           // two_shot: a rank that sums adds its own part as it is
   bool feedback = false;      // with residuals of the first encoding,
   bool sum_feedback = false;  // and of the sum's
   float divisor = 1.0f;
   int64_t digest = 0;  // of what all ranks must have in common
   std::vector<int64_t> ids = {};
+  std::vector<int64_t> parents = {};  // two_shot: [trees, ranks], -1 of a root
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes()
 
-  int64_t pieces() const { return two_shot ? layout.chunks() / ranks : layout.chunks(); }  // of a part of a message
-  int64_t workspace_bytes() const { return (two_shot ? 3 : 1) * batch * pieces() * ranks * layout.chunk_bytes; }
+  int64_t parts() const { return two_shot ? static_cast<int64_t>(parents.size()) / ranks : 1; }
+  int64_t pieces() const { return layout.chunks() / parts(); }  // of a part of a message
+  int64_t parent(int64_t part, int64_t rank) const { return parents[static_cast<size_t>(part * ranks + rank)]; }
+  // The ranks whose payloads of a part this rank sums, itself among them, in order; none if it sums nothing.
+  std::vector<int64_t> summed(int64_t part, int64_t rank) const;
+  int64_t workspace_bytes(int64_t rank) const;
 };
 
 class Running;

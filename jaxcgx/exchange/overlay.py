@@ -1,0 +1,199 @@
+"""Overlays: along which links the parts of a message travel.
+
+An overlay is a set of rooted trees over all ranks, each with a share of the message. A tree's part goes up from child
+to parent: every rank adds its own to what it got, and encodes the sum anew. The root's sum goes back down, the same
+bytes to all ranks.
+
+A tree uses each of its links in both directions, whichever rank is its root. So `two_shot` is an overlay, with a star
+around each rank; the owners of MultiGPS are stars around some ranks; and a ring is the paths that each leave out one of
+its links.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxcgx.checks import check_integer, is_integer, is_number, wrong
+
+MOST_SHARES = 2**20  # together; as xla_ffi/handlers/message.h has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A rooted tree over ranks 0 to n - 1.
+
+    Args:
+      parents: of each rank; -1 of the root.
+      share: of the message, in proportion to those of the other trees.
+    """
+
+    parents: tuple[int, ...]
+    share: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parents", tuple(self.parents))
+        check_integer("Tree", "share", self.share, 1, MOST_SHARES)
+        ranks = len(self.parents)
+        each = all(is_integer(p) and -1 <= p < ranks for p in self.parents)
+        if not each or self.parents.count(-1) != 1:
+            expected = "the parent of each rank, and -1 for one of them, the root"
+            raise wrong("Tree", "parents", expected, self.parents)
+        for rank in range(ranks):
+            at, steps = rank, 0
+            while at >= 0 and steps < ranks:
+                at, steps = self.parents[at], steps + 1
+            if at >= 0:
+                raise wrong("Tree", "parents", "parents that lead to the root", f"{self.parents}, a circle from {rank}")
+
+    @classmethod
+    def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
+        """The tree of some links. Without a root it is the first from which no rank is far."""
+        links = list(links)
+        roots = range(len(links) + 1) if root is None else [root]
+        return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
+
+    @property
+    def root(self) -> int:
+        return self.parents.index(-1)
+
+    @functools.cached_property
+    def depths(self) -> tuple[int, ...]:
+        """The links between each rank and the root."""
+
+        def depth(rank: int) -> int:
+            return 0 if self.parents[rank] < 0 else 1 + depth(self.parents[rank])
+
+        return tuple(map(depth, range(len(self.parents))))
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    def children(self, rank: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == rank]
+
+    @property
+    def links(self) -> list[tuple[int, int]]:
+        """(child, parent) of each link."""
+        return [(child, parent) for child, parent in enumerate(self.parents) if parent >= 0]
+
+
+def _parents(links: list[tuple[int, int]], root: int) -> tuple[int, ...]:
+    parents, known = [-1] * (len(links) + 1), [root]
+    for rank in known:
+        for link in links:
+            if rank in link:
+                other = link[0] + link[1] - rank
+                if other not in known:
+                    parents[other] = rank
+                    known.append(other)
+    return tuple(parents)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlay:
+    """Trees that share a message. It takes the place of a schedule's name: `schedule=Overlay.owners(4, 2)`.
+
+    Args:
+      trees: of the same ranks.
+    """
+
+    trees: tuple[Tree, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trees", tuple(self.trees))
+        if not self.trees or len({len(tree.parents) for tree in self.trees}) > 1:
+            raise wrong("Overlay", "trees", "trees of the same ranks", self.trees)
+        if sum(self.shares) > MOST_SHARES:
+            raise wrong("Overlay", "trees", f"shares of at most {MOST_SHARES:,} together", f"{sum(self.shares):,}")
+
+    @classmethod
+    def owners(cls, ranks: int, owners: int | Sequence[float] | None = None) -> "Overlay":
+        """Every rank sends each part of the message straight to the part's owner.
+
+        Args:
+          ranks: how many there are.
+          owners: how many of them own a part, ranks 0, 1 ...; or a weight for each rank, to which the bytes of its part
+            are proportional, 0 where it owns none. None: all, alike.
+        """
+        ranks = check_integer("Overlay.owners", "ranks", ranks, 1)
+        owners = ranks if owners is None else owners
+        if is_integer(owners):
+            if not 1 <= owners <= ranks:
+                raise wrong("Overlay.owners", "owners", f"1 to {ranks} owners among {ranks} ranks", owners)
+            weights: list[float] = [rank < owners for rank in range(ranks)]
+        else:
+            given: Any = owners
+            if len(given) != ranks or not all(is_number(w) and 0 <= w < float("inf") for w in given) or not any(given):
+                expected = f"a number of at least 0 for each of {ranks} ranks, and one above 0"
+                raise wrong("Overlay.owners", "owners", expected, given)
+            weights = list(given)
+        unit = 1 if len({w for w in weights if w}) == 1 else MOST_SHARES // (2 * ranks)
+        shares = [round(unit * w / max(weights)) for w in weights]
+        trees = [star(ranks, rank, share) for rank, share in enumerate(shares) if share]
+        return cls(tuple(trees))
+
+    @classmethod
+    def ring(cls, order: Sequence[int]) -> "Overlay":
+        """Neighbours in an order of all ranks, the last one and the first one too, exchange with each other alone."""
+        if sorted(order) != list(range(len(order))) or not order:
+            raise wrong("Overlay.ring", "order", "each rank once", order)
+        n, links = len(order), list(zip(order, [*order[1:], order[0]]))
+        if n < 3:
+            return cls((Tree.of(links[: n - 1]),))
+        return cls(tuple(Tree.of(links[:i] + links[i + 1 :]) for i in range(n)))
+
+    @classmethod
+    def tree(cls, ranks: int) -> "Overlay":
+        """A binary tree around each rank, for links that are alike."""
+        heap = [(i - 1) // 2 for i in range(ranks)]  # of the root's own numbers
+        trees = []
+        for root in range(ranks):
+            parents = [-1] * ranks
+            for i in range(1, ranks):
+                parents[(root + i) % ranks] = (root + heap[i]) % ranks
+            trees.append(Tree(tuple(parents)))
+        return cls(tuple(trees))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.trees[0].parents)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        return tuple(tree.share for tree in self.trees)
+
+    @property
+    def depth(self) -> int:
+        return max(tree.depth for tree in self.trees)
+
+    @property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tree.parents for tree in self.trees)
+
+    def loads(self) -> dict[tuple[int, int], float]:
+        """The part of a message that goes over each link in each direction: {(lower rank, higher rank): part}."""
+        found: dict[tuple[int, int], float] = {}
+        for tree in self.trees:
+            for link in tree.links:
+                key = min(link), max(link)
+                found[key] = found.get(key, 0) + tree.share / sum(self.shares)
+        return found
+
+    def sent(self, up: Sequence[int], down: Sequence[int]) -> list[int]:
+        """The bytes that each rank sends, if those of each tree are `up` a link, and those of its sum `down`."""
+        found = [0] * self.ranks
+        for tree, one, other in zip(self.trees, up, down):
+            for child, parent in tree.links:
+                found[child] += one
+                found[parent] += other
+        return found
+
+    def __str__(self) -> str:
+        return "overlay"
+
+
+def star(ranks: int, root: int, share: int = 1) -> Tree:
+    """The tree in which a rank is the parent of all others."""
+    return Tree(tuple(-1 if rank == root else root for rank in range(ranks)), share)

@@ -1,0 +1,132 @@
+"""Sums along the trees of an overlay, level by level, as permutations over any transport.
+
+Of its own part a rank adds what it has, and encodes the sum of what it got anew for its parent. With feedback every
+encoding's loss stays with the rank that encodes, as at the owners of two_shot, so nothing is lost.
+
+The bits are those of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
+from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed
+from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.exchange.scopes import ExchangeScope, scope
+from jaxcgx.native import ops
+from jaxcgx.native.ops import Own
+from jaxcgx.transports.base import Transport
+
+Link = tuple[int, int, int]  # from, to, tree
+
+
+class Rounds:
+    """Links of one level of all trees, in rounds in which a rank sends to one other and receives from one at most."""
+
+    rounds: list[list[Link]]
+
+    def __init__(self, links: list[Link]) -> None:
+        self.rounds = []
+        for link in links:
+            for one in self.rounds:
+                if all(link[0] != other[0] and link[1] != other[1] for other in one):
+                    one.append(link)
+                    break
+            else:
+                self.rounds.append([link])
+
+    def move(self, net: Transport, rows: jax.Array) -> jax.Array:
+        """[rounds, bytes]: what comes to this rank, of the rows [trees, bytes] that each rank has."""
+        came: list[jax.Array] = []
+        for one in self.rounds:
+            trees = {source: tree for source, _, tree in one}
+            tree = jnp.asarray([trees.get(rank, 0) for rank in range(net.size)])[net.rank]
+            came.append(net.permute(jnp.take(rows, tree, 0), [(source, target) for source, target, _ in one]))
+        return jnp.stack(came)
+
+    def of(self, link: Link) -> int:
+        """The round of a link."""
+        return next(i for i, one in enumerate(self.rounds) if link in one)
+
+
+def up_and_down(overlay: Overlay) -> tuple[list[Rounds], list[Rounds]]:
+    """The rounds between parents of each depth and their children: to the parents, and to the children."""
+    up = [
+        [(c, p, t) for t, tree in enumerate(overlay.trees) for c, p in tree.links if tree.depths[p] == depth]
+        for depth in range(overlay.depth)
+    ]
+    return [Rounds(links) for links in up], [Rounds([(p, c, t) for c, p, t in links]) for links in up]
+
+
+class _Climb:
+    """A sum on its way up."""
+
+    def __init__(self, stage: Stage, overlay: Overlay, message: Message, how: Sum) -> None:
+        self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
+        self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)
+        self.sum_layout = self.layout.of_sum(overlay.ranks)
+        self.own = "encoded" if stage.codec.sums_grow else how.own
+        first, self.lost = fold(message.key, FIRST, self.net.rank), None
+        if message.residuals is None:
+            self.rows = ops.encode(self.layout, message.leaves, first)
+        else:
+            fed = ops.encode_fed(self.layout, message.leaves, residuals=message.residuals, key=first)
+            self.rows, self.lost = fed
+        self.sent = self.rows  # of this rank's leaves
+        self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # of roots
+
+    def level(self, depth: int, rounds: Rounds) -> None:
+        """Moves the children's rows to parents of a depth, which add them up."""
+        came = rounds.move(self.net, self.rows)
+        for t, tree in enumerate(self.overlay.trees):
+            parents = [r for r in range(self.net.size) if tree.depths[r] == depth and tree.children(r)]
+            for count in sorted({len(tree.children(r)) for r in parents}):
+                alike = [r for r in parents if len(tree.children(r)) == count]
+                self._sum(t, depth, alike, jnp.concatenate([came, self.rows[t][None]]), rounds)
+
+    def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
+        """The sum at ranks with as many children. rows: one that came in each round, and the rank's own."""
+        net, key, children = self.net, self.message.key, self.overlay.trees[t].children
+        which = [[0] * (1 + len(children(ranks[0])))] * net.size  # of the rows, in the order of the ranks
+        place = [0] * net.size  # the own one's
+        for rank in ranks:
+            each = sorted([rank, *children(rank)])
+            which[rank] = [len(rounds.rounds) if r == rank else rounds.of((r, rank, t)) for r in each]
+            place[rank] = each.index(rank)
+        payloads = rows[jnp.asarray(which)[net.rank]]
+        mine = jnp.asarray([rank in ranks for rank in range(net.size)])[net.rank]
+        divisor = 1.0 if depth else self.how.divisor
+        key = fold(key, HOP, net.rank) if depth else fold(key, SUM)
+        if self.lost is not None and self.own == "raw":
+            row, lost = ops.reduce_fed(self.layout, payloads, self.lost, chunk=t, divisor=divisor, key=key)
+            self.lost = [jnp.where(mine, new, old) for new, old in zip(lost, self.lost)]
+        else:
+            raw = self.own == "raw" and not self.layout.codec.raw  # the bytes of a raw codec are the part as it is
+            own = Own(self.message.leaves, jnp.asarray(place)[net.rank]) if raw else None
+            row = ops.reduce_encoded(self.layout, payloads, chunk=t, own=own, divisor=divisor, key=key)
+        if depth:
+            self.rows = self.rows.at[t].set(jnp.where(mine, row, self.rows[t]))
+        else:
+            self.sums = self.sums.at[t].set(jnp.where(mine, row, self.sums[t]))
+        if self.own == "raw":
+            self.sent = self.sent.at[t].set(jnp.where(mine, row, self.sent[t]))
+
+
+def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Summed:
+    """The leaves' sum over all ranks, divided, on every rank."""
+    net, (up, down) = stage.net, up_and_down(overlay)
+    climb = _Climb(stage, overlay, message, how)
+    size = sum(x.size * x.dtype.itemsize for x in message.leaves)
+    sent = len(up) and sum(len(each.rounds) for each in up) * (climb.layout.chunk_bytes + climb.sum_layout.chunk_bytes)
+    with scope(ExchangeScope(str(overlay), stage.codec, 2 * (net.size - 1) / net.size * size / max(sent, 1))):
+        for depth, rounds in reversed(list(enumerate(up))):
+            climb.level(depth, rounds)
+        sums = climb.sums
+        for rounds in down:
+            came = rounds.move(net, sums)
+            for i, one in enumerate(rounds.rounds):
+                for _, target, t in one:
+                    sums = sums.at[t].set(jnp.where(net.rank == target, came[i], sums[t]))
+        return Summed(ops.decode(climb.sum_layout, sums), climb.lost, Sent(climb.layout, climb.sent))

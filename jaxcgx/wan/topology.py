@@ -1,0 +1,237 @@
+"""Topology: the overlay that is best for the links as they are measured, while training goes on."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import check_choice, check_integer, check_number, wrong
+from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.native import connections
+from jaxcgx.transports.axes import Tcp
+from jaxcgx.transports.resolve import check_axes
+from jaxcgx.wan import routes
+from jaxcgx.wan.links import Links
+
+BETTER = 1.1  # another overlay is taken if it is that much faster: each is a program of its own to compile
+
+
+class Steps(NamedTuple):
+    """The two functions of a training loop whose overlay changes."""
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+class Topology:
+    """Measures the links between the ranks of an axis over `Tcp`, and finds the overlay that is best for them.
+
+    What training sends is measured by the kernel of each host. Links that it doesn't use are probed now and then. Rank
+    0 decides, and all ranks take the same overlay from the same step on:
+
+        topology = cgx.wan.Topology(mesh, cgx.Tcp("dc"))
+        train = topology.steps(lambda overlay: cgx.make_train_step(..., data_axis=cgx.Tcp("dc"), schedule=overlay))
+
+    Args:
+      mesh: of one device of each process.
+      axis: the `Tcp` of the axis whose ranks the links are between.
+      shape: what it builds. "trees": several trees, each with a share of the bytes. "ring": the ring whose slowest link
+        is fastest. "owners": owners with parts in proportion to what their links pass.
+      greed: how often it relies on what it knows, at most. Otherwise it probes some links, at random.
+      decay: what remains of an estimate when a link is measured anew.
+      probe_bytes: how many bytes a probe sends over a link in each direction.
+      rates: what is known of the links at first, in bytes a second: [ranks, ranks], from a rank (row) to another. None:
+        nothing.
+      seed: of what is random.
+    """
+
+    overlay: Overlay
+    """The overlay of the next step, which takes the place of a schedule's name."""
+
+    version: int
+    """How often the overlay has changed."""
+
+    probes: int
+    """How many probes there were."""
+
+    def __init__(
+        self,
+        mesh: Any,
+        axis: Tcp,
+        *,
+        shape: str = "trees",
+        greed: float = 0.9,
+        decay: float = 0.3,
+        probe_bytes: int = 2**19,
+        rates: Any = None,
+        seed: int = 0,
+    ) -> None:
+        self._mesh, self._axis = _check_mesh(mesh, axis), axis
+        self._build = routes.SHAPES[check_choice("Topology", "shape", shape, routes.SHAPES)]
+        self._greed = check_number("Topology", "greed", greed, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+        decay = check_number("Topology", "decay", decay, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        self._probe_bytes = check_integer("Topology", "probe_bytes", probe_bytes, 2**16)
+        self._random = np.random.default_rng(check_integer("Topology", "seed", seed))
+        ranks = mesh.shape[axis.name]
+        self.links = Links(ranks, decay)
+        if rates is not None:
+            self.links.rates = _check_rates(rates, ranks)
+            self.links.known[:] = True
+        self.overlay = self._build(self.links.estimates)
+        self.version = self.probes = 0
+        self._places = np.moveaxis(np.indices(mesh.devices.shape), 0, -1)[..., mesh.axis_names.index(axis.name)]
+        self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
+        self._before: Any = None  # counters
+        self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
+
+    def update(self) -> bool:
+        """Takes what was measured since the last call, perhaps probes, and decides. Whether the overlay has changed.
+
+        All processes call it between the same steps.
+        """
+        self._measure()
+        pairs = self._same(self._pairs() if jax.process_index() == 0 else []).reshape(-1, 2)
+        if len(pairs):
+            self._probe([(int(i), int(j)) for i, j in pairs])
+            self._measure()
+        words = self._same(_words(self._decide()) if jax.process_index() == 0 else [])
+        overlay = _overlay(words)
+        changed = overlay != self.overlay
+        self.overlay, self.version = overlay, self.version + changed
+        return changed
+
+    def steps(self, make: Callable[[Overlay], Any], every: int = 10) -> Steps:
+        """`init` and `step` of what `make` makes for an overlay, with the overlay that is best at each step.
+
+        Every overlay has a program of its own, which is kept.
+
+        Args:
+          make: from an overlay to an object with `init` and `step`, such as make_train_step's.
+          every: how many steps there are from one `update` to the next.
+        """
+        every = check_integer("Topology.steps", "every", every, 1)
+        made: dict[Overlay, Any] = {}
+        count = 0
+
+        def current() -> Any:
+            if self.overlay not in made:
+                made[self.overlay] = make(self.overlay)
+            return made[self.overlay]
+
+        def init(*args: Any, **kwargs: Any) -> Any:
+            return current().init(*args, **kwargs)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if count and count % every == 0:
+                jax.block_until_ready((args, kwargs))
+                self.update()
+            count += 1
+            return current().step(*args, **kwargs)
+
+        return Steps(init, step)
+
+    def __repr__(self) -> str:
+        return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"
+
+    # Rank 0 alone
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        greedy = self._random.random() < self.links.greedy(self._greed)
+        return [] if greedy else self.links.pairs(self._random)
+
+    def _decide(self) -> Overlay:
+        rates = self.links.estimates
+        found = self._build(rates)
+        better = routes.seconds(self.overlay, rates) > BETTER * routes.seconds(found, rates)
+        return found if better else self.overlay
+
+    # All ranks
+
+    def _measure(self) -> None:
+        """Gathers what each process has sent to the others since the last time."""
+        now = np.array(connections.sent() or [(0.0, 0.0)] * jax.process_count())
+        before = np.zeros_like(now) if self._before is None else self._before
+        self._before = now
+        all_sent = np.asarray(multihost_utils.process_allgather(np.asarray(now - before, np.float32)))
+        ranks = len(self.links.rates)
+        sent, busy = np.zeros((2, ranks, ranks))
+        for group in self._groups():
+            along = all_sent[np.ix_(group, group)]
+            sent += along[..., 0]
+            busy = np.maximum(busy, along[..., 1])
+        self.links.note(sent, busy)
+
+    def _groups(self) -> np.ndarray[Any, Any]:
+        """The processes of the axis's ranks, for each place along the other axes."""
+        place = self._mesh.axis_names.index(self._axis.name)
+        return np.moveaxis(self._processes, place, -1).reshape(-1, len(self.links.rates))
+
+    def _same(self, words: Any) -> np.ndarray[Any, Any]:
+        """Process 0's integers, on all processes."""
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(np.size(words))))
+        words = np.asarray(words, np.int32) if jax.process_index() == 0 else np.zeros(count, np.int32)
+        return np.asarray(multihost_utils.broadcast_one_to_all(words.reshape(count)))
+
+    def _probe(self, pairs: list[tuple[int, int]]) -> None:
+        """Sends bytes between pairs of ranks, in both directions at once."""
+        key = tuple(sorted(pairs))
+        if key not in self._programs:
+            self._programs[key] = self._program([*pairs, *[pair[::-1] for pair in pairs]])
+        self._programs[key]()
+        self.probes += 1
+
+    def _program(self, pairs: list[tuple[int, int]]) -> Callable[[], Any]:
+        names = tuple(self._mesh.axis_names)
+
+        def body(row: jax.Array) -> jax.Array:
+            net: Any = check_axes("Topology", self._axis)
+            return net.permute(row, pairs)
+
+        spec = P(names)
+        sharding = NamedSharding(self._mesh, spec)
+        ones = jax.make_array_from_callback(
+            (self._mesh.size * self._probe_bytes,), sharding, lambda _: np.ones(self._probe_bytes, np.uint8)
+        )
+        run = jax.jit(jax.shard_map(body, mesh=self._mesh, in_specs=spec, out_specs=spec, check_vma=False))
+        return lambda: jax.block_until_ready(run(ones))
+
+
+def _check_mesh(mesh: Any, axis: Any) -> Any:
+    if not isinstance(mesh, Mesh):
+        raise wrong("Topology", "mesh", "a jax.sharding.Mesh", repr(mesh), kind=TypeError)
+    if not isinstance(axis, Tcp):
+        remedy = f"pass jaxcgx.Tcp({axis!r})"
+        raise wrong("Topology", "axis", "a jaxcgx.Tcp, whose connections are measured", repr(axis), remedy)
+    if axis.name not in mesh.shape:
+        raise wrong("Topology", "axis", f"one of the axes {', '.join(map(repr, mesh.axis_names))}", repr(axis.name))
+    if mesh.shape[axis.name] < 2:
+        raise wrong("Topology", "mesh", f"two or more ranks along {axis.name!r}", f"{mesh.shape[axis.name]}")
+    return mesh
+
+
+def _check_rates(rates: Any, ranks: int) -> np.ndarray[Any, Any]:
+    given = np.array(rates, float)
+    expected = f"a positive number of bytes a second from each of {ranks} ranks to each other one"
+    if given.shape != (ranks, ranks):
+        raise wrong("Topology", "rates", expected, f"an array of shape {given.shape}")
+    np.fill_diagonal(given, np.nan)
+    off = given[~np.eye(ranks, dtype=bool)]
+    if not (np.isfinite(off) & (off > 0)).all():
+        raise wrong("Topology", "rates", expected, rates)
+    return given
+
+
+def _words(overlay: Overlay) -> list[int]:
+    return [overlay.ranks, *(word for tree in overlay.trees for word in (tree.share, *tree.parents))]
+
+
+def _overlay(words: np.ndarray[Any, Any]) -> Overlay:
+    ranks, *rest = map(int, words)
+    each = [rest[i : i + ranks + 1] for i in range(0, len(rest), ranks + 1)]
+    return Overlay(tuple(Tree(tuple(parents), share) for share, *parents in each))

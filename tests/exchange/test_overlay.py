@@ -1,0 +1,178 @@
+"""Sums along overlays: the numbers of plain sums, the same bits on every rank, and nothing lost."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from errors import raises, says
+from helpers import as_bits, normal
+from jax import lax
+from ranks import EXACT, mesh, on_ranks, whole_numbers
+
+import jaxcgx as cgx
+from jaxcgx.exchange.overlay import Overlay, Tree
+from jaxcgx.native.layout import Layout
+
+STOCHASTIC = cgx.MaxMin(4, 64, rounding="stochastic")
+UNEVEN = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
+OVERLAYS = {
+    3: [Overlay.ring([1, 0, 2]), Overlay.owners(3, [0.2, 1, 0])],
+    4: [UNEVEN, Overlay.owners(4, 3), "tree"],
+    5: [Overlay.tree(5)],
+}
+
+
+def leaves(ranks, draw=whole_numbers):
+    return {"w": draw((ranks, 70, 13)), "b": draw((ranks, 7), 1), "h": draw((ranks, 301), 2).astype(jnp.bfloat16)}
+
+
+def identical(tree):
+    for x in jax.tree.leaves(tree):
+        bits = as_bits(x).reshape(len(x), -1)
+        assert (bits == bits[0]).all()
+
+
+@pytest.mark.parametrize("ranks", OVERLAYS)
+def test_the_numbers_of_plain_sums(ranks):
+    """Raw() and a codec that is exact for them, sums and means; and in few bits alike on all ranks."""
+
+    def f(t):
+        exact = [
+            (cgx.compressed_psum(t, "a", EXACT, schedule=s), cgx.compressed_pmean(t, "a", cgx.Raw(), schedule=s))
+            for s in OVERLAYS[ranks]
+        ]
+        key = jax.random.key(0)
+        return exact, [cgx.compressed_psum(t, "a", STOCHASTIC, key=key, schedule=s) for s in OVERLAYS[ranks]]
+
+    found, rounded = on_ranks(f, mesh(ranks))(leaves(ranks))
+    total = jax.tree.map(lambda x: np.asarray(x, np.float32).sum(0), leaves(ranks))
+    for psum, pmean in found:
+        for name, x in leaves(ranks).items():
+            assert psum[name].dtype == x.dtype
+            np.testing.assert_array_equal(np.asarray(psum[name], np.float32), np.broadcast_to(total[name], x.shape))
+            mean = (total[name] / np.float32(ranks)).astype(x.dtype).astype(np.float32)
+            np.testing.assert_array_equal(np.asarray(pmean[name], np.float32), np.broadcast_to(mean, x.shape))
+    identical(rounded)
+    for got in rounded:
+        for name in total:
+            assert np.abs(np.asarray(got[name][0], np.float32) - total[name]).max() < 2 * ranks
+
+
+def test_owners_are_those_of_two_shot():
+    """With equal shares, bit for bit, feedback too."""
+    x, r = leaves(4, normal), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) / 8, leaves(4, normal))
+
+    def f(x, r):
+        key = jax.random.key(2)
+        found = []
+        for schedule in ("two_shot", Overlay.owners(4)):
+            for own in ("raw", "encoded"):
+                found.append(cgx.compressed_psum(x, "a", STOCHASTIC, key=key, residuals=r, own=own, schedule=schedule))
+            found.append(cgx.compressed_psum(x, "a", cgx.ByteGrad(), schedule=schedule))
+        return found[:3], found[3:]
+
+    for got, expected in zip(*map(jax.tree.leaves, on_ranks(f, mesh(4), check_vma=False)(x, r))):
+        np.testing.assert_array_equal(as_bits(got), as_bits(expected))
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(2, 64), cgx.TopK(0.1, pull="top")], ids=["MaxMin", "TopK"])
+def test_feedback_keeps_what_is_lost(codec):
+    """At every level: sum + residuals of all ranks = x + residuals of all ranks."""
+    x, r = normal((4, 3000)), normal((4, 3000), 1) / 8
+
+    def f(x, r):
+        y, new = cgx.compressed_psum(x, "a", codec, residuals=r, schedule=UNEVEN)
+        return y, lax.psum(new, "a"), lax.psum(x + r, "a")
+
+    y, new, expected = on_ranks(f, mesh(4))(x, r)
+    identical(y)
+    np.testing.assert_allclose(y + new, expected, atol=2e-5)
+    assert np.abs(new).max() > 0.1
+
+
+def test_noise_is_unbiased():
+    """Along several levels, each of which draws its own."""
+    x, steps = normal((4, 300)), 300
+
+    def body(x):
+        draw = lambda key: cgx.compressed_psum(x, "a", cgx.MaxMin(2, 128, "stochastic"), key=key, schedule=UNEVEN)
+        return lax.map(draw, jax.random.split(jax.random.key(1), steps))
+
+    draws = np.asarray(on_ranks(body, mesh(4))(x)[0], np.float64)
+    off = (draws.mean(0) - np.asarray(x, np.float64).sum(0)) / (draws.std(0) / steps**0.5 + 1e-6)
+    assert np.abs(off).max() < 5 and 0.8 < off.std() < 1.2
+
+
+def test_in_a_hierarchy_with_a_leader_and_under_vmap():
+    x = whole_numbers((2, 2, 333))
+    over, codecs = Overlay.owners(2, [1, 3]), {"a": EXACT, "b": cgx.Raw()}
+
+    def f(x):
+        schedule = {"a": over, "b": "auto"}
+        both = [cgx.compressed_psum(x, ("a", "b"), codecs, schedule=schedule, leader=lead) for lead in (False, True)]
+        return [*both, jax.vmap(lambda x: cgx.compressed_psum(x, "a", EXACT, schedule=over))(x.reshape(3, -1))]
+
+    first, second, third = on_ranks(f, mesh(2, 2))(x)
+    for got in (first, second):
+        np.testing.assert_array_equal(got, np.broadcast_to(x.sum((0, 1)), x.shape))
+    np.testing.assert_array_equal(third.reshape(x.shape), np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("weights", [4, 3, [1, 1, 1, 0.1], [5, 0, 0.03, 1]])
+def test_bytes_are_balanced(weights):
+    """Within 1% of the message, and of each large owner's share."""
+    overlay = Overlay.owners(4, weights)
+    tree = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 70_000), (17,), (4000, 300), (1,), (999, 99))]
+    layout = Layout.of(cgx.MaxMin(4), tree, chunks=len(overlay.trees))
+    found = np.array(dataclasses.replace(layout, shares=overlay.shares).ends)
+    given = np.array([1] * weights if isinstance(weights, int) else [w for w in weights if w])
+    np.testing.assert_allclose(found / found.sum(), given / given.sum(), atol=1e-3)
+    large = given / given.sum() > 0.1
+    np.testing.assert_allclose((found / found.sum())[large], (given / given.sum())[large], rtol=0.01)
+
+
+def test_rings_and_trees():
+    ring = Overlay.ring([2, 0, 1, 3])
+    assert ring.loads() == {(0, 2): 0.75, (0, 1): 0.75, (1, 3): 0.75, (2, 3): 0.75}
+    assert ring.depth == 2 and Overlay.tree(7).depth == 2
+    assert Overlay.ring([0, 1]).loads() == {(0, 1): 1.0} and Overlay.ring([0]).loads() == {}
+    for overlay in (ring, Overlay.tree(5), UNEVEN):
+        ones = [1] * len(overlay.trees)
+        assert sum(overlay.sent(ones, ones)) == 2 * (overlay.ranks - 1) * len(overlay.trees)
+    assert {ring: 1}[Overlay.ring([2, 0, 1, 3])] == 1  # static under jit
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Overlay.owners(4, 5), says("Overlay.owners", "owners", expected="1 to 4 owners", got="5")),
+        (lambda: Overlay.owners(4, 0), says("Overlay.owners", "owners", expected="1 to 4 owners", got="0")),
+        (lambda: Overlay.owners(3, [0, 0, 0]), says("Overlay.owners", "owners", expected="each of 3 ranks")),
+        (lambda: Overlay.owners(3, [1, 1]), says("Overlay.owners", "owners", expected="each of 3 ranks")),
+        (lambda: Overlay.ring([0, 1, 1]), says("Overlay.ring", "order", expected="each rank once")),
+        (lambda: Tree((-1, 2, 1)), says("Tree", "parents", expected="lead to the root")),
+        (lambda: Tree((0, 0)), says("Tree", "parents", expected="the parent of each rank", got="(0, 0)")),
+        (lambda: Overlay((Tree((-1, 0)), Tree((-1,)))), says("Overlay", "trees", expected="the same ranks")),
+    ],
+)
+def test_what_is_no_overlay(make, error):
+    with raises(ValueError, error):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("codec", "schedule", "expected"),
+    [(EXACT, Overlay.tree(3), "an overlay of the 4 ranks"), (cgx.TopK(0.1), UNEVEN, "sums grow")],
+)
+def test_where_an_overlay_does_not_fit(codec, schedule, expected):
+    with raises(ValueError, says("compressed_psum", "schedule", expected=expected)):
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(normal((4, 600)))
+
+
+def test_an_overlay_of_an_inner_axis():
+    schedule = {"a": "auto", "b": Overlay.tree(2)}
+    f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": EXACT, "b": EXACT}, schedule=schedule)
+    with raises(ValueError, says("compressed_psum", "schedule", expected="over the outermost axis alone")):
+        on_ranks(f, mesh(2, 2))(normal((2, 2, 600)))
