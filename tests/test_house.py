@@ -136,7 +136,8 @@ def public():
     for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                yield from (origin(package, name) for name in ast.literal_eval(node.value))
+                names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
+                yield from (origin(package, name) for name in names)  # without the package, whose names are below
 
 
 def parameters(function):
