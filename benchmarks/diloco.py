@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import training_speed as speed
 import training_speed_data as data
+from hosts import Hosts
 from jax.sharding import AxisType
 from report import RESULTS, Report, header, line, mark
 from training_speed_models import make_loss
@@ -149,10 +150,10 @@ def times(rows, args):
             data.write(path, "transformer", count)
             lab = stack.enter_context(Lab(count, speed.link(speed.UNLIMITED)))
             settings = dict(model="transformer", rate=model.rate, data=str(path))
-            hosts = speed.Hosts(stack, lab, settings, args=given, script="diloco_host.py")
+            hosts = Hosts(stack, lab, speed.commands(given.torch, "diloco_host.py"), settings, methods=given.methods)
             curves = speed.curves(hosts, model.target, args.most or model.most, every=SPAN)
             steps = {method: speed.steps_to(values, model.target, every=SPAN) for method, values in curves.items()}
-            hosts.limit(MBIT)
+            hosts.limit(speed.link(MBIT))
             found = speed.figures(hosts, steps, speed.turns(hosts, SPAN, args.repeats))
             alone = {hosts.methods[name][0]: r["ms"] for name, r in found.items() if r["kind"] == "alone"}
             busy = {name: round(alone[hosts.methods[name][0]] / r["ms"], 3) for name, r in found.items()}

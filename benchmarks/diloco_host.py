@@ -1,6 +1,6 @@
 """A host of diloco.py: the methods of training_speed_jax.py that it is compared with, and those of cgx.wan.diloco.
 
-python benchmarks/diloco_host.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "model": ..., ...}'
+python benchmarks/diloco_host.py '{"address": "10.77.0.1:20000", "rank": 0, "ranks": 2, "model": ..., ...}'
 """
 
 import json

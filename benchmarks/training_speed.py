@@ -8,10 +8,7 @@ The hosts (jaxcgx.lab) need root. --torch names a Python that has torch.
 
 import argparse
 import contextlib
-import json
-import os
 import pathlib
-import random
 import re
 import shlex
 import subprocess
@@ -20,6 +17,7 @@ import tempfile
 
 import numpy as np
 import training_speed_data as data
+from hosts import Hosts
 from report import RESULTS, Report, header, line, median, rounded
 
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
@@ -66,63 +64,10 @@ def link(mbit):
     return Link(up=mbit * 10**6, down=mbit * 10**6)
 
 
-class Hosts:
-    """The processes of both frameworks, one of each in every host of a network.
-
-    Attributes:
-      methods: {method: (framework, kind)} of those that were asked for, and of those without exchange.
-    """
-
-    def __init__(self, stack, lab, settings, args, script="training_speed_jax.py"):
-        self._lab, self.methods, self._running = lab, {}, {}
-        commands = {"jaxcgx": [sys.executable, HERE / script]}
-        if args.torch:
-            commands["PyTorch"] = [args.torch, HERE / "training_speed_torch.py"]
-        for framework, command in commands.items():
-            self._running[framework] = self._start(stack, command, settings)
-        for framework in commands:
-            for kind, methods in self._hear(framework, "READY")[0].items():
-                chosen = [m for m in methods if kind == "alone" or re.search(args.methods or "", m)]
-                self.methods |= dict.fromkeys(chosen, (framework, kind))
-
-    def _start(self, stack, command, settings):
-        """A process in every host, on processors of its own if there are enough."""
-        processors = sorted(os.sched_getaffinity(0))
-        share = max(1, len(processors) // self._lab.hosts)
-        address, running = f"{self._lab.address(0)}:{random.randrange(20_000, 32_000)}", []
-        for rank in range(self._lab.hosts):
-            mine = [processors[(rank * share + i) % len(processors)] for i in range(share)]
-            given = json.dumps(settings | dict(address=address, rank=rank, hosts=self._lab.hosts))
-            pinned = ["taskset", "--cpu-list", ",".join(map(str, mine)), *command, given]
-            options = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            running.append(self._lab.start(rank, pinned, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **options))
-            stack.callback(running[-1].wait)
-            stack.callback(running[-1].kill)
-        return running
-
-    def _hear(self, framework, word):
-        """What each process prints after a word."""
-        found = []
-        for process in self._running[framework]:
-            said = next((text for text in process.stdout if text.startswith(word + " ")), None)
-            if said is None:
-                raise RuntimeError(f"training_speed.py: a process of {framework} ended, see above")
-            found.append(json.loads(said.removeprefix(word + " ")))
-        return found
-
-    def ask(self, method, steps):
-        """Lets all hosts train by a method, or with 0 steps say their losses. {what: the value of each host}"""
-        framework, _ = self.methods[method]
-        for process in self._running[framework]:
-            process.stdin.write(json.dumps([method, steps]) + "\n")
-            process.stdin.flush()
-        found = self._hear(framework, "DONE")
-        return {what: [f[what] for f in found] for what in found[0]}
-
-    def limit(self, mbit):
-        """Sets the rate of every link."""
-        for host in range(self._lab.hosts):
-            self._lab.change(host, link(mbit))
+def commands(torch, script="training_speed_jax.py"):
+    """{framework: the command of a host}; PyTorch's if there is a Python that has torch."""
+    found = {"jaxcgx": [sys.executable, HERE / script]}
+    return found | ({"PyTorch": [torch, HERE / "training_speed_torch.py"]} if torch else {})
 
 
 def curve(hosts, method, target, most, every):
@@ -167,8 +112,8 @@ def turns(hosts, steps, repeats):
     for turn in range(repeats + 1):  # the first one isn't counted
         for method in hosts.methods:
             told = hosts.ask(method, steps)
-            for what, values in told.items():
-                found[method][what] += [max(values)] * (turn > 0)
+            for what, values in found[method].items():
+                values += [max(told[what])] * (turn > 0)
     return found
 
 
@@ -309,14 +254,15 @@ def measure(report, model, count, args):
         path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
         data.write(path, model, count)
         lab = stack.enter_context(Lab(count, link(UNLIMITED)))
-        hosts = Hosts(stack, lab, dict(model=model, rate=setting.rate, data=str(path)), args)
+        settings = dict(model=model, rate=setting.rate, data=str(path))
+        hosts = Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
         losses = curves(hosts, setting.target, args.most or setting.most)
         for method, values in losses.items():
             points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
             report.data["losses"] += [where | point for point in points]
         steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
         for mbit in args.rates or RATES:
-            hosts.limit(mbit)
+            hosts.limit(link(mbit))
             rows = figures(hosts, steps, turns(hosts, RATES[mbit], args.repeats))
             found[f"{where['network']}, {mbit} Mbit/s"] = rows
             report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]

@@ -1,6 +1,6 @@
 """A host of training_speed.py in JAX: each of METHODS trains the same model, when it is its turn.
 
-python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "model": ..., ...}'
+python benchmarks/training_speed_jax.py '{"address": "10.77.0.1:20000", "rank": 0, "ranks": 2, "model": ..., ...}'
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from host import Data, serve
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from training_speed_host import Data, serve
 from training_speed_models import make_loss
 
 import jaxcgx as cgx
@@ -181,11 +181,11 @@ class Program:
         return float(self._loss(weights, tuple(self._data.held_out)))
 
 
-def main(address, rank, hosts, model, rate, data, methods=METHODS):
+def main(address, rank, ranks, model, rate, data, methods=METHODS):
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, hosts, rank)
-    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
-    run, data = Run(model, rate, mesh), Data(data, rank, hosts)
+    jax.distributed.initialize(address, ranks, rank)
+    mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,))
+    run, data = Run(model, rate, mesh), Data(data, rank, ranks)
     make = partial(partial, Program, run, data)
     serve({kind: {name: make(method) for name, method in given.items()} for kind, given in methods.items()})
 

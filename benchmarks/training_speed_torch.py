@@ -1,6 +1,6 @@
 """A host of training_speed.py in PyTorch: DistributedDataParallel over Gloo. Needs torch and numpy, not jaxcgx.
 
-python benchmarks/training_speed_torch.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "model": ..., ...}'
+python benchmarks/training_speed_torch.py '{"address": "10.77.0.1:20000", "rank": 0, "ranks": 2, "model": ..., ...}'
 """
 
 import functools
@@ -11,8 +11,8 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from host import Data, serve
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from training_speed_host import Data, serve
 
 HEADS, GROUPS = 4, 8  # as in training_speed_models.py
 
@@ -114,11 +114,11 @@ class Program:
             return self._loss(getattr(self._net, "module", self._net), self._data.held_out).item()
 
 
-def main(address, rank, hosts, model, rate, data):
+def main(address, rank, ranks, model, rate, data):
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=hosts)
-    data = Data(data, rank, hosts)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
+    data = Data(data, rank, ranks)
     make = functools.partial(functools.partial, Program, model, rate, data)
     serve({kind: {name: make(hook) for name, hook in methods.items()} for kind, methods in METHODS.items()})
 

@@ -1,4 +1,4 @@
-"""What a host of training_speed.py does in every framework. Needs only numpy, as PyTorch's environment has no JAX."""
+"""What a process of hosts.py does in every framework. Needs only numpy, as PyTorch's environment has no JAX."""
 
 import functools
 import json
@@ -10,27 +10,28 @@ import numpy as np
 
 
 class Data:
-    """A host's part of what training_speed_data.py wrote.
+    """A rank's part of what training_speed_data.py wrote.
 
     Attributes:
       weights: {name: array}, the first weights, in the order in which the model uses them.
       held_out: (inputs, targets).
     """
 
-    def __init__(self, path, rank, hosts):
+    def __init__(self, path, rank, ranks):
         arrays = np.load(path)
         self.weights = {n.removeprefix("weights/"): arrays[n] for n in arrays.files if n.startswith("weights/")}
-        self._batches = [np.split(arrays[name], hosts, axis=1)[rank] for name in ("inputs", "targets")]
-        self.held_out = [np.split(arrays[name], hosts)[rank] for name in ("held_inputs", "held_targets")]
+        self._batches = [np.split(arrays[name], ranks, axis=1)[rank] for name in ("inputs", "targets")]
+        self.held_out = [np.split(arrays[name], ranks)[rank] for name in ("held_inputs", "held_targets")]
 
     def batch(self, step):
         """(inputs, targets) of a step. After the last ones the first ones come again."""
         return [array[step % len(array)] for array in self._batches]
 
 
-def sent():
-    """The bytes that the kernel counted on this host's link."""
-    return int(pathlib.Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+def counted():
+    """The bytes that the kernel counted on this host's link, sent and received."""
+    counters = pathlib.Path("/sys/class/net/eth0/statistics")
+    return np.array([int((counters / f"{direction}_bytes").read_text()) for direction in ("tx", "rx")])
 
 
 def serve(makers):
@@ -49,7 +50,9 @@ def serve(makers):
         if not steps:
             found = dict(loss=program.loss())
         else:
-            before, start = sent(), time.perf_counter()
+            before, start = counted(), time.perf_counter()
             program.run(steps)
-            found = dict(ms=(time.perf_counter() - start) * 1e3 / steps, sent=(sent() - before) / steps)
+            ms = (time.perf_counter() - start) * 1e3 / steps
+            sent, received = (counted() - before) / steps
+            found = dict(ms=ms, sent=sent, received=received)
         print("DONE", json.dumps(found), flush=True)

@@ -1,0 +1,221 @@
+"""Measures every technique of wide-area training between rate-limited hosts: a step, its bytes, and the loss.
+
+    python benchmarks/wan.py [--networks REGEX] [--techniques REGEX] [--steps 80] [--repeats 3] [--out DIR]
+
+The hosts (jaxcgx.lab) need root. What was measured is kept: a run that was cut off goes on with the next network.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import shlex
+import sys
+import tempfile
+from typing import NamedTuple
+
+import numpy as np
+import training_speed_data as data
+from hosts import Hosts
+from report import RESULTS, Report, header, line, mark, median, rounded
+from wan_host import METHODS, PERIOD
+
+from jaxcgx.lab import Lab, Link, signals_raise, why_not
+
+HERE = pathlib.Path(__file__).resolve().parent
+KEPT = HERE.parent / "build" / "wan"
+MODEL = "transformer"
+STEPS = 80
+SHAPES = {"2 centres of 2 ranks": (2, 2), "4 centres": (4, 1)}  # centres, ranks in each
+LINKS = {
+    "100 Mbit/s": Link(up=100_000_000, down=100_000_000),
+    "1 Gbit/s": Link(up=1_000_000_000, down=1_000_000_000),
+    "110 up, 500 down": Link(up=110_000_000, down=500_000_000),
+}
+UNLIMITED = Link(up=100_000_000_000, down=100_000_000_000)  # while only the losses count
+TURN = 3  # steps in a row; a period where not every step has an exchange
+BASE = "float32"
+EQUAL = 20  # steps of BASE, whose time is that of the losses at equal time
+SHORTER = 0.75  # goal of DGT: of the step without it
+
+CHARTS = [
+    dict(table="rows", title="Seconds of a step", x="network", y=["seconds"], by="technique", panel="centres"),
+    dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="technique", panel="centres"),
+    dict(table="times", title="Loss by time", x="seconds", y=["loss"], by="technique", panel="network", log=True),
+]
+NOTES = f"""\
+- A centre is a host with a link of its own; its ranks are processes there. All of them share the processors of one
+  machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, 4 windows a rank
+  and step; Adam, without momentum where the technique has its own.
+- step ms: the slowest rank's, the median of the turns. Techniques take turns of {TURN} steps, or of {PERIOD} where not
+  every step has an exchange: then ms and bytes are means over all steps. less: than {BASE}, in the same turn.
+- MB up, MB down: what the kernel counted on the link of the host that sent or received most, with headers, in a step.
+- loss: on held-out text, after the same steps, and in the time in which {BASE} makes {EQUAL} steps on that network. It
+  doesn't depend on the link. One seed: close losses differ by chance. ">": all steps were done before that time.
+- DGT sends half of the blocks at once. "random" chooses them by chance: as many bytes. "lost by the sender": what isn't
+  sent is dropped without feedback. HFA averages in a centre every {PERIOD // 4} steps and between centres every
+  {PERIOD}, DiLoCo every {PERIOD}.
+- TSEngine is cgx.wan.Topology, MultiGPS a schedule with two owners. Here links are alike: bench-topology has links that
+  aren't.
+"""
+
+
+class Found(NamedTuple):
+    """What was measured with one layout of centres."""
+
+    losses: dict  # {technique: losses every PERIOD steps}
+    turns: dict  # {network: {technique: {"ms", "up", "down": of each turn}}}
+
+
+def curves(hosts, steps):
+    """{technique: losses on held-out text every PERIOD steps}"""
+    found = {}
+    for technique in hosts.methods:
+        losses = [np.mean(hosts.ask(technique, 0)["loss"])]
+        while PERIOD * len(losses) <= steps:
+            hosts.ask(technique, PERIOD)
+            losses.append(np.mean(hosts.ask(technique, 0)["loss"]))
+        found[technique] = rounded(losses)
+        print(f"{technique}: loss {found[technique][-1]:.3f}", file=sys.stderr, flush=True)
+    return found
+
+
+def turns(hosts, repeats):
+    """{technique: {"ms": of each turn, on the slowest rank, "up", "down": bytes, of the busiest host}}"""
+    found = {technique: dict(ms=[], sent=[], received=[]) for technique in hosts.methods}
+    for turn in range(repeats + 1):  # the first one isn't counted
+        for technique, values in found.items():
+            steps = PERIOD if re.search("HFA|DiLoCo", technique) else TURN
+            told = hosts.ask(technique, steps)
+            for what in values:
+                values[what] += [max(told[what])] * (turn > 0)
+    return found
+
+
+def measure(centres, networks, args):
+    """What was found with one layout. It is kept after each network."""
+    count, ranks = SHAPES[centres]
+    kept = KEPT / f"{count}x{ranks}_{args.steps}_{args.repeats}_{args.techniques or 'all'}.json"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    found = Found(*json.loads(kept.read_text())) if kept.exists() else Found({}, {})
+    if found.losses and all(network in found.turns for network in networks):
+        return found
+    with contextlib.ExitStack() as stack:
+        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+        data.write(path, MODEL, count * ranks)
+        lab = stack.enter_context(Lab(count, UNLIMITED))
+        settings = dict(shape=SHAPES[centres], name=centres, model=MODEL, rate=data.MODELS[MODEL].rate, data=str(path))
+        commands = {"jaxcgx": [sys.executable, HERE / "wan_host.py"]}
+        hosts = Hosts(stack, lab, commands, settings, methods=args.techniques, ranks=ranks)
+        found.losses.update(found.losses or curves(hosts, args.steps))
+        for network in networks:
+            if network not in found.turns:
+                hosts.limit(LINKS[network])
+                found.turns[network] = turns(hosts, args.repeats)
+                kept.write_text(json.dumps(found))
+                print(f"{centres}, {network}: measured", file=sys.stderr, flush=True)
+    return found
+
+
+def figures(found, network):
+    """{technique: its figures} on a network."""
+    measured, last = found.turns[network], PERIOD * (len(next(iter(found.losses.values()))) - 1)
+    base = measured.get(BASE)
+    rows = {}
+    for technique, values in measured.items():
+        ms, losses = np.array(values["ms"]), found.losses[technique]
+        steps = base and EQUAL * median(base["ms"]) / median(ms)
+        rows[technique] = dict(
+            ms=median(ms),
+            seconds=round(median(ms) / 1e3, 4),
+            quartiles=rounded(np.percentile(ms, [25, 75])),
+            less=base and median(1 - ms / np.array(base["ms"])),
+            up_bytes=round(median(values["sent"])),
+            down_bytes=round(median(values["received"])),
+            loss=losses[-1],
+            steps_at_time=base and round(steps, 1),
+            loss_at_time=base and round(float(np.interp(steps, PERIOD * np.arange(len(losses)), losses)), 4),
+            all_done=base and bool(steps > last),
+        )
+    return rows
+
+
+def show(report, rows):
+    report.show(*header("technique", "step ms", "less", "MB up", "MB down", "loss", "at equal time"))
+    for technique, r in rows.items():
+        cells = [
+            technique,
+            f"{r['ms']:.1f}",
+            "-" if r["less"] is None else f"{100 * r['less']:.0f} %",
+            f"{r['up_bytes'] / 1e6:.3f}",
+            f"{r['down_bytes'] / 1e6:.3f}",
+            f"{r['loss']:.3f}",
+            "-" if r["loss_at_time"] is None else ">" * r["all_done"] + f"{r['loss_at_time']:.3f}",
+        ]
+        report.show(line(cells))
+
+
+def goals(networks):
+    """Lines on what DGT must reach."""
+    yield from header("DGT, K = 0.5", "goal", "measured", "reached")
+    for network, rows in networks.items():
+        for technique, without in (("DGT, defer", BASE), ("4 bits + DGT, defer", "4 bits")):
+            if technique in rows and without in rows:
+                ratio = rows[technique]["ms"] / rows[without]["ms"]
+                yield line(
+                    [f"{network}: {technique}, of {without}", f"{SHORTER:.2f}", f"{ratio:.2f}", mark(ratio <= SHORTER)]
+                )
+    rows = next(iter(networks.values()))
+    ranked, chance = rows.get("DGT, drop"), rows.get("DGT, drop, random")
+    if ranked and chance:
+        goal, reached = f"{chance['loss']:.3f}", ranked["loss"] < chance["loss"]
+        yield line(["loss of ranked blocks, below random ones", goal, f"{ranked['loss']:.3f}", mark(reached)])
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--networks", metavar="REGEX", help="only these of " + ", ".join(LINKS))
+    parser.add_argument("--techniques", metavar="REGEX", help="only these techniques")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a training run (default: {STEPS})")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="turns that are counted (default: 3)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results go")
+    return parser.parse_args()
+
+
+def main():
+    args = parse()
+    if why := why_not():
+        sys.exit(f"wan.py: not measured, {why}")
+    command = shlex.join(["python", "benchmarks/wan.py", *sys.argv[1:]]) if len(sys.argv) > 1 else "make bench-wan"
+    report = Report(command, args.repeats, rows=[], losses=[], times=[], charts=CHARTS)
+    networks, first = [name for name in LINKS if re.search(args.networks or "", name)], {}
+    for centres in METHODS:
+        found = measure(centres, networks, args)
+        for technique, losses in found.losses.items():
+            points = [
+                dict(centres=centres, technique=technique, steps=PERIOD * i, loss=x) for i, x in enumerate(losses)
+            ]
+            report.data["losses"] += points
+        for network in networks:
+            rows, where = figures(found, network), dict(centres=centres, network=f"{centres}, {network}")
+            first |= {network: rows} if centres == "2 centres of 2 ranks" else {}
+            for technique, r in rows.items():
+                report.data["rows"].append(where | dict(technique=technique) | r)
+                report.data["times"] += [
+                    where | dict(technique=technique, seconds=round(PERIOD * i * r["seconds"], 3), loss=loss)
+                    for i, loss in enumerate(found.losses[technique])
+                    if i
+                ]
+            report.show("", f"{centres}, {network}; loss after {args.steps} steps.", "")
+            show(report, rows)
+    report.show("", *goals(first), "", *NOTES.splitlines())
+    report.write(args.out, "wan")
+    if args.out == RESULTS:
+        for file in KEPT.glob("*.json"):
+            file.unlink()
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()
