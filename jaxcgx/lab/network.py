@@ -185,6 +185,24 @@ class Lab:
         self.links[host] = link
         self._set("change", host, link)
 
+    def join(self, one: int, other: int, rate: str) -> None:
+        """Gives what two hosts send each other a cable of its own, of a rate in each direction.
+
+        It leaves their links to what they send to others. `part` takes it away.
+        """
+        bits, names = parse_rate("Lab.join: argument 'rate'", rate), (f"to{other}", f"to{one}")
+        first, second = self.namespace(one), self.namespace(other)
+        _run(f"ip -n {first} link add {names[0]} type veth peer name {names[1]} netns {second}")
+        for here, name, there in ((one, names[0], other), (other, names[1], one)):
+            namespace = self.namespace(here)
+            _run(f"ip -n {namespace} link set {name} addrgenmode none up")
+            _limit("add", namespace, f"{name} root", bits)
+            _run(f"ip -n {namespace} route add {self.address(there)}/32 dev {name} src {self.address(here)}")
+
+    def part(self, one: int, other: int) -> None:
+        """Takes away the cable between two hosts. What they send goes over their links again."""
+        _run(f"ip -n {self.namespace(one)} link delete to{other}")
+
     def cut(self, host: int) -> None:
         """Takes a host's link down: nothing that is sent to it arrives, and nobody is told."""
         _run(f"ip -n {self.namespace('switch')} link set port{host} down")

@@ -42,7 +42,8 @@ std::vector<T*> behind(const Layout& l, int64_t row, std::vector<T*> first, std:
 Allreduce::Inputs behind(const Layout& l, int64_t row, const Allreduce::Inputs& first) {
   return {behind(l, row, first.leaves), behind(l, row, first.residuals, DType::kF32),
           behind(l, row, first.new_residuals, DType::kF32), first.first_key ? first.first_key + 2 * row : nullptr,
-          first.sum_key ? first.sum_key + 2 * row : nullptr};
+          first.sum_key ? first.sum_key + 2 * row : nullptr,
+          first.hop_key ? first.hop_key + 2 * row : nullptr};
 }
 Allreduce::Outputs behind(const Layout& l, int64_t row, const Allreduce::Outputs& first) {
   return {behind(l, row, first.sums, DType::kF32), behind(l, row, first.results),
