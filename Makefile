@@ -53,7 +53,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-mpi bench-overlap \
-	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed
+	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -189,6 +189,9 @@ bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's b
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py
+
+bench-wan: $(INSTALLED) ## as root, every wide-area technique between data centers; goes on where it was cut off
+	@.venv/bin/python benchmarks/wan.py
 
 clean: ## remove the environments and everything built
 	rm -rf .venv .matrix .torch build

@@ -90,9 +90,9 @@ ANY = {
 SEVERAL = {
     "float32": step(plan=RAW),
     "4 bits": step(plan=BITS4),
-    "MultiGPS, 2 owners": step(plan=RAW, schedule={"dc": cgx.Overlay.owners(4, 2), "local": "auto"}),
+    "MultiGPS, 2 owners": step(plan=RAW, schedule={"dc": cgx.wan.Overlay.owners(4, 2), "local": "auto"}),
     "TSEngine": measured(plan=RAW),
-    "4 bits + MultiGPS, 2 owners": step(plan=BITS4, schedule={"dc": cgx.Overlay.owners(4, 2), "local": "auto"}),
+    "4 bits + MultiGPS, 2 owners": step(plan=BITS4, schedule={"dc": cgx.wan.Overlay.owners(4, 2), "local": "auto"}),
     "4 bits + TSEngine": measured(plan=BITS4),
     "4 bits + TSEngine + DGT, defer": measured(plan=BITS4, compress=dgt()),
 }
