@@ -204,8 +204,15 @@ def measure(setup, repeats):
         steps = []
         for step in range(20):
             (ms,) = hosts.exchange(found["overlay"], 1)
-            steps.append(dict(setup=setup, step=step, ms=round(ms, 1), version=found["version"],
-                              probes=found["probes"] - before["probes"]))
+            steps.append(
+                dict(
+                    setup=setup,
+                    step=step,
+                    ms=round(ms, 1),
+                    version=found["version"],
+                    probes=found["probes"] - before["probes"],
+                )
+            )
             found = hosts.update()
         best = median(hosts.exchange(spelled(routes.trees(true_rates(setup, second=True))), repeats))
         after = median(hosts.exchange(found["overlay"], repeats))
@@ -247,7 +254,9 @@ def main():
         report.data["rows"] += rows
         report.data["steps"] += steps
         first, second = SETUPS[setup]
-        report.show("", f"{setup}: {first} is slow.", "", *header("schedule", "ms", "faster", "updates", "probes", "goal"))
+        report.show(
+            "", f"{setup}: {first} is slow.", "", *header("schedule", "ms", "faster", "updates", "probes", "goal")
+        )
         for row in rows:
             row["reached"] = row["faster"] >= GAIN
             reached = mark(row["reached"]) if row["schedule"] != "ring" else ""

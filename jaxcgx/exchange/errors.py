@@ -146,7 +146,9 @@ class Losses:
         if codec.low_rank:
             state = self.encoded(State(), total)
         elif isinstance(schedule, Overlay):
-            states = [self._below(tree, tree.root, each, own == "encoded" or codec.sums_grow) for tree in schedule.trees]
+            states = [
+                self._below(tree, tree.root, each, own == "encoded" or codec.sums_grow) for tree in schedule.trees
+            ]
             found = [state if codec.sums_grow else self.encoded(state, total) for state, _ in states]
             errors = [(1 - state.gain) ** 2 + state.noise / self.power(total) for state in found]
             return float(np.average(errors, weights=schedule.shares))

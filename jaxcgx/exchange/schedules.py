@@ -14,7 +14,6 @@ A sparse codec may give a sum a codec of its own, with room for every element th
 rank's own part is then encoded, too, so the sum loses nothing.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -23,8 +22,8 @@ import numpy as np
 from jax import lax
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
 from jaxcgx.exchange import trees
+from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope

@@ -6,8 +6,6 @@ encoding's loss stays with the rank that encodes, as at the owners of two_shot, 
 The bits are those of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -84,7 +82,7 @@ class _Climb:
             parents = [r for r in range(self.net.size) if tree.depths[r] == depth and tree.children(r)]
             for count in sorted({len(tree.children(r)) for r in parents}):
                 alike = [r for r in parents if len(tree.children(r)) == count]
-                self._sum(t, depth, alike, jnp.concatenate([came, self.rows[t][None]]), rounds)
+                self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), rounds=rounds)
 
     def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
         """The sum at ranks with as many children. rows: one that came in each round, and the rank's own."""

@@ -85,9 +85,7 @@ def _cheapest_tree(price: Rates, centre: int) -> tuple[tuple[int, int], ...]:
     n = len(price)
     near, links = [centre], []
     while len(near) < n:
-        ways = [
-            (price[i, j] * (1 if i == centre else DETOUR), i, j) for i in near for j in range(n) if j not in near
-        ]
+        ways = [(price[i, j] * (1 if i == centre else DETOUR), i, j) for i in near for j in range(n) if j not in near]
         _, i, j = min(ways)
         near.append(j)
         links.append((min(i, j), max(i, j)))

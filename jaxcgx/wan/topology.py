@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
@@ -18,7 +17,8 @@ from jaxcgx.transports.resolve import check_axes
 from jaxcgx.wan import routes
 from jaxcgx.wan.links import Links
 
-BETTER = 1.1  # another overlay is taken if it is that much faster: each is a program of its own to compile
+BETTER = 1.15  # another overlay is taken if it is that much faster: each is a program of its own to compile
+ALIKE = 3  # steps of an octave, to which rates are rounded: measurements differ by a little each time
 
 
 class Steps(NamedTuple):
@@ -82,7 +82,7 @@ class Topology:
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True
-        self.overlay = self._build(self.links.estimates)
+        self.overlay = self._best()
         self.version = self.probes = 0
         self._places = np.moveaxis(np.indices(mesh.devices.shape), 0, -1)[..., mesh.axis_names.index(axis.name)]
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
@@ -145,9 +145,11 @@ class Topology:
         greedy = self._random.random() < self.links.greedy(self._greed)
         return [] if greedy else self.links.pairs(self._random)
 
+    def _best(self) -> Overlay:
+        return self._build(2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE))
+
     def _decide(self) -> Overlay:
-        rates = self.links.estimates
-        found = self._build(rates)
+        rates, found = self.links.estimates, self._best()
         better = routes.seconds(self.overlay, rates) > BETTER * routes.seconds(found, rates)
         return found if better else self.overlay
 

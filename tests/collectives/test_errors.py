@@ -290,9 +290,9 @@ def test_wordings(f, error, text):
             says("compressed_psum", "strict", expected="True False", got="1"),
         ),
         (
-            lambda x, same: psum(x, schedule="tree"),
+            lambda x, same: psum(x, schedule="star"),
             ValueError,
-            says("compressed_psum", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'tree'"),
+            says("compressed_psum", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
         ),
         (
             lambda x, same: cgx.compressed_psum_scatter(x, "a", CODEC, schedule="two_shot", tiled=True),

@@ -60,9 +60,9 @@ def in_a_mesh():
         ),
         (lambda x: allreduce(x, 4), TypeError, says("compressed_allreduce", "codec", expected="codec", got="4")),
         (
-            lambda x: allreduce(x, CODEC, schedule="tree"),
+            lambda x: allreduce(x, CODEC, schedule="star"),
             ValueError,
-            says("compressed_allreduce", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'tree'"),
+            says("compressed_allreduce", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
         ),
         (
             lambda x: allreduce(x, CODEC, check=1),

@@ -166,9 +166,9 @@ ALLREDUCE = 'jaxcgx.mpi.compressed_allreduce op="mean"'
         (dict(beta=jnp.float32(-0.5)), ValueError, says("compress_gradients", "beta", expected="number 1", got="-0.5")),
         (dict(beta=jnp.zeros(2)), TypeError, says("compress_gradients", "beta", expected="number 0", got="Array([0.")),
         (
-            dict(schedule="tree"),
+            dict(schedule="star"),
             ValueError,
-            says("compress_gradients", "schedule", expected="'auto' 'ring'", got="'tree'"),
+            says("compress_gradients", "schedule", expected="'auto' 'ring'", got="'star'"),
         ),
         (
             dict(schedule={"node": "two_shot"}),

@@ -136,8 +136,8 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
         ),
         (DEFAULT + "min_size = -3", says("Plan", "min_size", expected="integer 0", got="-3")),
         (
-            DEFAULT + 'schedule = "tree"',
-            says("Plan", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'tree'"),
+            DEFAULT + 'schedule = "star"',
+            says("Plan", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
         ),
         (DEFAULT + "rules = 3", says("Plan.load", "rules", expected="[[rules]]", got="3")),
         (DEFAULT + "rules = [3]", says("Plan.load", "rules", expected="[[rules]]", got="[3]")),

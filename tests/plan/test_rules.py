@@ -284,9 +284,9 @@ class Unhashable:
             says("Plan", "fusion_mb", expected="positive number", got="'64'"),
         ),
         (
-            lambda: cgx.Plan(FOUR, schedule="tree"),
+            lambda: cgx.Plan(FOUR, schedule="star"),
             ValueError,
-            says("Plan", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'tree'"),
+            says("Plan", "schedule", expected="'auto' 'two_shot' 'one_shot' 'ring'", got="'star'"),
         ),
         (
             lambda: cgx.Plan(FOUR, schedule={"node": 3}),

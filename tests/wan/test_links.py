@@ -1,4 +1,4 @@
-"""Estimates of links: decaying, corrected for shared lines, forgotten when a link changes, explored as often as asked."""
+"""Estimates of links: decaying, corrected for shared lines, forgotten when a link changes; and when to explore."""
 
 import numpy as np
 import pytest

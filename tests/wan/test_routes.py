@@ -33,7 +33,9 @@ def fixed_ring(n):
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_alike_links_take_the_least_time(n, shape):
     """Every line carries 2 (n - 1) / n messages."""
-    assert routes.seconds(routes.SHAPES[shape](np.ones((n, n))), np.ones((n, n))) == pytest.approx(2 * (n - 1) / n, 0.02)
+    assert routes.seconds(routes.SHAPES[shape](np.ones((n, n))), np.ones((n, n))) == pytest.approx(
+        2 * (n - 1) / n, 0.02
+    )
 
 
 def test_trees_of_alike_links_are_those_of_two_shot():
@@ -64,11 +66,13 @@ def test_trees_are_near_the_best_packing(seed):
     pairs = list(itertools.combinations(range(4), 2))
     every = [t for t in itertools.combinations(pairs, 3) if is_tree(t)]
     assert len(every) == 16
-    loads = np.array([[(p in t) / links[p] for p in pairs] + [sum(i in p for p in t) / line[i] for i in range(4)]
-                      for t in every]).T
+    loads = np.array(
+        [[(p in t) / links[p] for p in pairs] + [sum(i in p for p in t) / line[i] for i in range(4)] for t in every]
+    ).T
     # The least time such that the shares are one message and no load is above it.
-    found = optimize.linprog([*[0] * 16, 1], A_ub=np.c_[loads, -np.ones(10)], b_ub=np.zeros(10),
-                             A_eq=[[*[1] * 16, 0]], b_eq=[1])
+    found = optimize.linprog(
+        [*[0] * 16, 1], A_ub=np.c_[loads, -np.ones(10)], b_ub=np.zeros(10), A_eq=[[*[1] * 16, 0]], b_eq=[1]
+    )
     assert found.x[-1] * 0.999 <= routes.seconds(routes.trees(rates), rates) <= found.x[-1] * 1.08
 
 
