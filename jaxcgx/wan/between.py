@@ -52,8 +52,8 @@ class Between:
 
     def init(self, params: Any) -> CompressState:
         """The state before the first exchange of outer gradients like these parameters."""
-        # Between one's begin and its end, residuals and counts are as compress_gradients has them.
-        return compress_gradients(self.axis, self._parts, feedback=self.feedback, seed=self.seed).init(params)
+        made: Any = compress_gradients(self.axis, self._parts, feedback=self.feedback, seed=self.seed)
+        return made.init(params)
 
     def begin(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
         """Begins an exchange: (a ticket, the state)."""

@@ -25,7 +25,6 @@ from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
 from jaxcgx.transports.xla import Axes
 from jaxcgx.wan.fragments import Fragment, cut
-from jaxcgx.wan.outer import OuterTelemetry
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
 
 OP = "make_train_step"
@@ -51,9 +50,9 @@ class DilocoState(NamedTuple):
 class DilocoMetrics(NamedTuple):
     """What a step reports."""
 
-    loss: jax.Array  # [centres]: that of each centre. Their mean would be sent in every step.
+    loss: Any  # [centres]: that of each centre. Their mean would be sent in every step.
     telemetry: Any  # of the exchange inside a centre; arrays have a leading axis of the centres
-    outer: tuple[OuterTelemetry, ...] | None  # of each fragment's last round; None without telemetry
+    outer: Any  # an OuterTelemetry for each fragment, of its last round; None without telemetry
 
 
 class One(MeshRanks):

@@ -11,7 +11,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.optim.compress import compress_gradients
-from jaxcgx.optim.phases import check_plan
+from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
@@ -140,7 +140,10 @@ class Diloco:
         self._check_rhythm()
         # Its checks.
         compress_gradients(self.axis_name, self.plan, feedback=self.feedback, seed=self.seed, **self.options)
-        object.__setattr__(self, "plan", check_plan(OP, self.plan))
+        phases = check_phases(OP, self.plan)
+        if len(phases) > 1:
+            raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
+        object.__setattr__(self, "plan", phases[0].plan)
         self._warn_of_few_bits()
 
     @property

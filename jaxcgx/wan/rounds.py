@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
     # each exchange ends in the step in which it begins.
     waiting: Any
     before: Any  # the mean of the round before; None without telemetry
-    telemetry: OuterTelemetry | None  # of the last round
+    telemetry: Any  # an OuterTelemetry of the last round, or None
 
 
 class Both(NamedTuple):

@@ -363,6 +363,11 @@ def test_matched_nesterov_moves_as_far_as_sgd():
         (dict(decay=0), ValueError, says("diloco", "decay", expected="above 0", got="0")),
         (dict(outer="adam"), TypeError, says("diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
         (dict(axis_name=("a", "b")), ValueError, says("diloco", "axis_name", expected="one axis", got="('a'")),
+        (
+            dict(plan={0: cgx.Raw(), 9: cgx.MaxMin(4)}),
+            ValueError,
+            says("diloco", "plan", expected="one plan", got="a schedule"),
+        ),
         (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
     ],
 )
