@@ -140,10 +140,10 @@ class Diloco:
         self._check_rhythm()
         # Its checks.
         compress_gradients(self.axis_name, self.plan, feedback=self.feedback, seed=self.seed, **self.options)
-        phases = check_phases(OP, self.plan)
-        if len(phases) > 1:
+        phase, *others = check_phases(OP, self.plan)
+        if others:
             raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
-        object.__setattr__(self, "plan", phases[0].plan)
+        object.__setattr__(self, "plan", phase.plan)
         self._warn_of_few_bits()
 
     @property
