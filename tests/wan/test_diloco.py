@@ -311,7 +311,8 @@ def test_keys_frozen_parameters_and_micro_batches():
 def test_forms():
     """Their arguments are those of the papers. SparseLoCo's residual decays, Pier's momentum rises and falls."""
     sparse, mu = cgx.wan.sparseloco(INNER, every=1, ratio=0.25), cgx.wan.muloco(INNER)
-    assert cgx.wan.sparseloco(INNER).plan == cgx.TopK(0.01, values=cgx.MaxMin(2)) and mu.plan == cgx.MaxMin(2)
+    assert cgx.wan.sparseloco(INNER).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
+    assert mu.plan.default == cgx.MaxMin(2)
     assert (sparse.decay, mu.every, cgx.wan.diloco(INNER).every) == (0.95, 30, 500)
     train = trainer(sparse)
     _, (params, state) = run(train, 1)
@@ -362,8 +363,12 @@ def test_matched_nesterov_moves_as_far_as_sgd():
         (dict(decay=0), ValueError, says("diloco", "decay", expected="above 0", got="0")),
         (dict(outer="adam"), TypeError, says("diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
         (dict(axis_name=("a", "b")), ValueError, says("diloco", "axis_name", expected="one axis", got="('a'")),
+        (
+            dict(plan={0: cgx.Raw(), 9: cgx.MaxMin(4)}),
+            ValueError,
+            says("diloco", "plan", expected="one plan", got="a schedule"),
+        ),
         (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
-        (dict(axis_size=4), TypeError, says("diloco", "axis_size", expected="none", got="one")),
     ],
 )
 def test_bad_arguments(arguments, error, words):
