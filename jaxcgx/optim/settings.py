@@ -67,6 +67,7 @@ class Settings:
     strict: bool
     fusion_mb: Any
     order: Any
+    slice_elements: Any
     scattered: tuple[int | None, ...] = ()
     keyed: bool = False
     ranks: Ranks = dataclasses.field(init=False)
@@ -108,6 +109,7 @@ class Settings:
             weight_decay=(check_number, lambda x: x >= 0, "a number of at least 0"),
             reset_every=(check_integer, 1),
             axis_size=(check_integer, 1),
+            slice_elements=(check_integer, 1),
             fusion_mb=(check_positive,),
         )
         for name, (check, *args) in optional.items():
