@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import types
 
+from jaxcgx import wan
 from jaxcgx.codecs import (
     AbsMax,
     ByteGrad,
@@ -43,6 +44,7 @@ from jaxcgx.optim import (
     dgc,
     gather_state,
     make_train_step,
+    mpq,
     reshard_state,
     restore_state,
     shard_specs,
@@ -93,6 +95,7 @@ __all__ = [
     "keep_pages",
     "local_value_and_grad",
     "make_train_step",
+    "mpq",
     "reshard_state",
     "restore_state",
     "roundtrip",
@@ -100,6 +103,7 @@ __all__ = [
     "state_specs",
     "sync_in_backward",
     "value_and_grad",
+    "wan",
 ]
 
 

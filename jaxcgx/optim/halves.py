@@ -29,13 +29,14 @@ class Halves:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(shared, *args)
         program = closed.jaxpr
         both = [*program.constvars, *program.invars[: len(jax.tree_util.tree_leaves(shared))]]
+        leads = _leading(program.eqns)
         late: set[Any] = set()
         first, ends, rest = [], [], []
         for eqn in program.eqns:
             waits = any(x in late for x in _variables(eqn.invars))
             if eqn.primitive is tcp_end_p and not waits:
                 ends.append(eqn.replace(params=eqn.params | {"later": True}))
-            elif waits or (eqn.effects and eqn.primitive is not tcp_begin_p and eqn.primitive.name != "axis_index"):
+            elif waits or (eqn.effects and id(eqn) not in leads):
                 rest.append(eqn)
             else:
                 first.append(eqn)
@@ -64,6 +65,16 @@ class Halves:
         given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
         found = _compat.eval_jaxpr(self.behind, [], *self.constants, *jax.tree_util.tree_leaves(shared), *given)
         return jax.tree_util.tree_structure(self.results).unflatten(found)
+
+
+def _leading(eqns: Any) -> set[int]:
+    """The ids of the operations that lead to sums, and of those that begin them."""
+    found, needed = set(), set()
+    for eqn in reversed(eqns):
+        if eqn.primitive is tcp_begin_p or not needed.isdisjoint(eqn.outvars):
+            found.add(id(eqn))
+            needed.update(_variables(eqn.invars))
+    return found
 
 
 def _variables(atoms: Any) -> list[Any]:

@@ -5,6 +5,7 @@ import functools
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.optim.halves import Halves
@@ -82,7 +83,7 @@ class PriorityTraining(Training):
             return *inner, Pending(found.gradients, found.loss)
         sent, *rest = inner
         function = self.exchanging(params, order)
-        placement, given = self.placement, (params, found.gradients, sent)
+        placement, given = self.placement, (params, found.gradients, sent, found.loss)
         leaves, tree = jax.tree_util.tree_flatten(given)
         known = order, tree, *map(jax.typeof, leaves)
 
@@ -93,7 +94,7 @@ class PriorityTraining(Training):
 
         values = placement.over_ranks(
             begin,
-            in_specs=(placement.params_of_rank, placement.rows, placement.specs_of_rows(sent)),
+            in_specs=(placement.params_of_rank, placement.rows, placement.specs_of_rows(sent), P()),
             out_specs=placement.rows,
             check_vma=False,
         )(*given)

@@ -153,15 +153,16 @@ class Training:
         kept = placement.specs_of_rows(sent)
         exchange = placement.over_ranks(
             self.exchanging(params, order),
-            in_specs=(placement.params_of_rank, placement.rows, kept),
+            in_specs=(placement.params_of_rank, placement.rows, kept, P()),
             out_specs=(placement.gradients_of_rank(self._skipped(params)), kept),
         )
         noise = self.sharded.key(sent)
-        means, sent = exchange(params, grads, sent)
+        means, sent = exchange(params, grads, sent, loss)
         return self.update(params, (sent, *rest), means, loss=loss, noise=noise)
 
     def exchanging(self, params: Any, order: tuple[int, ...] | None) -> Callable[..., Any]:
-        """What a rank does to exchange gradients: a function (params, rows of gradients, state of the exchange)."""
+        """What a rank does to exchange gradients: a function of parameters, rows of gradients,
+        the state of the exchange and the loss."""
         transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
         return functools.partial(self._exchange, self._skipped(params), transformation)
 
@@ -239,13 +240,18 @@ class Training:
         grads = jax.tree_util.tree_map(lambda x: x[None], grads)
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
-    def _exchange(self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
+    def _exchange(
+        self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, loss: Any
+    ) -> tuple[Any, Any]:
         """The mean of the gradients that the ranks found, and the new state of the exchange."""
+        update = import_optax(OP).with_extra_args_support(transformation).update
         # Rules of the plan are for all leaves. Nothing reads those that it skips.
         _, frozen = part(self.sharded.like_whole(params), skipped)
         own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(transformation.update, own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(
+            functools.partial(update, value=loss), own, state=sent, params=given
+        )
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:
