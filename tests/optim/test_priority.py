@@ -36,10 +36,10 @@ def make(loss_fn=loss, optimizer=None, **options):
     return cgx.make_train_step(loss_fn, optimizer or optax.sgd(0.1, momentum=0.9), mesh(4), data_axis="a", **options)
 
 
-def train(model_state=(), finish=True, **options):
+def train(given=(), finish=True, **options):
     """(the state at last, the parameters before each step's update, the metrics of each step)."""
     train = make(**options)
-    state, seen, metrics = train.init(PARAMS, *model_state), [], []
+    state, seen, metrics = train.init(PARAMS, *given), [], []
     for batch in BATCHES:
         before = jax.tree.map(np.array, state[0])
         *state, found = train.step(*state, batch)
@@ -79,8 +79,8 @@ def test_the_bits_are_those_of_the_plain_step(case):
 
 
 def check(state, options):
-    plain, plain_seen, plain_metrics = train(model_state=state, **options)
-    late, seen, metrics = train(model_state=state, overlap="priority", slice_elements=20, **options)
+    plain, plain_seen, plain_metrics = train(given=state, **options)
+    late, seen, metrics = train(given=state, overlap="priority", slice_elements=20, **options)
     same((late[:-1], late[-1][:-1]), (plain[:-1], plain[-1]))
     same((seen, [m.loss for m in metrics]), (plain_seen, [m.loss for m in plain_metrics]))
     if options.get("telemetry"):
