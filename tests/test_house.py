@@ -24,7 +24,7 @@ STOREYS = (
     ("codecs",),
     ("transports",),
     ("native",),
-    ("checks", "text", "typing", "_compat"),
+    ("checks", "text", "typing", "units", "_compat"),
 )
 # (importer, imported): why this import may point upward or close a circle.
 EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
