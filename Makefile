@@ -52,7 +52,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
-	bench bench-selection bench-collectives bench-errors bench-failures bench-lab bench-mpi bench-overlap \
+	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-mpi bench-overlap \
 	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -147,6 +147,9 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off
+	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
 
 bench-errors: $(INSTALLED) ## compare the predicted errors of sums with measured ones
 	@.venv/bin/python benchmarks/errors.py

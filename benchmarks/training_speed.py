@@ -73,9 +73,9 @@ class Hosts:
       methods: {method: (framework, kind)} of those that were asked for, and of those without exchange.
     """
 
-    def __init__(self, stack, lab, settings, args):
+    def __init__(self, stack, lab, settings, args, script="training_speed_jax.py"):
         self._lab, self.methods, self._running = lab, {}, {}
-        commands = {"jaxcgx": [sys.executable, HERE / "training_speed_jax.py"]}
+        commands = {"jaxcgx": [sys.executable, HERE / script]}
         if args.torch:
             commands["PyTorch"] = [args.torch, HERE / "training_speed_torch.py"]
         for framework, command in commands.items():
@@ -125,11 +125,11 @@ class Hosts:
             self._lab.change(host, link(mbit))
 
 
-def curve(hosts, method, target, most):
-    """The losses on held-out data every EVERY steps, until the target is reached or `most` steps are done."""
+def curve(hosts, method, target, most, every):
+    """The losses on held-out data every so many steps, until the target is reached or `most` steps are done."""
     losses = [np.mean(hosts.ask(method, 0)["loss"])]
-    while smooth(losses)[-1] > target and EVERY * len(losses) <= most:
-        hosts.ask(method, EVERY)
+    while smooth(losses)[-1] > target and every * len(losses) <= most:
+        hosts.ask(method, every)
         losses.append(np.mean(hosts.ask(method, 0)["loss"]))
     return rounded(losses)
 
@@ -139,26 +139,26 @@ def smooth(losses):
     return [np.mean(losses[max(0, i - SMOOTH) : i]) for i in range(1, len(losses) + 1)]
 
 
-def curves(hosts, target, most):
+def curves(hosts, target, most, every=EVERY):
     """{method: losses} of all methods that exchange, which begin alike."""
     found = {}
     for method, (_, kind) in hosts.methods.items():
         if kind != "alone":
-            found[method] = curve(hosts, method, target, most)
-            print(f"{method}: {len(found[method]) - 1} x {EVERY} steps, loss {found[method][-1]:.3f}", file=sys.stderr)
+            found[method] = curve(hosts, method, target, most, every=every)
+            print(f"{method}: {len(found[method]) - 1} x {every} steps, loss {found[method][-1]:.3f}", file=sys.stderr)
     first = [losses[0] for losses in found.values()]
     if max(first) - min(first) > AGREE:
         raise RuntimeError(f"training_speed.py: the first losses differ: {dict(zip(found, first))}")
     return found
 
 
-def steps_to(losses, target):
+def steps_to(losses, target, every=EVERY):
     """The steps to the target, on a straight line between the last two losses. None: not reached."""
     losses = smooth(losses)
     if losses[-1] > target:
         return None
     before, after = losses[-2:]
-    return round(EVERY * (len(losses) - 2 + (before - target) / (before - after)), 1)
+    return round(every * (len(losses) - 2 + (before - target) / (before - after)), 1)
 
 
 def turns(hosts, steps, repeats):

@@ -181,13 +181,13 @@ class Program:
         return float(self._loss(weights, tuple(self._data.held_out)))
 
 
-def main(address, rank, hosts, model, rate, data):
+def main(address, rank, hosts, model, rate, data, methods=METHODS):
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, hosts, rank)
     mesh = jax.make_mesh((hosts,), ("data",), axis_types=(AxisType.Auto,))
     run, data = Run(model, rate, mesh), Data(data, rank, hosts)
     make = partial(partial, Program, run, data)
-    serve({kind: {name: make(method) for name, method in methods.items()} for kind, methods in METHODS.items()})
+    serve({kind: {name: make(method) for name, method in given.items()} for kind, given in methods.items()})
 
 
 if __name__ == "__main__":

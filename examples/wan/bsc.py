@@ -1,6 +1,6 @@
-"""Bidirectional sparsification: one percent of a large gradient travels between data centres, with a warm-up.
+"""Bidirectional sparsification: one percent of a large gradient travels between data centers, with a warm-up.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/bsc.py [--rate 100mbit] [--delay 5ms] [--steps 100]
@@ -22,5 +22,7 @@ def sparse(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.bsc, **options)
 
 
+TECHNIQUES = {"dense": dense, "sparse": sparse}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"dense": dense, "sparse": sparse})
+    demonstrate(__doc__, TECHNIQUES)

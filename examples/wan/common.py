@@ -1,7 +1,7 @@
-"""What the demonstrations of wide-area techniques share: two data centres, a network to train, a table and a plot.
+"""What the demonstrations of wide-area techniques share: two data centers, a network to train, a table and a plot.
 
 A demonstration is a dict of functions that make a training step. `demonstrate` starts two hosts, each behind a link of
-a limited rate (`python -m jaxcgx lab`). A host is a data centre, and has two ranks. They train with one technique after
+a limited rate (`python -m jaxcgx lab`). A host is a data center, and has two ranks. They train with one technique after
 the other, from the same weights and on the same batches of handwritten digits.
 """
 
@@ -24,7 +24,7 @@ from tqdm import tqdm
 import jaxcgx as cgx
 from jaxcgx.lab import why_not
 
-CENTRES, LOCAL = 2, 2  # data centres, ranks in each
+CENTRES, LOCAL = 2, 2  # data centers, ranks in each
 AXES = "dc", "local"
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
 BATCH = 32  # examples of a rank
@@ -90,7 +90,7 @@ def show(runs, steps):
     print(row("\ntechnique", "MB per step", "s per step", "loss at end"))
     for name, run in runs.items():
         print(row(name, f"{run['bytes'] / 1e6:.2f}", f"{run['seconds'][-1] / steps:.3f}", f"{run['loss'][-1]:.4f}"))
-    print("\nMB per step: what a data centre sends over its link, as its kernel counts it.")
+    print("\nMB per step: what a data center sends over its link, as its kernel counts it.")
 
 
 def plot(runs, title, path):
@@ -117,7 +117,7 @@ def run(techniques, axes, args):
     if jax.process_index() == 0:
         show(runs, args.steps)
         path = args.out / f"{pathlib.Path(sys.argv[0]).stem}.png"
-        plot(runs, f"Two data centres, {'no network' if args.local else args.rate}", path)
+        plot(runs, f"Two data centers, {'no network' if args.local else args.rate}", path)
         print(f"The curves are in {path.resolve()}", flush=True)
 
 
@@ -130,8 +130,8 @@ def demonstrate(doc, techniques):
         data_axis: the axis of the centres, which may be a `Tcp`, and that of a centre's ranks.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
-    parser.add_argument("--rate", default="100mbit", help="of the link of each data centre (default: 100mbit)")
-    parser.add_argument("--delay", default="5ms", help="from one data centre to the other (default: 5ms)")
+    parser.add_argument("--rate", default="100mbit", help="of the link of each data center (default: 100mbit)")
+    parser.add_argument("--delay", default="5ms", help="from one data center to the other (default: 5ms)")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(), metavar="DIR", help="where the plot goes")
     parser.add_argument("--local", action="store_true", help="four virtual devices in place of hosts; needs no root")

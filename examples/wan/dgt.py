@@ -1,6 +1,6 @@
 """Differential transmission: half of the blocks of gradients travel at once, the rest while the next step computes.
 
-Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centres of two ranks:
+Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/dgt.py [--rate 100mbit] [--delay 5ms] [--steps 100]
@@ -28,5 +28,7 @@ def random_blocks(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
 
 
+TECHNIQUES = {"all at once": plain, "differential": differential, "random blocks": random_blocks}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"all at once": plain, "differential": differential, "random blocks": random_blocks})
+    demonstrate(__doc__, TECHNIQUES)

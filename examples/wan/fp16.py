@@ -1,6 +1,6 @@
-"""FP16: gradients travel as float16 inside data centres and between them, and are computed in float32.
+"""FP16: gradients travel as float16 inside data centers and between them, and are computed in float32.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/fp16.py [--rate 100mbit] [--delay 5ms] [--steps 100]
@@ -22,5 +22,7 @@ def fp16(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
 
 
+TECHNIQUES = {"float32": full, "float16": fp16}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"float32": full, "float16": fp16})
+    demonstrate(__doc__, TECHNIQUES)

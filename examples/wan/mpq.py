@@ -1,6 +1,6 @@
-"""Mixed precision: large gradients travel sparse between data centres, and tiny ones as float16 everywhere.
+"""Mixed precision: large gradients travel sparse between data centers, and tiny ones as float16 everywhere.
 
-Two data centres of two ranks:
+Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/mpq.py [--rate 100mbit] [--delay 5ms] [--steps 100]
@@ -22,5 +22,7 @@ def mixed(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.mpq, **options)
 
 
+TECHNIQUES = {"float32": dense, "mixed precision": mixed}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"float32": dense, "mixed precision": mixed})
+    demonstrate(__doc__, TECHNIQUES)

@@ -30,7 +30,7 @@ def init_state(settings: Settings, params: Any, describe: Callable[..., Any] = d
 
     def fresh() -> Any:
         state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), expected)
-        if state.key is None:
+        if getattr(state, "key", None) is None:
             return state
         return state._replace(key=jax.random.key_data(jax.random.key(settings.seed, impl="threefry2x32")))
 

@@ -111,7 +111,7 @@ class PriorityTraining(Training):
         end = placement.over_ranks(
             pending.halves.second,
             in_specs=(placement.params_of_rank, placement.rows),
-            out_specs=(placement.gradients_of_rank(self._skipped(params)), placement.specs_of_rows(sent)),
+            out_specs=(placement.gradients_of_rank(self.skipped(params)), placement.specs_of_rows(sent)),
             check_vma=False,
         )
         means, sent = end(params, pending.values)

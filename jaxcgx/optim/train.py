@@ -60,6 +60,7 @@ def make_train_step(
     has_aux: bool = False,
     weighted: bool = False,
     donate: bool = True,
+    diloco: Any = None,
     **options: Any,
 ) -> TrainStep:
     """Data-parallel training with compressed gradients: a TrainStep.
@@ -124,6 +125,10 @@ def make_train_step(
         of all weights, of all ranks and micro-batches: a mean over tokens that are not masked. The weight must not
         depend on the parameters.
       donate: update parameters and state in place; those that `step` was given are gone.
+      diloco: `jaxcgx.wan.diloco(optimizer, ...)`, or one of its forms: the ranks along the outermost of `data_axis` are
+        centres, which train on their own and exchange outer gradients now and then. `plan` is then that of the exchange
+        inside a centre, over the other axes, Raw() by default. `step` returns the outer parameters and a
+        `jaxcgx.wan.DilocoMetrics` (docs/diloco.md).
       **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
     """
@@ -132,6 +137,9 @@ def make_train_step(
         mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
     )
     ranks = check_ranks(OP, data_axis, "data_axis")
+    centres = None if diloco is None else diloco.over(placement, optimizer, data_axis)
+    if centres is not None:
+        placement, ranks, compress, options = centres.inside(compress, options)
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
@@ -158,6 +166,8 @@ def make_train_step(
         has_aux=has_aux,
         plan=options.get("plan"),
     )
+    if centres is not None:
+        return centres.train_step(training, donate)
     if model_state is not None:
         donated = (0, 1, 2) if donate else ()
         jitted, finish = (jax.jit(f, donate_argnums=donated) for f in (training.step, training.finish))

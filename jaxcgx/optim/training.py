@@ -67,7 +67,7 @@ class Training:
         self.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self.sharded.check(params)
-        placement, skipped = self.placement, self._skipped(params)
+        placement, skipped = self.placement, self.skipped(params)
         specs, sending = placement.specs_of(params), self.sharded.freeze(skipped)
         trained, updated = (part(tree, skipped)[0] for tree in (params, sending.placement.specs_of_updates(params)))
         self._check(trained)
@@ -106,7 +106,7 @@ class Training:
         The order is None where nobody asks for it.
         """
         self.state.check_rows(model_state, self.placement.ranks)
-        placement, skipped = self.placement, self._skipped(params)
+        placement, skipped = self.placement, self.skipped(params)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)
         spec = self.state.spec
         given = lambda params, sent: (params, model_state, batch, (key, self.sharded.key(sent)))
@@ -154,7 +154,7 @@ class Training:
         exchange = placement.over_ranks(
             self.exchanging(params, order),
             in_specs=(placement.params_of_rank, placement.rows, kept, P()),
-            out_specs=(placement.gradients_of_rank(self._skipped(params)), kept),
+            out_specs=(placement.gradients_of_rank(self.skipped(params)), kept),
         )
         noise = self.sharded.key(sent)
         means, sent = exchange(params, grads, sent, loss)
@@ -164,13 +164,13 @@ class Training:
         """What a rank does to exchange gradients: a function of parameters, rows of gradients,
         the state of the exchange and the loss."""
         transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
-        return functools.partial(self._exchange, self._skipped(params), transformation)
+        return functools.partial(self._exchange, self.skipped(params), transformation)
 
     def update(self, params: Any, opt_state: Any, means: Any, loss: Any, noise: Any = None) -> tuple[Any, Any]:
         """(parameters, optimizer state) after an update with means. noise: the key of the gather of updates."""
         sent, rest, *lost = opt_state  # lost: by the gather of updates
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
-        skipped = self._skipped(params)
+        skipped = self.skipped(params)
         sending = self.sharded.freeze(skipped)
         trained, frozen = part(params, skipped)
         updated, _ = part(sending.placement.specs_of_updates(params), skipped)
@@ -193,7 +193,7 @@ class Training:
             expected, got = "an optimizer without compression, which plan= adds", "one that exchanges gradients itself"
             raise wrong(OP, "optimizer", expected, got, "pass the plain one, such as optax.adam(1e-3)")
 
-    def _skipped(self, params: Any) -> Any:
+    def skipped(self, params: Any) -> Any:
         """For each parameter whether it is frozen."""
         return find_skipped(self.plan, self.placement.shards(params))
 
@@ -249,9 +249,7 @@ class Training:
         _, frozen = part(self.sharded.like_whole(params), skipped)
         own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(
-            functools.partial(update, value=loss), own, state=sent, params=given
-        )
+        mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 OP = "Differential"
 LEVELS = 8  # sizes of the important part, of which an adaptive share takes one
 # Options of compress_gradients that go with whole gradients.
-REFUSED = ("beta", "momentum", "momentum_masking", "nesterov", "reset_every", "telemetry", "weight_decay")
+REFUSED = (
+    "beta",
+    "momentum",
+    "momentum_masking",
+    "nesterov",
+    "reset_every",
+    "skip_nonfinite",
+    "telemetry",
+    "weight_decay",
+)
 
 __all__ = ["Differential", "DifferentialState"]
 

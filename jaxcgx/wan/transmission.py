@@ -1,7 +1,8 @@
-"""A step of differential transmission: the rest of the step before, the important blocks, what becomes of the others."""
+"""A step of differential transmission: the rest of the last step, important blocks, what becomes of the others."""
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,9 +118,9 @@ class Transmission:
         first_loss, level = step.level(value)
         if deferred:  # first in the program, as it needs nothing that this step computes
             late = step.with_share(state.level, step.late)
-        contributions = step.contributions()
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
+        contributions = step.contributions()
         if deferred:
             now = Sent(_add(now.means, late.means), _add(now.residuals, late.residuals))
         after = DifferentialState(
@@ -128,7 +129,9 @@ class Transmission:
             contributions=leaves.tree(contributions),
             order=leaves.tree(order) if deferred else None,
             pending=leaves.tree(pending) if deferred else None,
-            residuals=leaves.tree([r if b is None or r is None else b.join(r)[None] for b, r in zip(step.cut, now.residuals)]),
+            residuals=leaves.tree(
+                [r if b is None or r is None else b.join(r)[None] for b, r in zip(step.cut, now.residuals)]
+            ),
             first_loss=first_loss,
             level=level,
         )
@@ -177,8 +180,13 @@ class Step:
             moved = self.how.alpha * old + (1 - self.how.alpha) * new
             return jnp.where(jnp.isfinite(moved), moved, old)
 
-        mean = self.settings.ranks.pmean(_each(own, self.cut, self.gradients, self.residuals))
-        return _each(average, self.leaves.match(self.state.contributions), mean)
+        found = _each(own, self.cut, self.gradients, self.residuals)
+        if not (present := [x for x in found if x is not None]):
+            return found
+        mean = self.settings.ranks.pmean(jnp.concatenate(present))  # one small message
+        ends = itertools.accumulate(0 if x is None else x.size for x in found)
+        parts = _each(lambda x, end: mean[end - x.size : end], found, list(ends))
+        return _each(average, self.leaves.match(self.state.contributions), parts)
 
     def order(self) -> list[Any]:
         """The numbers of the blocks of each leaf, the most important first."""
@@ -228,7 +236,9 @@ class Step:
             return jnp.pad(jnp.where(first, 0, held[0]), ((0, missing), (0, 0)))[None]
 
         held = _each(hold, given.means, given.residuals)
-        other = lambda: Sent(_each(lambda x: jnp.zeros(x.shape, x.dtype), given.means), _each(lambda pair: pair[1], held))
+        other = lambda: Sent(
+            _each(lambda x: jnp.zeros(x.shape, x.dtype), given.means), _each(lambda pair: pair[1], held)
+        )
         if rest == "quantize":
             short = by_axis(self.settings.ranks.levels, SHORT, Raw())
             plans = [dataclasses.replace(plan, default=short, rules=()) for plan in self.plans]
@@ -240,6 +250,8 @@ class Step:
         """The mean of what there is of the leaves, and their new residuals."""
         settings, state, none = self.settings, self.state, self.leaves.match(None)
         present = [i for i, x in enumerate(given.means) if x is not None]
+        if not present:
+            return given
         if part != NOW:
             settings = dataclasses.replace(settings, order=None)
         key = fold(state.key, state.count, part) if settings.stochastic else None
@@ -259,7 +271,8 @@ def _of_blocks(function: str, plan: Plan, leaves: Leaves) -> Plan:
     for path, (codec, _) in zip(leaves.paths, assigned):
         chosen.setdefault(codec, set()).add(spell_path(path))
     rules = [
-        Rule(codec, where=lambda path, _, own=frozenset(own): path in own, optional=True) for codec, own in chosen.items()
+        Rule(codec, where=lambda path, _, own=frozenset(own): path in own, optional=True)
+        for codec, own in chosen.items()
     ]
     return dataclasses.replace(plan, default=Raw(), rules=rules, min_size=0, skip_1d=False)
 

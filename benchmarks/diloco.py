@@ -1,0 +1,234 @@
+"""Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
+
+    python benchmarks/diloco.py [--parts losses times] [--runs REGEX] [--seeds 3] [--steps 2100] [--centres 2]
+        [--hosts 2 4] [--torch PYTHON] [--out DIR]
+
+The times need root (jaxcgx.lab); --torch names a Python that has torch. Rows that the result file has from the same
+command are not measured again: a run that was cut off goes on. Remove the file to measure all of them.
+"""
+
+import argparse
+import contextlib
+import json
+import pathlib
+import re
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import training_speed as speed
+import training_speed_data as data
+from jax.sharding import AxisType
+from report import RESULTS, Report, header, line, mark
+from training_speed_models import make_loss
+
+import jaxcgx as cgx
+from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.report import results
+
+BATCH = 4  # windows of a centre in a step
+EVALUATE = 16  # parts of a run, after each of which the loss on held-out text is measured
+HELD_OUT = 256  # windows
+WORSE = 0.02  # goal: of the dense run's final loss
+MBIT = 100
+SPAN = 20  # steps of a turn: a round of the streaming method in diloco_host.py
+BUSY = 0.9  # goal of streaming, where plain data parallelism has less than a tenth
+
+
+class Run(NamedTuple):
+    """A row of the first table. No form: data parallelism, with an exchange in every step."""
+
+    form: Any = None  # from an inner optimizer to a Diloco
+    fewer: float | None = None  # goal: how many times fewer bytes of a step than those of float32
+    close: bool | None = None  # goal: whether the final loss is within WORSE of the dense run's; None: no goal
+
+
+def four_bits(every, outer="sgd", **options):
+    return lambda inner: cgx.wan.diloco(inner, outer, every=every, plan=cgx.MaxMin(4), **options)
+
+
+RUNS = {
+    "float32, every step": Run(),
+    "4 bits, H 20": Run(four_bits(20), 100, True),
+    "4 bits, H 100": Run(four_bits(100), 500, True),
+    "4 bits, H 20, streaming": Run(four_bits(20, fragments=4, overlap=2, alpha=0.5), 100, True),
+    "4 bits, H 20, Nesterov 0.9": Run(four_bits(20, "nesterov", telemetry=True)),
+    "SparseLoCo, 1 %, 2 bits, H 15": Run(lambda inner: cgx.wan.sparseloco(inner, every=15), 100, True),
+    "2 bits, H 20": Run(lambda inner: cgx.wan.muloco(inner, every=20, outer="sgd")),
+    "2 bits, H 20, no feedback": Run(
+        lambda inner: cgx.wan.muloco(inner, every=20, outer="sgd", feedback=False), None, False
+    ),
+}
+CHARTS = [
+    dict(table="rows", title="Final loss", x="run", y=["loss"]),
+    dict(table="curves", title="Loss by step", x="steps", y=["loss"], by="run"),
+    dict(table="times", title="A step", x="method", y=["ms"], panel="hosts", log=True),
+]
+NOTES = f"""\
+- A byte-level transformer of 3.3 million parameters learns the documentation that Python ships. Adam with a cosine
+  rate inside. loss: of the outer parameters on held-out text, after the last exchange. All runs of a seed begin with
+  the same weights, and see the same batches. More: than the dense run of the same seed, the mean over seeds.
+- bytes: what a centre sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: times
+  fewer than float32, every step.
+- Goals: at most {WORSE:.0%} more than the dense run at so many times fewer bytes; without feedback at 2 bits, not so.
+- Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns of
+  {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: to the loss {data.MODELS["transformer"].target}, which is
+  measured every {SPAN} steps, as in training_speed.py.
+"""
+
+
+def curve(run, seed, steps, centres):
+    """[(steps, loss)] of a run, the bytes of a step, and its telemetry."""
+    mesh = jax.make_mesh((centres,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centres])
+    rng = np.random.default_rng(seed)
+    weights = data.transformer_weights(rng)
+    batches, held_out = data.text(rng, (steps, centres * BATCH), HELD_OUT)
+    inner = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 20, steps))
+    diloco = run.form and run.form(inner)
+    plan = {} if diloco else dict(plan=cgx.Raw())
+    loss = make_loss("transformer")
+    train = cgx.make_train_step(loss, inner, mesh, data_axis="dc", diloco=diloco, **plan)
+    params, state = train.init(weights)
+    evaluate, found, sent, metrics = jax.jit(loss), [], None, None
+    for t in range(steps):
+        batch = tuple(jnp.asarray(each[t]) for each in batches)
+        if sent is None:
+            # Every branch of a conditional counts: that is one exchange of everything.
+            sent = cgx.explain(train.step, params, state, batch, show=False).bytes / (diloco.every if diloco else 1)
+        params, state, metrics = jax.block_until_ready(train.step(params, state, batch))
+        if (t + 1) % max(steps // EVALUATE, 1) == 0 or t + 1 == steps:
+            found.append((t + 1, round(float(evaluate(params, held_out)), 4)))
+    outer = getattr(metrics, "outer", None)
+    telemetry = {"gain": round(float(outer[0].gain), 3), "rho": round(float(outer[0].rho), 3)} if outer else {}
+    return found, round(sent), telemetry
+
+
+class Rows:
+    """The result file, whose rows are there as soon as they are measured."""
+
+    def __init__(self, args, command):
+        self._path = args.out / "diloco.json"
+        self.report = Report(command, rows=[], curves=[], times=[], goal=WORSE, charts=CHARTS)
+        with contextlib.suppress(FileNotFoundError):
+            old = results.read(self._path)
+            if old["command"] == command:
+                self.report.data |= {name: old[name] for name in ("rows", "curves", "times")}
+
+    def has(self, table, **where):
+        return any(where.items() <= row.items() for row in self.report.data[table])
+
+    def add(self, table, *rows):
+        self.report.data[table] += rows
+        results.write(self._path, self.report.data)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+
+
+def losses(rows, args):
+    jax.config.update("jax_num_cpu_devices", args.centres)
+    for seed in range(args.seeds):
+        for name, run in RUNS.items():
+            if re.search(args.runs, name) and not rows.has("rows", run=name, seed=seed):
+                found, sent, telemetry = curve(run, seed, args.steps, args.centres)
+                rows.report.data["curves"] += [dict(run=name, seed=seed, steps=t, loss=loss) for t, loss in found]
+                rows.add("rows", dict(run=name, seed=seed, loss=found[-1][1], sent_bytes=sent, **telemetry))
+
+
+def times(rows, args):
+    """As training_speed.py, of the methods of diloco_host.py."""
+    given = argparse.Namespace(torch=args.torch, methods=r"bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD")
+    model = data.MODELS["transformer"]
+    for count in args.hosts:
+        if rows.has("times", hosts=count):
+            continue
+        with contextlib.ExitStack() as stack:
+            path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+            data.write(path, "transformer", count)
+            lab = stack.enter_context(Lab(count, speed.link(speed.UNLIMITED)))
+            settings = dict(model="transformer", rate=model.rate, data=str(path))
+            hosts = speed.Hosts(stack, lab, settings, args=given, script="diloco_host.py")
+            curves = speed.curves(hosts, model.target, args.most or model.most, every=SPAN)
+            steps = {method: speed.steps_to(values, model.target, every=SPAN) for method, values in curves.items()}
+            hosts.limit(MBIT)
+            found = speed.figures(hosts, steps, speed.turns(hosts, SPAN, args.repeats))
+            alone = {hosts.methods[name][0]: r["ms"] for name, r in found.items() if r["kind"] == "alone"}
+            busy = {name: round(alone[hosts.methods[name][0]] / r["ms"], 3) for name, r in found.items()}
+            rows.add("times", *(dict(hosts=count, method=name, busy=busy[name]) | r for name, r in found.items()))
+
+
+def show(report):
+    """The tables, of all rows that there are."""
+    rows = report.data["rows"]
+    mean = lambda name, key: np.mean([row[key] for row in rows if row["run"] == name])
+    dense = {row["seed"]: row for row in rows if row["run"] == next(iter(RUNS))}
+    report.show("", *header("run", "loss", "of seeds", "more", "bytes", "fewer", "gain", "rho", "goals"))
+    for name, run in RUNS.items():
+        mine = [row for row in rows if row["run"] == name and row["seed"] in dense]
+        if not mine:
+            continue
+        more = float(np.mean([row["loss"] / dense[row["seed"]]["loss"] - 1 for row in mine]))
+        fewer = dense[mine[0]["seed"]]["sent_bytes"] / mine[0]["sent_bytes"]
+        goals = [] if run.fewer is None else [fewer >= run.fewer]
+        goals += [] if run.close is None else [(more <= WORSE) == run.close]
+        report.show(
+            line(
+                [
+                    name,
+                    f"{mean(name, 'loss'):.3f}",
+                    " ".join(f"{row['loss']:.3f}" for row in mine),
+                    f"{more:+.2%}",
+                    f"{mine[0]['sent_bytes']:,}",
+                    f"{fewer:,.0f}",
+                    *(f"{mean(name, key):.2f}" if key in mine[0] else "" for key in ("gain", "rho")),
+                    " ".join(map(mark, goals)),
+                ]
+            )
+        )
+    report.show("", *header("between hosts", "hosts", "step ms", "busy", "MB sent", "steps", "seconds", "goal"))
+    for row in report.data["times"]:
+        goal = mark(row["busy"] >= BUSY) if "streaming" in row["method"] else ""
+        cells = [row["method"], str(row["hosts"]), f"{row['ms']:.1f}", f"{row['busy']:.2f}"]
+        cells += [f"{row['sent_bytes'] / 1e6:.3f}", speed.cell(row["steps"], ".0f"), speed.cell(row["seconds"], ".1f")]
+        report.show(line([*cells, goal]))
+    report.show("", *NOTES.splitlines())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=("losses", "times"), default=["losses", "times"])
+    parser.add_argument("--runs", default="", metavar="REGEX", help="only these of the first table")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
+    parser.add_argument("--steps", type=int, default=2100, metavar="N", help="steps of its runs (default: 2100)")
+    parser.add_argument("--centres", type=int, default=2, metavar="N", help="centres of its runs (default: 2)")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
+    parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")
+    parser.add_argument("--most", type=int, metavar="N", help="most steps to the loss between hosts")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns that are counted (default: 5)")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results are")
+    args = parser.parse_args()
+    chosen = {
+        name: value
+        for name in ("seeds", "steps", "centres")
+        if (value := getattr(args, name)) != parser.get_default(name)
+    }
+    command = " ".join(["make bench-diloco", *(f"--{name} {value}" for name, value in chosen.items())])
+    if chosen and args.out == RESULTS:
+        parser.error("with other seeds, steps or centres than the committed results' pass --out")
+    rows = Rows(args, command)
+    if "losses" in args.parts:
+        losses(rows, args)
+    if "times" in args.parts:
+        if why := why_not():
+            print(f"diloco.py: times not measured, {why}", file=sys.stderr)
+        else:
+            times(rows, args)
+    show(rows.report)
+    rows.report.write(args.out, "diloco")
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()

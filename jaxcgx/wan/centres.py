@@ -1,0 +1,264 @@
+"""The centres of a mesh: where their parameters and states are, and a training step of all of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxcgx.checks import wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.exchange.keys import fold
+from jaxcgx.optim.alone import Alone
+from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.leaves import flatten, loose
+from jaxcgx.optim.model_state import PerRank
+from jaxcgx.optim.phases import check_phases
+from jaxcgx.optim.placement import Placement
+from jaxcgx.optim.ranks import MeshRanks
+from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.state import CompressState
+from jaxcgx.optim.train import Step, TrainStep
+from jaxcgx.optim.training import Training
+from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.transports.xla import Axes
+from jaxcgx.wan.fragments import Fragment, cut
+from jaxcgx.wan.outer import OuterTelemetry
+from jaxcgx.wan.rounds import Both, Exchange, Rounds
+
+OP = "make_train_step"
+
+
+class Centre(NamedTuple):
+    """What a centre has of its own. Over all centres, everything has a leading axis of theirs."""
+
+    params: Any
+    start: Any  # its parameters at the beginning of the round; None without eager updates
+    inner: Any  # the state of the inner optimizer
+    sent: Any  # the state of the exchange inside the centre, with a second axis, of the centre's ranks
+
+
+class DilocoState(NamedTuple):
+    """The state of training with `diloco`."""
+
+    count: Any  # int32[]: the number of steps until now
+    centres: PerRank  # of a Centre
+    exchanges: tuple[Exchange, ...]  # one for each fragment
+
+
+class DilocoMetrics(NamedTuple):
+    """What a step reports."""
+
+    loss: jax.Array  # [centres]: that of each centre. Their mean would be sent in every step.
+    telemetry: Any  # of the exchange inside a centre; arrays have a leading axis of the centres
+    outer: tuple[OuterTelemetry, ...] | None  # of each fragment's last round; None without telemetry
+
+
+class One(MeshRanks):
+    """The single rank of a centre. `jaxcgx.optim.ranks.Ranks` documents the members."""
+
+    def net(self) -> Axes:
+        return Axes(())
+
+    def pmean(self, x: Any) -> Any:
+        return x
+
+    def value_and_grad(self, objective: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(objective, has_aux=True)
+
+
+def _no_exchange(axis_name: Any, **options: Any) -> Any:
+    """The gradients of a single rank are their mean."""
+    if given := [name for name, value in options.items() if value is not None]:
+        expected = "none, as a centre has one rank, which exchanges nothing"
+        remedy = f"give it to jaxcgx.wan.diloco, which exchanges outer gradients (or leave {given[0]} out)"
+        raise wrong(OP, given[0], expected, repr(options[given[0]]), remedy)
+    nothing = CompressState(*[None] * 5)
+    return import_optax(OP).GradientTransformation(lambda _: nothing, lambda grads, state, params=None: (grads, state))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Centres:
+    """The centres of a mesh.
+
+    A rank computes as a process alone does: all axes of the ranks are manual, and it has all parameters whole.
+    """
+
+    diloco: Any
+    placement: Placement
+    axis: Any  # of the exchange between centres: their axis and those of a centre's ranks, some of them marked
+    sending: dict[str, Any]  # options of compress_gradients between centres
+
+    @property
+    def name(self) -> Any:
+        return self.placement.names[0]
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        """The axes of a centre's ranks."""
+        return self.placement.names[1:]
+
+    def inside(self, compress: Callable[..., Any], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What a step inside a centre is made of: (placement, ranks, what makes its exchange, options of that)."""
+        if not self.inner:
+            if compress is not compress_gradients:
+                options = {"compress": compress, **options}
+            alone = Alone(self.name, self.placement.batch_specs)
+            return alone, One(OP, self.name), _no_exchange, {"plan": None, **options}
+        axis = self.axis[1:] if len(self.axis) > 2 else self.axis[1]
+        raw = {"plan": Raw()} if compress is compress_gradients else {}
+        return Alone(axis, self.placement.batch_specs), MeshRanks(OP, axis), compress, {**raw, **options}
+
+    def train_step(self, training: Training, donate: bool) -> TrainStep:
+        """The functions of a training loop."""
+        if training.has_aux or training.state.mode is not None:
+            argument = "has_aux" if training.has_aux else "model_state"
+            raise wrong(OP, argument, "none with diloco", "one", "leave it out")
+        if training.plan is None:
+            training = dataclasses.replace(training, plan=self.diloco.plan)
+        step = jax.jit(functools.partial(self._step, training), donate_argnums=(0, 1) if donate else ())
+        return TrainStep(functools.partial(self._init, training), Step(step, self.placement, place=2))
+
+    @property
+    def _specs(self) -> DilocoState:
+        rows = P(self.name)
+        sent = CompressState(P(), P(), residuals=rows, momentum=rows, telemetry=P(), trace=P(), factors=P())
+        return DilocoState(
+            count=P(),
+            centres=PerRank(Centre(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
+            exchanges=(Exchange(sent=sent, outer=P(), mean=P(), before=P(), telemetry=P()),) * self.diloco.fragments,
+        )
+
+    def _over_ranks(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return self.placement.over_ranks(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _init(self, training: Training, params: Any) -> tuple[Any, DilocoState]:
+        params = jax.tree_util.tree_map(jnp.asarray, params)
+        self._check(training, params)
+
+        def of_rank(params: Any) -> tuple[Any, DilocoState]:
+            outer, _, (sent, inner) = training.init(params)
+            rounds = self._rounds()
+            exchanges = [rounds.init(fragment.take(outer)) for fragment in self._cut(training, outer)]
+            if getattr(sent, "key", None) is not None:  # centres draw independent noise
+                sent = sent._replace(key=fold(sent.key, lax.axis_index(self.name)))
+            centre = Centre(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
+            return outer, DilocoState(jnp.zeros((), jnp.int32), PerRank(_rows(centre)), tuple(exchanges))
+
+        params = jax.device_put(params, self.placement.shardings(P()))
+        return jax.jit(self._over_ranks(of_rank, in_specs=P(), out_specs=(P(), self._specs)))(params)
+
+    def _step(self, training: Training, params: Any, state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+        if not isinstance(state, DilocoState):
+            raise wrong(
+                "train.step", "opt_state", "a DilocoState, which init or the step before returned", type(state).__name__
+            )
+        batch, batch_specs = self.placement.place_batch(batch, training.accumulate)
+        metrics = DilocoMetrics(loss=P(self.name), telemetry=P(self.name), outer=P())
+        step = self._over_ranks(
+            functools.partial(self._step_of_rank, training),
+            in_specs=(P(), self._specs, batch_specs, P()),
+            out_specs=(P(), self._specs, metrics),
+        )
+        return step(params, state, batch, key)
+
+    def _step_of_rank(self, training: Training, params: Any, state: DilocoState, batch: Any, key: Any) -> Any:
+        if key is not None:
+            key = jax.random.fold_in(key, lax.axis_index(self.name))
+        centre = _of_rank(state.centres.rows)
+        own, _, (sent, inner), found = training.step(
+            centre.params, None, opt_state=(centre.sent, centre.inner), batch=batch, key=key
+        )
+        count = state.count + 1
+        both, exchanges = self._exchange(training, count, Both(params, own, centre.start), state.exchanges)
+        renewed = Centre(both.own, both.start, inner=inner, sent=sent)
+        state = DilocoState(count, PerRank(_rows(renewed)), exchanges)
+        loss, telemetry = jax.tree_util.tree_map(lambda x: x[None], (found.loss, found.telemetry))
+        outer = tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None
+        return both.outer, state, DilocoMetrics(loss, telemetry, outer)
+
+    def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
+        """The parameters and states after `count` steps: one fragment may begin its exchange, one may end it."""
+        rounds, fragments, given = self._rounds(), self._cut(training, both.outer), self.diloco
+
+        def turn(act: Callable[..., Any], delay: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
+            """Acts on the fragment whose turn was `delay` steps ago, if it was one's."""
+
+            def on(p: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
+                both, done = act(fragments[p], both, exchanges[p])
+                return both, (*exchanges[:p], done, *exchanges[p + 1 :])
+
+            steps = count - delay
+            due = (steps >= given.period) & (steps % given.period == 0)
+            branch = jnp.where(due, 1 + steps // given.period % len(fragments), 0)
+            acts = [functools.partial(on, p) for p in range(len(fragments))]
+            return lax.switch(branch, [lambda *same: same, *acts], both, exchanges)
+
+        if given.eager:
+            return turn(functools.partial(rounds.eager, first=count <= given.every), 0, both, exchanges)
+        if not given.overlap:
+            return turn(rounds.at_once, 0, both, exchanges)
+        return turn(rounds.begin, 0, *turn(rounds.end, given.overlap, both, exchanges))
+
+    def _rounds(self) -> Rounds:
+        given = self.diloco
+        return Rounds(
+            transformation=compress_gradients(self.axis, self._plans, **self.sending),
+            names=self.placement.names,
+            outer=given.outer,
+            keeps=given.eager or given.overlap > 0,
+            alpha=given.alpha,
+            decay=given.decay,
+            telemetry=given.telemetry,
+        )
+
+    @property
+    def _plans(self) -> dict[int, Any]:
+        """The plans for a fragment, by round. Ranks of a centre share the work uncompressed."""
+        between = lambda codec: (
+            by_axis(self.placement.names, codec, Raw()) if isinstance(codec, Codec) and not codec.skips else codec
+        )
+        found = {}
+        for phase in check_phases("diloco", self.diloco.plan):
+            plan = loose(phase.plan)
+            rules = [dataclasses.replace(rule, codec=between(rule.codec)) for rule in plan.rules]
+            found[phase.start] = dataclasses.replace(plan, default=between(plan.default), rules=rules)
+        return found
+
+    def _cut(self, training: Training, params: Any) -> tuple[Fragment, ...]:
+        return cut("diloco", params, training.skipped(params), self.diloco.fragments)
+
+    def _check(self, training: Training, params: Any) -> None:
+        """Checks that each rule of the plan holds for a parameter, and that the plans freeze the same ones."""
+        found = flatten(params)
+        for phase in check_phases("diloco", self.diloco.plan):
+            phase.plan.assign("diloco", "plan", paths=found.paths, leaves=found.values)
+            frozen = [
+                jax.tree_util.tree_leaves(each)
+                for each in (phase.plan.skipped("diloco", "plan", params), training.skipped(params))
+            ]
+            for path, outer, inner in zip(found.paths, *frozen):
+                if outer != inner:
+                    expected = "a plan that skips the same parameters as that inside a centre"
+                    remedy = "give both plans the same rules with jaxcgx.Skip()"
+                    raise wrong("diloco", "plan", expected, "another", remedy, path=path)
+
+
+def _rows(centre: Centre) -> Centre:
+    """A centre's part of what all centres have."""
+    found = jax.tree_util.tree_map(lambda x: x[None], centre)
+    return found._replace(sent=jax.tree_util.tree_map(lambda x: x[None], found.sent))
+
+
+def _of_rank(rows: Centre) -> Centre:
+    """The inverse of `_rows`."""
+    found = jax.tree_util.tree_map(lambda x: x[0], rows)
+    return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))
+
+
+__all__ = ["DilocoMetrics", "DilocoState"]

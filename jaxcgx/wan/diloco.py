@@ -1,0 +1,194 @@
+"""diloco: centres train on their own, and exchange compressed outer gradients every so many steps."""
+
+import dataclasses
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxcgx.checks import callers_level, check_flag, check_integer, check_number, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.spelling import spell
+from jaxcgx.optim.compress import compress_gradients
+from jaxcgx.optim.phases import check_phases
+from jaxcgx.optim.placement import Placement
+from jaxcgx.plan import Plan
+from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.wan.centres import Centres
+from jaxcgx.wan.outer import check_outer
+
+if TYPE_CHECKING:
+    import optax
+
+OP = "diloco"
+FEW_BITS = 3  # bits of an element below which training without feedback fails (benchmarks/results/diloco.md)
+
+
+def diloco(
+    inner: "optax.GradientTransformation",
+    outer: Any = "nesterov",
+    *,
+    every: int = 500,
+    axis_name: Any = "dc",
+    plan: Codec | Plan | dict[Any, Any] = Raw(),
+    fragments: int = 1,
+    overlap: int = 0,
+    alpha: float = 0.0,
+    eager: bool = False,
+    decay: float = 1.0,
+    telemetry: bool = False,
+    **options: Any,
+) -> "Diloco":
+    """Low-communication training (DiLoCo), for `make_train_step(..., diloco=)`.
+
+        inner = optax.adamw(1e-3)
+        diloco = cgx.wan.diloco(inner, every=100, plan=cgx.MaxMin(4))
+        train = cgx.make_train_step(loss_fn, inner, mesh, data_axis="dc", diloco=diloco)
+        params, opt_state = train.init(params)
+        for batch in batches:
+            params, opt_state, metrics = train.step(params, opt_state, batch)
+
+    Every centre trains parameters of its own with the inner optimizer. Every `every` steps the centres exchange their
+    outer gradients, D = outer parameters - own parameters, and the outer optimizer moves the outer parameters by the
+    mean of D. The centres go on from there. `params` are the outer parameters: evaluate, save and restore these. They
+    change only where an exchange ends. Nothing is sent between centres in other steps.
+
+    Args:
+      inner: the optimizer of a centre, the same that make_train_step gets. Its state is never averaged.
+      outer: an optax.GradientTransformation. "nesterov" is SGD of rate 0.7 with Nesterov's momentum 0.9, for `every` in
+        the hundreds. "sgd" is SGD of rate 1: the outer parameters become the mean of the centres'. Momentum of 0.9
+        hurts where `every` is small; see `telemetry`.
+      every: the number of steps between two exchanges of a parameter, H.
+      axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
+      plan: a codec, {axis: codec}, a Plan, or a schedule of these by the number of the exchange, for outer gradients.
+        Codecs that aren't given by axis are those between centres; the ranks of a centre share the work uncompressed.
+      fragments: the number of fragments that parameters are dealt to, P. One of them is exchanged every `every` / P
+        steps. Each has about as many bytes as the others. Large parameters are cut along their first dimension.
+      overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied.
+      alpha: the weight of a centre's own parameters where a result is applied, from 0 to below 1: own = alpha * own +
+        (1 - alpha) * outer.
+      eager: apply the result of an exchange where the fragment's next exchange begins, `every` steps later. Meanwhile a
+        centre goes on from an outer step of its own, with its part of the mean alone. There is no other `overlap`, and
+        no `alpha`.
+      decay: what residuals are multiplied by after each exchange, above 0 and up to 1 (SparseLoCo's beta).
+      telemetry: report the outer steps in `metrics.outer`, with the metrics of compress_gradients in the state. It
+        keeps the outer gradients of the last round.
+      **options: options of `compress_gradients` for outer gradients, such as feedback=False or seed=.
+    """
+    return Diloco(
+        inner=inner,
+        outer=outer,
+        every=every,
+        axis_name=axis_name,
+        plan=plan,
+        fragments=fragments,
+        overlap=overlap,
+        alpha=alpha,
+        eager=eager,
+        decay=decay,
+        telemetry=telemetry,
+        options=options,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Diloco:
+    """The arguments of `diloco`, which explains them, checked."""
+
+    inner: Any
+    outer: Any
+    every: int
+    axis_name: Any
+    plan: Any
+    fragments: int
+    overlap: int
+    alpha: float
+    eager: bool
+    decay: float
+    telemetry: bool
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outer", check_outer(OP, self.outer))
+        if len(check_axis_names(OP, self.axis_name)) > 1:
+            raise wrong(OP, "axis_name", "the one axis of the centres", repr(self.axis_name))
+        for name, low in (("every", 1), ("fragments", 1), ("overlap", 0)):
+            check_integer(OP, name, getattr(self, name), low)
+        check_number(OP, "alpha", self.alpha, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        check_number(OP, "decay", self.decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+        for name in ("eager", "telemetry"):
+            check_flag(OP, name, getattr(self, name))
+        if self.eager and (self.overlap or self.alpha):
+            name = "overlap" if self.overlap else "alpha"
+            raise wrong(OP, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
+        if "axis_size" in self.options:
+            raise wrong(OP, "axis_size", "none, as the mesh says how many centres there are", "one", kind=TypeError)
+        self._check_rhythm()
+        compress_gradients(self.axis_name, self.plan, **self._sending)  # its checks
+        self._warn_of_few_bits()
+
+    @property
+    def _sending(self) -> dict[str, Any]:
+        return {"telemetry": self.telemetry} | self.options
+
+    @property
+    def period(self) -> int:
+        """The number of steps between two exchanges of any fragments."""
+        return self.every // self.fragments
+
+    def _check_rhythm(self) -> None:
+        if self.every % self.fragments:
+            expected = f"a multiple of fragments={self.fragments}"
+            remedy = f"pass every={max(self.period, 1) * self.fragments}"
+            raise wrong(OP, "every", expected, self.every, remedy)
+        if self.overlap >= self.period:
+            expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
+            remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every"
+            raise wrong(OP, "overlap", expected, self.overlap, remedy)
+
+    def _warn_of_few_bits(self) -> None:
+        if self.options.get("feedback", True):
+            return
+        codecs = {codec for phase in check_phases(OP, self.plan) for codec in phase.plan.codecs}
+        if few := [codec for codec in codecs if not codec.raw and _bits(codec) < FEW_BITS]:
+            warnings.warn(
+                f"{OP}: argument 'feedback': {spell(few[0])} loses too much of outer gradients to train without "
+                "feedback; leave feedback=False out, or take 4 bits",
+                stacklevel=callers_level(),
+            )
+
+    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Centres:
+        """The centres of a mesh, for make_train_step.
+
+        Args:
+          placement: where its batches and parameters are.
+          optimizer: its optimizer.
+          data_axis: its axes, some of which may be marked.
+        """
+        if optimizer is not self.inner:
+            remedy = f"pass the same object to make_train_step and to {OP}"
+            raise wrong("make_train_step", "optimizer", f"the inner optimizer of {OP}", "another one", remedy)
+        name = axis_names(self.axis_name)[0]
+        if not isinstance(placement, Placement):
+            expected = "a mesh, and the axis of the centres in 'data_axis'"
+            raise wrong("make_train_step", "diloco", expected, f"a communicator, {data_axis!r}")
+        if placement.names[0] != name:
+            expected = f"{name!r}, the axis of the centres, first"
+            remedy = f"pass data_axis={name!r}, or ({name!r}, ...) with the axes of a centre's ranks"
+            raise wrong("make_train_step", "data_axis", expected, repr(data_axis), remedy)
+        if placement.mesh.shape[name] == 1:
+            remedy = "leave diloco out, or make a mesh of several centres"
+            raise wrong(OP, "axis_name", f"several centres along {name!r}", "one", remedy)
+        if placement.state_specs is not None or placement.param_specs is not None:
+            remedy = "leave out param_specs and optimizer_specs"
+            raise wrong("make_train_step", "diloco", "parameters and state that every rank has whole", "shards", remedy)
+        given = data_axis if isinstance(data_axis, tuple) else (data_axis,)
+        mark = given[0] if self.axis_name == name else self.axis_name
+        axis = (mark, *given[1:]) if len(given) > 1 else mark
+        return Centres(diloco=self, placement=placement, axis=axis, sending=self._sending)
+
+
+def _bits(codec: Codec) -> float:
+    """The bits of an element on the wire. Low rank sends a few numbers of each row."""
+    return 0 if codec.low_rank else codec.wire_bytes((2**16,), jnp.float32) / 2**13

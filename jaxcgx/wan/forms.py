@@ -1,0 +1,89 @@
+"""Published forms of `diloco`, by their names."""
+
+from typing import TYPE_CHECKING, Any
+
+from jaxcgx.checks import check_integer, check_number
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.topk import TopK
+from jaxcgx.optim.require import import_optax
+from jaxcgx.wan.diloco import Diloco, diloco
+
+if TYPE_CHECKING:
+    import optax
+
+
+def sparseloco(
+    inner: "optax.GradientTransformation",
+    *,
+    every: int = 30,
+    ratio: float = 0.01,
+    bits: int = 2,
+    rate: float = 1.0,
+    decay: float = 0.95,
+    **options: Any,
+) -> Diloco:
+    """SparseLoCo: the largest elements of outer gradients at few bits, and feedback in place of outer momentum.
+
+    Args:
+      inner: the optimizer of a centre.
+      every: the number of steps between two exchanges.
+      ratio: the share of elements that is sent, of each parameter.
+      bits: the bits of an element that is sent. Its index comes on top.
+      rate: the rate of the outer SGD.
+      decay: what residuals are multiplied by after each exchange.
+      **options: other options of `diloco`.
+    """
+    optax, plan = import_optax("sparseloco"), TopK(ratio, values=MaxMin(bits))
+    return diloco(inner, optax.sgd(rate), **{"every": every, "plan": plan, "decay": decay, **options})
+
+
+def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int = 2, **options: Any) -> Diloco:
+    """MuLoCo's exchange: outer gradients at 2 bits, with feedback. Its inner optimizer is Muon (optax.contrib.muon).
+
+    Args:
+      inner: the optimizer of a centre.
+      every: the number of steps between two exchanges.
+      bits: the bits of an element.
+      **options: other options of `diloco`.
+    """
+    return diloco(inner, **{"every": every, "plan": MaxMin(bits), **options})
+
+
+def pier(
+    inner: "optax.GradientTransformation",
+    *,
+    rounds: int,
+    rate: float = 0.7,
+    momentum: float = 0.9,
+    warmup: float = 0.1,
+    decay_from: float = 0.8,
+    **options: Any,
+) -> Diloco:
+    """Pier's outer momentum: Nesterov's, warmed up from 0, and decayed to 0 at the end, both linearly.
+
+    Args:
+      inner: the optimizer of a centre.
+      rounds: the number of exchanges in the whole training, steps / `every`.
+      rate: the learning rate of the outer SGD.
+      momentum: the largest momentum, from 0 to below 1.
+      warmup: the share of the rounds in which momentum rises.
+      decay_from: the share of the rounds after which it falls.
+      **options: other options of `diloco`.
+    """
+    op = "pier"
+    check_integer(op, "rounds", rounds, 1)
+    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    check_number(op, "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    check_number(op, "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")
+    optax = import_optax(op)
+    rises, falls = round(warmup * rounds), round(decay_from * rounds)
+    momenta = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, momentum, rises),
+            optax.constant_schedule(momentum),
+            optax.linear_schedule(momentum, 0.0, rounds - falls),
+        ],
+        [rises, falls],
+    )
+    sgd = optax.inject_hyperparams(optax.sgd, static_args=("learning_rate", "nesterov"))
+    return diloco(inner, sgd(rate, momentum=momenta, nesterov=True), **options)

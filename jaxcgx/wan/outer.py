@@ -1,0 +1,89 @@
+"""The outer optimizer: what moves the outer parameters by the mean of the centres' outer gradients."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import check_number, wrong
+from jaxcgx.optim.nesting import has_rows
+from jaxcgx.optim.require import import_optax
+
+if TYPE_CHECKING:
+    import optax
+
+TINY = 2.0**-126
+
+
+def check_outer(op: str, outer: Any) -> "optax.GradientTransformation":
+    """An optimizer, or one by its name."""
+    optax = import_optax(op)
+    if isinstance(outer, str) and outer in ("sgd", "nesterov"):
+        return optax.sgd(1.0) if outer == "sgd" else optax.sgd(0.7, momentum=0.9, nesterov=True)
+    if not (callable(getattr(outer, "init", None)) and callable(getattr(outer, "update", None))):
+        expected = "'nesterov', 'sgd' or an optax.GradientTransformation"
+        raise wrong(op, "outer", expected, repr(outer), kind=TypeError)
+    return outer
+
+
+def init_outer(op: str, outer: Any, params: Any) -> Any:
+    """The state of the outer optimizer. It must be the same in every centre."""
+    state = outer.init(params)
+    if any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows))):
+        remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and plan= to {op}"
+        raise wrong(op, "outer", "an optimizer whose state all centres share", "one with arrays per rank", remedy)
+    return state
+
+
+def effective(learning_rate: float, momentum: float, rho: float) -> float:
+    """The rate at which Nesterov's momentum moves along outer gradients of a correlation rho from round to round."""
+    return learning_rate * (1 + momentum / (1 - momentum * rho))
+
+
+def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0) -> "optax.GradientTransformation":
+    """SGD with Nesterov's momentum that moves as far as SGD of rate `rate`.
+
+    At the same learning rate, momentum moves 1 + momentum / (1 - momentum * rho) times as far. Compare different
+    momenta at the same `rate`.
+
+    Args:
+      rate: the rate of SGD without momentum.
+      momentum: Nesterov's momentum, from 0 to below 1.
+      rho: the correlation of outer gradients from round to round, above -1 and below 1. The metric `rho` measures it.
+    """
+    op = "matched_nesterov"
+    check_number(op, "rate", rate, lambda x: x > 0, "a positive number")
+    check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+    check_number(op, "rho", rho, lambda x: -1 < x < 1, "a number above -1 and below 1")
+    return import_optax(op).sgd(rate / effective(1.0, momentum, rho), momentum=momentum, nesterov=True)
+
+
+class OuterTelemetry(NamedTuple):
+    """What the last outer step of a fragment did."""
+
+    # -<step, D> / |D|^2, with D the mean of outer gradients: how many times D the step moved along it. With Nesterov's
+    # momentum it is the learning rate times A_t.
+    gain: jax.Array
+    rho: jax.Array  # <D, D of the round before> / (|D| |D of the round before|)
+
+
+def measure(mean: Any, step: Any, before: Any) -> OuterTelemetry:
+    """The telemetry of an outer step. They are trees.
+
+    Args:
+      mean: the mean of outer gradients.
+      step: what the optimizer added to the parameters.
+      before: the mean of the round before.
+    """
+    square = dot(mean, mean)
+    norms = jnp.sqrt(square) * jnp.sqrt(dot(before, before))
+    return OuterTelemetry(
+        gain=-dot(step, mean) / jnp.maximum(square, TINY), rho=dot(mean, before) / jnp.maximum(norms, TINY)
+    )
+
+
+def dot(x: Any, y: Any) -> jax.Array:
+    """The scalar product of two trees."""
+    wide = lambda a: a.astype(jnp.float32)
+    products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
+    return sum(jax.tree_util.tree_leaves(products), jnp.zeros((), jnp.float32))

@@ -1,0 +1,428 @@
+"""diloco: against transcriptions in NumPy, to the bit; every part of it; and what it must never do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, assert_trees, normal, sent
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.wan.fragments import cut
+
+# Numbers of few bits: sums and products of them are exact, in whatever order a compiler takes them.
+PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4, "b": jnp.round(4 * normal((4,), 2)) / 4, "s": jnp.float32(0.5)}
+X = np.round(4 * np.asarray(normal((12, 8, 6), 3))) / 4  # batches of 8 examples
+INNER = optax.sgd(0.25)
+NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
+diloco = functools.partial(cgx.wan.diloco, INNER)
+
+
+def quadratic(params, x):
+    """A loss whose gradients are exact."""
+    target = x.mean(0)
+    return ((params["w"] - target[:, None]) ** 2).sum() / 2 + (params["b"] ** 2).sum() + params["s"] ** 2
+
+
+@functools.lru_cache
+def mesh_of(centres=2, local=1, types=AxisType.Auto):
+    shape, names = ((centres, local), ("dc", "local")) if local > 1 else ((centres,), ("dc",))
+    devices = jax.devices()[: centres * local]
+    return jax.make_mesh(shape, names, axis_types=(types,) * len(names), devices=devices)
+
+
+def trainer(diloco, mesh=None, loss=quadratic, **options):
+    mesh = mesh or mesh_of()
+    return cgx.make_train_step(loss, diloco.inner, mesh, data_axis=mesh.axis_names, diloco=diloco, **options)
+
+
+def run(train, steps=8, start=None, batch=lambda t: X[t % len(X)]):
+    """[(outer parameters, metrics) after each step], and the state in the end."""
+    params, state = train.init(PARAMS) if start is None else start
+    found = []
+    for t in range(steps):
+        params, state, metrics = train.step(params, state, jnp.asarray(batch(t)))
+        found.append((jax.tree.map(np.array, params), jax.device_get(metrics)))
+    return found, (params, state)
+
+
+class Transcription:
+    """DiLoCo of `quadratic` over two centres, with SGD of rate 1/4 inside, in NumPy."""
+
+    def __init__(self):
+        self.outer = {name: np.array(x) for name, x in PARAMS.items()}
+        self.own = [{name: np.array(x) for name, x in PARAMS.items()} for _ in range(2)]
+        self.velocity = {name: np.zeros_like(x) for name, x in self.outer.items()}
+        self.t = 0
+
+    def train(self):
+        for m, params in enumerate(self.own):
+            target = X[self.t % len(X)].reshape(2, -1, 6)[m].mean(0)
+            gradients = {"w": params["w"] - target[:, None], "b": 2 * params["b"], "s": 2 * params["s"]}
+            for name, g in gradients.items():
+                params[name] = np.array(params[name] - 0.25 * g, np.float32)
+        self.t += 1
+
+    def moved(self, rows):
+        """The mean of outer gradients of {parameter: rows}."""
+        return {name: sum(self.outer[name][at] - own[name][at] for own in self.own) / 2 for name, at in rows.items()}
+
+    def step(self, mean, rows, rate, momentum, alpha=0.0):
+        """Nesterov's outer step of {parameter: rows}."""
+        for name, at in rows.items():
+            self.velocity[name][at] = momentum * self.velocity[name][at] + mean[name]
+            self.outer[name][at] -= rate * (mean[name] + momentum * self.velocity[name][at])
+            for own in self.own:
+                own[name][at] = alpha * own[name][at] + (1 - alpha) * self.outer[name][at]
+
+
+WHOLE = {"w": ..., "b": ..., "s": ...}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "mesh", [mesh_of(), mesh_of(types=AxisType.Explicit), mesh_of(local=2)], ids=("auto", "explicit", "two levels")
+)
+def test_to_the_bit(mesh):
+    """Also where two ranks share a centre's batch. Outer parameters change in every third step alone."""
+    got, _ = run(trainer(diloco(NESTEROV, every=3), mesh), 7)
+    expected = Transcription()
+    for t, (params, metrics) in enumerate(got, 1):
+        own = jax.tree.map(np.copy, expected.own)
+        expected.train()
+        if t % 3 == 0:
+            expected.step(expected.moved(WHOLE), WHOLE, 0.5, 0.5)
+            assert (params["w"] != got[t - 2][0]["w"]).any()
+        assert_same_trees(params, expected.outer)
+        if "local" in mesh.axis_names:
+            continue
+        losses = [quadratic(each, X[t - 1].reshape(2, -1, 6)[m]) for m, each in enumerate(own)]
+        np.testing.assert_allclose(metrics.loss, losses, rtol=1e-6)
+
+
+def test_streaming_to_the_bit():
+    """Two fragments, each exchanged in its own step, mixed into a centre's parameters a step later. w is cut."""
+    got, (_, state) = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
+    fragments = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]
+    expected, arriving, last, rho = Transcription(), {}, {}, {}
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        if t in arriving:
+            p, mean = arriving.pop(t)
+            before = jax.tree.map(np.copy, expected.outer)
+            expected.step(mean, fragments[p], 0.5, 0.5, alpha=0.5)
+            flat = lambda tree: np.concatenate([np.ravel(tree[name]) for name in fragments[p]])
+            d, old = flat(mean), last.get(p, 0 * flat(mean))
+            step = np.concatenate([np.ravel(expected.outer[n][at] - before[n][at]) for n, at in fragments[p].items()])
+            rho[p] = -(step @ d) / (d @ d), (d @ old) / np.sqrt((d @ d) * (old @ old) or 1)
+            last[p] = d
+        if t % 2 == 0:
+            p = t // 2 % 2
+            arriving[t + 1] = p, expected.moved(fragments[p])
+        assert_same_trees(params, expected.outer)
+    assert_same_trees(
+        jax.tree.map(lambda x: np.array(x), state.centres.rows.params),
+        {name: np.stack([own[name] for own in expected.own]) for name in PARAMS},
+    )
+    metrics = got[-1][1]
+    for p, telemetry in enumerate(metrics.outer):
+        np.testing.assert_allclose((telemetry.gain, telemetry.rho), rho[p], rtol=1e-4)
+
+
+def test_eager_updates_to_the_bit():
+    """With SGD outside: every centre goes on from what all have up to the last round, and its own part of this one."""
+    got, _ = run(trainer(diloco(optax.sgd(0.5), every=2, eager=True)), 7)
+    expected, mean = Transcription(), None
+    start = jax.tree.map(np.copy, expected.own)
+    for t, (params, _) in enumerate(got, 1):
+        expected.train()
+        if t % 2 == 0:
+            if mean is not None:
+                expected.outer = {name: x - 0.5 * mean[name] for name, x in expected.outer.items()}
+            moved = [{name: a[name] - b[name] for name in a} for a, b in zip(start, expected.own)]
+            start = [{name: x - 0.5 * d[name] / 2 for name, x in expected.outer.items()} for d in moved]
+            expected.own = jax.tree.map(np.copy, start)
+            mean = {name: (moved[0][name] + moved[1][name]) / 2 for name in PARAMS}
+        assert_same_trees(params, jax.tree.map(np.float32, expected.outer))
+
+
+def test_every_step_with_sgd_of_rate_1_is_averaging():
+    got, (params, state) = run(trainer(diloco("sgd", every=1)), 3)
+    expected = Transcription()
+    for params_now, _ in got:
+        expected.train()
+        expected.own = [{name: (expected.own[0][name] + expected.own[1][name]) / 2 for name in PARAMS} for _ in "01"]
+        assert_same_trees(params_now, jax.tree.map(np.float32, expected.own[0]))
+    assert_same_trees(params, jax.tree.map(lambda x: x[0], state.centres.rows.params))
+
+
+@pytest.mark.parametrize("number", [1, 3, 7])
+def test_every_element_is_in_one_fragment(number):
+    """Also of leaves that are larger than a fragment, or tiny, or empty."""
+    tree = {
+        "huge": jnp.zeros((10, 1000)),
+        "tall": jnp.zeros((1, 3000)),
+        "bias": jnp.zeros(3),
+        "scalar": jnp.zeros(()),
+        "empty": jnp.zeros((0, 5)),
+        **{f"layer{i}": jnp.zeros((9, 40 + i)) for i in range(9)},
+    }
+    fragments = cut("diloco", tree, jax.tree.map(lambda _: False, tree), number)
+    ones, total = jax.tree.map(jnp.ones_like, tree), jax.tree.map(jnp.zeros_like, tree)
+    for fragment in fragments:
+        here = fragment.put(jax.tree.map(jnp.zeros_like, tree), fragment.take(ones))
+        total = jax.tree.map(jnp.add, total, here)
+    assert_same_trees(total, ones)
+    sizes = [sum(x.size for x in jax.tree.leaves(fragment.take(tree))) for fragment in fragments]
+    assert max(sizes) <= max(3000, 1.1 * sum(sizes) / number)
+
+
+def wide(params, x):
+    """A loss of parameters that are worth compressing."""
+    return ((jnp.tanh(x @ params["up"]) @ params["down"] + params["b"].astype(jnp.float32) - x) ** 2).mean()
+
+
+WIDE = {"up": normal((30, 40), 1, scale=0.3), "down": normal((40, 30), 2, scale=0.3), "b": jnp.zeros(30, jnp.bfloat16)}
+DATA = normal((16, 30), 4)
+
+
+@functools.cache
+def compressed(centres, local):
+    """Four bits between centres and eight inside of one, with feedback."""
+    given = cgx.wan.diloco(
+        optax.adam(0.01), optax.sgd(0.7), every=4, fragments=2, plan=cgx.Plan(cgx.MaxMin(4, 64), min_size=100)
+    )
+    plan = {"plan": cgx.MaxMin(8, 64, "stochastic")} if local > 1 else {}
+    return trainer(given, mesh_of(centres, local), wide, donate=False, **plan)
+
+
+@functools.cache
+def trained():
+    """(parameters, state, metrics) of two centres of two ranks, after 6 steps."""
+    train = compressed(2, 2)
+    params, state = train.init(WIDE)
+    for _ in range(6):
+        params, state, metrics = train.step(params, state, DATA)
+    return params, state, metrics
+
+
+def test_centres_of_several_ranks():
+    train, (params, state, metrics) = compressed(2, 2), trained()
+    rows = state.centres.rows
+    assert rows.params["up"].shape == (2, 30, 40) and rows.params["up"].sharding.spec == P("dc")
+    assert rows.sent.residuals["up"].shape == (2, 2, 1, 30, 40) and metrics.loss.shape == (2,)
+    assert (rows.params["up"][0] != rows.params["up"][1]).any() and params["b"].dtype == jnp.bfloat16
+    fed = state.exchanges[0].sent.residuals
+    assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
+    # What one device has as the same as others, it has: outer parameters and states on all, a centre's on its ranks.
+    same = lambda axes: lambda tree: jnp.stack([cgx.check_replicas(tree, name).agree for name in axes])
+    outer = params, [each._replace(sent=each.sent._replace(residuals=None)) for each in state.exchanges]
+    of_centre = [each.sent.residuals for each in state.exchanges], rows._replace(sent=None)
+    check = lambda tree, spec, axes: jax.jit(
+        jax.shard_map(same(axes), mesh=mesh_of(2, 2), in_specs=(spec,), out_specs=P(), check_vma=False)
+    )(tree)
+    assert check(outer, P(), ("dc", "local")).all() and check(of_centre, P("dc"), ("local",)).all()
+    assert train.step._cache_size() == 1
+    for _ in range(26):
+        params, state, metrics = train.step(params, state, DATA)
+    assert metrics.loss.mean() < 0.6 * wide(WIDE, DATA)
+
+
+def test_nothing_is_sent_between_exchanges():
+    """Every collective is below the branches of a condition, and between them the gradients are bytes."""
+    train = compressed(2, 1)
+    program = train.step.lower(*train.init(WIDE), DATA).compile().as_text()
+    entry = program[program.index("\nENTRY") :]
+    assert ("all-gather", "u8") in sent(program) and not sent(entry)
+
+
+def test_another_number_of_centres(tmp_path):
+    """Outer parameters have their bits, residuals their sum, and what a centre has is the mean of all centres'."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
+    params, state, _ = trained()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "two", (params, state))
+    train = compressed(4, 2)
+    template = train.init(WIDE)
+    found, restored = cgx.restore_state(tmp_path / "two", template)
+    assert_same_trees(found, params)
+    moved = cgx.reshard_state(state, 4)
+    moved = jax.device_put(moved, jax.tree.map(lambda x: x.sharding, template[1]))
+    assert_same_trees(restored, moved)
+    for old, new in zip(state.exchanges, restored.exchanges):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+        assert_trees(lambda a, b: close(a.sum(0), b.sum(0)), old.sent.residuals, new.sent.residuals)
+        assert_same_trees(old.outer, new.outer) if jax.tree.leaves(old.outer) else None
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.centres.rows.params)
+    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.centres.rows.params, mean)
+    specs = cgx.state_specs(state, "dc")
+    assert specs.exchanges[0].sent.residuals["down"] == specs.centres.rows.params["up"] == P(("dc",))
+    params, restored, metrics = train.step(found, restored, DATA)
+    assert int(restored.count) == 7 and np.isfinite(metrics.loss).all()
+
+
+def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
+    """A centre's NaN: outer parameters, momentum and residuals stay, all centres go back to the outer parameters."""
+    plan = cgx.MaxMin(2, 8)
+    train = trainer(diloco(NESTEROV, every=2, plan=plan), donate=False)
+    batch = lambda t: np.where((np.arange(8) < 4)[:, None], np.nan, X[t]) if t == 1 else X[t]
+    _, start = run(train, 2)
+    _, (params, state) = run(train, 2, start, batch)
+    assert_same_trees((params, state.exchanges), (start[0], start[1].exchanges))
+    assert_same_trees(state.centres.rows.params, jax.tree.map(lambda x: jnp.stack([x, x]), start[0]))
+    got, _ = run(train, 2, (params, state))
+    assert np.isfinite(got[-1][0]["w"]).all() and (got[-1][0]["w"] != params["w"]).any()
+
+
+def test_keys_frozen_parameters_and_micro_batches():
+    """Every centre has keys of its own. What both plans skip stays as it is, of any dtype."""
+
+    def loss(params, x, key):
+        return (params["w"] * jax.random.normal(key, (3,))).sum() * params["frozen"][0].astype(jnp.float32)
+
+    skip = cgx.Plan(cgx.Raw(), rules=[("frozen", cgx.Skip())])
+    train = trainer(diloco("sgd", every=2, plan=skip), loss=loss, accumulate=2)
+    start = train.init({"w": jnp.zeros(3), "frozen": jnp.arange(1, 4)})
+    key = jax.random.key(5)
+    params, state, _ = train.step(*start, jnp.asarray(X[0]), key)
+    fold = jax.random.fold_in
+    keys = [[fold(fold(fold(key, centre), 0), part) for part in range(2)] for centre in range(2)]
+    expected = [-0.25 * np.mean([jax.random.normal(k, (3,)) for k in both], 0) for both in keys]
+    np.testing.assert_allclose(state.centres.rows.params["w"], expected, rtol=1e-5)
+    params, state, _ = train.step(params, state, jnp.asarray(X[0]), key)
+    assert_same_trees(params["frozen"], jnp.arange(1, 4))
+    np.testing.assert_allclose(params["w"], 2 * np.mean(expected, 0), rtol=1e-5)
+
+
+def test_forms():
+    """Their arguments are those of the papers. SparseLoCo's residual decays, Pier's momentum rises and falls."""
+    sparse, mu = cgx.wan.sparseloco(INNER, every=1, ratio=0.25), cgx.wan.muloco(INNER)
+    assert cgx.wan.sparseloco(INNER).plan == cgx.TopK(0.01, values=cgx.MaxMin(2)) and mu.plan == cgx.MaxMin(2)
+    assert (sparse.decay, mu.every, cgx.wan.diloco(INNER).every) == (0.95, 30, 500)
+    train = trainer(sparse)
+    _, (params, state) = run(train, 1)
+    residuals = state.exchanges[0].sent.residuals
+    outer_step = jax.tree.map(lambda x, y: np.asarray(x - y), PARAMS, params)
+    own = Transcription()
+    own.train()
+    mean = own.moved(WHOLE)
+    # What was sent and what is kept are the outer gradients.
+    for name in ("w", "b"):
+        kept = np.asarray(residuals[name]).mean(0) / 0.95
+        np.testing.assert_allclose(outer_step[name] + kept, mean[name], rtol=1e-5, atol=1e-6)
+    pier = cgx.wan.pier(INNER, rounds=10, warmup=0.2, decay_from=0.6)
+    state, momenta = pier.outer.init(PARAMS), []
+    for _ in range(11):
+        _, state = pier.outer.update(PARAMS, state)
+        momenta.append(float(state.hyperparams["momentum"]))
+    np.testing.assert_allclose(momenta, [0, 0.45, 0.9, 0.9, 0.9, 0.9, 0.9, 0.675, 0.45, 0.225, 0], atol=1e-6)
+
+
+def test_matched_nesterov_moves_as_far_as_sgd():
+    """Along outer gradients that are always the same (rho 1), and along those that never agree (rho 0)."""
+    for rho in (0.0, 0.99999):
+        outer = cgx.wan.matched_nesterov(0.5, 0.9, rho=rho)
+        state, total = outer.init(jnp.zeros(500)), 0
+        for t in range(500):
+            gradient = jnp.zeros(500).at[t].set(1.0) if rho == 0 else jnp.ones(500)
+            step, state = outer.update(gradient, state)
+            total = step
+        along = -float(total @ gradient) / float(gradient @ gradient)
+        np.testing.assert_allclose(along, 0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (dict(every=0), ValueError, says("diloco", "every", expected="positive integer", got="0")),
+        (
+            dict(every=10, fragments=4),
+            ValueError,
+            says("diloco", "every", expected="multiple fragments=4", got="10", remedy="every=8"),
+        ),
+        (
+            dict(every=8, fragments=4, overlap=2),
+            ValueError,
+            says("diloco", "overlap", expected="less than 2 steps", got="2", remedy="overlap=1"),
+        ),
+        (dict(eager=True, alpha=0.5), ValueError, says("diloco", "alpha", expected="0 eager", got="0.5")),
+        (dict(alpha=1.0), ValueError, says("diloco", "alpha", expected="0 below 1", got="1.0")),
+        (dict(decay=0), ValueError, says("diloco", "decay", expected="above 0", got="0")),
+        (dict(outer="adam"), TypeError, says("diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
+        (dict(axis_name=("a", "b")), ValueError, says("diloco", "axis_name", expected="one axis", got="('a'")),
+        (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
+        (dict(axis_size=4), TypeError, says("diloco", "axis_size", expected="none", got="one")),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with raises(error, words):
+        diloco(**arguments)
+
+
+def test_few_bits_without_feedback_are_a_warning():
+    for plan in cgx.MaxMin(2), cgx.TopK(0.01), cgx.PowerSGD(2):
+        with pytest.warns(UserWarning, match="diloco: argument 'feedback': .* loses too much"):
+            diloco(plan=plan, feedback=False)
+    diloco(plan=cgx.MaxMin(4), feedback=False)  # pytest makes an error of a warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(optimizer=optax.sgd(0.1)), says("make_train_step", "optimizer", expected="inner", got="another")),
+        (dict(mesh=mesh_of(1)), says("diloco", "axis_name", expected="several centres 'dc'", got="one")),
+        (
+            dict(mesh=mesh_of(2, 2), data_axis=("local", "dc")),
+            says("make_train_step", "data_axis", expected="'dc' first", got="('local', 'dc')", remedy="('dc', ...)"),
+        ),
+        (
+            dict(param_specs={"w": P("dc"), "b": P(), "s": P()}),
+            says("make_train_step", "diloco", expected="whole", got="shards", remedy="param_specs"),
+        ),
+        (dict(has_aux=True), says("make_train_step", "has_aux", expected="none", got="one")),
+        (
+            dict(plan=cgx.MaxMin(4)),
+            says("make_train_step", "plan", expected="one rank", got="MaxMin", remedy="jaxcgx.wan.diloco"),
+        ),
+    ],
+)
+def test_bad_steps(arguments, words):
+    given = dict(optimizer=INNER, mesh=mesh_of(), data_axis="dc", diloco=diloco()) | arguments
+    with raises(ValueError, words):
+        cgx.make_train_step(quadratic, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            dict(outer=cgx.compressed(optax.sgd(1.0), "dc", cgx.MaxMin(4))),
+            says("diloco", "outer", expected="share", got="one with"),
+        ),
+        (dict(fragments=500), says("diloco", "fragments", expected="11", got="500", remedy="fragments=11")),
+        (
+            dict(plan=cgx.Plan(cgx.Raw(), rules=[("typo", cgx.MaxMin(4))])),
+            says("diloco", "plan", expected="leaf every rule", got="none", remedy="optional"),
+        ),
+    ],
+)
+def test_bad_parameters(given, words):
+    with raises(ValueError, words):
+        trainer(diloco(**given)).init(PARAMS)
+
+
+def test_plans_that_freeze_different_parameters():
+    plan = cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())])
+    with raises(ValueError, says("diloco", "plan", at="leaf ['b']", expected="same", got="another", remedy="Skip")):
+        trainer(diloco(plan=plan), mesh_of(2, 2)).init(PARAMS)
+
+
+def test_a_state_of_something_else():
+    train = trainer(diloco())
+    with raises(ValueError, says("train.step", "opt_state", expected="DilocoState", got="dict")):
+        train.step(PARAMS, {}, X[0])
