@@ -81,6 +81,7 @@ class Call:
     skipped: list[bool]  # whether a leaf is not sent
     groups: dict[Route, list[int]]  # the other leaves, by route
     turns: dict[int, int]  # of leaves, where the caller gives an order
+    slice_elements: int | None
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
@@ -117,7 +118,7 @@ class Call:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
-        order = options.order or ()
+        order, self.slice_elements = options.order or (), options.slice_elements
         self.turns = {i: turn for turn, i in enumerate(order)}
         for i in order if order and options.slice_elements is None else range(len(self.routes)):
             if reason := self._why_raw(argument, i, guarded=forward.guarded[i], options=options):
