@@ -47,7 +47,7 @@ NOTES = f"""\
   row are timed together, after one that isn't. Each turn runs all programs; ratios are formed in a turn, the table has
   medians.
 - more: what a step with "priority" takes longer than the longer of compute and communicate. The gradient of the first
-  layer is the last that is known and the first that is needed. So communicate / {LAYERS} is the least that remains where
+  layer is the last that is known and the first that is needed, so communicate / {LAYERS} can't be hidden where
   compute is the longer one.
 - Goal: more is at most {MORE} where communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
 """
@@ -104,8 +104,8 @@ def events(program):
         (file,) = pathlib.Path(folder).rglob("*.trace.json.gz")
         found = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
     text = program.text()
-    calls = {name: which for name, which in re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', text)}
-    layer = {name: found for name, found in re.findall(r"%(\S+) = .*custom-call.*(layer\d+)", text)}
+    calls = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', text))
+    layer = dict(re.findall(r"%(\S+) = .*custom-call.*(layer\d+)", text))
     done = [(e["name"].removeprefix("end: "), e["ts"] + e["dur"]) for e in found if e["name"].startswith("end: ")]
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)

@@ -102,7 +102,7 @@ def test_after_finish_a_state_is_like_a_fresh_one():
     first = [*step.step(*fresh, BATCHES[0])][:2]
     left = step.finish(*step.step(*first, BATCHES[1])[:2])
     assert jax.tree.structure(left) == jax.tree.structure(step.init(PARAMS))
-    *state, metrics = step.step(*left, BATCHES[2])  # goes on
+    *_, metrics = step.step(*left, BATCHES[2])  # goes on
     np.testing.assert_array_equal(metrics.loss, train()[2][2].loss)
     assert step.step._cache_size() == 2  # without pending gradients, and with
 

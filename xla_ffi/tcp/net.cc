@@ -134,6 +134,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     if (unsent_++ == 0) pace_.wake();
     auto place = peer.outs.end();
     if (e.overtakes) {
+      peer.keep_little_in_sockets();
       const auto earlier = [&](const auto& out) { return out->header.number < header.number; };
       place = std::find_if(peer.outs.begin(), peer.outs.end(), earlier);
     }
