@@ -113,5 +113,5 @@ def test_what_it_refuses():
             ValueError, says("make_train_step", "slice_elements", expected=f"None overlap={overlap!r}", got="9")
         ):
             make(overlap=overlap, slice_elements=9)
-    with raises(ValueError, says("make_train_step", "slice_elements", expected="integer 1", got="0")):
+    with raises(ValueError, says("make_train_step", "slice_elements", expected="positive integer", got="0")):
         make(overlap="priority", slice_elements=0)
