@@ -49,9 +49,9 @@ class InFlight:
 class PriorityTraining(Training):
     """A step updates the parameters with the gradients of the step before, and finds new ones.
 
-    The optimizer's state ends with these, or with None before the first step and after `finish`. An update depends on
-    its own leaf's mean alone, except in optimizers that couple leaves, and a layer of the loss on its own parameters. So
-    XLA runs the first layers while the gradients of later ones still travel.
+    The optimizer's state ends with these, or with None before the first step and after `finish`. The update of a leaf
+    depends on its own mean alone, except in optimizers that couple leaves, and a layer of the loss depends on its own
+    parameters. So XLA runs the first layers while the gradients of later ones still travel.
 
     Over Tcp a sum begins in the step that finds its gradients, and ends in the next step. Over other transports an
     exchange is one operation of a program. There the next step sends the gradients.
@@ -73,6 +73,7 @@ class PriorityTraining(Training):
         return params, found.model_state, self._send(params, inner, found, order=ends), metrics
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
+        """(parameters, model state, optimizer state) after the update with what the last step found."""
         *inner, pending = opt_state
         params, inner = self._receive(params, inner, pending, order=None)
         return params, model_state, (*inner, None)

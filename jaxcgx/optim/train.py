@@ -13,8 +13,8 @@ from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.model_state import ModelState
 from jaxcgx.optim.objective import make_objective
-from jaxcgx.optim.priority import PriorityTraining
 from jaxcgx.optim.placement import OP, Placement, check_placement
+from jaxcgx.optim.priority import PriorityTraining
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.sharded import Sharded
@@ -152,6 +152,9 @@ def make_train_step(
         check_choice(OP, "overlap", overlap, ("backward", "priority"))
     if overlap == "backward":
         options = {"fusion_mb": MESSAGE, **options}
+    if overlap == "priority" and diloco is not None:
+        remedy = "leave it out: what centres exchange travels while they go on training"
+        raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
     options |= _slices(overlap, slice_elements, options, placement)
     training = (PriorityTraining if overlap == "priority" else Training)(
         placement=placement,
@@ -168,10 +171,12 @@ def make_train_step(
     )
     if centres is not None:
         return centres.train_step(training, donate)
+    late = isinstance(training, PriorityTraining)
     if model_state is not None:
-        donated = (0, 1, 2) if donate else ()
-        jitted, finish = (jax.jit(f, donate_argnums=donated) for f in (training.step, training.finish))
-        return TrainStep(training.init, Step(jitted, placement, place=3, finish=finish))
+        jit = functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
+        return TrainStep(
+            training.init, Step(jit(training.step), placement, place=3, finish=jit(training.finish) if late else None)
+        )
 
     def init(params: Any, model_state: Any = None) -> tuple[Any, Any]:
         params, _, opt_state = training.init(params, model_state)
@@ -185,8 +190,8 @@ def make_train_step(
         params, _, opt_state = training.finish(params, None, opt_state)
         return params, opt_state
 
-    jitted, jitted_finish = (jax.jit(f, donate_argnums=(0, 1) if donate else ()) for f in (step, finish))
-    return TrainStep(init, Step(jitted, placement, place=2, finish=jitted_finish))
+    jit = functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    return TrainStep(init, Step(jit(step), placement, place=2, finish=jit(finish) if late else None))
 
 
 class Step:
@@ -197,9 +202,10 @@ class Step:
     Its other members are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any) -> None:
-        """place: the position of the batch among the arguments. finish: see `TrainStep`."""
-        self._jitted, self._placement, self._place, self.finish = jitted, placement, place, finish
+    def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any = None) -> None:
+        """place: the position of the batch among the arguments. finish: see `TrainStep`; None: nothing is pending."""
+        self._jitted, self._placement, self._place = jitted, placement, place
+        self.finish = finish or (lambda *state: state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
