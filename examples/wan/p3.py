@@ -26,5 +26,7 @@ def priority(mesh, axes):
     return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN, overlap="priority")
 
 
+TECHNIQUES = {"at the end": plain, "behind the backward pass": backward, "until it is needed": priority}
+
 if __name__ == "__main__":
-    demonstrate(__doc__, {"at the end": plain, "behind the backward pass": backward, "until it is needed": priority})
+    demonstrate(__doc__, TECHNIQUES)
