@@ -171,12 +171,9 @@ def make_train_step(
     )
     if centres is not None:
         return centres.train_step(training, donate)
-    late = isinstance(training, PriorityTraining)
     if model_state is not None:
         jit = functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
-        return TrainStep(
-            training.init, Step(jit(training.step), placement, place=3, finish=jit(training.finish) if late else None)
-        )
+        return TrainStep(training.init, Step(jit(training.step), placement, place=3, finish=jit(training.finish)))
 
     def init(params: Any, model_state: Any = None) -> tuple[Any, Any]:
         params, _, opt_state = training.init(params, model_state)
@@ -191,7 +188,7 @@ def make_train_step(
         return params, opt_state
 
     jit = functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
-    return TrainStep(init, Step(jit(step), placement, place=2, finish=jit(finish) if late else None))
+    return TrainStep(init, Step(jit(step), placement, place=2, finish=jit(finish)))
 
 
 class Step:

@@ -94,6 +94,10 @@ class Training:
         params, opt_state = self.apply(params, opt_state, found.gradients, loss=found.loss, order=order)
         return params, found.model_state, opt_state, Metrics(found.loss, found.aux, opt_state[0].telemetry)
 
+    def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
+        """(parameters, model state, optimizer state) after the update with what the last step found: these are."""
+        return params, model_state, opt_state
+
     def prepare(
         self, params: Any, model_state: Any, sent: Any, batch: Any, key: Any
     ) -> tuple[Callable[[Any, Any], Found], tuple[int, ...] | None]:
