@@ -98,8 +98,12 @@ def begin(
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
-    uneven = layout.shares is not None
-    pieces = 1 if layout.codec.whole else pieces_of(layout.chunk_bytes, uneven)
+    if layout.codec.whole:
+        pieces = 1
+    elif net.slice_elements is None:
+        pieces = pieces_of(layout.chunk_bytes, trees=layout.shares is not None)
+    else:
+        pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     operands = operands._replace(who=who_takes_part(net))
     if not layout.codec.stochastic:
@@ -155,6 +159,7 @@ def _lower_begin(
         own=how.own,
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
+        overtakes=net.slice_elements is not None,
         ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),

@@ -79,6 +79,13 @@ class Transport:
         """
         return self
 
+    def sliced(self, elements: int) -> Any:
+        """This transport for sums that travel in slices of so many elements, where those of later sums overtake.
+
+        A transport that can't do so moves each message as a whole, in turn.
+        """
+        return self
+
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
         """(sums, new residuals or None). `later`: the program may be a later one than began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")
@@ -96,7 +103,7 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.shift")
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """The row of the rank that is paired with this one. pairs: (from, to). Other ranks get a row that nobody uses."""
+        """The row of the rank that is paired with this one, by pairs (from, to). Others get a row that nobody uses."""
         source = [0] * self.size
         for sender, receiver in pairs:
             source[receiver] = sender
