@@ -250,7 +250,7 @@ def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[An
     part = 2 / ranks
     if overlay:  # of what the rank sends that sends most
         part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(overlay.sent(layout.ends, layout.ends))
-    return scope(ExchangeScope.of(stage.schedule, layout, part))
+    return scope(ExchangeScope.of(stage.schedule, layout, part, sent=sum(layout.ends)))
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:

@@ -62,13 +62,21 @@ class ExchangeScope:
     saving: float  # uncompressed bytes for each byte that is sent
 
     @classmethod
-    def of(cls, schedule: object, layout: Layout, part: float = 1.0) -> "ExchangeScope":
+    def of(cls, schedule: object, layout: Layout, part: float = 1.0, sent: int | None = None) -> "ExchangeScope":
         """The exchange of a layout's message.
 
-        `part` is the fraction of the uncompressed bytes that the collective of lax with the same name would send.
+        Args:
+          schedule: how it travels.
+          layout: the message.
+          part: the fraction of the uncompressed bytes that the collective of lax with the same name would send.
+          sent: the bytes of all chunks; None where shorter chunks are filled up.
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
-        return cls(str(schedule), layout.codec, part * size / max(sum(layout.ends), 1))
+        return cls(
+            str(schedule),
+            layout.codec,
+            part * size / max(layout.chunks * layout.chunk_bytes if sent is None else sent, 1),
+        )
 
     @property
     def name(self) -> str:
