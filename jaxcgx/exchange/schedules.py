@@ -13,6 +13,7 @@ rank's own part is then encoded, too, so the sum loses nothing.
 """
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -220,35 +221,46 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
-def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum of two_shot or one_shot, bit for bit, by a transport that overlaps the kernels with the exchange."""
-    two_shot = stage.schedule == "two_shot"
-    layout = message.layout(stage.codec, stage.net.size if two_shot else 1)
-    first, last = fold(message.key, FIRST, stage.net.rank), fold(message.key, SUM)
+def is_piecewise(stage: Stage) -> bool:
+    """Whether the transport sums by itself, and overlaps the kernels with the exchange."""
+    kernels = stage.codec.native is not None and not stage.codec.sparse
+    return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
+
+
+def begin(stage: Stage, message: Message, how: Sum) -> Any:
+    """Begins a piecewise sum, with the bits of two_shot or one_shot. `end_sum` of the stage's transport ends it."""
+    stage = stage.compared(message, how)
     asked = PiecewiseSum(
-        layout=layout,
+        layout=_layout(stage, message),
         leaves=message.leaves,
         residuals=message.residuals,
-        first_key=first,
-        sum_key=last,
-        two_shot=two_shot,
+        first_key=fold(message.key, FIRST, stage.net.rank),
+        sum_key=fold(message.key, SUM),
+        two_shot=stage.schedule == "two_shot",
         own=how.own,
         divisor=how.divisor,
     )
-    with scope(ExchangeScope.of(stage.schedule, layout, 1.0 if two_shot else 2 / stage.net.size)):
-        return Summed(*stage.net.sum_piecewise(asked))
+    return stage.net.begin_sum(asked)
+
+
+def _layout(stage: Stage, message: Message) -> Layout:
+    return message.layout(stage.codec, stage.net.size if stage.schedule == "two_shot" else 1)
+
+
+def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
+    part = 1.0 if stage.schedule == "two_shot" else 2 / stage.net.size
+    return scope(ExchangeScope.of(stage.schedule, _layout(stage, message), part))
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """The leaves' sum over all ranks of a stage, divided, on every rank."""
-    stage = stage.compared(message, how)
-    kernels = stage.codec.native is not None and not stage.codec.sparse
-    if stage.net.sum_piecewise and stage.schedule != "ring" and kernels:
-        summed = _piecewise(stage, message, how)
+    if is_piecewise(stage):
+        with piecewise_scope(stage, message):
+            summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     elif stage.schedule == "one_shot":
-        summed = _one_shot(stage, message, how)
+        summed = _one_shot(stage.compared(message, how), message, how)
     else:
-        return _two_halves(stage, message, how)
+        return _two_halves(stage.compared(message, how), message, how)
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 
