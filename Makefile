@@ -50,7 +50,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-mpi bench-overlap \
-	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed
+	bench-powersgd bench-prediction bench-simulation bench-topology bench-training bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -173,6 +173,9 @@ TORCH_REQUIREMENT ?= torch
 	@"$(PYTHON)" -m venv --clear .torch
 	@.torch/bin/python $(PIP) numpy $(TORCH_REQUIREMENT)
 	@touch $@
+
+bench-topology: $(INSTALLED) ## as root, measure what overlays gain where one of four links is slow
+	@.venv/bin/python benchmarks/topology.py
 
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py

@@ -117,16 +117,16 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
 // A sum of a message is two calls, so that the program goes on between them.
 //
 // begin: operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with
-// two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with feedback), a ticket, a token.
-// The tokens order a program's exchanges.
-// end: operands: the ticket, new residuals (with feedback). Results: the sums (one_shot: fp32; two_shot: the leaves'
-// dtypes), new residuals (with feedback).
+// two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with feedback), a
+// ticket, a token. The tokens order a program's exchanges. end: operands: the ticket, new residuals (with feedback).
+// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback).
 
 // What is wrong with trees: [trees, ranks] parents, -1 of the root; empty: nothing.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
   const auto n = static_cast<int64_t>(parents.size());
   if (n == 0 || n % ranks != 0 || chunks % (n / ranks) != 0)
-    return std::to_string(n) + " parents and " + std::to_string(chunks) + " chunks for " + std::to_string(ranks) + " ranks";
+    return std::to_string(n) + " parents and " + std::to_string(chunks) + " chunks for " + std::to_string(ranks) +
+           " ranks";
   for (int64_t tree = 0; tree < n; tree += ranks) {
     const auto parent = [&](int64_t rank) { return parents[static_cast<size_t>(tree + rank)]; };
     for (int64_t rank = 0; rank < ranks; ++rank) {

@@ -40,8 +40,10 @@ std::vector<T*> behind(const Layout& l, int64_t row, std::vector<T*> first, std:
   return first;
 }
 Allreduce::Inputs behind(const Layout& l, int64_t row, const Allreduce::Inputs& first) {
-  return {behind(l, row, first.leaves), behind(l, row, first.residuals, DType::kF32),
-          behind(l, row, first.new_residuals, DType::kF32), first.first_key ? first.first_key + 2 * row : nullptr,
+  return {behind(l, row, first.leaves),
+          behind(l, row, first.residuals, DType::kF32),
+          behind(l, row, first.new_residuals, DType::kF32),
+          first.first_key ? first.first_key + 2 * row : nullptr,
           first.sum_key ? first.sum_key + 2 * row : nullptr,
           first.hop_key ? first.hop_key + 2 * row : nullptr};
 }
@@ -175,8 +177,8 @@ class Running : public std::enable_shared_from_this<Running> {
 
   void begin(Group group) {
     Exchange e{};
-    e.name = std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " +
-             std::to_string(all_ * parts_ * bytes_) + " bytes";
+    e.name =
+        std::string(a_.two_shot ? "two_shot" : "one_shot") + " of " + std::to_string(all_ * parts_ * bytes_) + " bytes";
     e.kind = kKind + a_.two_shot;
     e.digest = a_.digest;
     e.group = std::move(group);
@@ -210,7 +212,8 @@ class Running : public std::enable_shared_from_this<Running> {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, 2, kept.sum_key);
         if (m.hop_key != nullptr) std::copy_n(m.hop_key, 2, kept.hop_key);
       }
-      // What others sum comes first. The ranks begin with different parts, so that not all send to the same one at once.
+      // What others sum comes first. The ranks begin with different parts, so that not all send to the same one at
+      // once.
       for (const bool sums : {false, true}) {
         for (int64_t i = 1; i <= parts_; ++i) {
           const int64_t part = (rank_ + i) % parts_;

@@ -2,10 +2,10 @@
 // is little more than that on the wire. The bits are those of the operations one after another.
 //
 // one_shot: every rank sends its message to all, which sum them. The pieces are the layout's chunks.
-// two_shot, by trees: the message has a part for each tree, and piece p of part t is chunk t * pieces + p of the layout. Every rank
-// sends it to its parent in the tree, which sums what it gets and its own, and encodes the sum. The root's sum goes back
-// along the tree to all ranks, which decode it. The schedule "two_shot" has a tree for each rank, in which it is
-// everybody's parent; an overlay has any trees.
+// two_shot, by trees: the message has a part for each tree, and piece p of part t is chunk t * pieces + p of the
+// layout. Every rank sends it to its parent in the tree, which sums what it gets and its own, and encodes the sum. The
+// root's sum goes back along the tree to all ranks, which decode it. The schedule "two_shot" has a tree for each rank,
+// in which it is everybody's parent; an overlay has any trees.
 //
 // A sum has two calls, begin and end. Between them it uses memory of its own alone, so the program goes on with the
 // buffers, and if it fails, with nothing that a sum still writes to.
@@ -40,7 +40,7 @@ struct Allreduce {
   float divisor = 1.0f;
   int64_t digest = 0;  // of what all ranks must have in common
   std::vector<int64_t> ids = {};
-  std::vector<int64_t> parents = {};  // two_shot: [trees, ranks], -1 of a root
+  std::vector<int64_t> parents = {};        // two_shot: [trees, ranks], -1 of a root
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes()
 
   int64_t parts() const { return two_shot ? static_cast<int64_t>(parents.size()) / ranks : 1; }
