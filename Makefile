@@ -179,6 +179,9 @@ TORCH_REQUIREMENT ?= torch
 	@.torch/bin/python $(PIP) numpy $(TORCH_REQUIREMENT)
 	@touch $@
 
+bench-topology: $(INSTALLED) ## as root, measure what overlays gain where one of four links is slow
+	@.venv/bin/python benchmarks/topology.py
+
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py
 

@@ -98,7 +98,8 @@ NB_MODULE(_native, m) {
         });
         using Numbers = std::vector<int64_t>;
         const auto numbers = [&](const char* name) { return nb::cast<Numbers>(message[name]); };
-        const Numbers sizes = numbers("sizes"), dtypes = numbers("dtypes"), ids = numbers("ids"), shares = numbers("shares");
+        const Numbers sizes = numbers("sizes"), dtypes = numbers("dtypes"), ids = numbers("ids"),
+                      shares = numbers("shares");
         const auto span = [](const Numbers& v) { return jaxcgx::Sizes(v.data(), v.size()); };
         d.sizes = span(sizes), d.dtypes = span(dtypes), d.ids = span(ids), d.shares = span(shares);
         d.chunks = nb::cast<int64_t>(nb::int_(message["chunks"]));

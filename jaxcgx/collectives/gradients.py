@@ -16,6 +16,7 @@ from jaxcgx.collectives.arguments import Options
 from jaxcgx.collectives.calls import Route
 from jaxcgx.collectives.psum import Reduction
 from jaxcgx.exchange.message import Message
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.transports.resolve import check_axes
 
 
@@ -173,7 +174,7 @@ def sync_in_backward(
     codec: Any,
     *,
     key: jax.Array | None = None,
-    schedule: str | dict[Any, str] = "auto",
+    schedule: str | Overlay | dict[Any, Any] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,

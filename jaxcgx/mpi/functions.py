@@ -12,6 +12,7 @@ from jaxcgx.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxcgx.collectives.arguments import Dimension, Dimensions, Options, check_whole
 from jaxcgx.collectives.state import State
 from jaxcgx.exchange import scopes
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.mpi import ranks
 from jaxcgx.mpi.agreement import agree, describe
 from jaxcgx.mpi.greeting import greet
@@ -32,7 +33,7 @@ def compressed_allreduce(
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
-    schedule: str | dict[str, str] = "auto",
+    schedule: str | Overlay | dict[str, Any] = "auto",
     own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
     strict: bool = False,
@@ -50,7 +51,7 @@ def compressed_allreduce(
       residuals: what earlier calls lost, to be given back (error feedback).
       momentum: arrays that lose what is sent, as in Deep Gradient Compression.
       factors: the factors that `PowerSGD` starts from.
-      schedule: "two_shot", "one_shot", "ring" or "auto"; with a hierarchy also a dict.
+      schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay` or "auto"; with a hierarchy also a dict.
       own: what a rank adds of its own part to the sum it owns: "raw" or "encoded".
       leader: with a hierarchy, only the first rank of each node takes part in the exchange between nodes.
       strict: leaves that can't be compressed are an error, instead of travelling raw.

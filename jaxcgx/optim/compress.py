@@ -10,6 +10,7 @@ import jax
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
 from jaxcgx.optim.initial import init_state
@@ -41,7 +42,7 @@ def compress_gradients(
     telemetry: bool = False,
     seed: int | jax.Array = 0,
     axis_size: int | None = None,
-    schedule: str | dict[Any, str] = "auto",
+    schedule: str | Overlay | dict[Any, Any] = "auto",
     own: str = "raw",
     leader: bool = False,
     strict: bool = False,

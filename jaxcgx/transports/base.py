@@ -103,7 +103,7 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.shift")
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """The row of the rank that is paired with this one, by pairs (from, to). Others get a row that nobody uses."""
+        """The row of the rank that is paired with this one. pairs: (from, to). Without a pair, any row."""
         source = [0] * self.size
         for sender, receiver in pairs:
             source[receiver] = sender

@@ -184,7 +184,7 @@ class Topology:
         """Sends bytes between pairs of ranks, in both directions at once."""
         key = tuple(sorted(pairs))
         if key not in self._programs:
-            self._programs[key] = self._program([*pairs, *[pair[::-1] for pair in pairs]])
+            self._programs[key] = self._program([*pairs, *[(j, i) for i, j in pairs]])
         self._programs[key]()
         self.probes += 1
 

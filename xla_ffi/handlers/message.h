@@ -16,7 +16,7 @@ using Sizes = ffi::Span<const int64_t>;
 
 constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
 constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
-constexpr int64_t kMostShares = 1 << 30;  // of all chunks together: their product with a chunk's can't overflow
+constexpr int64_t kMostShares = 1 << 30;    // of all chunks together: their product with a chunk's can't overflow
 constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {

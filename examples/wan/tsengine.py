@@ -1,0 +1,42 @@
+"""Overlays by measured links (TSEngine, NetStorm): trees that cross the slow link between data centers once.
+
+Beside them, a fixed ring and two_shot, which know nothing of the links. Two data centers of two ranks, which all
+exchange with one another:
+
+    pip install ".[examples]"
+    sudo python examples/wan/tsengine.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import jax
+import optax
+from common import demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+
+def maker(mesh, axes):
+    """(a function from a schedule to a training step, the mesh of one axis, the axis)."""
+    mesh = jax.sharding.Mesh(mesh.devices.reshape(-1), ("rank",))
+    axis = cgx.Tcp("rank") if isinstance(axes[0], cgx.Tcp) else "rank"
+
+    def make(schedule):
+        return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axis, plan=cgx.MaxMin(8), schedule=schedule)
+
+    return make, mesh, axis
+
+
+def fixed(schedule):
+    return lambda mesh, axes: maker(mesh, axes)[0](schedule)
+
+
+def adaptive(mesh, axes):
+    make, mesh, axis = maker(mesh, axes)
+    if axis == "rank":  # virtual devices have no links to measure
+        return make("tree")
+    return cgx.wan.Topology(mesh, axis).steps(make, every=5)
+
+
+TECHNIQUES = {"ring": fixed(cgx.wan.Overlay.ring(range(4))), "two_shot": fixed("two_shot"), "topology": adaptive}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)
