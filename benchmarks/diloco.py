@@ -42,6 +42,7 @@ WORSE = 0.02  # goal: of the dense run's final loss
 MBIT = 100
 SLOW = 10  # Mbit/s of the picture
 SPAN = 20  # steps of a turn: a round of the streaming method in diloco_host.py
+METHODS = "bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD"
 BUSY = 0.9  # goal of streaming, where plain data parallelism has less than a tenth
 
 
@@ -150,7 +151,7 @@ def losses(rows, args):
 
 def times(rows, args):
     """As training_speed.py, of the methods of diloco_host.py."""
-    given = argparse.Namespace(torch=args.torch, methods=r"bfloat16|psum, float32|4 bits|MaxMin|DiLoCo|PowerSGD")
+    given = argparse.Namespace(torch=args.torch, methods=args.methods)
     model = data.MODELS["transformer"]
     for count in args.hosts:
         if rows.has("times", hosts=count):
@@ -234,6 +235,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--runs", default="", metavar="REGEX", help="only these of the first table")
+    parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only these between hosts")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
     parser.add_argument("--steps", type=int, default=2100, metavar="N", help="steps of its runs (default: 2100)")
     parser.add_argument("--centres", type=int, default=2, metavar="N", help="centres of its runs (default: 2)")

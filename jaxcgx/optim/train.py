@@ -137,6 +137,8 @@ def make_train_step(
         mesh, data_axis, param_specs=param_specs, optimizer_specs=optimizer_specs, batch_specs=batch_specs
     )
     ranks = check_ranks(OP, data_axis, "data_axis")
+    if not (diloco is None or hasattr(diloco, "over")):
+        raise wrong(OP, "diloco", "jaxcgx.wan.diloco(optimizer, ...)", repr(diloco), kind=TypeError)
     centres = None if diloco is None else diloco.over(placement, optimizer, data_axis)
     if centres is not None:
         placement, ranks, compress, options = centres.inside(compress, options)

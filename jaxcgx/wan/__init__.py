@@ -2,6 +2,7 @@
 
 from jaxcgx.exchange.overlay import Overlay, Tree
 from jaxcgx.wan.centres import DilocoMetrics, DilocoState
+from jaxcgx.wan.demo import DemoState, demo
 from jaxcgx.wan.differential import Differential, DifferentialState
 from jaxcgx.wan.diloco import Diloco, diloco
 from jaxcgx.wan.environment import GeoMX, from_env
@@ -12,6 +13,7 @@ from jaxcgx.wan.outer import matched_nesterov
 from jaxcgx.wan.topology import Topology
 
 __all__ = [
+    "DemoState",
     "Differential",
     "DifferentialState",
     "Diloco",
@@ -21,6 +23,7 @@ __all__ = [
     "Overlay",
     "Topology",
     "Tree",
+    "demo",
     "diloco",
     "from_env",
     "hfa",

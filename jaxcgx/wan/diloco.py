@@ -196,7 +196,7 @@ class Diloco:
         if placement.state_specs is not None or placement.param_specs is not None:
             remedy = "leave out param_specs and optimizer_specs"
             raise wrong("make_train_step", "diloco", "parameters and state that every rank has whole", "shards", remedy)
-        given = data_axis if isinstance(data_axis, tuple) else (data_axis,)
+        given = tuple(data_axis) if isinstance(data_axis, tuple | list) else (data_axis,)
         mark = given[0] if self.axis_name == name else self.axis_name
         axis = (mark, *given[1:]) if len(given) > 1 else mark
         return Centres(diloco=self, placement=placement, axis=axis)

@@ -436,6 +436,12 @@ def test_plans_that_freeze_different_parameters():
         trainer(diloco(plan=plan), mesh_of(2, 2)).init(PARAMS)
 
 
+def test_diloco_itself():
+    words = says("make_train_step", "diloco", expected="jaxcgx.wan.diloco(optimizer, ...)", got="<function diloco")
+    with raises(TypeError, words):
+        cgx.make_train_step(quadratic, INNER, mesh_of(), data_axis="dc", diloco=cgx.wan.diloco)
+
+
 def test_a_state_of_something_else():
     train = trainer(diloco())
     with raises(ValueError, says("train.step", "opt_state", expected="DilocoState", got="dict")):

@@ -1,0 +1,162 @@
+"""demo: decoupled momentum (DeMo). Ranks exchange the largest coefficients of their momenta's cosine transforms."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx import _compat
+from jaxcgx.checks import check_integer, check_number, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.coding import decode, encode
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.topk import TopK
+from jaxcgx.exchange.sums import same
+from jaxcgx.optim.leaves import check_arrays, flatten
+from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.settings import check_ranks
+
+if TYPE_CHECKING:
+    import optax
+
+OP = "demo"
+
+
+class DemoState(NamedTuple):
+    """The state of `demo`."""
+
+    momentum: Any  # like the gradients, float32[ranks, *shape]: what hasn't been sent yet
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        return {"momentum": "mean"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields like the parameters."""
+        return ()
+
+    @property
+    def telemetry(self) -> None:
+        """There is none."""
+
+    @property
+    def factors(self) -> None:
+        """There are none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A leaf as a matrix that is cut into blocks, and their cosine transforms."""
+
+    shape: tuple[int, ...]
+    side: int  # of a block, at most
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        return (math.prod(self.shape[:-1]), self.shape[-1]) if self.shape else (1, 1)
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The sides of a block: the largest divisors of those of the matrix."""
+        return tuple(max(d for d in range(1, self.side + 1) if n % d == 0) for n in self.matrix)
+
+    def coefficients(self, x: jax.Array) -> jax.Array:
+        """The coefficients of each block: [blocks, elements]."""
+        (m, n), (a, b) = self.matrix, self.block
+        parts = x.reshape(m // a, a, n // b, b)
+        found = jnp.einsum("aibj,ki,lj->abkl", parts, *map(_cosines, (a, b)), precision="highest")
+        return found.reshape(-1, a * b)
+
+    def restore(self, coefficients: jax.Array) -> jax.Array:
+        """The leaf with these coefficients."""
+        (m, n), (a, b) = self.matrix, self.block
+        parts = coefficients.reshape(m // a, n // b, a, b)
+        return jnp.einsum("abkl,ki,lj->aibj", parts, *map(_cosines, (a, b)), precision="highest").reshape(self.shape)
+
+
+@functools.cache
+def _cosines(n: int) -> np.ndarray:
+    """The orthonormal cosine transform (DCT-II) of n numbers, a row for each coefficient."""
+    k, i = np.ogrid[:n, :n]
+    rows = np.sqrt(2 / n) * np.cos(np.pi * (2 * i + 1) * k / (2 * n))
+    return np.float32(np.where(k == 0, np.sqrt(1 / n), rows))
+
+
+def demo(
+    axis_name: Any,
+    *,
+    decay: float = 0.999,
+    side: int = 64,
+    k: int = 32,
+    values: Codec = Raw(),
+    axis_size: int | None = None,
+) -> "optax.GradientTransformation":
+    """Makes an optax.GradientTransformation from every rank's own gradients to what all ranks step along (DeMo).
+
+        train = cgx.make_train_step(loss_fn, optax.sign_sgd(1e-3), mesh, compress=cgx.wan.demo)
+
+    Every rank has a momentum of its own, m = decay * m + gradient. It sends the largest coefficients of the cosine
+    transform of each block of m, and takes them out of m. Ranks add up the coefficients that they get, each divided by
+    the number of ranks that sent it. The sign of the result is DeMo's step: `optax.sign_sgd` behind it takes that.
+
+    Args:
+      axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator.
+      decay: of the momentum, from 0 to 1.
+      side: the longest side of a block. Blocks divide a leaf, as a matrix of its last dimension, evenly.
+      k: the number of coefficients of a block that a rank sends.
+      values: the codec of the coefficients that are sent. One that rounds to nearest, such as Sign() for one bit.
+      axis_size: as in `compress_gradients`.
+    """
+    optax, ranks = import_optax(OP), check_ranks(OP, axis_name)
+    check_number(OP, "decay", decay, lambda x: 0 <= x <= 1, "a number from 0 to 1")
+    check_integer(OP, "side", side, 1)
+    check_integer(OP, "k", k, 1)
+    codec = lambda n: TopK(min(1.0, (k - 0.5) / n), values=values)
+    if codec(k).stochastic:
+        raise wrong(OP, "values", "a codec that rounds to nearest", repr(values), 'leave out rounding="stochastic"')
+
+    def init(params: Any) -> DemoState:
+        rows = ranks.rows(axis_size)
+        zeros = lambda x: _compat.vary(jnp.zeros((rows.size, *x.shape), jnp.float32), rows.varying)
+        return DemoState(jax.tree_util.tree_map(zeros, check_arrays(OP, "params", params)))
+
+    def update(updates: Any, state: DemoState, params: Any = None) -> tuple[Any, DemoState]:
+        net, leaves = ranks.net(), flatten(check_arrays(OP, "updates", updates))
+        blocks = [Blocks(x.shape, side) for x in leaves.values]
+        kept: list[Any] = []
+        payloads: list[jax.Array] = []
+        for x, old, cut in zip(leaves.values, leaves.match(state.momentum), blocks):
+            moved = decay * old[0] + x.astype(jnp.float32)
+            found = cut.coefficients(moved)
+            payloads.append(jax.vmap(lambda c: encode(c, codec(c.size)))(found))
+            left = moved - cut.restore(_decoded(payloads[-1], codec, cut))
+            kept.append(jnp.where(jnp.isfinite(left), left, old[0])[None])
+        means: list[jax.Array] = []
+        for x, rows, cut in zip(leaves.values, _gathered(net, payloads), blocks):
+            each = jax.vmap(lambda row, cut=cut: _decoded(row, codec, cut))(rows)
+            mean = cut.restore(each.sum(0) / jnp.maximum((each != 0).sum(0), 1).astype(jnp.float32))
+            means.append(same(mean.astype(x.dtype), net.names))
+        return leaves.tree(means), DemoState(leaves.tree(kept))
+
+    return optax.GradientTransformation(init, update)
+
+
+def _decoded(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
+    """The coefficients that a rank sent of a leaf's blocks."""
+    n = math.prod(cut.block)
+    return jax.vmap(lambda row: decode(row, codec(n), (n,), jnp.float32))(payload)
+
+
+def _gathered(net: Any, payloads: Sequence[jax.Array]) -> list[jax.Array]:
+    """Every rank's payloads, [ranks, *shape] each, in one exchange."""
+    rows = net.all_gather(jnp.concatenate([payload.reshape(-1) for payload in payloads]))
+    ends = np.cumsum([payload.size for payload in payloads])[:-1]
+    parts = jnp.split(rows, ends, axis=1)
+    return [part.reshape(-1, *payload.shape) for part, payload in zip(parts, payloads)]
