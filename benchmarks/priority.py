@@ -117,8 +117,8 @@ def events(program):
                 begins.append(e["ts"])
             elif layer.get(e["name"]) == each and calls[e["name"]] == "jaxcgx_tcp_allreduce_end":
                 ends.append(min((t for n, t in done if n == e["name"] and t >= e["ts"]), default=e["ts"] + e["dur"]))
-        # The first end is of what began before the trace.
-        spans += [[each, start, end] for start, end in zip(sorted(begins), sorted(ends)[1:])]
+        # Before the first begin, something ends that began before the trace. What begins last ends behind it.
+        spans += [[each, start, min(later)] for start in begins if (later := [end for end in ends if end > start])]
     return [[what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)] for what, start, end in spans]
 
 
