@@ -207,7 +207,6 @@ class Centres:
         given = self.diloco
         return Rounds(
             between=given.between(self.axis),
-            centres=self.placement.mesh.shape[self.name],
             outer=given.outer,
             later=given.eager or given.overlap > 0,
             alpha=given.alpha,
