@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from helpers import load_script
+from jax.sharding import AxisType
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
@@ -53,3 +55,32 @@ def test_one_line(name, monkeypatch, capsys):
     sent, raw = (int(words[words.index(before) + 1]) for before in ("sends", "uncompressed"))
     assert losses[-1] < losses[0]
     assert raw > 1.5 * sent  # "auto" takes one_shot for messages as small as these
+
+
+WIDE_AREA = sorted(path.stem for path in (EXAMPLES / "wan").glob("*.py") if "TECHNIQUES" in path.read_text())
+
+
+@pytest.mark.parametrize("name", WIDE_AREA)
+def test_wide_area(name, monkeypatch):
+    """Every technique of every demonstration makes a step, which is traced, not run. The frame's model is smaller."""
+    pytest.importorskip("sklearn", reason="needs the extra `examples`")
+    monkeypatch.syspath_prepend(EXAMPLES / "wan")
+    import common
+
+    monkeypatch.setattr(common, "SIZES", (64, 128, 128, 10))
+    mesh = jax.make_mesh((2, 2), common.AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    batch = np.zeros((8, 64), np.float32), np.zeros(8, np.int32)
+    with jax.numpy_dtype_promotion("standard"):
+        for make in load_script(EXAMPLES / "wan" / f"{name}.py", monkeypatch).TECHNIQUES.values():
+            init, step = make(mesh, common.AXES)
+            step.lower(*init(common.init_params()), batch)
+
+
+def test_wide_area_demonstration(tmp_path):
+    """On virtual devices: a table, and a plot of loss against time."""
+    pytest.importorskip("sklearn", reason="needs the extra `examples`")
+    command = [sys.executable, EXAMPLES / "wan/fp16.py", "--local", "--steps", "2", "--out", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "float16" in result.stdout and "loss at end" in result.stdout
+    assert (tmp_path / "fp16.png").read_bytes().startswith(b"\x89PNG")

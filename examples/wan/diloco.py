@@ -1,7 +1,7 @@
 """Centres that exchange 4-bit outer gradients once in 20 steps, against an uncompressed exchange in every step.
 
-    pip install ".[examples]"
-    python examples/wan/diloco.py [STEPS]
+pip install ".[examples]"
+python examples/wan/diloco.py [STEPS]
 """
 
 import sys

@@ -6,6 +6,7 @@ from jaxcgx.optim.compress import compress_gradients, compressed
 from jaxcgx.optim.dgc import dgc
 from jaxcgx.optim.gather import gather_state
 from jaxcgx.optim.model_state import PerRank
+from jaxcgx.optim.mpq import mpq
 from jaxcgx.optim.reshard import reshard_state
 from jaxcgx.optim.restore import restore_state
 from jaxcgx.optim.sharded import shard_specs
@@ -28,6 +29,7 @@ __all__ = [
     "dgc",
     "gather_state",
     "make_train_step",
+    "mpq",
     "reshard_state",
     "restore_state",
     "shard_specs",

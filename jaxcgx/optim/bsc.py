@@ -1,10 +1,12 @@
 """GeoMX's bidirectional sparsification: compress_gradients with its plan and momentum."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxcgx.optim.compress import compress_with
 from jaxcgx.optim.dgc import refuse_plan
 from jaxcgx.optim.settings import check_ranks
+from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.sparsification import sparsification
 
@@ -24,6 +26,9 @@ def bsc(
     momentum_masking: bool = True,
     pull: str = "all",
     select: Any = "sampled",
+    warmup_epochs: int = 0,
+    warmup_coeff: float | Sequence[float] | None = None,
+    steps_per_epoch: int | None = None,
     **options: Any,
 ) -> "optax.GradientTransformation":
     """GeoMX's bidirectional sparsification: every rank sends the largest elements of each large leaf.
@@ -40,9 +45,17 @@ def bsc(
       momentum_masking: momentum becomes 0 where an element was sent.
       pull: what comes back: "all" elements that any rank sent, or the "top" of the sum; its owner keeps the rest.
       select: as in `TopK`.
+      warmup_epochs: the number of epochs in which the share comes down to `threshold`, as in `dgc`.
+      warmup_coeff: the share in each of these epochs, as in `dgc`.
+      steps_per_epoch: the number of steps in an epoch of the warm-up.
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "threshold, size_bound, pull and select")
     names = check_ranks(OP, axis_name).levels or None
-    plan = Plan(**sparsification(OP, threshold, size_bound, axis_name=names, pull=pull, select=select))
-    return compress_with(OP, axis_name, plan, momentum=momentum, momentum_masking=momentum_masking, **options)
+
+    def plan(share: float) -> Plan:
+        return Plan(**sparsification(OP, share, size_bound, axis_name=names, pull=pull, select=select))
+
+    shares = warm_up(threshold, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch, function=OP)
+    plans = {start: plan(share) for start, share in shares.items()}
+    return compress_with(OP, axis_name, plans, momentum=momentum, momentum_masking=momentum_masking, **options)

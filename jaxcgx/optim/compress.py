@@ -115,18 +115,18 @@ def compress_with(
     function: str, axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
     """`compress_gradients` whose errors name the public function `function`, which passes its options on."""
-    return _transformation(_settings(function, axis_name, plan, options))
+    return _transformation(check_settings(function, axis_name, plan, options))
 
 
 def scatter_with(
     axis_name: Any, plan: Any, options: dict[str, Any], *, dimensions: tuple[int | None, ...], keyed: bool
 ) -> "optax.GradientTransformation":
     """`compress_gradients` that returns only this rank's slice of some means. `Settings` explains the last two."""
-    settings = _settings("compress_gradients", axis_name, plan, options)
+    settings = check_settings("compress_gradients", axis_name, plan, options)
     return _transformation(dataclasses.replace(settings, scattered=dimensions, keyed=keyed))
 
 
-def _settings(function: str, axis_name: Any, plan: Any, options: dict[str, Any]) -> Settings:
+def check_settings(function: str, axis_name: Any, plan: Any, options: dict[str, Any]) -> Settings:
     """The arguments of compress_gradients with its defaults."""
     defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
     if unknown := [name for name in options if name not in defaults]:

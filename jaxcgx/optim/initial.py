@@ -1,6 +1,7 @@
 """The state of compress_gradients before the first step."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,22 +13,28 @@ from jaxcgx import _compat
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.specs import state_specs
-from jaxcgx.optim.state import CompressState, describe_state
+from jaxcgx.optim.state import describe_state
 
 
-def init_state(settings: Settings, params: Any) -> CompressState:
-    """The state before the first step, sharded over the ranks where a mesh is in context."""
+def init_state(settings: Settings, params: Any, describe: Callable[..., Any] = describe_state) -> Any:
+    """The state before the first step, sharded over the ranks where a mesh is in context.
+
+    Args:
+      settings: the arguments of the transformation.
+      params: a pytree of parameters.
+      describe: a function (settings, params, ranks) that returns the shapes of the state.
+    """
     rows = settings.ranks.rows(settings.axis_size)
     params = check_arrays(settings.function, "params", params)
-    expected = describe_state(settings, params, rows.size)
+    expected = describe(settings, params, rows.size)
 
-    def fresh() -> CompressState:
+    def fresh() -> Any:
         state = jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), expected)
-        if state.key is None:
+        if getattr(state, "key", None) is None:
             return state
         return state._replace(key=jax.random.key_data(jax.random.key(settings.seed, impl="threefry2x32")))
 
-    def sharded() -> CompressState:
+    def sharded() -> Any:
         explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         place = jax.sharding.reshard if explicit else lax.with_sharding_constraint
         return jax.tree_util.tree_map(place, fresh(), state_specs(expected, settings.axis_name))

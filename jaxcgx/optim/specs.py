@@ -56,6 +56,10 @@ def specs_per_rank(opt_state: Any, rows: Any, param_specs: Any) -> Any:
     def of_node(node: Any) -> Any:
         if not has_rows(node):
             return P()
+        if param_specs is not None and not hasattr(node, "factors"):
+            expected = "one whose state is like the parameters, where these are sharded over the mesh"
+            remedy = "pass jaxcgx.compress_gradients, or leave parameters whole"
+            raise wrong("make_train_step", "compress", expected, f"one with a {type(node).__name__}", remedy)
         found = {name: like_params(getattr(node, name), rows) for name in node.per_rank}
         found |= {name: like_params(getattr(node, name)) for name in node.replicated}
         if param_specs is not None and node.factors is not None:

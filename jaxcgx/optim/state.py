@@ -92,11 +92,11 @@ def _skipped(settings: Settings, path: Any, by_plan: tuple[Any, ...]) -> bool:
     return True in skips
 
 
-def check_state(settings: Settings, state: Any, expected: CompressState) -> None:
+def check_state(settings: Settings, state: Any, expected: Any) -> None:
     """Checks that a state is one for these gradients and plans: its structure, shapes and dtypes."""
-    if not isinstance(state, CompressState):
-        got = type(state).__name__
-        raise wrong(settings.function, "state", "what its init returns, a CompressState", got, kind=TypeError)
+    if not isinstance(state, type(expected)):
+        wanted, got = type(expected).__name__, type(state).__name__
+        raise wrong(settings.function, "state", f"what its init returns, a {wanted}", got, kind=TypeError)
     flatten_all = functools.partial(jax.tree_util.tree_flatten_with_path, is_leaf=lambda x: x is None)
     (wanted, structure), (found, other) = flatten_all(expected), flatten_all(state)
     if structure != other:

@@ -76,7 +76,8 @@ def make_train_step(
         Scalars of a batch, also single random keys, are the same on every rank and for every micro-batch, and so is
         what `batch_specs` doesn't split. Or an MPI communicator, or `jaxcgx.mpi.hierarchy()`. A batch is then that of
         the process, and `init` takes the parameters of the first rank.
-      compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc` or `bsc`.
+      compress: what makes the transformation that exchanges gradients: `compress_gradients`, `dgc`, `bsc` or a
+        `jaxcgx.wan.Differential`.
       param_specs: how parameters are sharded: a tree of PartitionSpecs like them. Over `data_axis` (ZeRO-3, FSDP):
         each rank has its shards of parameters, gradients and optimizer state. It gathers the parameters for the loss,
         and gradients go straight to their shards, with the codecs of `plan`. `shard_specs` makes such specs. Over other

@@ -106,11 +106,11 @@ class Training:
             transformation = self.ordered(order_of(program, len(jax.tree_util.tree_leaves(params))))
         exchange = placement.over_ranks(
             functools.partial(self._exchange, skipped, transformation),
-            in_specs=(whole, placement.rows, kept),
+            in_specs=(whole, placement.rows, kept, P()),
             out_specs=(cut, kept),
         )
         grads, model_state, loss, aux = find(*given)
-        grads, sent = exchange(params, grads, sent)
+        grads, sent = exchange(params, grads, sent, loss)
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
         sending = self.sharded.freeze(skipped)
         trained, frozen = part(params, skipped)
@@ -119,7 +119,8 @@ class Training:
         updates, rest = placement.by_partitioner(self._update, placed)(grads, rest, trained, loss)
         updates, lost = sending.send_updates(updates, tuple(lost), noise)
         params = join(import_optax(OP).apply_updates(trained, updates), frozen)
-        return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), sent.telemetry)
+        telemetry = getattr(sent, "telemetry", None)  # which a transformation of the user's own may not have
+        return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), telemetry)
 
     def _check(self, trained: Any) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
@@ -183,11 +184,14 @@ class Training:
         grads = jax.tree_util.tree_map(lambda x: x[None], join(grads, frozen))
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
-    def _exchange(self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any) -> tuple[Any, Any]:
+    def _exchange(
+        self, skipped: Any, transformation: Any, params: Any, grads: Any, sent: Any, loss: Any
+    ) -> tuple[Any, Any]:
         """The mean of the gradients that the ranks found, and the new state of the exchange."""
+        update = import_optax(OP).with_extra_args_support(transformation).update
         own = jax.tree_util.tree_map(lambda x: x[0], grads)
         given = None if self.placement.state else params  # slices of means take no weight decay
-        mean, sent = self.placement.update_shards(transformation.update, own, state=sent, params=given)
+        mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent
 
     def _update(self, grads: Any, rest: Any, params: Any, loss: Any) -> Any:

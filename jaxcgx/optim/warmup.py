@@ -4,33 +4,36 @@ from typing import Any
 
 from jaxcgx.checks import check_integer, check_number, wrong
 
-OP = "dgc"
 
+def warm_up(
+    ratio: float, epochs: int, coeff: Any, steps_per_epoch: int | None, function: str = "dgc"
+) -> dict[int, float]:
+    """{first step: ratio}: the ratios of the warm-up's epochs, then the final one.
 
-def warm_up(ratio: float, epochs: int, coeff: Any, steps_per_epoch: int | None) -> dict[int, float]:
-    """{first step: ratio}: the ratios of the warm-up's epochs, then the final one. `dgc` explains the arguments."""
-    epochs = check_integer(OP, "warmup_epochs", epochs, 0)
+    `dgc` explains the arguments. `function` is the public function that errors name.
+    """
+    epochs = check_integer(function, "warmup_epochs", epochs, 0)
     if not epochs:
         if coeff is not None or steps_per_epoch is not None:
-            raise wrong(OP, "warmup_epochs", "a positive integer with 'warmup_coeff' or 'steps_per_epoch'", 0)
+            raise wrong(function, "warmup_epochs", "a positive integer with 'warmup_coeff' or 'steps_per_epoch'", 0)
         return {0: ratio}
     if steps_per_epoch is None:
-        raise wrong(OP, "steps_per_epoch", "a positive integer with 'warmup_epochs'", None, kind=TypeError)
-    steps = check_integer(OP, "steps_per_epoch", steps_per_epoch, 1)
-    ratios = [*_ratios(ratio, epochs, coeff), ratio]
+        raise wrong(function, "steps_per_epoch", "a positive integer with 'warmup_epochs'", None, kind=TypeError)
+    steps = check_integer(function, "steps_per_epoch", steps_per_epoch, 1)
+    ratios = [*_ratios(function, ratio, epochs=epochs, coeff=coeff), ratio]
     return {epoch * steps: now for epoch, now in enumerate(ratios) if epoch == 0 or now != ratios[epoch - 1]}
 
 
-def _ratios(ratio: float, epochs: int, coeff: Any) -> list[float]:
+def _ratios(function: str, ratio: float, epochs: int, coeff: Any) -> list[float]:
     """The ratio of every epoch."""
     if coeff is None:
         return [ratio ** ((epoch + 1) / (epochs + 1)) for epoch in range(epochs)]
     listed = isinstance(coeff, (tuple, list))
     for each in coeff if listed else [coeff]:
         expected = "a number above 0 and up to 1, or a list of them"
-        check_number(OP, "warmup_coeff", each, lambda x: 0 < x <= 1, expected)
+        check_number(function, "warmup_coeff", each, lambda x: 0 < x <= 1, expected)
     if not listed:
         return [max(coeff ** (epoch + 1), ratio) for epoch in range(epochs)]
     if len(coeff) != epochs:
-        raise wrong(OP, "warmup_coeff", f"a ratio for each of {epochs} epochs", repr(coeff))
+        raise wrong(function, "warmup_coeff", f"a ratio for each of {epochs} epochs", repr(coeff))
     return list(coeff)

@@ -1,8 +1,9 @@
-"""GeoMX's bidirectional sparsification, as the fields of a plan."""
+"""GeoMX's sparsification of large leaves, as the fields of a plan."""
 
 from typing import Any
 
 from jaxcgx.checks import MOST, check_integer, check_number
+from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.topk import TopK, check_pull, check_select
 from jaxcgx.plan.by_axis import by_axis
@@ -11,12 +12,15 @@ from jaxcgx.transports.axes import check_axis_names
 
 
 def sparsification(
-    function: str, threshold: Any, size_bound: Any, axis_name: Any, *, pull: Any, select: Any
+    function: str, threshold: Any, size_bound: Any, axis_name: Any, *, pull: Any, select: Any, tiny: Codec = Raw()
 ) -> dict[str, Any]:
-    """The fields of `Plan.bsc`, which explains the arguments, for the public function `function`."""
+    """The fields of `Plan.bsc`, which explains the arguments, for the public function `function`.
+
+    `tiny` is the codec of leaves of up to `size_bound` elements, over all axes.
+    """
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
     codec = TopK(threshold, select=check_select(function, "select", select), pull=check_pull(function, "pull", pull))
     names = check_axis_names(function, axis_name, optional=True)
-    tiny = Rule(by_axis(names, Raw(), Raw()), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
-    return dict(default=by_axis(names, codec, Raw()), rules=[tiny], min_size=0, skip_1d=False, prefer="bytes")
+    rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
+    return dict(default=by_axis(names, codec, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

@@ -2,18 +2,28 @@
 
 from jaxcgx.wan.centres import DilocoMetrics, DilocoState
 from jaxcgx.wan.demo import DemoState, demo
+from jaxcgx.wan.differential import Differential, DifferentialState
 from jaxcgx.wan.diloco import Diloco, diloco
+from jaxcgx.wan.environment import GeoMX, from_env
 from jaxcgx.wan.forms import muloco, pier, sparseloco
+from jaxcgx.wan.hfa import hfa
+from jaxcgx.wan.mixed_sync import mixed_sync
 from jaxcgx.wan.outer import matched_nesterov
 
 __all__ = [
     "DemoState",
+    "Differential",
+    "DifferentialState",
     "Diloco",
     "DilocoMetrics",
     "DilocoState",
+    "GeoMX",
     "demo",
     "diloco",
+    "from_env",
+    "hfa",
     "matched_nesterov",
+    "mixed_sync",
     "muloco",
     "pier",
     "sparseloco",

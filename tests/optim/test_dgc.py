@@ -168,6 +168,10 @@ SPARSIFIERS = {
     ),
     "dgc, two axes": (AXES, cgx.dgc(AXES, 0.1, momentum=0.5, select="exact", axis_size=RANKS, schedule="one_shot")),
     "bsc": (AXES, cgx.bsc(AXES, 0.1, 10, momentum=0.5, axis_size=RANKS)),
+    "mpq, warm-up": (
+        AXES,
+        cgx.mpq(AXES, 0.1, 10, momentum=0.5, warmup_epochs=1, warmup_coeff=0.5, steps_per_epoch=3, axis_size=RANKS),
+    ),
     "bsc, top": (AXES, cgx.bsc(AXES, 0.1, 10, momentum=0.5, pull="top", axis_size=RANKS, schedule="two_shot")),
 }
 
@@ -192,7 +196,7 @@ def test_conservation(name):
     def step(grads, state):
         return transformation.update(jax.tree.map(lambda g: g[0], grads), state)
 
-    total = lambda x: np.asarray(x, np.float64).sum(0)
+    total, shares = lambda x: np.asarray(x, np.float64).sum(0), []
     for _ in range(6):
         mean, after = jax.block_until_ready(step(grads, state))
         for leaf in ("kernel", "weights"):
@@ -204,10 +208,13 @@ def test_conservation(name):
             masked = np.asarray(after.momentum[leaf] != moved)
             assert (np.asarray(after.momentum[leaf])[masked] == 0).all() and ((sent != 0) <= masked.any(0)).all()
             assert 0 < (sent != 0).mean() < 1 and np.abs(after.residuals[leaf]).sum() > 0
+            shares.append(masked.mean())
             if axes == AXES:  # all ranks of a data center
                 (a, b), (c, d) = (np.asarray(x).reshape(2, 2, -1).transpose(1, 0, 2) for x in (masked, moved))
                 assert ((a == b) | (c == 0) | (d == 0)).all()
         state = after
+    if "warm-up" in name:
+        assert min(shares[:6]) > 2 * max(shares[6:])
 
 
 def test_states():
@@ -366,6 +373,17 @@ def test_sparse_local_steps():
             lambda: cgx.bsc("data", threshold=0),
             ValueError,
             says("bsc", "threshold", expected="number above 0 1", got="0", remedy="0 large leaves 0.01 1"),
+        ),
+        (
+            lambda: cgx.mpq("data", threshold=0),
+            ValueError,
+            says("mpq", "threshold", expected="number above 0 1", got="0", remedy="0.01"),
+        ),
+        (lambda: cgx.mpq("data", plan=cgx.Raw()), TypeError, says("mpq", "plan", expected="none", got="Raw()")),
+        (
+            lambda: cgx.bsc("data", steps_per_epoch=3),
+            ValueError,
+            says("bsc", "warmup_epochs", expected="positive integer steps_per_epoch", got="0"),
         ),
         (lambda: cgx.bsc("data", beta=2), ValueError, says("bsc", "beta", expected="number above 0 1", got="2")),
         (

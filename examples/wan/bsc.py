@@ -1,0 +1,28 @@
+"""Bidirectional sparsification: one percent of a large gradient travels between data centers, with a warm-up.
+
+Two data centers of two ranks:
+
+    pip install ".[examples]"
+    sudo python examples/wan/bsc.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import optax
+from common import demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+
+def dense(mesh, axes):
+    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1, momentum=0.9), mesh, data_axis=axes, plan=plan)
+
+
+def sparse(mesh, axes):
+    options = dict(threshold=0.01, warmup_epochs=3, steps_per_epoch=10)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=cgx.bsc, **options)
+
+
+TECHNIQUES = {"dense": dense, "sparse": sparse}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)

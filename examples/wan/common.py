@@ -1,0 +1,159 @@
+"""What the demonstrations of wide-area techniques share: two data centers, a network to train, a table and a plot.
+
+A demonstration is a dict of functions that make a training step. `demonstrate` starts two hosts, each behind a link of
+a limited rate (`python -m jaxcgx lab`). A host is a data center, and has two ranks. They train with one technique after
+the other, from the same weights and on the same batches of handwritten digits.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+import jaxcgx as cgx
+from jaxcgx.lab import why_not
+
+CENTRES, LOCAL = 2, 2  # data centers, ranks in each
+AXES = "dc", "local"
+SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
+BATCH = 32  # examples of a rank
+EVALUATE_EVERY = 5  # steps
+PORT = 23456
+SEED = 0
+
+
+def init_params():
+    keys = jax.random.split(jax.random.key(SEED), len(SIZES) - 1)
+    return [
+        dict(w=jax.random.normal(k, (m, n)) * (2 / m) ** 0.5, b=jnp.zeros(n)) for k, m, n in zip(keys, SIZES, SIZES[1:])
+    ]
+
+
+def loss_fn(params, batch):
+    x, labels = batch
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    logits = x @ params[-1]["w"] + params[-1]["b"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def bytes_sent():
+    """The bytes that this host has sent over its link, as its kernel counts them."""
+    lines = [line.split(":") for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(counts.split()[8]) for name, counts in lines if name.strip() != "lo")
+
+
+def train(name, make, mesh, axes, steps):
+    """Trains with one technique. Returns {"seconds": [...], "loss": [...], "bytes": ...}: a loss every few steps."""
+    digits = load_digits()
+    images, labels = (digits.data / 16).astype(np.float32), digits.target.astype(np.int32)
+    evaluate = jax.jit(lambda params: loss_fn(params, (images, labels)))
+    sharding, rng = NamedSharding(mesh, P(AXES)), np.random.default_rng(SEED)
+    step, state = None, None
+    found = dict(seconds=[], loss=[], bytes=0)
+    elapsed, first = 0.0, bytes_sent()
+    for number in tqdm(range(steps + 1), desc=name, unit="step", disable=jax.process_index() > 0):
+        chosen = rng.choice(len(images), mesh.size * BATCH)
+        batch = [
+            jax.make_array_from_callback(x.shape, sharding, lambda place, x=x: x[place])
+            for x in (images[chosen], labels[chosen])
+        ]
+        if step is None:
+            init, step = make(mesh, axes)
+            state = init(init_params())
+        start = time.perf_counter()
+        *state, _ = jax.block_until_ready(step(*state, tuple(batch)))
+        if number == 0:  # it compiled
+            first = bytes_sent()
+            continue
+        elapsed += time.perf_counter() - start
+        if number % EVALUATE_EVERY == 0 or number == steps:
+            found["seconds"].append(elapsed)
+            found["loss"].append(float(evaluate(state[0])))
+    found["bytes"] = (bytes_sent() - first) / steps
+    return found
+
+
+def show(runs, steps):
+    row = "{:<28}{:>14}{:>12}{:>14}".format
+    print(row("\ntechnique", "MB per step", "s per step", "loss at end"))
+    for name, run in runs.items():
+        print(row(name, f"{run['bytes'] / 1e6:.2f}", f"{run['seconds'][-1] / steps:.3f}", f"{run['loss'][-1]:.4f}"))
+    print("\nMB per step: what a data center sends over its link, as its kernel counts it.")
+
+
+def plot(runs, title, path):
+    import matplotlib
+
+    matplotlib.use("Agg")  # draws into files, and needs no screen
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, run in runs.items():
+        axes.plot(run["seconds"], run["loss"], label=name)
+    axes.set(yscale="log", xlabel="seconds", ylabel="loss", title=title)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def run(techniques, axes, args):
+    """Trains with every technique on the devices that there are, and lets the first process tell."""
+    cgx.keep_pages()
+    mesh = jax.make_mesh((CENTRES, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
+    runs = {name: train(name, make, mesh, axes, args.steps) for name, make in techniques.items()}
+    if jax.process_index() == 0:
+        show(runs, args.steps)
+        path = args.out / f"{pathlib.Path(sys.argv[0]).stem}.png"
+        plot(runs, f"Two data centers, {'no network' if args.local else args.rate}", path)
+        print(f"The curves are in {path.resolve()}", flush=True)
+
+
+def demonstrate(doc, techniques):
+    """The command line of a demonstration.
+
+    Args:
+      doc: what it shows.
+      techniques: {name: function (mesh, axes) that returns the init and step of make_train_step}. `axes` is for its
+        data_axis: the axis of the centres, which may be a `Tcp`, and that of a centre's ranks.
+    """
+    parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
+    parser.add_argument("--rate", default="100mbit", help="of the link of each data center (default: 100mbit)")
+    parser.add_argument("--delay", default="5ms", help="from one data center to the other (default: 5ms)")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(), metavar="DIR", help="where the plot goes")
+    parser.add_argument("--local", action="store_true", help="four virtual devices in place of hosts; needs no root")
+    parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--address", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    if args.local:
+        jax.config.update("jax_num_cpu_devices", CENTRES * LOCAL)
+        run(techniques, AXES, args)
+    elif args.host is None:  # the user's command: itself, in every host of a lab
+        if why := why_not():
+            sys.exit(f"{why}; --local needs no hosts")
+        own = [sys.executable, *sys.argv, "--host", "{rank}", "--address", "{address}"]
+        lab = [sys.executable, "-m", "jaxcgx", "lab", "--hosts", str(CENTRES), "--rate", args.rate]
+        os.execv(sys.executable, [*lab, "--delay", args.delay, "--", *own])
+    elif args.place is None:  # a host: its ranks
+        ranks = [subprocess.Popen([sys.executable, *sys.argv, "--place", str(i)]) for i in range(LOCAL)]
+        sys.exit(max(abs(rank.wait()) for rank in ranks))
+    else:
+        jax.config.update("jax_num_cpu_devices", 1)
+        rank = LOCAL * args.host + args.place
+        jax.distributed.initialize(f"{args.address}:{PORT}", CENTRES * LOCAL, rank)
+        run(techniques, (cgx.Tcp("dc"), "local"), args)

@@ -1,0 +1,34 @@
+"""Differential transmission: half of the blocks of gradients travel at once, the rest while the next step computes.
+
+Beside it, the same step without it, and the control: blocks that are chosen at random. Two data centers of two ranks:
+
+    pip install ".[examples]"
+    sudo python examples/wan/dgt.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import optax
+from common import demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
+
+
+def plain(mesh, axes):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN)
+
+
+def differential(mesh, axes):
+    how = cgx.wan.Differential(k=0.5)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
+
+
+def random_blocks(mesh, axes):
+    how = cgx.wan.Differential(k=0.5, ranked=False)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, compress=how, plan=PLAN)
+
+
+TECHNIQUES = {"all at once": plain, "differential": differential, "random blocks": random_blocks}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)

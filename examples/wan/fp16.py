@@ -1,0 +1,28 @@
+"""FP16: gradients travel as float16 inside data centers and between them, and are computed in float32.
+
+Two data centers of two ranks:
+
+    pip install ".[examples]"
+    sudo python examples/wan/fp16.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import optax
+from common import AXES, demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+
+def full(mesh, axes):
+    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
+
+
+def fp16(mesh, axes):
+    plan = cgx.Plan.fp16(axis_name=AXES)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=plan)
+
+
+TECHNIQUES = {"float32": full, "float16": fp16}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)

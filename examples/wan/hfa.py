@@ -1,0 +1,30 @@
+"""Hierarchical averaging: ranks train alone, average inside their data center often, and between data centers seldom.
+
+Two data centers of two ranks:
+
+    pip install ".[examples]"
+    sudo python examples/wan/hfa.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import optax
+from common import demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+OPTIMIZER = optax.sgd(0.1)
+
+
+def every_step(mesh, axes):
+    plan = cgx.Plan({"dc": cgx.Raw(), "local": cgx.Raw()})
+    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=axes, plan=plan)
+
+
+def hfa(mesh, axes):
+    how = cgx.wan.hfa(OPTIMIZER, k1=5, k2=2, axis_name=axes[0], plan=cgx.MaxMin(8))
+    return cgx.make_train_step(loss_fn, OPTIMIZER, mesh, data_axis=axes, diloco=how)
+
+
+TECHNIQUES = {"every step": every_step, "K1 = 5, K2 = 2": hfa}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)

@@ -1,0 +1,32 @@
+"""Mixed sync: gradients travel while the next step computes, and are compensated for arriving one step late.
+
+Two data centers of two ranks:
+
+    pip install ".[examples]"
+    sudo python examples/wan/mixed_sync.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+"""
+
+import optax
+from common import demonstrate, loss_fn
+
+import jaxcgx as cgx
+
+PLAN = cgx.Plan({"dc": cgx.Cast("bfloat16"), "local": cgx.Raw()})
+
+
+def synchronous(mesh, axes):
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN)
+
+
+def late(compensation):
+    def make(mesh, axes):
+        options = dict(compress=cgx.wan.mixed_sync, compensation=compensation)
+        return cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, data_axis=axes, plan=PLAN, **options)
+
+    return make
+
+
+TECHNIQUES = {"synchronous": synchronous, "late": late(0.0), "late, compensated": late(0.04)}
+
+if __name__ == "__main__":
+    demonstrate(__doc__, TECHNIQUES)

@@ -1,0 +1,101 @@
+"""GeoMX's environment variables, as they are set for a program that ran under GeoMX."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxcgx.checks import unexpected
+from jaxcgx.wan.differential import Differential
+
+OP = "wan.from_env"
+RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by ENABLE_DGT
+
+
+def _flag(text: str) -> bool | None:
+    return {"0": False, "1": True}.get(text)
+
+
+def _integer(low: int) -> Callable[[str], int | None]:
+    return lambda text: int(text) if re.fullmatch("[0-9]{1,12}", text) and int(text) >= low else None
+
+
+def _share(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+", text) and 0 < float(text) <= 1 else None
+
+
+# {variable: (its default, what it says or None, what it may be)}
+VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
+    "MXNET_KVSTORE_SIZE_LOWER_BOUND": (200_000, _integer(0), "an integer of at least 0"),
+    "ENABLE_DGT": (0, {"0": 0, "1": 1, "2": 2, "3": 3}.get, "one of 0, 1, 2, 3"),
+    "DMLC_UDP_CHANNEL_NUM": (3, _integer(1), "an integer of at least 1"),
+    "DMLC_K": (0.8, _share, "a number above 0 and up to 1"),
+    "ADAPTIVE_K_FLAG": (False, _flag, "one of 0, 1"),
+    "ENABLE_INTER_TS": (False, _flag, "one of 0, 1"),
+    "ENABLE_INTRA_TS": (False, _flag, "one of 0, 1"),
+    "MAX_GREED_RATE_TS": (0.9, _share, "a number above 0 and up to 1"),
+    "ENABLE_P3": (False, _flag, "one of 0, 1"),
+    "DMLC_NUM_GLOBAL_SERVER": (1, _integer(1), "an integer of at least 1"),
+    "DMLC_NUM_SERVER": (1, _integer(1), "an integer of at least 1"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GeoMX:
+    """What GeoMX's variables say, in jaxcgx's words. docs/wan.md has the table.
+
+    Attributes:
+      differential: for `compress` of make_train_step; None without DGT.
+      overlap: "priority" with P3, else None: for `overlap` of make_train_step.
+      greed: {"dc": rate, "local": rate}, for the axes whose traffic TSEngine routes: the greed of a `Topology`.
+      owners: {"dc": n, "local": n}: how many ranks of an axis own sums (MultiGPS). One, GeoMX's default, is no limit.
+      size_bound: for `size_bound` of `jaxcgx.bsc` and `jaxcgx.mpq`.
+    """
+
+    differential: Differential | None
+    overlap: str | None
+    greed: dict[str, float]
+    owners: dict[str, int]
+    size_bound: int
+
+    @property
+    def train_options(self) -> dict[str, Any]:
+        """Keyword arguments of make_train_step: `compress` and `overlap`, where the variables turn them on."""
+        given = dict(compress=self.differential, overlap=self.overlap)
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
+    """What GeoMX's environment variables say.
+
+        geomx = cgx.wan.from_env()
+        train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=("dc", "local"), **geomx.train_options)
+
+    Values that GeoMX doesn't have are errors. All ranks must have the same variables.
+
+    Args:
+      environ: the variables.
+    """
+    said = {name: _read(environ, name) for name in VARIABLES}
+    k, dgt = said["DMLC_K"], said["ENABLE_DGT"]
+    adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None  # GeoMX has no variable for the least; 0.2 of its 0.8
+    servers = {"dc": said["DMLC_NUM_GLOBAL_SERVER"], "local": said["DMLC_NUM_SERVER"]}
+    routed = {"dc": said["ENABLE_INTER_TS"], "local": said["ENABLE_INTRA_TS"]}
+    return GeoMX(
+        differential=Differential(k=k, rest=RESTS[dgt], adaptive=adaptive) if dgt else None,
+        overlap="priority" if said["ENABLE_P3"] else None,
+        greed={axis: said["MAX_GREED_RATE_TS"] for axis, on in routed.items() if on},
+        owners={axis: number for axis, number in servers.items() if number > 1},
+        size_bound=said["MXNET_KVSTORE_SIZE_LOWER_BOUND"],
+    )
+
+
+def _read(environ: Mapping[str, str], name: str) -> Any:
+    default, meaning, expected = VARIABLES[name]
+    if name not in environ:
+        return default
+    value = meaning(environ[name])
+    if value is None:
+        raise unexpected(f"{OP}: variable {name}", expected, repr(environ[name]), "unset it for GeoMX's default")
+    return value

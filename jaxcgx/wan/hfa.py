@@ -1,0 +1,102 @@
+"""hfa: local steps, averages inside a centre, and now and then a compressed exchange between centres (GeoMX's HFA)."""
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+
+from jaxcgx.checks import check_integer, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.optim.placement import Placement
+from jaxcgx.optim.ranks import MeshRanks
+from jaxcgx.optim.training import Training
+from jaxcgx.plan import Plan
+from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.wan.centres import Centres
+from jaxcgx.wan.diloco import Diloco, diloco
+from jaxcgx.wan.rounds import Both, Exchange
+
+if TYPE_CHECKING:
+    import optax
+
+OP = "hfa"
+
+
+def hfa(
+    inner: "optax.GradientTransformation",
+    *,
+    k1: int = 20,
+    k2: int = 10,
+    axis_name: Any = "dc",
+    plan: Codec | Plan | dict[Any, Any] = Raw(),
+    **options: Any,
+) -> "Hfa":
+    """Hierarchical averaging of parameters (HFA), for `make_train_step(..., diloco=)`.
+
+        inner = optax.sgd(0.1)
+        hfa = cgx.wan.hfa(inner, k1=20, k2=10, plan=cgx.MaxMin(4))
+        train = cgx.make_train_step(loss_fn, inner, mesh, data_axis=("dc", "local"), diloco=hfa)
+
+    Every rank trains parameters of its own. Every `k1` steps the ranks of a centre average their parameters,
+    uncompressed. After `k2` of these averages the centres average what has changed since their last exchange. In other
+    steps nothing is sent. `params` are those of the last exchange, the same on every rank: evaluate and save these.
+
+    Args:
+      inner: the optimizer of a rank, the same that make_train_step gets. Its state is never averaged.
+      k1: the number of steps between two averages inside a centre.
+      k2: the number of these averages between two exchanges among centres.
+      axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
+      plan: how changes travel between centres: a codec, {axis: codec}, a Plan, or a schedule of these by the number of
+        the exchange.
+      **options: options of `compress_gradients` for this exchange, such as feedback=False or seed=.
+    """
+    for name, value in (("k1", k1), ("k2", k2)):
+        check_integer(OP, name, value, 1)
+    if len(check_axis_names(OP, axis_name)) > 1:
+        raise wrong(OP, "axis_name", "the one axis of the centres", repr(axis_name))
+    given = diloco(inner, "sgd", every=k1 * k2, axis_name=axis_name, plan=plan, **options)
+    return Hfa(**{field.name: getattr(given, field.name) for field in dataclasses.fields(given)}, k1=k1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Hfa(Diloco):
+    """The arguments of `hfa`. Its exchange between centres is that of `diloco` with an outer optimizer of rate 1."""
+
+    k1: int
+
+    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> "Workers":
+        """The ranks of a mesh, for make_train_step."""
+        name = axis_names(self.axis_name)[0]
+        if isinstance(placement, Placement):
+            if name not in placement.mesh.shape:
+                axes = ", ".join(map(repr, placement.mesh.shape))
+                raise wrong(OP, "axis_name", f"an axis of the mesh, {axes}", repr(name))
+            if placement.mesh.shape[name] == 1:
+                remedy = "leave hfa out, or make a mesh of several centres"
+                raise wrong(OP, "axis_name", f"several centres along {name!r}", "one", remedy)
+        found = super().over(placement, optimizer, data_axis)
+        return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workers(Centres):
+    """The ranks of a mesh, each with parameters of its own."""
+
+    @property
+    def name(self) -> Any:
+        return self.placement.names
+
+    @property
+    def inner(self) -> tuple[Any, ...]:
+        return ()
+
+    def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
+        inside = self.placement.names[1:]
+        if inside:
+            average = functools.partial(jax.tree_util.tree_map, MeshRanks(OP, inside).net().plain_pmean)
+            own = lax.cond(count % self.diloco.k1 == 0, average, lambda params: params, both.own)
+            both = both._replace(own=own)
+        return super()._exchange(training, count, both, exchanges)

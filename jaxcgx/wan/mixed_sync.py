@@ -1,0 +1,112 @@
+"""mixed_sync: gradients that arrive some steps late, with DCASGD's compensation of the delay (GeoMX's mixed sync)."""
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx.checks import check_integer, check_number, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.optim.compress import check_settings, compress_with
+from jaxcgx.optim.initial import init_state
+from jaxcgx.optim.leaves import check_arrays
+from jaxcgx.optim.require import import_optax
+from jaxcgx.plan import Plan
+
+if TYPE_CHECKING:
+    import optax
+
+OP = "mixed_sync"
+
+
+class Late(NamedTuple):
+    """What waits. Both are lists with an entry for each step of the staleness, the oldest first."""
+
+    gradients: list[Any]  # [ranks, *shape]
+    params: list[Any]  # at which the gradients were found, the same on every rank
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        return {"gradients": "sum"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields like the parameters."""
+        return ()
+
+
+class MixedSyncState(NamedTuple):
+    """The state of `mixed_sync`."""
+
+    late: Late
+    exchange: Any  # of compress_gradients
+    count: Any  # int32[]: the number of steps until now
+
+    @property
+    def telemetry(self) -> Any:
+        return self.exchange.telemetry
+
+
+def mixed_sync(
+    axis_name: Any,
+    plan: Codec | Plan | dict[Any, Any] = Raw(),
+    *,
+    staleness: int = 1,
+    compensation: float = 0.04,
+    **options: Any,
+) -> "optax.GradientTransformation":
+    """Gradients that arrive `staleness` steps late, and are compensated for the delay: an optax.GradientTransformation.
+
+        train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4))
+
+    A step exchanges the gradients of `staleness` steps before. It needs nothing of what it computes for that, so over
+    `Tcp` the exchange goes on while it computes. What comes back is mean + compensation * mean^2 * (params - the params
+    at which these gradients were found), DCASGD's. All ranks have the same delay, so replicas stay the same. The first
+    `staleness` steps change nothing, and the gradients of the last ones wait in the state.
+
+    Args:
+      axis_name: the axis of the ranks, or a tuple of axes, outermost first; or an MPI communicator, or
+        `jaxcgx.mpi.hierarchy()`.
+      plan: as in `compress_gradients`.
+      staleness: the number of steps, at least 1.
+      compensation: DCASGD's lambda. 0: none.
+      **options: all other options of `compress_gradients`.
+    """
+    steps = check_integer(OP, "staleness", staleness, 1)
+    check_number(OP, "compensation", compensation, lambda x: x >= 0, "a number of at least 0")
+    settings = check_settings(OP, axis_name, plan, options)
+    inner = compress_with(OP, axis_name, plan, **options)
+
+    def describe(_: Any, params: Any, ranks: int) -> Late:
+        array = lambda front, x: jax.ShapeDtypeStruct((*front, *x.shape), x.dtype)
+        like = lambda *front: jax.tree_util.tree_map(functools.partial(array, front), params)
+        return Late([like(ranks) for _ in range(steps)], [like() for _ in range(steps)])
+
+    def init(params: Any) -> MixedSyncState:
+        return MixedSyncState(init_state(settings, params, describe), inner.init(params), jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: MixedSyncState, params: Any = None) -> tuple[Any, MixedSyncState]:
+        if params is None:
+            raise wrong(OP, "params", "the parameters", None, "call update(gradients, state, params)", kind=TypeError)
+        updates = check_arrays(OP, "updates", updates)
+        late, exchange, count = state
+        due = jax.tree_util.tree_map(lambda x: x[0], late.gradients[0])
+        mean, exchange = inner.update(due, exchange, params)
+        waited = count >= steps  # else nothing has arrived, not even of momentum or weight decay
+
+        def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(g.dtype, jnp.inexact):  # a frozen leaf
+                return g
+            moved = (now - then).astype(g.dtype)
+            return jnp.where(waited, g + jnp.asarray(compensation, g.dtype) * g * g * moved, 0)
+
+        rows = jax.tree_util.tree_map(lambda x: x[None], updates)
+        late = Late([*late.gradients[1:], rows], [*late.params[1:], params])
+        then = state.late.params[0]
+        count = import_optax(OP).safe_increment(count)
+        return jax.tree_util.tree_map(compensate, mean, params, then), MixedSyncState(late, exchange, count)
+
+    return import_optax(OP).GradientTransformation(init, update)

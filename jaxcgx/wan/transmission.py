@@ -1,0 +1,312 @@
+"""A step of differential transmission: the rest of the last step, important blocks, what becomes of the others."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx import _compat
+from jaxcgx.checks import wrong
+from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.exchange.keys import fold
+from jaxcgx.exchange.message import carry
+from jaxcgx.optim.exchange import Kept, exchange
+from jaxcgx.optim.leaves import Leaves, check_arrays, encoders, flatten
+from jaxcgx.optim.phases import switch
+from jaxcgx.optim.require import import_optax
+from jaxcgx.optim.settings import Settings
+from jaxcgx.optim.state import check_state
+from jaxcgx.plan import Plan, Rule
+from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.plan.leaves import spell_path, why_unfit
+from jaxcgx.wan.blocks import Blocks
+
+if TYPE_CHECKING:
+    from jaxcgx.wan.differential import Differential
+
+SHORT = MaxMin(4)  # for the rest with rest="quantize"
+LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with them
+
+
+class DifferentialState(NamedTuple):
+    """The state of `Differential`.
+
+    Trees are like the gradients, with None for leaves that travel whole. Arrays per rank have a leading axis of the
+    ranks and are sharded over it (`state_specs`).
+    """
+
+    count: Any  # int32[]: the number of steps until now
+    key: Any  # uint32[2], the same on every rank and in every step
+    contributions: Any  # float32[blocks]
+    order: Any  # int32[blocks]: of the last step, the most important block first; None unless the rest is deferred
+    pending: Any  # [ranks, blocks of the rest, size]: the rest of the last step; None unless it is deferred
+    residuals: Any  # float32[ranks, *shape], also of whole leaves; None for a leaf that loses nothing
+    first_loss: Any  # float32[]; None unless the share is adaptive
+    level: Any  # int32[]: the share of the last step, by its number in `Differential.shares`; None as above
+    telemetry: Any = None
+
+    @property
+    def per_rank(self) -> dict[str, str]:
+        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        return {"residuals": "sum", "pending": "sum"}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The fields like the parameters."""
+        return ()
+
+
+class Sent(NamedTuple):
+    """The mean of each leaf, and its residuals after an exchange. Those of cut leaves are blocks."""
+
+    means: list[Any]
+    residuals: list[Any]  # [1, ...]; None for a leaf without
+
+
+@dataclasses.dataclass(frozen=True)
+class Transmission:
+    """The transformation of `Differential`: what it is told, and the arguments of the exchange."""
+
+    how: "Differential"
+    settings: Settings
+
+    def cut(self, leaves: Leaves) -> list[Blocks | None]:
+        """The blocks of each leaf, or None for a leaf that travels whole."""
+        found: list[Blocks | None] = []
+        for x, codecs in zip(leaves.values, encoders(self.settings, self.settings.plans[0], leaves)):
+            blocks = None if codecs is None or why_unfit(x) else Blocks.of(x, self.how.block_bytes)
+            found.append(blocks if blocks and blocks.share(self.how.shares[0]) < blocks.count else None)
+        return found
+
+    def describe(self, settings: Settings, tree: Any, ranks: int) -> DifferentialState:
+        """The state for gradients or parameters `tree`, of jax.ShapeDtypeStructs."""
+        how, leaves = self.how, flatten(tree)
+        cut = self.cut(leaves)
+        array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+        of_cut = lambda describe: leaves.tree([b and describe(x, b) for x, b in zip(leaves.values, cut)])
+        rest = lambda b: b.count - b.share(how.shares[0])
+        deferred, adaptive = how.rest == "defer", how.adaptive is not None
+        encoded = [any(by_plan) for by_plan in zip(*(encoders(settings, plan, leaves) for plan in settings.plans))]
+        fed = [settings.feedback and (has or (b and not deferred)) for has, b in zip(encoded, cut)]
+        residuals = [array(jnp.float32, ranks, *x.shape) if has else None for x, has in zip(leaves.values, fed)]
+        return DifferentialState(
+            count=array(jnp.int32),
+            key=array(jnp.uint32, 2),
+            contributions=of_cut(lambda _, b: array(jnp.float32, b.count)),
+            order=of_cut(lambda _, b: array(jnp.int32, b.count)) if deferred else None,
+            pending=of_cut(lambda x, b: array(x.dtype, ranks, rest(b), b.size)) if deferred else None,
+            residuals=leaves.tree(residuals),
+            first_loss=array(jnp.float32) if adaptive else None,
+            level=array(jnp.int32) if adaptive else None,
+        )
+
+    def update(
+        self, updates: Any, state: DifferentialState, params: Any = None, *, value: Any = None, **_: Any
+    ) -> tuple[Any, DifferentialState]:
+        """The mean of the gradients `updates`, and the new state. value: the loss, which an adaptive share needs."""
+        settings, deferred = self.settings, self.how.rest == "defer"
+        settings.ranks.net()  # or an error
+        updates = check_arrays(settings.function, "updates", updates)
+        check_state(settings, state, self.describe(settings, updates, 1))
+        leaves = flatten(updates)
+        step = Step(self, leaves, state)
+        first_loss, level = step.level(value)
+        if deferred:  # first in the program, as it needs nothing that this step computes
+            late = step.with_share(state.level, step.late)
+        order = step.order()
+        now, pending = step.with_share(level, functools.partial(step.now, order=order))
+        contributions = step.contributions()
+        if deferred:
+            now = Sent(_add(now.means, late.means), _add(now.residuals, late.residuals))
+        after = DifferentialState(
+            count=import_optax(settings.function).safe_increment(state.count),
+            key=state.key,
+            contributions=leaves.tree(contributions),
+            order=leaves.tree(order) if deferred else None,
+            pending=leaves.tree(pending) if deferred else None,
+            residuals=leaves.tree(
+                [r if b is None or r is None else b.join(r)[None] for b, r in zip(step.cut, now.residuals)]
+            ),
+            first_loss=first_loss,
+            level=level,
+        )
+        return leaves.tree([x if b is None else b.join(x) for b, x in zip(step.cut, now.means)]), after
+
+
+class Step:
+    """One step of all leaves. Lists have an entry for each leaf, None where it has none."""
+
+    def __init__(self, transmission: Transmission, leaves: Leaves, state: DifferentialState) -> None:
+        self.how, self.settings, self.leaves, self.state = transmission.how, transmission.settings, leaves, state
+        self.cut = transmission.cut(leaves)
+        self.plans = [_of_blocks(self.settings.function, plan, leaves) for plan in self.settings.plans]
+        self.gradients = [x if b is None else b.split(x) for b, x in zip(self.cut, leaves.values)]
+        self.residuals = [
+            r if b is None or r is None else b.split(r)[None] for b, r in zip(self.cut, leaves.match(state.residuals))
+        ]
+
+    def level(self, value: Any) -> tuple[Any, Any]:
+        """(the first loss, the share of this step by its number); None where the share is always the same."""
+        how, state, function = self.how, self.state, self.settings.function
+        if how.adaptive is None:
+            return None, None
+        if value is None:
+            remedy = "call update(gradients, state, params, value=loss); make_train_step does"
+            raise wrong(function, "value", "the loss, which 'adaptive' needs", "nothing", remedy, kind=TypeError)
+        loss = self.settings.ranks.pmean(jnp.asarray(value, jnp.float32))
+        first = jnp.where(state.count == 0, loss, state.first_loss)
+        share = how.k * loss / first
+        last = len(how.shares) - 1
+        level = jnp.ceil((share - how.adaptive) / (how.k - how.adaptive) * last - 1e-3)
+        return first, jnp.where(jnp.isfinite(level), jnp.clip(level, 0, last), last).astype(jnp.int32)
+
+    def with_share(self, level: Any, run: Callable[[float], Any]) -> Any:
+        """run(share), where only the program knows the number `level` of an adaptive share."""
+        shares = self.how.shares
+        return run(shares[0]) if level is None else lax.switch(level, [functools.partial(run, k) for k in shares])
+
+    def contributions(self) -> list[Any]:
+        """The contributions after this step, the same on every rank."""
+
+        def own(b: Blocks, g: jax.Array, r: Any) -> jax.Array:
+            return b.magnitudes(g if r is None else g + r[0].astype(g.dtype))
+
+        def average(old: jax.Array, new: jax.Array) -> jax.Array:
+            moved = self.how.alpha * old + (1 - self.how.alpha) * new
+            return jnp.where(jnp.isfinite(moved), moved, old)
+
+        found = _each(own, self.cut, self.gradients, self.residuals)
+        if not (present := [x for x in found if x is not None]):
+            return found
+        mean = self.settings.ranks.pmean(jnp.concatenate(present))  # one small message
+        ends = itertools.accumulate(0 if x is None else x.size for x in found)
+        parts = _each(lambda x, end: mean[end - x.size : end], found, list(ends))
+        return _each(average, self.leaves.match(self.state.contributions), parts)
+
+    def order(self) -> list[Any]:
+        """The numbers of the blocks of each leaf, the most important first."""
+        found = self.leaves.match(self.state.contributions)
+        if not self.how.ranked:
+            key = jax.random.wrap_key_data(fold(self.state.key, self.state.count, CHOICE), impl="threefry2x32")
+            keys = [jax.random.fold_in(key, i) for i in range(len(found))]
+            found = _each(lambda c, key: jax.random.uniform(key, c.shape), found, keys)
+        return _each(lambda c: jnp.argsort(-c).astype(jnp.int32), found)
+
+    def late(self, share: float) -> Sent:
+        """The exchange of what the last step deferred."""
+        last, pending = self.leaves.match(self.state.order), self.leaves.match(self.state.pending)
+        places = _each(lambda b, o: o[b.share(share) :], self.cut, last)
+        rows = _each(lambda o, p: p[0, : o.size], places, pending)
+        zeros = _each(lambda x, r: None if r is None else jnp.zeros((1, *x.shape), jnp.float32), rows, self.residuals)
+        sent = self._send(self.plans, Sent(rows, zeros), part=LATE)
+        nothing = _each(lambda b: None, self.cut)
+        return Sent(*(_put(self.cut, last, nothing, x) for x in sent))
+
+    def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:
+        """The exchange of important blocks and of whole leaves, and what is deferred."""
+        heads = _each(lambda b, o: o[: b.share(share)], self.cut, order)
+        tails = _each(lambda b, o: o[b.share(share) :], self.cut, order)
+        chosen = Sent(_take(heads, self.gradients), _take(heads, self.residuals))
+        sent = self._send(self.plans, chosen, part=NOW)
+        rest, pending = self._rest(
+            Sent(*(_take(tails, _each(lambda _, x: x, self.cut, xs)) for xs in (self.gradients, self.residuals)))
+        )
+        return Sent(*(_put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending
+
+    def _rest(self, given: Sent) -> tuple[Sent, list[Any]]:
+        """What is sent of the other blocks, and what is deferred. given: their gradients and residuals."""
+        rest, first = self.how.rest, self.state.count == 0
+
+        def hold(x: jax.Array, r: Any) -> tuple[Any, Any]:
+            """(what is deferred, the residual)."""
+            if rest == "drop":
+                return None, None if r is None else r + x
+            (x,), lost = ([x], [None]) if r is None else carry([x], [r[0]])
+            return x, None if r is None else lost[0][None]
+
+        def pend(b: Blocks, held: tuple[Any, Any]) -> Any:
+            if held[0] is None:
+                return None
+            missing = b.count - b.share(self.how.shares[0]) - len(held[0])
+            return jnp.pad(jnp.where(first, 0, held[0]), ((0, missing), (0, 0)))[None]
+
+        held = _each(hold, given.means, given.residuals)
+        other = lambda: Sent(
+            _each(lambda x: jnp.zeros(x.shape, x.dtype), given.means), _each(lambda pair: pair[1], held)
+        )
+        if rest == "quantize":
+            short = by_axis(self.settings.ranks.levels, SHORT, Raw())
+            plans = [dataclasses.replace(plan, default=short, rules=()) for plan in self.plans]
+            other = lambda: self._send(plans, given, part=REST)
+        sent = lax.cond(first, lambda: self._send(self.plans, given, part=REST), other)
+        return sent, _each(pend, self.cut, held)
+
+    def _send(self, plans: list[Plan], given: Sent, part: int) -> Sent:
+        """The mean of what there is of the leaves, and their new residuals."""
+        settings, state, none = self.settings, self.state, self.leaves.match(None)
+        present = [i for i, x in enumerate(given.means) if x is not None]
+        if not present:
+            return given
+        if part != NOW:
+            settings = dataclasses.replace(settings, order=None)
+        key = fold(state.key, state.count, part) if settings.stochastic else None
+        kept = Kept(residuals=[given.residuals[i] for i in present], momentum=none, factors=none)
+        tree = self.leaves.tree(given.means)
+        run = lambda plan: exchange(settings, plan, tree, kept, key=key)
+        found = switch(settings.phases, state.count, [functools.partial(run, plan) for plan in plans])
+        of_leaf = dict(zip(present, zip(found.mean, found.kept.residuals)))
+        each = [of_leaf.get(i, (None, None)) for i in range(len(given.means))]
+        return Sent([mean for mean, _ in each], [residual for _, residual in each])
+
+
+def _of_blocks(function: str, plan: Plan, leaves: Leaves) -> Plan:
+    """The plan that gives blocks the codecs of their leaves, whose shapes they don't have."""
+    chosen: dict[Any, set[str]] = {}
+    assigned = plan.assign(function, "plan", paths=leaves.paths, leaves=leaves.values)
+    for path, (codec, _) in zip(leaves.paths, assigned):
+        chosen.setdefault(codec, set()).add(spell_path(path))
+    rules = [
+        Rule(codec, where=lambda path, _, own=frozenset(own): path in own, optional=True)
+        for codec, own in chosen.items()
+    ]
+    return dataclasses.replace(plan, default=Raw(), rules=rules, min_size=0, skip_1d=False)
+
+
+def _each(function: Callable[..., Any], *values: list[Any]) -> list[Any]:
+    """The function of the entries of each leaf; None where the first list has none."""
+    return [None if each[0] is None else function(*each) for each in zip(*values)]
+
+
+def _take(places: list[Any], values: list[Any]) -> list[Any]:
+    """The blocks at these places; whole leaves as they are."""
+    take = lambda at, x: x.at[..., at, :].get(mode="promise_in_bounds", unique_indices=True)
+    return [x if at is None or x is None else take(at, x) for at, x in zip(places, values)]
+
+
+def _put(cut: list[Blocks | None], order: list[Any], first: list[Any], rest: list[Any]) -> list[Any]:
+    """All blocks of each leaf, of which the first and the rest in its order are given; None: they are zeros.
+
+    Whole leaves are among the first, as they are. XLA's CPU programs gather much faster than they scatter.
+    """
+
+    def put(b: Blocks, o: jax.Array, x: Any, y: Any) -> Any:
+        given = x if y is None else y
+        if given is None:
+            return None
+        missing = lambda n: jnp.zeros((*given.shape[:-2], n, b.size), given.dtype)
+        x = missing(b.count - y.shape[-2]) if x is None else x
+        y = missing(b.count - x.shape[-2]) if y is None else y
+        return _take([jnp.argsort(o)], [jnp.concatenate(_compat.match_varying(x, y), -2)])[0]
+
+    return [x if b is None else put(b, o, x, y) for b, o, x, y in zip(cut, order, first, rest)]
+
+
+def _add(some: list[Any], more: list[Any]) -> list[Any]:
+    """The sums of what leaves have."""
+    return [x if y is None else x + y for x, y in zip(some, more)]

@@ -1,0 +1,44 @@
+"""GeoMX's variables: what each becomes."""
+
+import pytest
+from errors import raises, says
+
+from jaxcgx.wan import Differential, from_env
+from jaxcgx.wan.environment import VARIABLES
+
+
+def test_defaults_turn_nothing_on():
+    found = from_env({"DMLC_ROLE": "worker"})
+    assert len(VARIABLES) == 11
+    assert found.train_options == found.greed == found.owners == {} and found.size_bound == 200_000
+
+
+@pytest.mark.parametrize("value, rest", [("1", "drop"), ("2", "defer"), ("3", "quantize")])
+def test_dgt(value, rest):
+    adaptive = from_env({"ENABLE_DGT": value, "ADAPTIVE_K_FLAG": "1"})
+    assert adaptive.train_options == {"compress": Differential(k=0.8, rest=rest, adaptive=0.2)}
+    assert from_env({"ENABLE_DGT": value, "DMLC_K": ".5"}).differential == Differential(k=0.5, rest=rest)
+
+
+def test_the_others():
+    found = from_env(
+        {
+            "ENABLE_P3": "1",
+            "ENABLE_INTER_TS": "1",
+            "ENABLE_INTRA_TS": "0",
+            "MAX_GREED_RATE_TS": "0.75",
+            "MXNET_KVSTORE_SIZE_LOWER_BOUND": "1000",
+            "DMLC_NUM_GLOBAL_SERVER": "2",
+            "DMLC_NUM_SERVER": "3",
+            "DMLC_UDP_CHANNEL_NUM": "7",
+        }
+    )
+    assert found.train_options == {"overlap": "priority"} and found.greed == {"dc": 0.75}
+    assert found.owners == {"dc": 2, "local": 3} and found.size_bound == 1000
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_unknown_values(name):
+    for text in ("", "-1", "two", "4.5", "1e400"):
+        with raises(ValueError, says("wan.from_env", name, expected="", got=repr(text), remedy="unset")):
+            from_env({name: text})

@@ -1,0 +1,78 @@
+"""hfa: against a transcription in NumPy, to the bit, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from errors import raises, says
+from jax.sharding import AxisType
+from ranks import whole_numbers
+
+import jaxcgx as cgx
+
+K1, K2, STEPS, RATE = 2, 2, 9, 0.25
+INNER = optax.sgd(RATE)
+PARAMS = {"w": jnp.asarray(whole_numbers((6, 4), 1)), "s": jnp.float32(0.5)}
+X = np.asarray(whole_numbers((STEPS, 8, 6), 3))  # batches of 8 examples, 2 of a rank
+
+
+def quadratic(params, x):
+    """A loss whose gradients are exact."""
+    return ((params["w"] - x.mean(0)[:, None]) ** 2).sum() / 2 + params["s"] ** 2 / 2
+
+
+@functools.lru_cache
+def mesh_of(*sizes):
+    names = ("dc", "local")[: len(sizes)]
+    return jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: np.prod(sizes)]
+    )
+
+
+def trainer(mesh, **options):
+    hfa = cgx.wan.hfa(INNER, **options)
+    return cgx.make_train_step(quadratic, INNER, mesh, data_axis=mesh.axis_names, diloco=hfa)
+
+
+def transcribed():
+    """The parameters after each step."""
+    start = {name: np.array(x) for name, x in PARAMS.items()}
+    milestone, ranks, found = start, [[dict(start) for _ in range(2)] for _ in range(2)], []
+    mean = lambda trees: {name: np.float32(sum(tree[name] for tree in trees) / len(trees)) for name in PARAMS}
+    for t in range(STEPS):
+        for place, params in enumerate(ranks[0] + ranks[1]):
+            target = X[t].reshape(4, 2, 6)[place].mean(0)
+            gradients = {"w": params["w"] - target[:, None], "s": params["s"]}
+            params.update({name: np.float32(params[name] - RATE * g) for name, g in gradients.items()})
+        if (t + 1) % K1 == 0:
+            ranks = [[mean(centre)] * 2 for centre in ranks]
+        if (t + 1) % (K1 * K2) == 0:
+            moved = mean([{name: milestone[name] - centre[0][name] for name in PARAMS} for centre in ranks])
+            milestone = {name: milestone[name] - moved[name] for name in PARAMS}
+            ranks = [[milestone] * 2] * 2
+        ranks = [[dict(params) for params in centre] for centre in ranks]
+        found.append(milestone)
+    return found
+
+
+def test_to_the_bit():
+    train = trainer(mesh_of(2, 2), k1=K1, k2=K2)
+    state = list(train.init(PARAMS))
+    for x, expected in zip(X, transcribed()):
+        *state, _ = train.step(*state, x)
+        for name in PARAMS:
+            np.testing.assert_array_equal(state[0][name], expected[name])
+
+
+def test_bad_input():
+    wrong = [
+        (dict(k1=0), mesh_of(2, 2), says("hfa", "k1", expected="positive integer", got="0")),
+        (dict(k2=0), mesh_of(2, 2), says("hfa", "k2", expected="positive integer", got="0")),
+        (dict(axis_name="wan"), mesh_of(2, 2), says("hfa", "axis_name", expected="axis 'dc'", got="'wan'")),
+        ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centres", got="one", remedy="hfa")),
+    ]
+    for options, mesh, words in wrong:
+        with raises(ValueError, words):
+            trainer(mesh, **options)

@@ -1,0 +1,66 @@
+"""mixed_sync: DCASGD's rule in NumPy, to the bit, and what it refuses."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from ranks import mesh, whole_numbers
+
+import jaxcgx as cgx
+
+STEPS, RATE, LAMBDA = 6, 0.25, 0.5
+PARAMS = {"w": jnp.asarray(whole_numbers((6,), 1))}
+X = np.asarray(whole_numbers((STEPS, 8, 6), 3)) / 4
+
+
+def loss_fn(params, x):
+    """A loss whose gradients are exact."""
+    return ((params["w"] - x.mean(0)) ** 2).sum() / 2
+
+
+@functools.lru_cache
+def trained(staleness, **options):
+    """The parameters after each step, and the last state."""
+    options = dict(compress=cgx.wan.mixed_sync, staleness=staleness, **options)
+    train = cgx.make_train_step(loss_fn, optax.sgd(RATE), mesh(4), data_axis="a", **options)
+    state, found = list(train.init(PARAMS)), []
+    for x in X:
+        *state, _ = train.step(*state, x)
+        found.append(np.array(state[0]["w"]))
+    return found, state[1][0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_the_rule_of_dcasgd(staleness):
+    got, _ = trained(staleness, compensation=LAMBDA)
+    w, gradients, past = np.array(PARAMS["w"]), [], []
+    for t, x in enumerate(X):
+        gradients.append(np.float32(w - x.mean(0)))
+        past.append(w)
+        if t >= staleness:
+            g = gradients[t - staleness]
+            w = np.float32(w - RATE * (g + LAMBDA * g * g * (w - past[t - staleness])))
+        np.testing.assert_allclose(got[t], w, rtol=1e-5)
+
+
+def test_nothing_is_lost():
+    """What waits, and what a codec holds back, is what has not arrived."""
+    got, state = trained(1, compensation=0.0, plan=cgx.MaxMin(3))
+    gradients = np.stack([w - x.reshape(4, 2, 6).mean(1) for w, x in zip([PARAMS["w"], *got], X)])
+    left = np.asarray(state.late.gradients[0]["w"]) + np.asarray(state.exchange.residuals["w"])
+    arrived = (np.asarray(PARAMS["w"]) - got[-1]) / RATE
+    np.testing.assert_allclose(arrived + left.mean(0), gradients.sum(0).mean(0), atol=1e-4)
+
+
+def test_bad_input():
+    for options, argument, expected, got in (
+        (dict(staleness=0), "staleness", "positive integer", "0"),
+        (dict(compensation=-1), "compensation", "number 0", "-1"),
+    ):
+        with raises(ValueError, says("mixed_sync", argument, expected=expected, got=got)):
+            cgx.wan.mixed_sync("a", **options)
+    with raises(TypeError, says("mixed_sync", "params", expected="parameters", got="None", remedy="update")):
+        cgx.wan.mixed_sync("a", axis_size=4).update(PARAMS, None)
