@@ -44,7 +44,7 @@ def test_the_program_learns(program):
 
 
 def test_every_page_has_a_table_and_a_program():
-    assert len(PAGES) == 5
+    assert len(PAGES) == 6
     for page in PAGES:
         assert re.search(r"\| [\w' ]+ \| jaxcgx \|\n\|---\|---\|\n", page.read_text()), page
         assert any(param.id.startswith(f"{page.stem}-") for param in PROGRAMS), page

@@ -178,6 +178,10 @@ def test_training_over_two_centres():
     assert losses[-1] < losses[0]
     check = lambda tree: cgx.check_replicas(tree, axes)
     jax.jit(jax.shard_map(check, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))(state[0]).check()
+    sent = state[1][0]
+    pending = cgx.reshard_state(sent, 2).pending["w"]  # what waits is not lost
+    assert pending.shape[0] == 2 and sent.pending["w"].any()
+    np.testing.assert_allclose(pending.sum(0), np.asarray(sent.pending["w"]).sum(0), atol=1e-6)
     between = [c for c in table.collectives if c.axes == ("dc",) and c.codec]
     always, first = ([c.raw_bytes for c in between if c.branch == branch] for branch in (False, True))
     # w has 32 blocks of 256 bytes, 8 of them important. Each rank sends its half of a center's sums.
