@@ -239,6 +239,3 @@ def _of_rank(rows: Centre) -> Centre:
     """The inverse of `_rows`."""
     found = jax.tree_util.tree_map(lambda x: x[0], rows)
     return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))
-
-
-__all__ = ["DilocoMetrics", "DilocoState"]
