@@ -39,6 +39,10 @@ class Between:
         return bool(marked(self.axis)) and not self._inner
 
     @property
+    def centres(self) -> int:
+        return lax.axis_size(axis_names(self.axis)[0])
+
+    @property
     def _inner(self) -> tuple[Any, ...]:
         return axis_names(self.axis)[1:]
 

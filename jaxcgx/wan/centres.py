@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
-from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.xla import Axes
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
@@ -209,7 +207,6 @@ class Centres:
         given = self.diloco
         return Rounds(
             between=given.between(self.axis),
-            centres=math.prod(self.placement.mesh.shape[name] for name in axis_names(self.name)),
             outer=given.outer,
             later=given.eager or given.overlap > 0,
             alpha=given.alpha,
@@ -242,6 +239,3 @@ def _of_rank(rows: Centre) -> Centre:
     """The inverse of `_rows`."""
     found = jax.tree_util.tree_map(lambda x: x[0], rows)
     return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))
-
-
-__all__ = ["DilocoMetrics", "DilocoState"]

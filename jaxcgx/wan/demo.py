@@ -86,7 +86,7 @@ def _cosines(n: int) -> np.ndarray:
     """The orthonormal cosine transform (DCT-II) of n numbers, a row for each coefficient."""
     k, i = np.ogrid[:n, :n]
     rows = np.sqrt(2 / n) * np.cos(np.pi * (2 * i + 1) * k / (2 * n))
-    return np.float32(np.where(k == 0, np.sqrt(1 / n), rows))
+    return np.where(k == 0, np.sqrt(1 / n), rows).astype(np.float32)
 
 
 def demo(

@@ -49,9 +49,8 @@ def hfa(
       k1: the number of steps between two averages inside a centre.
       k2: the number of these averages between two exchanges among centres.
       axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
-      plan: how changes travel between centres: a codec, {axis: codec}, a Plan, or a schedule of these by the number of
-        the exchange.
-      **options: options of `compress_gradients` for this exchange, such as feedback=False or seed=.
+      plan: how changes travel between centres: a codec, {axis: codec} or a Plan.
+      **options: other options of `diloco`, such as feedback=False or seed=.
     """
     for name, value in (("k1", k1), ("k2", k2)):
         check_integer(OP, name, value, 1)

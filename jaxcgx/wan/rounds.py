@@ -41,7 +41,6 @@ class Rounds:
     """What the rounds of all fragments are made of. `diloco` explains the last fields."""
 
     between: Between
-    centres: int
     outer: Any
     later: bool  # whether an exchange ends in a later step than it begins
     alpha: float
@@ -111,7 +110,7 @@ class Rounds:
         moved = _moved(fragment, both)
         mean, exchange = self._arrived(exchange)
         after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=_finite(mean) & ~first)
-        part = jax.tree_util.tree_map(lambda d, x: (d / self.centres).astype(x.dtype), moved, after)
+        part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centres).astype(x.dtype), moved, after)
         ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
         start = _choose(_finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
