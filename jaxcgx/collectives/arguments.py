@@ -30,6 +30,8 @@ class Options(NamedTuple):
     join_raw: bool = False
     # the leaves' numbers in the order of the messages; None: that of the tree
     order: tuple[int, ...] | None = None
+    # the elements of a slice: messages are then made in the order of the tree, and later ones may overtake earlier ones
+    slice_elements: int | None = None
     # how the caller's function names these two arguments, for errors
     codec_name: str = "codec"
     key_name: str = "key"

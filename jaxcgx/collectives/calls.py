@@ -80,6 +80,8 @@ class Call:
     raw: dict[int, str]  # why a leaf travels as it is, or not at all
     skipped: list[bool]  # whether a leaf is not sent
     groups: dict[Route, list[int]]  # the other leaves, by route
+    turns: dict[int, int]  # of leaves, where the caller gives an order
+    slice_elements: int | None
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
@@ -116,7 +118,9 @@ class Call:
             fusion_mb = codec.fusion_mb if isinstance(codec, plan.Plan) else 64
         self.limit = check_positive(op, "fusion_mb", fusion_mb) * 2**20
         self.raw, self.groups = {}, {}
-        for i in range(len(self.routes)) if options.order is None else options.order:
+        order, self.slice_elements = options.order or (), options.slice_elements
+        self.turns = {i: turn for turn, i in enumerate(order)}
+        for i in order if order and options.slice_elements is None else range(len(self.routes)):
             if reason := self._why_raw(argument, i, guarded=forward.guarded[i], options=options):
                 self.raw[i] = reason
             else:
@@ -181,16 +185,26 @@ class Call:
                 scopes.LeafScope(self.op, self.net.names, path=path, dtype=str(leaf.dtype), bytes=size, reason=reason)
             ):
                 results[i] = plain(leaf, i)
-        for route, numbers in self.groups.items():
+        for route, ids in sorted(self._messages(), key=lambda message: self.turn(message[1])):
             key = self.key if any(codec.stochastic for codec in route.codecs) else None
-            for members in plan.messages([self.leaves[i] for i in numbers], self.limit):
-                ids = tuple(numbers[k] for k in members)
-                paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
-                with scopes.scope(scopes.MessageScope(self.op, self.net.names, paths)):
-                    done = compressed(Message(ids, [self.leaves[i] for i in ids], key), route)
-                for i, y in zip(ids, done):
-                    results[i] = y
+            paths = tuple(jax.tree_util.keystr(self.paths[i]) for i in ids)
+            with scopes.scope(scopes.MessageScope(self.op, self.net.names, paths)):
+                done = compressed(Message(ids, [self.leaves[i] for i in ids], key), route)
+            for i, y in zip(ids, done):
+                results[i] = y
         return jax.tree_util.tree_unflatten(self.tree, results)
+
+    def turn(self, ids: tuple[int, ...]) -> int:
+        """The turn of a message of leaves: that of its first one."""
+        return min((self.turns[i] for i in ids), default=0) if self.turns else 0
+
+    def _messages(self) -> list[tuple[Route, tuple[int, ...]]]:
+        """The route of each message, and the numbers of its leaves."""
+        return [
+            (route, tuple(numbers[k] for k in members))
+            for route, numbers in self.groups.items()
+            for members in plan.messages([self.leaves[i] for i in numbers], self.limit)
+        ]
 
 
 def by_stage(leaves: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array]:

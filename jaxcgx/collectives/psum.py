@@ -219,5 +219,8 @@ class Reduction:
         return total / self.call.size if self.mean else total
 
     def compressed(self, message: Message, route: Route) -> Message:
-        call = self.call
-        return sums.psum(message, net=call.net, stages=self.stages[route], how=self.how, tracked=call.tracked)
+        call, stages, send = self.call, self.stages[route], sums.psum
+        if call.slice_elements is not None:
+            stages = (stages[0]._replace(net=stages[0].net.sliced(call.slice_elements)), *stages[1:])
+            send = sums.psum if call.tracked else sums.run  # so that halves.py can cut it
+        return send(message, net=call.net, stages=stages, how=self.how, tracked=call.tracked)

@@ -71,7 +71,8 @@ def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
     return primitive.bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
 
 
-def _run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
+def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
+    """`psum` as operations of the caller's program, which has no derivatives."""
     outermost = stages[0]
     if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)
@@ -114,7 +115,7 @@ def _transpose(
 
 psum_p: Any = primitive.define(
     "jaxcgx_psum",
-    _run,
+    run,
     shape=lambda shape, i, **params: shape,
     transpose=_transpose,
     same=True,

@@ -91,7 +91,12 @@ def begin(layout: Layout, operands: Operands, *, two_shot: bool, own: str, divis
       net: the transport.
     """
     # A whole codec makes one bucket of a leaf's part, which can't be cut.
-    pieces = 1 if layout.codec.whole else pieces_of(layout.chunk_bytes)
+    if layout.codec.whole:
+        pieces = 1
+    elif net.slice_elements is None:
+        pieces = pieces_of(layout.chunk_bytes)
+    else:
+        pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
     operands = operands._replace(who=who_takes_part(net))
     if not layout.codec.stochastic:
@@ -145,6 +150,7 @@ def _lower_begin(
         own=how.own,
         feedback=at.residuals is not None,
         sum_feedback=how.sum_feedback,
+        overtakes=net.slice_elements is not None,
         ranks=np.int64(net.size),
         divisor=np.float32(how.divisor),
         timeout_ms=np.int64(net.timeout * 1000),

@@ -47,6 +47,7 @@ def compress_gradients(
     strict: bool = False,
     fusion_mb: float | None = None,
     order: Sequence[int] | None = None,
+    slice_elements: int | None = None,
 ) -> "optax.GradientTransformation":
     """Makes an optax.GradientTransformation that turns the gradients of every rank's own batch into their mean.
 
@@ -85,6 +86,9 @@ def compress_gradients(
       order: the numbers of the leaves, in the order in which the backward pass ends their gradients
         (`backward_order`). Messages are made and sent in this order. Over `Tcp` the backward pass goes on meanwhile, if
         there are several messages (`fusion_mb`).
+      slice_elements: over `Tcp`, messages travel in slices of so many elements, and those of later messages overtake
+        others. Which leaves share a message is then decided in the order of the tree, so bits don't depend on `order`.
+        Leaves that travel raw are messages, too.
     """
     settings = Settings(
         function="compress_gradients",
@@ -107,6 +111,7 @@ def compress_gradients(
         strict=strict,
         fusion_mb=fusion_mb,
         order=order,
+        slice_elements=slice_elements,
     )
     return _transformation(settings)
 

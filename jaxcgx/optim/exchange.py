@@ -111,9 +111,8 @@ def _whole(settings: Settings, plan: Plan, key: jax.Array | None, leaves: Leaves
     """The compressed mean of lists."""
     trees = {name: leaves.tree(values) for name, values in given._asdict().items() if _any(values)}
     gradients = leaves.tree(leaves.values)
-    found = settings.ranks.compressed_pmean(
-        gradients, plan, State(**trees), key=key, order=_order(settings, leaves), **settings.collective
-    )
+    travel = dict(order=_order(settings, leaves), slice_elements=settings.slice_elements, **settings.collective)
+    found = settings.ranks.compressed_pmean(gradients, plan, State(**trees), key=key, **travel)
     named = dict(zip(("mean", *trees), found if trees else [found]))
     kept = Kept(**{name: leaves.match(named.get(name)) for name in Kept._fields})
     return Exchanged(leaves.match(named["mean"]), kept)

@@ -59,7 +59,9 @@ class Processes:
     def first(self, x: Any) -> Any:
         return mpi.broadcast(x, comm=self.comm)
 
-    def compressed_pmean(self, x: Any, plan: Any, state: State, order: None = None, **options: Any) -> Any:
+    def compressed_pmean(
+        self, x: Any, plan: Any, state: State, order: None = None, slice_elements: None = None, **options: Any
+    ) -> Any:
         return mpi.compressed_allreduce(x, plan, self.comm, op="mean", **state._asdict(), **options)
 
     def pmean(self, x: Any) -> Any:

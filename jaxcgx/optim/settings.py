@@ -67,6 +67,7 @@ class Settings:
     strict: bool
     fusion_mb: Any
     order: Any
+    slice_elements: Any
     scattered: tuple[int | None, ...] = ()
     keyed: bool = False
     ranks: Ranks = dataclasses.field(init=False)
@@ -108,6 +109,7 @@ class Settings:
             weight_decay=(check_number, lambda x: x >= 0, "a number of at least 0"),
             reset_every=(check_integer, 1),
             axis_size=(check_integer, 1),
+            slice_elements=(check_integer, 1),
             fusion_mb=(check_positive,),
         )
         for name, (check, *args) in optional.items():
@@ -115,15 +117,17 @@ class Settings:
                 check_hyperparameter(self.function, name, getattr(self, name), check, *args)
 
     def _check_order(self) -> None:
-        """Checks the order of the leaves, as far as it goes without them."""
+        """Checks the order of the leaves, as far as it goes without them, and where messages may overtake others."""
+        for name in ("order", "slice_elements"):
+            if getattr(self, name) is not None and not isinstance(self.ranks, MeshRanks):
+                remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
+                expected = "None between the processes of mpirun"
+                raise wrong(self.function, name, expected, repr(getattr(self, name)), remedy)
         if self.order is None:
             return
         if not isinstance(self.order, Sequence) or not all(map(is_integer, self.order)):
             remedy = "jaxcgx.backward_order(loss_fn, params, ...)"
             raise wrong(self.function, "order", "the numbers of the leaves", repr(self.order), remedy, kind=TypeError)
-        if not isinstance(self.ranks, MeshRanks):
-            remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
-            raise wrong(self.function, "order", "None between the processes of mpirun", repr(self.order), remedy)
 
     def _check_travel(self) -> None:
         """Checks how messages travel: compressed_pmean would refuse it too, but only in a step."""

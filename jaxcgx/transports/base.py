@@ -78,6 +78,13 @@ class Transport:
         """
         return self
 
+    def sliced(self, elements: int) -> Any:
+        """This transport for sums that travel in slices of so many elements, where those of later sums overtake.
+
+        A transport that can't do so moves each message as a whole, in turn.
+        """
+        return self
+
     def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
         """(sums, new residuals or None). `later`: the program may be a later one than began the sum."""
         raise NotImplementedError(f"{type(self).__name__}.end_sum")

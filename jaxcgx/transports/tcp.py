@@ -61,6 +61,7 @@ class TcpAxes(Axes):
     timeout: float
     links: Links
     label: int = 0
+    slice_elements: int | None = None  # of a message's slice; None: the engine's, which travel in turn
 
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)
@@ -71,6 +72,9 @@ class TcpAxes(Axes):
 
     def _part(self, name: Any) -> Axes:
         return TcpAxes((name,), self.over, self.timeout, self.links) if name in self.over else Axes((name,))
+
+    def sliced(self, elements: int) -> "TcpAxes":
+        return dataclasses.replace(self, slice_elements=elements)
 
     def labelled(self, label: int) -> "TcpAxes":
         return dataclasses.replace(self, label=label)

@@ -40,6 +40,10 @@ class Waiter {
     changed_.wait_for(lock, 60s, [&] { return result_.has_value(); });
     return result_.value_or("hangs");
   }
+  bool is_done() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return result_.has_value();
+  }
 
  private:
   std::mutex mutex_;
@@ -118,7 +122,7 @@ struct AllToAll {
   int64_t number, rank, ranks, slots;
 
   AllToAll(Net& net, std::vector<int64_t> processes, int64_t rank, int64_t bytes, int64_t slots, int64_t number,
-           std::chrono::milliseconds timeout = 30s)
+           std::chrono::milliseconds timeout = 30s, bool overtakes = false)
       : number(number), rank(rank), ranks(static_cast<int64_t>(processes.size())), slots(slots) {
     tcp::Exchange e{"all_to_all of " + std::to_string(bytes) + " bytes",
                     0,
@@ -127,7 +131,8 @@ struct AllToAll {
                     {},
                     (ranks - 1) * slots,
                     {},
-                    waiter.done()};
+                    waiter.done(),
+                    overtakes};
     for (int64_t i = 0; i < ranks * slots; ++i) {
       in.emplace_back(bytes), out.emplace_back(bytes, 0xee);
       for (int64_t at = 0; at < bytes; ++at) in.back()[at] = sent(number + i % slots, rank, i / slots, at);
@@ -181,6 +186,19 @@ void test_several_in_flight_and_groups() {
         c(net, first(4), process, 100000, 1, 3);
     CHECK(c.result() + b.result() + a.result() == "", "in flight");
   });
+}
+
+// Exchanges that overtake arrive in the reverse order, before most of the first one.
+void test_overtaking() {
+  pace = 20e6;
+  together(2, [](Net& net, int64_t rank) {
+    AllToAll a(net, first(2), rank, 4'000'000, 2, 1), b(net, first(2), rank, 600'000, 1, 2, 30s, true),
+        c(net, first(2), rank, 600'000, 1, 3, 30s, true);
+    CHECK(c.result() == "" && !a.waiter.is_done(), "overtaking");
+    CHECK(b.result() == "" && !a.waiter.is_done(), "overtaking");
+    CHECK(a.result() == "", "overtaken");
+  });
+  pace = 0;
 }
 
 void test_one_way() {
@@ -484,6 +502,7 @@ int main() {
     test_fork();
     test_exchanges();
     test_several_in_flight_and_groups();
+    test_overtaking();
     test_one_way();
     test_one_leaves();
     test_one_ends();

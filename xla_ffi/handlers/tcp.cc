@@ -136,7 +136,8 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   const auto ranks = attributes.get<int64_t>("ranks"), timeout_ms = attributes.get<int64_t>("timeout_ms"),
              digest = attributes.get<int64_t>("digest");
   const bool two_shot = attributes.get<bool>("two_shot"), own = attributes.get<bool>("own"),
-             feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback");
+             feedback = attributes.get<bool>("feedback"), sum_feedback = attributes.get<bool>("sum_feedback"),
+             overtakes = attributes.get<bool>("overtakes");
   const auto divisor = attributes.get<float>("divisor");
   const auto message = attributes.message();
   if (message.has_error()) return message.error();
@@ -154,6 +155,7 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   a.feedback = feedback;
   a.sum_feedback = sum_feedback;
   a.divisor = divisor;
+  a.overtakes = overtakes;
   a.digest = digest;
   a.ids.assign(message->ids.begin(), message->ids.end());
   tcp::Allreduce::Inputs first;

@@ -151,6 +151,7 @@ class Running : public std::enable_shared_from_this<Running> {
     e.kind = kKind + a_.two_shot;
     e.digest = a_.digest;
     e.group = std::move(group);
+    e.overtakes = a_.overtakes;
     for (int64_t piece = 0; piece < all_; ++piece) {
       for (int64_t i = 1; i < ranks_; ++i) {
         const int64_t other = (rank_ + i) % ranks_;

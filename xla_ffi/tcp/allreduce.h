@@ -36,7 +36,8 @@ struct Allreduce {
   bool feedback = false;      // with residuals of the first encoding,
   bool sum_feedback = false;  // and of the sum's
   float divisor = 1.0f;
-  int64_t digest = 0;  // of what all ranks must have in common
+  bool overtakes = false;  // earlier exchanges
+  int64_t digest = 0;      // of what all ranks must have in common
   std::vector<int64_t> ids = {};
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes()
 

@@ -132,7 +132,13 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
     const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0};
     if (unsent_++ == 0) pace_.wake();
-    peer.outs.push_back(std::make_shared<Lane::Out>(Lane::Out{header, data, running, header.slices()}));
+    auto place = peer.outs.end();
+    if (e.overtakes) {
+      peer.keep_little_in_sockets();
+      const auto earlier = [&](const auto& out) { return out->header.number < header.number; };
+      place = std::find_if(peer.outs.begin(), peer.outs.end(), earlier);
+    }
+    peer.outs.insert(place, std::make_shared<Lane::Out>(Lane::Out{header, data, running, header.slices()}));
   });
 }
 

@@ -91,6 +91,10 @@ struct Exchange {
   // and last: everything is complete, or has failed; no memory is used after it.
   std::function<void(size_t i)> received;
   std::function<void(const Status&)> done;
+
+  // What it sends goes before what earlier exchanges have not sent yet. The other ranks must begin it without having
+  // ended these.
+  bool overtakes = false;
 };
 
 constexpr int64_t kMostProcesses = 1024;

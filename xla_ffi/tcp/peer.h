@@ -1,6 +1,9 @@
 // What Net keeps of its peers and of the exchanges that are running.
 #pragma once
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -87,7 +90,8 @@ struct Net::Peer {
   int64_t process;
   std::string host;
   std::vector<Lane> lanes;
-  size_t turn = 0;  // of a lane
+  size_t turn = 0;         // of a lane
+  bool overtaken = false;  // messages have overtaken others
   Socket beats;
   bool heard = true;                            // data since the last beat
   int silent = 0;                               // beats without a sign of life
@@ -98,6 +102,14 @@ struct Net::Peer {
   std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
   std::deque<std::shared_ptr<Lane::Out>> outs;  // with slices that no lane has taken
 
+  // Nothing overtakes what a socket has already.
+  void keep_little_in_sockets() {
+    if (std::exchange(overtaken, true)) return;
+    for (const Lane& lane : lanes) {
+      const int bytes = kSlice;
+      setsockopt(lane.socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof bytes);
+    }
+  }
   bool sends() const {
     return !outs.empty() ||
            std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) { return lane.out != nullptr; });
