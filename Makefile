@@ -53,7 +53,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-mpi bench-overlap \
-	bench-powersgd bench-prediction bench-simulation bench-training bench-training-speed
+	bench-powersgd bench-prediction bench-priority bench-simulation bench-training bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -180,6 +180,9 @@ TORCH_REQUIREMENT ?= torch
 
 bench-overlap: $(INSTALLED) ## as root, measure how much of an exchange hides behind the backward pass
 	@.venv/bin/python benchmarks/overlap.py
+
+bench-priority: $(INSTALLED) ## as root, measure how near steps come to the longer of computation and communication (P3)
+	@.venv/bin/python benchmarks/priority.py
 
 bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of the others (as root, lost links too)
 	@.venv/bin/python benchmarks/failures.py

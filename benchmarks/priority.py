@@ -1,0 +1,208 @@
+"""Measures whether steps take as long as the longer of computation and communication (P3), over Tcp between two hosts.
+
+    python benchmarks/priority.py [--batches N ...] [--repeats 5] [--out DIR]
+
+The hosts are network namespaces, which need root. Each computes on one processor. Also draws some steps.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pathlib
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+from collectives import Call, Mesh
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from overlap import alone, exchanged
+from report import RESULTS, Report, header, line, mark, median, rounded
+
+import jaxcgx as cgx
+from jaxcgx.lab import Lab, signals_raise, why_not
+
+LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
+RATE = "50mbit"
+BATCHES = [768, 1024, 1536]
+CODEC = cgx.MaxMin(4)
+MORE = 0.15  # goal: a step takes at most that much longer than the longer of computation and communication
+ALIKE = 0.6, 1.67  # where communication takes so many times as long as computation
+RUN = 4  # steps that are timed together: an exchange goes on in the next step
+STEPS = {"plain": {}, "backward": dict(overlap="backward"), "priority": dict(overlap="priority")}
+LIMIT = 900  # seconds
+CHART = dict(table="rows", title="A step", x="batch", y=["ms compute", "ms communicate", "ms plain", "ms priority"])
+
+NOTES = f"""\
+- {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
+- compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
+  plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". {RUN} steps in a
+  row are timed together, after one that isn't. Each turn runs all programs; ratios are formed in a turn, the table has
+  medians.
+- more: what a step with "priority" takes longer than the longer of compute and communicate. The gradient of the first
+  layer is the last that is known and the first that is needed, so communicate / {LAYERS} can't be hidden where
+  compute is the longer one.
+- Goal: more is at most {MORE} where communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
+"""
+
+
+def communicate(mesh, params):
+    """An exchange of gradients that are there, with feedback."""
+    exchange = cgx.compress_gradients(cgx.Tcp("data"), cgx.Plan(CODEC, min_size=0), axis_size=mesh.size)
+    kept = cgx.state_specs(jax.eval_shape(exchange.init, params), "data")
+    on_ranks = lambda f, given, out: jax.shard_map(f, mesh=mesh, in_specs=given, out_specs=out, check_vma=False)
+    run = jax.jit(on_ranks(exchange.update, (P(), kept), (P(), kept)), donate_argnums=1)
+    state = [jax.jit(on_ranks(exchange.init, P(), kept))(params)]
+
+    def again():
+        _, state[0] = jax.block_until_ready(run(params, state[0]))
+
+    return again
+
+
+def run_rank(address, rank, processes, batch, repeats):
+    """Measures all programs together with the other rank, and prints the times, and what some steps did when."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    cgx.keep_pages()
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, processes, rank)
+    mesh = Mesh(processes)
+    together = Call(mesh, lambda x: lax.psum(x, "data"), np.zeros(1, np.int32))
+    numbers = np.random.default_rng(0)
+    weights = (numbers.standard_normal((LAYERS, WIDTH, WIDTH), np.float32) / WIDTH**0.5).astype(np.float32)
+    params = {f"layer{i:02}": weight for i, weight in enumerate(weights)}
+    params = jax.device_put(params, jax.sharding.NamedSharding(mesh.mesh, P()))
+    x = mesh.array(np.random.default_rng(rank).standard_normal((batch, WIDTH), np.float32))
+    programs = {"compute": alone(mesh.mesh, params, x), "communicate": communicate(mesh.mesh, params)}
+    programs |= {name: exchanged(mesh.mesh, params, x, options) for name, options in STEPS.items()}
+    times = {name: [] for name in programs}
+    for turn in range(repeats + 1):
+        for name, program in programs.items():
+            program()
+            together()
+            start = time.perf_counter()
+            for _ in range(RUN):
+                program()
+            if turn:
+                times[name].append((time.perf_counter() - start) * 1e3 / RUN)
+    print("RESULTS", json.dumps(dict(ms=times, events=events(programs["priority"]))), flush=True)
+
+
+def events(program):
+    """Of some steps: [what, ms of its start, ms of its end]. What is "compute", or the layer of an exchange."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(RUN):
+                program()
+        (file,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        found = [e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e.get("ph") == "X"]
+    text = program.text()
+    calls = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', text))
+    layer = dict(re.findall(r"%(\S+) = .*custom-call.*(layer\d+)", text))
+    done = [(e["name"].removeprefix("end: "), e["ts"] + e["dur"]) for e in found if e["name"].startswith("end: ")]
+    found = [e for e in found if "hlo_op" in e.get("args", {})]
+    first = min(e["ts"] for e in found)
+    spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
+    for each in sorted(set(layer.values())):
+        begins, ends = [], []
+        for e in found:
+            if layer.get(e["name"]) == each and calls[e["name"]] == "jaxcgx_tcp_allreduce":
+                begins.append(e["ts"])
+            elif layer.get(e["name"]) == each and calls[e["name"]] == "jaxcgx_tcp_allreduce_end":
+                ends.append(min((t for n, t in done if n == e["name"] and t >= e["ts"]), default=e["ts"] + e["dur"]))
+        # Before the first begin, something ends that began before the trace. What begins last ends behind it.
+        spans += [[each, start, min(later)] for start in begins if (later := [end for end in ends if end > start])]
+    return [[what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)] for what, start, end in spans]
+
+
+def measure(batch, repeats):
+    """What rank 0 prints."""
+    with Lab(2, RATE) as lab:
+        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        for rank in range(2):
+            worker = json.dumps(dict(address=address, rank=rank, processes=2, batch=batch, repeats=repeats))
+            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", worker]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+            running.append(lab.start(rank, command, stdout=output, text=True, env=environment))
+        output, _ = running[0].communicate(timeout=LIMIT)
+        for found in output.splitlines():
+            if found.startswith("RESULTS "):
+                return json.loads(found.removeprefix("RESULTS "))
+    raise RuntimeError("priority.py: rank 0 failed")
+
+
+def figures(batch, ms):
+    compute, wire, late = (np.array(ms[name]) for name in ("compute", "communicate", "priority"))
+    ratio, more = median(wire / compute), median(late / np.maximum(compute, wire) - 1)
+    found = dict(
+        batch=batch,
+        ms={name: median(each) for name, each in ms.items()},
+        communicate_over_compute=ratio,
+        more=more,
+        ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
+    )
+    return found | (dict(reached=more <= MORE) if ALIKE[0] <= ratio <= ALIKE[1] else {})
+
+
+def draw(path, spans, title):
+    """The picture of some steps: what computes, and when the gradient of each layer is on its way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 3.4), layout="constrained")
+    lanes = [*sorted({what for what, *_ in spans} - {"compute"}, reverse=True), "compute"]
+    for y, lane in enumerate(lanes):
+        bars = [(start, max(end - start, 0.05)) for what, start, end in spans if what == lane]
+        color = "tab:blue" if lane == "compute" else "tab:orange"
+        axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+    axes.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms", title=title)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Whether steps take as long as the longer of computation and wire.")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="rows of a rank's batch")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns (default: 5)")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        run_rank(**json.loads(args.rank))
+        return
+    if why := why_not():
+        sys.exit(f"priority.py: {why}")
+    given = sys.argv[1:]
+    command = shlex.join(["python", "benchmarks/priority.py", *given]) if given else "make bench-priority"
+    report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=MORE, charts=[CHART])
+    names = ["compute", "communicate", *STEPS]
+    report.show("", *header("batch", *(f"{n} ms" for n in names), "comm./comp.", "more", "goal", width=6))
+    spans = {}
+    for batch in args.batches:
+        found = measure(batch, args.repeats)
+        row, spans[batch] = figures(batch, found["ms"]), found["events"]
+        report.data["rows"].append(row)
+        shares = [f"{row[name]:.2f}" for name in ("communicate_over_compute", "more")]
+        reached = mark(row["reached"]) if "reached" in row else ""
+        report.show(line([str(batch), *(f"{row['ms'][n]:.1f}" for n in names), *shares, reached], 6))
+    report.show("", *NOTES.splitlines())
+    if out := args.out or (None if given else RESULTS):
+        alike = min(report.data["rows"], key=lambda row: abs(row["communicate_over_compute"] - 1))["batch"]
+        report.data["events"] = [dict(what=what, start_ms=start, end_ms=end) for what, start, end in spans[alike]]
+        report.show("", f"Steps with batch {alike}: [priority.png](priority.png).")
+        report.write(out, "priority")
+        draw(out / "priority.png", spans[alike], f"Batch {alike}: gradients travel until the next step needs them")
+
+
+if __name__ == "__main__":
+    with signals_raise():
+        main()
