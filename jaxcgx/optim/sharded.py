@@ -152,8 +152,7 @@ class Sharded:
             )
         if not self.regather:
             return _join(gathered(shards), params), loss_fn
-        zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.placement.ranks, d)
-        like = _join(jax.tree_util.tree_map(zeros, shards, cut.axis), params)
+        like = self.like_whole(params)
 
         fill = lambda shards, like: _join(gathered(shards), like)
         whole = jax.custom_vjp(fill)
@@ -179,6 +178,14 @@ class Sharded:
             return structure.unflatten([next(new) if place is None else given[place] for place in places])
 
         return like, loss
+
+    def like_whole(self, params: Any) -> Any:
+        """Inside shard_map: arrays in the shapes of whole parameters, with zeros in place of those that are sharded."""
+        cut = self.placement.params
+        if not cut:
+            return params
+        zeros = lambda x, d: jnp.concatenate([jnp.zeros_like(x)] * self.placement.ranks, d)
+        return _join(jax.tree_util.tree_map(zeros, cut.pick(params), cut.axis), params)
 
     def _gather(self, shards: Any, cut: Cut, key: Any, to: str = "varying") -> Any:
         """The whole arrays of the shards of a cut."""

@@ -14,6 +14,7 @@ from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.model_state import ModelState
 from jaxcgx.optim.objective import make_objective
 from jaxcgx.optim.placement import OP, Placement, check_placement
+from jaxcgx.optim.priority import PriorityTraining
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.sharded import Sharded
@@ -22,16 +23,22 @@ from jaxcgx.optim.training import Metrics, Training
 if TYPE_CHECKING:
     import optax
 
+SLICE = 50_000  # elements, as P3 has it
 MESSAGE = 4  # MiB of a message that travels while the backward pass goes on (benchmarks/notes/collectives.md)
 
 
 class TrainStep(NamedTuple):
-    """The two functions of a training loop. With `model_state`, there is one behind `params` everywhere."""
+    """The functions of a training loop. With `model_state`, there is one behind `params` everywhere."""
 
     # params -> (params, opt_state), where `step` wants them
     init: Callable[..., tuple[Any, ...]]
     # as jitted: (params, opt_state, batch, key=None) -> (params, opt_state, Metrics)
-    step: Callable[..., tuple[Any, ...]]
+    step: "Step"
+
+    @property
+    def finish(self) -> Callable[..., tuple[Any, ...]]:
+        """(params, opt_state) -> the same after the last step: with overlap="priority" it applies what is pending."""
+        return self.step.finish
 
 
 def make_train_step(
@@ -49,6 +56,7 @@ def make_train_step(
     model_state: str | None = None,
     accumulate: int = 1,
     overlap: str | None = None,
+    slice_elements: int | None = None,
     has_aux: bool = False,
     weighted: bool = False,
     donate: bool = True,
@@ -106,6 +114,11 @@ def make_train_step(
       overlap: "backward": messages are made and sent in the order in which the backward pass ends their gradients, and
         over `Tcp` it goes on meanwhile. A message then has 4 MiB, unless `fusion_mb` says otherwise. Gradients of
         micro-batches, and of a loop over layers, all end together.
+        "priority": the gradients of a step travel until the next step needs them, those of the first layers first (P3).
+        A step applies the gradients of the step before, and finds new ones at the new parameters. So its results are
+        those of the plain step before the last update, which `train.finish` does after the last step.
+      slice_elements: with overlap="priority", the elements of a message's slice (50,000). Leaves share a message of up
+        to so many, unless `fusion_mb` says otherwise.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
         the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum
@@ -136,9 +149,14 @@ def make_train_step(
     accumulate = check_integer(OP, "accumulate", accumulate, 1)
     _check_options(compress, options)
     if overlap is not None:
-        check_choice(OP, "overlap", overlap, ("backward",))
+        check_choice(OP, "overlap", overlap, ("backward", "priority"))
+    if overlap == "backward":
         options = {"fusion_mb": MESSAGE, **options}
-    training = Training(
+    if overlap == "priority" and diloco is not None:
+        remedy = "leave it out: what centres exchange travels while they go on training"
+        raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
+    options |= _slices(overlap, slice_elements, options, placement)
+    training = (PriorityTraining if overlap == "priority" else Training)(
         placement=placement,
         ranks=ranks,
         sharded=sharded,
@@ -154,8 +172,8 @@ def make_train_step(
     if centres is not None:
         return centres.train_step(training, donate)
     if model_state is not None:
-        jitted = jax.jit(training.step, donate_argnums=(0, 1, 2) if donate else ())
-        return TrainStep(training.init, Step(jitted, placement, place=3))
+        jit = functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
+        return TrainStep(training.init, Step(jit(training.step), placement, place=3, finish=jit(training.finish)))
 
     def init(params: Any, model_state: Any = None) -> tuple[Any, Any]:
         params, _, opt_state = training.init(params, model_state)
@@ -165,8 +183,12 @@ def make_train_step(
         params, _, opt_state, metrics = training.step(params, None, opt_state=opt_state, batch=batch, key=key)
         return params, opt_state, metrics
 
-    jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
-    return TrainStep(init, Step(jitted, placement, place=2))
+    def finish(params: Any, opt_state: Any) -> tuple[Any, Any]:
+        params, _, opt_state = training.finish(params, None, opt_state)
+        return params, opt_state
+
+    jit = functools.partial(jax.jit, donate_argnums=(0, 1) if donate else ())
+    return TrainStep(init, Step(jit(step), placement, place=2, finish=jit(finish)))
 
 
 class Step:
@@ -177,9 +199,10 @@ class Step:
     Its other members are those of the jitted function.
     """
 
-    def __init__(self, jitted: Any, placement: Placement | Alone, place: int) -> None:
-        """place: the position of the batch among the arguments."""
+    def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any = None) -> None:
+        """place: the position of the batch among the arguments. finish: see `TrainStep`; None: nothing is pending."""
         self._jitted, self._placement, self._place = jitted, placement, place
+        self.finish = finish or (lambda *state: state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
@@ -198,6 +221,22 @@ def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:
     if not callable(compress):
         expected = "jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc"
         raise wrong(OP, "compress", expected, repr(compress), kind=TypeError)
+
+
+def _slices(
+    overlap: str | None, slice_elements: Any, options: dict[str, Any], placement: Placement | Alone
+) -> dict[str, Any]:
+    """The options of `compress` that slice messages."""
+    if overlap != "priority":
+        if slice_elements is not None:
+            remedy = 'pass overlap="priority", or leave it out'
+            raise wrong(OP, "slice_elements", f"None with overlap={overlap!r}", slice_elements, remedy)
+        return {}
+    if placement.mesh is None:
+        remedy = "leave it out: exchanges over MPI wait for one another, and nothing runs beside them"
+        raise wrong(OP, "overlap", "None between the processes of mpirun", repr(overlap), remedy)
+    elements = check_integer(OP, "slice_elements", SLICE if slice_elements is None else slice_elements, 1)
+    return {"fusion_mb": 4 * elements / 2**20, **options, "slice_elements": elements}
 
 
 def _check_options(compress: Callable[..., Any], options: dict[str, Any]) -> None:

@@ -37,6 +37,20 @@ class Metrics(NamedTuple):
     telemetry: Telemetry | None
 
 
+class Found(NamedTuple):
+    """What a step finds with the parameters that it has."""
+
+    gradients: Any  # of every rank, like the trained parameters, [ranks, *shape]
+    loss: jax.Array
+    aux: Any
+    model_state: Any
+
+    def metrics(self, sent: Any) -> Metrics:
+        """What a step reports. sent: the state after the exchange that it reports."""
+        # A transformation of the user's own may have no telemetry.
+        return Metrics(self.loss, self.aux, getattr(sent, "telemetry", None))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
     """The parts of a training step. `make_train_step` explains what they are made of."""
@@ -80,16 +94,32 @@ class Training:
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
+        find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
+        found = find(params, opt_state[0])
+        params, opt_state = self.apply(params, opt_state, found.gradients, loss=found.loss, order=order)
+        return params, found.model_state, opt_state, found.metrics(opt_state[0])
+
+    def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
+        """(parameters, model state, optimizer state) after the update with what the last step found: these are."""
+        return params, model_state, opt_state
+
+    def prepare(
+        self, params: Any, model_state: Any, sent: Any, batch: Any, key: Any
+    ) -> tuple[Callable[[Any, Any], Found], tuple[int, ...] | None]:
+        """(what finds gradients, given parameters and the state of their exchange; the order in which it ends them).
+
+        The order is None where nobody asks for it.
+        """
         self.state.check_rows(model_state, self.placement.ranks)
-        sent, rest, *lost = opt_state  # lost: by the gather of updates
-        placement, skipped, noise = self.placement, self.skipped(params), self.sharded.key(sent)
+        placement, skipped = self.placement, self.skipped(params)
         batch, batch_specs = placement.place_batch(batch, self.accumulate)
-        whole, cut, spec = placement.params_of_rank, placement.gradients_of_rank(skipped), self.state.spec
+        spec = self.state.spec
+        given = lambda params, sent: (params, model_state, batch, (key, self.sharded.key(sent)))
         # A loss is traced without check_vma, which refuses loops that start from zeros.
-        in_specs, given = (whole, spec, batch_specs, P()), (params, model_state, batch, (key, noise))
+        in_specs = placement.params_of_rank, spec, batch_specs, P()
         parts, of_aux = Parts(self.accumulate, dimensions(batch_specs)), None
         if self.has_aux or self.state.counts(model_state):
-            of_aux, outputs = self._look(parts, in_specs, given)
+            of_aux, outputs = self._look(parts, in_specs, given(params, sent))
             parts = parts._replace(outputs=outputs)
         aux_specs = [P() if y.rows is None else P(*[None] * y.rows, *placement.rows) for y in parts.outputs]
         find = placement.over_ranks(
@@ -98,29 +128,60 @@ class Training:
             out_specs=(placement.rows, spec, P(), aux_specs),
             check_vma=False,
         )
-        kept = placement.specs_of_rows(sent)
-        transformation = self.transformation
+        order = None
         if self.ordered is not None:
             find = jax.jit(find)  # traced once, for its order and for the step
-            program = jax.make_jaxpr(find)(*given)
-            transformation = self.ordered(order_of(program, len(jax.tree_util.tree_leaves(params))))
+            trained = [i for i, skip in enumerate(jax.tree_util.tree_leaves(skipped)) if not skip]
+            program = jax.make_jaxpr(find)(*given(params, sent))
+            ends = [trained[i] for i in order_of(program, len(trained))]
+            order = *ends, *(i for i, skip in enumerate(jax.tree_util.tree_leaves(skipped)) if skip)
+
+        def found(params: Any, sent: Any) -> Found:
+            grads, model_state, loss, aux = find(*given(params, sent))
+            return Found(grads, loss, of_aux and of_aux.unflatten(aux), model_state)
+
+        return found, order
+
+    def apply(
+        self, params: Any, opt_state: Any, grads: Any, loss: Any, order: tuple[int, ...] | None
+    ) -> tuple[Any, Any]:
+        """(parameters, optimizer state) after an update with the mean of all ranks' gradients.
+
+        Args:
+          params: the parameters.
+          opt_state: the optimizer's state.
+          grads: the gradients, as `Found` has them.
+          loss: the loss that they are of.
+          order: the order in which leaves are sent; None: that of the tree.
+        """
+        placement, (sent, *rest) = self.placement, opt_state
+        kept = placement.specs_of_rows(sent)
         exchange = placement.over_ranks(
-            functools.partial(self._exchange, skipped, transformation),
-            in_specs=(whole, placement.rows, kept, P()),
-            out_specs=(cut, kept),
+            self.exchanging(params, order),
+            in_specs=(placement.params_of_rank, placement.rows, kept, P()),
+            out_specs=(placement.gradients_of_rank(self.skipped(params)), kept),
         )
-        grads, model_state, loss, aux = find(*given)
-        grads, sent = exchange(params, grads, sent, loss)
+        noise = self.sharded.key(sent)
+        means, sent = exchange(params, grads, sent, loss)
+        return self.update(params, (sent, *rest), means, loss=loss, noise=noise)
+
+    def exchanging(self, params: Any, order: tuple[int, ...] | None) -> Callable[..., Any]:
+        """A rank's function of parameters, rows of gradients, the state of their exchange, and the loss."""
+        transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
+        return functools.partial(self._exchange, self.skipped(params), transformation)
+
+    def update(self, params: Any, opt_state: Any, means: Any, loss: Any, noise: Any = None) -> tuple[Any, Any]:
+        """(parameters, optimizer state) after an update with means. noise: the key of the gather of updates."""
+        sent, rest, *lost = opt_state  # lost: by the gather of updates
         # Outside of shard_map, where norms and other numbers of an optimizer are those of whole arrays.
+        skipped = self.skipped(params)
         sending = self.sharded.freeze(skipped)
         trained, frozen = part(params, skipped)
         updated, _ = part(sending.placement.specs_of_updates(params), skipped)
-        placed = updated, placement.specs_of_state(self.optimizer, trained, updated)
-        updates, rest = placement.by_partitioner(self._update, placed)(grads, rest, trained, loss)
+        placed = updated, self.placement.specs_of_state(self.optimizer, trained, updated)
+        updates, rest = self.placement.by_partitioner(self._update, placed)(means, rest, trained, loss)
         updates, lost = sending.send_updates(updates, tuple(lost), noise)
-        params = join(import_optax(OP).apply_updates(trained, updates), frozen)
-        telemetry = getattr(sent, "telemetry", None)  # which a transformation of the user's own may not have
-        return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), telemetry)
+        return join(import_optax(OP).apply_updates(trained, updates), frozen), (sent, rest, *lost)
 
     def _check(self, trained: Any) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""
@@ -180,8 +241,7 @@ class Training:
         if weight is not None:  # loss and gradients are means of sums, weight is that of the weights
             divide = lambda x, dtype: (x.astype(dtype) / weight.astype(dtype)).astype(x.dtype)
             loss, grads = jax.tree_util.tree_map(lambda x: divide(x, wide(x.dtype)), (loss, grads))
-        # Rules of the plan are for all leaves. Nothing reads those that it skips.
-        grads = jax.tree_util.tree_map(lambda x: x[None], join(grads, frozen))
+        grads = jax.tree_util.tree_map(lambda x: x[None], grads)
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 
     def _exchange(
@@ -189,7 +249,9 @@ class Training:
     ) -> tuple[Any, Any]:
         """The mean of the gradients that the ranks found, and the new state of the exchange."""
         update = import_optax(OP).with_extra_args_support(transformation).update
-        own = jax.tree_util.tree_map(lambda x: x[0], grads)
+        # Rules of the plan are for all leaves. Nothing reads those that it skips.
+        _, frozen = part(self.sharded.like_whole(params), skipped)
+        own = join(jax.tree_util.tree_map(lambda x: x[0], grads), frozen)
         given = None if self.placement.state else params  # slices of means take no weight decay
         mean, sent = self.placement.update_shards(functools.partial(update, value=loss), own, state=sent, params=given)
         return part(mean, skipped)[0], sent

@@ -281,6 +281,7 @@ def over_connections(action, last):
 TRAINED = {
     "make_train_step": dict(plan=cgx.MaxMin(4)),
     "overlap": dict(plan=cgx.MaxMin(4), overlap="backward", fusion_mb=0.01),
+    "priority": dict(plan=cgx.MaxMin(4), overlap="priority", slice_elements=1000),
     "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0),
 }
 
@@ -351,13 +352,13 @@ def everything(tcp):
 def train(axis, **options):
     mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
-    init, step = cgx.make_train_step(
+    train = cgx.make_train_step(
         lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options
     )
-    params, state = init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
+    params, state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
     for _ in range(2):
-        params, state, _ = jax.block_until_ready(step(params, state, batch))
-    return digests((params, state))
+        params, state, _ = jax.block_until_ready(train.step(params, state, batch))
+    return digests(jax.block_until_ready(train.finish(params, state)))
 
 
 def low_rank():

@@ -1,0 +1,81 @@
+"""A function of one rank in two halves: the first begins sums, and the second, which may be in a later program, waits.
+
+What leads to the sums is in the first half. What depends on their results is in the second, and so are exchanges that
+can't be begun and ended apart.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxcgx import _compat
+from jaxcgx.native.tcp_sum import tcp_begin_p, tcp_end_p
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Halves:
+    """A traced function (shared, *args), cut where it waits for sums. Both halves get `shared`."""
+
+    before: Any  # a program (constants, shared, args) -> values
+    behind: Any  # a program (constants, shared, values) -> results
+    constants: list[Any]
+    results: Any  # the shapes of the results
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], shared: Any, *args: Any) -> "Halves":
+        """The halves of function(shared, *args)."""
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(shared, *args)
+        program = closed.jaxpr
+        both = [*program.constvars, *program.invars[: len(jax.tree_util.tree_leaves(shared))]]
+        leads = _leading(program.eqns)
+        late: set[Any] = set()
+        first, ends, rest = [], [], []
+        for eqn in program.eqns:
+            waits = any(x in late for x in _variables(eqn.invars))
+            if eqn.primitive is tcp_end_p and not waits:
+                ends.append(eqn.replace(params=eqn.params | {"later": True}))
+            elif waits or (eqn.effects and id(eqn) not in leads):
+                rest.append(eqn)
+            else:
+                first.append(eqn)
+                continue
+            late.update(eqn.outvars)
+        used = _variables([x for eqn in [*ends, *rest] for x in eqn.invars] + program.outvars)
+        values = [x for x in dict.fromkeys(used) if x not in late and x not in both]
+        unnamed = dict(constvars=(), debug_info=program.debug_info.with_unknown_names())
+        return cls(
+            program.replace(invars=[*program.constvars, *program.invars], eqns=first, outvars=values, **unnamed),
+            # The sum that began last is needed first.
+            program.replace(invars=[*both, *values], eqns=[*reversed(ends), *rest], **unnamed),
+            closed.consts,
+            shapes,
+        )
+
+    def first(self, shared: Any, *args: Any) -> list[Any]:
+        """The values that the second half needs, as rows [1, ...]."""
+        leaves = jax.tree_util.tree_leaves((shared, args))
+        found = _compat.eval_jaxpr(self.before, [], *self.constants, *leaves)
+        # What has one row already stays as it is: XLA would copy it to reshape it.
+        return [x if x.shape[:1] == (1,) else x[None] for x in found]
+
+    def second(self, shared: Any, values: list[Any]) -> Any:
+        """The function's results, from the rows of the first half."""
+        given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
+        found = _compat.eval_jaxpr(self.behind, [], *self.constants, *jax.tree_util.tree_leaves(shared), *given)
+        return jax.tree_util.tree_structure(self.results).unflatten(found)
+
+
+def _leading(eqns: Any) -> set[int]:
+    """The ids of the operations that lead to sums, and of those that begin them."""
+    found, needed = set(), set()
+    for eqn in reversed(eqns):
+        if eqn.primitive is tcp_begin_p or not needed.isdisjoint(eqn.outvars):
+            found.add(id(eqn))
+            needed.update(_variables(eqn.invars))
+    return found
+
+
+def _variables(atoms: Any) -> list[Any]:
+    return [x for x in atoms if not hasattr(x, "val")]  # without literals
