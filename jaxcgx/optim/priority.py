@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
 from jaxcgx.optim.halves import Halves
-from jaxcgx.optim.training import Found, Metrics, Training
+from jaxcgx.optim.training import Found, Training
 from jaxcgx.transports.axes import marked
 
 
@@ -69,7 +69,7 @@ class PriorityTraining(Training):
         # What the loss uses first has its gradient last.
         params, inner = self._receive(params, inner, pending, order=ends and ends[::-1])
         found = find(params, inner[0])
-        metrics = Metrics(found.loss, found.aux, inner[0].telemetry)
+        metrics = found.metrics(inner[0])
         return params, found.model_state, self._send(params, inner, found, order=ends), metrics
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:

@@ -35,7 +35,8 @@ def reshard_state(opt_state: Any, new_size: int) -> Any:
         if not has_rows(node):
             return node
         field = lambda name, keep: jax.tree_util.tree_map(functools.partial(spread, size, keep), getattr(node, name))
-        return node._replace(**{name: field(name, keep) for name, keep in node.per_rank.items()})
+        found = {name: field(name, keep) for name, keep in node.per_rank.items()}
+        return node._replace(**found)
 
     return jax.tree_util.tree_map(reshard, opt_state, is_leaf=has_rows)
 

@@ -45,6 +45,11 @@ class Found(NamedTuple):
     aux: Any
     model_state: Any
 
+    def metrics(self, sent: Any) -> Metrics:
+        """What a step reports. sent: the state after the exchange that it reports."""
+        # A transformation of the user's own may have no telemetry.
+        return Metrics(self.loss, self.aux, getattr(sent, "telemetry", None))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
@@ -92,8 +97,7 @@ class Training:
         find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
         found = find(params, opt_state[0])
         params, opt_state = self.apply(params, opt_state, found.gradients, loss=found.loss, order=order)
-        telemetry = getattr(opt_state[0], "telemetry", None)  # which a transformation of the user's own may not have
-        return params, found.model_state, opt_state, Metrics(found.loss, found.aux, telemetry)
+        return params, found.model_state, opt_state, found.metrics(opt_state[0])
 
     def finish(self, params: Any, model_state: Any, opt_state: Any) -> tuple[Any, ...]:
         """(parameters, model state, optimizer state) after the update with what the last step found: these are."""
@@ -162,8 +166,7 @@ class Training:
         return self.update(params, (sent, *rest), means, loss=loss, noise=noise)
 
     def exchanging(self, params: Any, order: tuple[int, ...] | None) -> Callable[..., Any]:
-        """What a rank does to exchange gradients: a function of parameters, rows of gradients,
-        the state of the exchange and the loss."""
+        """A rank's function of parameters, rows of gradients, the state of their exchange, and the loss."""
         transformation = self.transformation if order is None or self.ordered is None else self.ordered(order)
         return functools.partial(self._exchange, self.skipped(params), transformation)
 

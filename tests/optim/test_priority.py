@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
 import jaxcgx as cgx
+from jaxcgx.optim.halves import Halves
+from jaxcgx.optim.priority import InFlight
 
 BATCHES = np.random.default_rng(0).standard_normal((3, 8, 8)).astype(np.float32)
 PARAMS = {name: np.asarray(jax.random.normal(jax.random.key(i), (8, 8))) for i, name in enumerate("abc")}
@@ -94,6 +96,9 @@ def test_reshard_keeps_what_is_pending():
     moved = cgx.reshard_state(opt_state, 2)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x.mean(0), y.mean(0), rtol=1e-5), moved[-1].gradients, rows)
     assert moved[-1].gradients["a"].shape == (2, 8, 8)
+    sent = InFlight([], jnp.float32(0), Halves(None, None, [], None))
+    with raises(ValueError, says("reshard_state", "opt_state", expected="arrived", got="way", remedy="train.finish")):
+        cgx.reshard_state((*opt_state[:-1], sent), 2)
 
 
 def test_after_finish_a_state_is_like_a_fresh_one():
