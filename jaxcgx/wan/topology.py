@@ -82,9 +82,9 @@ class Topology:
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True
+        self._found: dict[bytes, Overlay] = {}  # the best overlay of the latest rates
         self.overlay = self._best()
         self.version = self.probes = 0
-        self._places = np.moveaxis(np.indices(mesh.devices.shape), 0, -1)[..., mesh.axis_names.index(axis.name)]
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # counters
         self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
@@ -146,7 +146,11 @@ class Topology:
         return [] if greedy else self.links.pairs(self._random)
 
     def _best(self) -> Overlay:
-        return self._build(2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE))
+        rates = 2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE)
+        key = rates.tobytes()
+        if key not in self._found:
+            self._found = {key: self._build(rates)}
+        return self._found[key]
 
     def _decide(self) -> Overlay:
         rates, found = self.links.estimates, self._best()
