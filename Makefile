@@ -33,6 +33,9 @@ MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/d
 MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
 
+# What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Where each part of the tests says how long each test took.
 TIMES := $(CURDIR)/build/tests
 # XLA compiles the programs of most tests in a quarter of the time: without optimization, and without the code generator
@@ -75,9 +78,10 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
-# Every example of a property, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
+# Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
 # JAX.
 test-full: export HYPOTHESIS_PROFILE := full
+test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
 test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with everything that takes long
 

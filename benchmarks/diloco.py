@@ -1,6 +1,6 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
-    python benchmarks/diloco.py [--parts losses times] [--runs REGEX] [--seeds 3] [--steps 2100] [--centres 2]
+    python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 2100] [--centres 2]
         [--hosts 2 4] [--torch PYTHON] [--out DIR]
 
 The times need root (jaxcgx.lab); --torch names a Python that has torch. Rows that the result file has from the same
@@ -10,8 +10,11 @@ command are not measured again: a run that was cut off goes on. Remove the file 
 import argparse
 import contextlib
 import json
+import os
 import pathlib
+import random
 import re
+import subprocess
 import sys
 import tempfile
 from typing import Any, NamedTuple
@@ -20,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import overlap
 import training_speed as speed
 import training_speed_data as data
 from jax.sharding import AxisType
@@ -35,8 +39,12 @@ EVALUATE = 16  # parts of a run, after each of which the loss on held-out text i
 HELD_OUT = 256  # windows
 WORSE = 0.02  # goal: of the dense run's final loss
 MBIT = 100
+SLOW = 10  # Mbit/s of the picture
 SPAN = 20  # steps of a turn: a round of the streaming method in diloco_host.py
 BUSY = 0.9  # goal of streaming, where plain data parallelism has less than a tenth
+
+
+PARTS = "losses", "times", "picture"
 
 
 class Run(NamedTuple):
@@ -75,6 +83,8 @@ NOTES = f"""\
 - bytes: what a centre sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: times
   fewer than float32, every step.
 - Goals: at most {WORSE:.0%} more than the dense run at so many times fewer bytes; without feedback at 2 bits, not so.
+- [diloco.png](diloco.png): two periods of streaming on the first of two hosts at {SLOW} Mbit/s. An exchange is drawn
+  from its begin to where its result is applied.
 - Between hosts at {MBIT} Mbit/s: busy is the time of a step without any exchange over that of the step. Turns of
   {SPAN} steps. Goal: at least {BUSY} for streaming. seconds: to the loss {data.MODELS["transformer"].target}, which is
   measured every {SPAN} steps, as in training_speed.py.
@@ -159,6 +169,29 @@ def times(rows, args):
             rows.add("times", *(dict(hosts=count, method=name, busy=busy[name]) | r for name, r in found.items()))
 
 
+def picture(out):
+    """Draws what a host does in two periods of streaming, on a link on which an exchange takes longer than a step."""
+    with contextlib.ExitStack() as stack:
+        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+        data.write(path, "transformer", 2)
+        lab = stack.enter_context(Lab(2, speed.link(SLOW)))
+        settings = dict(trace=True, address=f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", hosts=2)
+        running = []
+        for rank in range(2):
+            command = [
+                sys.executable,
+                speed.HERE / "diloco_host.py",
+                json.dumps(settings | dict(rank=rank, path=str(path))),
+            ]
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+            running.append(lab.start(rank, command, stdout=output, text=True, env=environment))
+        output, _ = running[0].communicate(timeout=overlap.LIMIT)
+        (found,) = [line for line in output.splitlines() if line.startswith("RESULTS ")]
+    title = f"Streaming at {SLOW} Mbit/s: an exchange goes on while later steps run"
+    overlap.draw(out / "diloco.png", json.loads(found.removeprefix("RESULTS ")), title)
+
+
 def show(report):
     """The tables, of all rows that there are."""
     rows = report.data["rows"]
@@ -198,7 +231,7 @@ def show(report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--parts", nargs="+", choices=("losses", "times"), default=["losses", "times"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--runs", default="", metavar="REGEX", help="only these of the first table")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
     parser.add_argument("--steps", type=int, default=2100, metavar="N", help="steps of its runs (default: 2100)")
@@ -225,6 +258,8 @@ def main():
             print(f"diloco.py: times not measured, {why}", file=sys.stderr)
         else:
             times(rows, args)
+    if "picture" in args.parts and not why_not():
+        picture(args.out)
     show(rows.report)
     rows.report.write(args.out, "diloco")
 

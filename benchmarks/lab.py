@@ -29,7 +29,7 @@ import jaxcgx as cgx
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 from jaxcgx.lab.counters import ETHERNET, IP, TCP, Counters
-from jaxcgx.lab.units import parse_rate, parse_time
+from jaxcgx.units import parse_rate, parse_time
 
 CONTROL = [("100mbit", "0ms"), ("1gbit", "0ms"), ("10gbit", "0ms"), ("100mbit", "20ms"), ("1gbit", "5ms")]
 WARM_UP, WINDOW, REPEATS = 1.0, 1.0, 5  # seconds

@@ -25,6 +25,7 @@ KERNELS = dict(encode=27e9, decode=27e9, reduce=54e9)
 STACK = 2.2e9  # bytes per second that the network stack of both processors moves (loopback in results/collectives.md)
 BURST = {1000: 0.8e-3, 10_000: 0.8e-3}  # seconds of a link that pass at once, in effect (the lab's token bucket: 1 ms)
 LEAST = 16_000  # bytes, of slower links
+KEPT = RESULTS.parents[1] / "build" / "prediction"
 PROGRAMS = "psum", "two_shot", "one_shot", "ring", "Tcp"
 GOAL = 0.15
 NETWORKS = [
@@ -113,20 +114,31 @@ def show(report, title, networks):
 
 
 def measured(networks, repeats):
-    """{network: rows} of new runs."""
-    found = {}
+    """{network: rows} of new runs. What a run that was cut off has measured is kept for the next one in `KEPT`."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    found, files = {}, []
     for network in networks:
-        print(f"measuring {network.name}", flush=True)
-        results = collectives.measure(network, repeats)
-        found[network.name] = [
-            collectives.row(network, r["size"], r["what"], r["ms"]) for r in results if r["what"] == "loop"
-        ]
+        sizes = "_".join(f"{size:g}" for size in network.sizes)
+        files.append(KEPT / f"{network.processes}_{rate(network.name)}_{sizes}_{repeats}.json")
+        if not files[-1].exists():
+            print(f"measuring {network.name}", flush=True)
+            results = collectives.measure(network, repeats)
+            loops = [r for r in results if r["what"] == "loop"]
+            rows = [collectives.row(network, r["size"], r["what"], r["ms"]) for r in loops]
+            files[-1].write_text(json.dumps(rows))
+        found[network.name] = json.loads(files[-1].read_text())
+    for file in files:
+        file.unlink()
     return found
 
 
 def parse():
     parser = argparse.ArgumentParser(description="Predicted times of exchanges against measured ones.")
-    parser.add_argument("--measure", action="store_true", help="measure more networks (root; about 20 minutes)")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure more networks (root; about 20 minutes; a run that was cut off goes on)",
+    )
     parser.add_argument("--networks", metavar="REGEX", help="of these, only those whose names match")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="repetitions (default: 7)")
     parser.add_argument("--size", type=float, nargs="+", metavar="MIB", help="sizes (default: 1/16 to 16)")

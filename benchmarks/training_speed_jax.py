@@ -165,6 +165,7 @@ class Program:
         self._sharding = NamedSharding(run.mesh, P("data"))
         self._weights, self._state = init(data.weights)
         self._step = step.lower(self._weights, self._state, self._batch()).compile()
+        self.text = self._step.as_text
 
     def _batch(self):
         return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))

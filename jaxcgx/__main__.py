@@ -54,8 +54,8 @@ def lab(options: argparse.Namespace) -> int:
     """python -m jaxcgx lab. The worst status of the command."""
     from jaxcgx.checks import check_integer
     from jaxcgx.lab import Link, files, network
-    from jaxcgx.lab.units import parse_rate, parse_time
     from jaxcgx.report import figures, lab, results
+    from jaxcgx.units import parse_rate, parse_time
 
     try:
         hosts = check_integer("lab", "--hosts", options.hosts, 1, network.MOST)

@@ -24,7 +24,7 @@ STOREYS = (
     ("codecs",),
     ("transports",),
     ("native",),
-    ("checks", "text", "typing", "_compat"),
+    ("checks", "text", "typing", "units", "_compat"),
 )
 # (importer, imported): why this import may point upward or close a circle.
 EXCEPTIONS = {("jaxcgx.mpi.waiting", "jaxcgx.mpi"): "reads jaxcgx.mpi.WAIT when it is needed: programs may set it"}
@@ -136,7 +136,8 @@ def public():
     for package in ("jaxcgx", "jaxcgx.mpi", "jaxcgx.wan"):
         for node in modules().get(package, ast.Module([], [])).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                yield from (origin(package, name) for name in ast.literal_eval(node.value))
+                names = [name for name in ast.literal_eval(node.value) if (package, name) != ("jaxcgx", "wan")]
+                yield from (origin(package, name) for name in names)  # without the package, whose names are below
 
 
 def parameters(function):

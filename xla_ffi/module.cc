@@ -127,17 +127,19 @@ NB_MODULE(_native, m) {
   m.def("shm_detach", jaxcgx::shm::detach, "Leaves the other ranks.", nb::arg("segment"));
   m.def(
       "tcp_start",
-      [](int64_t process, const std::vector<std::tuple<std::string, int, int>>& connections, double silence) {
+      [](int64_t process, const std::vector<std::tuple<std::string, std::vector<int>, int>>& connections,
+         double silence, double pace) {
         std::vector<jaxcgx::tcp::Connection> all;
-        for (const auto& [host, data, beats] : connections)
-          all.push_back({host, jaxcgx::tcp::Socket(data), jaxcgx::tcp::Socket(beats)});
-        if (const auto failure = jaxcgx::tcp::start(process, std::move(all), milliseconds(silence)))
+        for (const auto& [host, data, beats] : connections) {
+          all.push_back({host, {}, jaxcgx::tcp::Socket(beats)});
+          for (const int number : data) all.back().data.emplace_back(number);
+        }
+        if (const auto failure = jaxcgx::tcp::start(process, std::move(all), milliseconds(silence), pace))
           throw std::runtime_error(failure->what);
       },
-      "Takes over connections, by process: the host, a socket for data and one for heartbeats. A process that is "
-      "silent "
-      "for that many seconds has vanished.",
-      nb::arg("process"), nb::arg("connections"), nb::arg("silence"));
+      "Takes over connections, by process: the host, the sockets for data and one for heartbeats. A process that is "
+      "silent for that many seconds has vanished. This one sends at most `pace` bytes a second; 0: no limit.",
+      nb::arg("process"), nb::arg("connections"), nb::arg("silence"), nb::arg("pace"));
   m.def("tcp_leave", jaxcgx::tcp::leave, "Ends this process's part in all exchanges over TCP.");
   m.def(
       "select_kernels",

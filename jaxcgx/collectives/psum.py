@@ -1,5 +1,6 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -116,6 +117,12 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
     """The sum or the mean over the ranks of a transport, followed by the new state where the caller gave some."""
     reduction = Reduction(op, x, net=net, codec=codec, options=options, mean=mean)
     kept = Kept(reduction.call, state)
+    results = run(reduction, kept, reduction.compressed)
+    return (results, *kept.trees()) if kept.arrays else results
+
+
+def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route], Message]) -> Any:
+    """The tree of results, with the new state in `kept`. `compressed` makes that of a message."""
     residuals = kept.arrays.get("residuals")
     if residuals is not None:
         reduction.check_feedback()
@@ -125,13 +132,12 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
         return reduction.plain(leaf, i)
 
-    def compressed(message: Message, route: Route) -> list[Any]:
-        done = reduction.compressed(kept.attach(message, route.stages[0].codec), route)
+    def leaves(message: Message, route: Route) -> list[Any]:
+        done = compressed(kept.attach(message, route.stages[0].codec), route)
         kept.update(done)
         return done.leaves
 
-    results = reduction.call.run(plain, compressed)
-    return (results, *kept.trees()) if kept.arrays else results
+    return reduction.call.run(plain, leaves)
 
 
 class Reduction:

@@ -14,6 +14,7 @@ A sparse codec may give a sum a codec of its own, with room for every element th
 rank's own part is then encoded, too, so the sum loses nothing.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -204,43 +205,59 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         return Summed(ops.decode(back, net.all_gather(row)), lost, sent)
 
 
-def _piecewise(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum of a schedule, bit for bit, by a transport that overlaps the kernels with the exchange."""
-    ranks, key = stage.net.size, message.key
-    overlay = Overlay.owners(ranks) if stage.schedule == "two_shot" else stage.schedule
-    parents = overlay.parents if isinstance(overlay, Overlay) else ()
-    shares = stage.schedule.shares if isinstance(stage.schedule, Overlay) else None
-    layout = message.layout(stage.codec, len(parents) or 1, shares)
+def is_piecewise(stage: Stage) -> bool:
+    """Whether the transport sums by itself, and overlaps the kernels with the exchange."""
+    kernels = stage.codec.native is not None and not stage.codec.sparse
+    return bool(stage.net.begin_sum) and stage.schedule != "ring" and kernels
+
+
+def begin(stage: Stage, message: Message, how: Sum) -> Any:
+    """Begins a piecewise sum, with the bits of its schedule. `end_sum` of the stage's transport ends it."""
+    stage = stage.compared(message, how)
     asked = PiecewiseSum(
-        layout=layout,
+        layout=_layout(stage, message),
         leaves=message.leaves,
         residuals=message.residuals,
-        first_key=fold(key, FIRST, stage.net.rank),
-        sum_key=fold(key, SUM),
-        hop_key=fold(key, HOP, stage.net.rank),
-        parents=parents,
+        first_key=fold(message.key, FIRST, stage.net.rank),
+        sum_key=fold(message.key, SUM),
+        hop_key=fold(message.key, HOP, stage.net.rank),
+        parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
         own=how.own,
         divisor=how.divisor,
     )
+    return stage.net.begin_sum(asked)
+
+
+def _trees(stage: Stage) -> Overlay:
+    """The trees of a piecewise sum that isn't one_shot."""
+    return stage.schedule if isinstance(stage.schedule, Overlay) else Overlay.owners(stage.net.size)
+
+
+def _layout(stage: Stage, message: Message) -> Layout:
+    if isinstance(stage.schedule, Overlay):
+        return message.layout(stage.codec, len(stage.schedule.trees), stage.schedule.shares)
+    return message.layout(stage.codec, stage.net.size if stage.schedule == "two_shot" else 1)
+
+
+def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
+    layout, ranks = _layout(stage, message), stage.net.size
     part = 2 / ranks
-    if isinstance(overlay, Overlay):  # of what the rank sends that sends most
-        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(overlay.sent(layout.ends, layout.ends))
-    with scope(ExchangeScope.of(stage.schedule, layout, part)):
-        return Summed(*stage.net.sum_piecewise(asked))
+    if stage.schedule != "one_shot":  # of what the rank sends that sends most
+        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(*_trees(stage).sent(layout.ends, layout.ends), 1)
+    return scope(ExchangeScope.of(stage.schedule, layout, part))
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
     """The leaves' sum over all ranks of a stage, divided, on every rank."""
-    stage = stage.compared(message, how)
-    kernels = stage.codec.native is not None and not stage.codec.sparse
-    if stage.net.sum_piecewise and stage.schedule != "ring" and kernels:
-        summed = _piecewise(stage, message, how)
+    if is_piecewise(stage):
+        with piecewise_scope(stage, message):
+            summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     elif isinstance(stage.schedule, Overlay):
-        summed = Summed(*trees.allreduce(stage, stage.schedule, message, how))
+        summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, how)
     elif stage.schedule == "one_shot":
-        summed = _one_shot(stage, message, how)
+        summed = _one_shot(stage.compared(message, how), message, how)
     else:
-        return _two_halves(stage, message, how)
+        return _two_halves(stage.compared(message, how), message, how)
     return summed._replace(leaves=[x.astype(leaf.dtype) for x, leaf in zip(summed.leaves, message.leaves)])
 
 

@@ -4,10 +4,15 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
+
+from jaxcgx import _compat
+from jaxcgx._compat import mlir
 from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
 from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.native.eager import define_impl
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
 
@@ -80,6 +85,24 @@ def _run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
     return Message(message.ids, summed.leaves, residuals=summed.residuals, momentum=momentum)
 
 
+def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
+    """Begins the sum of a message that a later program may end. None if only the program itself can.
+
+    The result is a pytree. Its new residuals are final when the sum has ended. `end` ends it.
+    """
+    stage, *inner = stages
+    if inner or stage.codec.low_rank or not schedules.is_piecewise(stage):
+        return None
+    with schedules.piecewise_scope(stage, message):
+        return schedules.begin(stage, message, how)
+
+
+def end(begun: Any) -> tuple[list[Any], Any]:
+    """The leaves of a sum that has begun, and its new residuals, a list like them or None."""
+    leaves, residuals = begun.net.end_sum(begun, later=True)
+    return [x.astype(dtype) for x, dtype in zip(leaves, begun.layout.dtypes)], residuals
+
+
 # Where JAX tracks which axes values vary over (check_vma), the cotangent of a sum is the same on every rank. The
 # transpose of the sum then gives each rank a copy of it (pcast), and sends no byte. Where JAX doesn't track that, a
 # cotangent may differ from rank to rank, and the transpose of psum is psum.
@@ -100,3 +123,15 @@ psum_p: Any = primitive.define(
     same=True,
     invarying=lambda **params: True,
 )
+
+same_p: Any = _compat.Primitive("jaxcgx_same")
+
+
+def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
+    """x, which is the same on every rank. Its type says so where JAX tracks that."""
+    return same_p.bind(x, names=names) if _compat.tracked_axes(names) else x
+
+
+define_impl(same_p)
+same_p.def_abstract_eval(lambda x, names: _compat.result_aval([x], x.shape, x.dtype, rows=x.ndim, invarying=names))
+mlir.register_lowering(same_p, lambda ctx, x, names: [x])

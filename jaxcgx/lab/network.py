@@ -19,7 +19,7 @@ from collections.abc import Generator, Sequence
 from typing import IO, Any
 
 from jaxcgx.checks import check_integer, wrong
-from jaxcgx.lab.units import parse_rate
+from jaxcgx.units import parse_rate
 
 PREFIX = "jaxcgx-lab"
 BURST = 1e-3  # seconds at the full rate that may pass at once; with less, a busy machine doesn't reach the rate

@@ -11,7 +11,7 @@ import jax
 
 from jaxcgx import _compat
 from jaxcgx.native.leaving import at_exit
-from jaxcgx.native.meeting import SILENCE, Meeting, MeetingError, Other
+from jaxcgx.native.meeting import PLAIN, SILENCE, Links, Meeting, MeetingError, Other
 from jaxcgx.native.registration import module
 from jaxcgx.native.traffic import Traffic, traffic
 
@@ -19,31 +19,38 @@ LOOK = 1.0  # seconds after which a process looks again who has come
 _ONE = threading.Lock()
 _data: list[list[int]] = []  # the descriptors of the connections for data to each process, which the engine owns
 _why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
+_links: Links | None = None
 
 
-def connect(timeout: float) -> None:
+def connect(timeout: float, links: Links = PLAIN) -> None:
     """Connects the processes of jax.distributed, unless they are connected. It waits for them for `timeout` seconds.
 
-    There is no second try: other processes may have given up.
+    There is no second try: other processes may have given up. The connections stay as the first call made them.
     """
-    global _why
+    global _why, _links
     if _compat.rendezvous()[0] is None:
         raise RuntimeError(
             "Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"
         )
     with _ONE:
         if _why is None:
+            _links = links
             _why = "the wait for the other processes was interrupted"
             try:
-                _connect(timeout)
+                _connect(timeout, links)
                 _why = ""
             except (OSError, RuntimeError) as error:
                 _why = str(error)
         if _why:
             raise RuntimeError(f"Tcp: {_why}; start the processes again")
+        if links != _links:
+            raise ValueError(
+                f"Tcp: expected {_links}, with which this process has connected, got {links}; give every Tcp of a "
+                "process the same"
+            )
 
 
-def _connect(timeout: float) -> None:
+def _connect(timeout: float, links: Links) -> None:
     """Each process tells the others through the store where it listens. A common secret keeps strangers out."""
     store, process, processes, coordinator = _compat.rendezvous()
     assert coordinator, "jax.distributed has a store, but no coordinator"
@@ -53,7 +60,7 @@ def _connect(timeout: float) -> None:
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
     # Every process reaches the host of process 0 where it reaches the coordinator, which runs there.
     host = _host(coordinator) if process else ""
-    with Meeting(process, processes, secret, hosts=[host] if host else _own(address)) as meeting:
+    with Meeting(process, processes, secret, hosts=[host] if host else _own(address), links=links) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
         unknown, look, deadline = set(range(process)), 0.0, time.monotonic() + timeout
         while meeting.missing:
@@ -69,8 +76,8 @@ def _connect(timeout: float) -> None:
                     unknown.remove(other)
             meeting.step(min(deadline, look if unknown else deadline) - now)
         connections = meeting.hand_over()
-        module().tcp_start(process, connections, SILENCE)
-    _data[:] = [[] if other == process else [data] for other, (_, data, _) in enumerate(connections)]
+        module().tcp_start(process, connections, SILENCE, links.pace or 0.0)
+    _data[:] = [[] if other == process else data for other, (_, data, _) in enumerate(connections)]
     at_exit(module().tcp_leave)
 
 

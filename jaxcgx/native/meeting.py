@@ -21,9 +21,9 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-DATA, BEATS = range(2)  # the channels: connections between two processes
-HELLO = struct.Struct("=8s32sqq")  # magic, nonce, process, channel; both ends must have one byte order
-MAGIC = b"jaxcgx\x20\x01"  # the version of the meeting and of what follows (xla_ffi/tcp)
+BEATS, DATA = range(2)  # the channels: connections between two processes; DATA is the first of those for data
+HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have one byte order
+MAGIC = b"jaxcgx\x20\x02"  # the version of the meeting and of what follows (xla_ffi/tcp)
 PROOF = 32  # bytes of an HMAC-SHA256
 REFUSED = bytes(PROOF)
 STRANGERS = 64
@@ -42,6 +42,19 @@ class MeetingError(RuntimeError):
 
 class _Refused(Exception):
     """The other end is a stranger."""
+
+
+class Links(NamedTuple):
+    """What processes have between them, the same everywhere."""
+
+    connections: int = 1  # for data, between two processes
+    pace: float | None = None  # bytes a second that a process sends
+
+    def __str__(self) -> str:
+        return f"connections={self.connections}, pace={self.pace}"
+
+
+PLAIN = Links()
 
 
 class Other(NamedTuple):
@@ -83,12 +96,15 @@ class Meeting:
       processes: how many there are.
       secret: the job's.
       hosts: addresses of this host to listen at; none: at all of them.
+      links: what all processes have between them.
     """
 
-    def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str]) -> None:
+    def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
         self.process: int = process
         self.processes: int = processes
         self.secret: bytes = secret
+        self.links: Links = links
+        self.channels = range(DATA + links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor
@@ -120,13 +136,13 @@ class Meeting:
     def call(self, other: Other) -> None:
         """Connects to a process before this one."""
         self.hosts[other.process] = other.host
-        self._calls += [(0.0, other, channel) for channel in (DATA, BEATS)]
+        self._calls += [(0.0, other, channel) for channel in self.channels]
 
     @property
     def missing(self) -> list[int]:
         """The processes that are not connected yet."""
         others = [p for p in range(self.processes) if p != self.process]
-        return [p for p in others if any((p, channel) not in self.found for channel in (DATA, BEATS))]
+        return [p for p in others if any((p, channel) not in self.found for channel in self.channels)]
 
     def step(self, seconds: float) -> None:
         """Goes on for at most so long. A `MeetingError` if the processes can't meet."""
@@ -144,16 +160,19 @@ class Meeting:
             if self._handlers.get(number) is handler:  # an earlier one may have closed it
                 handler()
 
-    def hand_over(self) -> list[tuple[str, int, int]]:
-        """By process: its host, and the descriptors of its two connections, which belong to the caller from now on."""
+    def hand_over(self) -> list[tuple[str, list[int], int]]:
+        """By process: its host, the descriptors of its connections for data, and that for heartbeats.
 
-        def detached(process: int, channel: int) -> int:
-            if process == self.process:
-                return -1
-            self._forget(self.found[process, channel])
-            return self.found[process, channel].detach()
-
-        return [(host, detached(p, DATA), detached(p, BEATS)) for p, host in enumerate(self.hosts)]
+        They belong to the caller from now on.
+        """
+        handed: list[tuple[str, list[int], int]] = []
+        for process, host in enumerate(self.hosts):
+            found = [self.found[process, channel] for channel in self.channels] if process != self.process else []
+            for sock in found:
+                self._forget(sock)
+            beats, *data = [sock.detach() for sock in found] or [-1]
+            handed.append((host, data, beats))
+        return handed
 
     # Sockets
 
@@ -227,23 +246,33 @@ class Meeting:
     # The handshake
 
     def _hello(self, channel: int) -> bytes:
-        return HELLO.pack(MAGIC, secrets.token_bytes(32), self.process, channel)
+        numbers = self.process, channel, self.links.connections, self.links.pace or 0.0
+        return HELLO.pack(MAGIC, secrets.token_bytes(32), *numbers)
 
     def _proof(self, role: bytes, called: bytes, answered: bytes) -> bytes:
         return hmac.digest(self.secret, role + called + answered, "sha256")
 
+    def _compare(self, other: int, connections: int, pace: float) -> None:
+        theirs = Links(connections, pace or None)
+        if theirs != self.links:
+            raise MeetingError(
+                f"expected the same Tcp in every process, got {self.links} in process {self.process} and {theirs} in "
+                f"process {other}"
+            )
+
     def _answer(self, sock: socket.socket, mine: bytes) -> Talk:
         """The talk with somebody who calls."""
         hello = yield HELLO.size
-        magic, _, other, channel = HELLO.unpack(hello)
+        magic, _, other, channel, *links = HELLO.unpack(hello)
         if magic != MAGIC:
             raise _Refused
         proof = yield PROOF
         known = hmac.compare_digest(proof, self._proof(b"calls", hello, mine))
-        if not known or not self.process < other < self.processes or channel not in (DATA, BEATS):
+        if not known or not self.process < other < self.processes or channel < 0:
             sock.send(REFUSED)  # there is always room for this little
             raise _Refused
-        if (other, channel) in self.found:
+        self._compare(other, *links)
+        if channel not in self.channels or (other, channel) in self.found:
             raise _Refused
         sock.send(self._proof(b"answers", hello, mine))
         self._strangers.remove(sock)
@@ -256,10 +285,11 @@ class Meeting:
         with contextlib.suppress(OSError):  # the next read has the same error
             sock.send(mine)
         answer = yield HELLO.size
-        magic, _, process, _ = HELLO.unpack(answer)
+        magic, _, process, _, *links = HELLO.unpack(answer)
         if magic != MAGIC or process != other.process:
             raise MeetingError(f"{other} is not that process: another one, or another version of jaxcgx, listens there")
         sock.send(self._proof(b"calls", mine, answer))
+        self._compare(process, *links)
         proof = yield PROOF
         if proof == REFUSED:
             raise MeetingError(f"{other} turned this process away: it belongs to another job")
@@ -300,7 +330,8 @@ class Meeting:
         if not self._strangers:
             raise MeetingError(
                 f"out of file descriptors: this process may open {os.sysconf('SC_OPEN_MAX')}, and needs "
-                f"{2 * self.processes} for {self.processes} processes, besides its own; raise the limit (ulimit -n)"
+                f"{len(self.channels) * self.processes} for {self.processes} processes, besides its own; raise the "
+                "limit (ulimit -n)"
             )
         self._close(self._strangers.pop(0))
 

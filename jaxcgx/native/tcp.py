@@ -57,10 +57,10 @@ def who_takes_part(net: Any) -> jax.Array:
     return jnp.concatenate([net.rank[None], first + jnp.asarray(places)]).astype(jnp.int32)
 
 
-def with_processes(ctx: Any, who: Any, aval: Any, timeout: float) -> Any:
+def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
     """In a lowering rule: `who`, of type `aval`, with processes in place of places.
 
-    It connects this process, if it isn't connected yet, which may take `timeout` seconds.
+    It connects this process, if it isn't connected yet, which may take the transport's timeout.
     """
     devices = _compat.devices_of(ctx)
     if devices is None:
@@ -73,7 +73,7 @@ def with_processes(ctx: Any, who: Any, aval: Any, timeout: float) -> Any:
         raise ValueError(
             f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}"
         )
-    connect(timeout)
+    connect(net.timeout, net.links)
 
     def by_process(who: jax.Array) -> jax.Array:
         return jnp.concatenate([who[:1], jnp.asarray(processes, jnp.int32)[who[1:]]])
@@ -85,7 +85,7 @@ def _lower(ctx: Any, x: Any, who: Any, *, operation: str, targets: tuple[int, ..
     return _compat.lower_ordered("jaxcgx_tcp_exchange", net.order)(
         ctx,
         x,
-        with_processes(ctx, who, ctx.avals_in[1], timeout=net.timeout),
+        with_processes(ctx, who, ctx.avals_in[1], net=net),
         operation=np.int64(OPERATIONS.index(operation)),
         targets=np.array(targets, np.int64),
         timeout_ms=np.int64(net.timeout * 1000),

@@ -1,6 +1,7 @@
-"""The sum of a message over TCP, as a JAX primitive.
+"""The sum of a message over TCP, as two JAX primitives: one begins it, the other ends it.
 
-Pieces are encoded, added up and decoded while other pieces are on their way.
+Pieces are encoded, added up and decoded while other pieces are on their way. Between the two, a sum has memory of its
+own. The program that ends it may be a later one.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py).
 """
@@ -35,7 +36,8 @@ def pieces_of(size: int, trees: bool = False) -> int:
     return max(1, min(most, size // piece))
 
 
-tcp_allreduce_p: Any = _compat.Primitive("jaxcgx_tcp_allreduce")
+tcp_begin_p: Any = _compat.Primitive("jaxcgx_tcp_begin")
+tcp_end_p: Any = _compat.Primitive("jaxcgx_tcp_end")
 
 
 class Operands(NamedTuple):
@@ -59,17 +61,33 @@ class How(NamedTuple):
     divisor: float
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["ticket", "residuals"], meta_fields=["layout", "two_shot", "net"]
+)
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A sum that has begun. A pytree.
+
+    The ticket is two words, zeros where nothing has begun. The residuals are those of the first encoding. What an owner
+    loses of a sum joins them when the sum ends.
+    """
+
+    ticket: jax.Array
+    residuals: list[Any] | None
+    layout: Layout
+    two_shot: bool
+    net: Any
+
+
 class Results(NamedTuple):
     sums: list[Any]
     residuals: list[Any] | None
 
 
-def allreduce(
+def begin(
     layout: Layout, operands: Operands, *, parents: tuple[tuple[int, ...], ...], own: str, divisor: float, net: Any
-) -> Results:
-    """The schedule "one_shot", "two_shot" or an overlay of exchange/schedules.py, with its bits.
-
-    The result is float32 sums with "one_shot", else leaves.
+) -> Begun:
+    """Begins the schedule "one_shot", "two_shot" or an overlay of exchange/schedules.py, with its bits.
 
     Args:
       layout: the message, cut into a chunk for each tree, or one for one_shot. Its codec has kernels.
@@ -97,35 +115,41 @@ def allreduce(
         sum_feedback=raw and feedback,
         divisor=float(divisor),
     )
-    found = tcp_allreduce_p.bind(*_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net)
-    return _results(tree).unflatten(found)
+    *residuals, ticket = tcp_begin_p.bind(
+        *_compat.match_varying(*flat), tree=tree, layout=layout, batch=(), how=how, net=net
+    )
+    return Begun(ticket, residuals if feedback else None, layout, two_shot=how.two_shot, net=net)
 
 
-@functools.lru_cache
-def _results(tree: Any) -> Any:
-    """The structure of the results for operands of a structure."""
-    operands = places(tree)
-    return jax.tree_util.tree_structure(Results(operands.leaves, operands.residuals))
+def end(begun: Begun, later: bool) -> Results:
+    """The float32 sums with "one_shot", else the leaves, and the new residuals.
+
+    Args:
+      begun: the sum.
+      later: whether the program may be a later one than began it. Then no exchange behind this one begins before it
+        has ended: this process could wait for a rank that waits here.
+    """
+    operands = _compat.match_varying(begun.ticket, *(begun.residuals or ()))
+    found = tcp_end_p.bind(
+        *operands, layout=begun.layout, batch=(), two_shot=begun.two_shot, net=begun.net, later=later
+    )
+    n = len(begun.layout.shapes)
+    return Results(found[:n], None if begun.residuals is None else found[n:])
 
 
-# Two calls, so that the program goes on between them. The second waits for the sum that the first has begun.
-def _lower(
+# Two calls, so that the program goes on between them, or later ones run. Residuals are updated in place.
+def _lower_begin(
     ctx: Any, *operands: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> Sequence[Any]:
     at = places(tree)
     given, messages = list(operands), math.prod(batch)
-    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], timeout=net.timeout)
-    message = layout.attributes | dict(batch=np.int64(messages))
-    fed = list(at.residuals or ())
-    residuals = [ctx.avals_in[place] for place in fed]
-    ticket = _compat.result_aval(ctx.avals_in, (1,), np.dtype("int64"))
-    begun = ctx.replace(avals_out=[*residuals, ticket])
-    # Residuals are updated in place.
-    aliases = {place: i for i, place in enumerate(fed)}
-    *lost, number = _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
-        begun,
+    given[at.who] = with_processes(ctx, given[at.who], ctx.avals_in[at.who], net=net)
+    aliases = {place: i for i, place in enumerate(at.residuals or ())}
+    return _compat.lower_ordered("jaxcgx_tcp_allreduce", net.order, operand_output_aliases=aliases)(
+        ctx,
         *given,
-        **message,
+        **layout.attributes,
+        batch=np.int64(messages),
         two_shot=how.two_shot,
         parents=np.array(how.parents, np.int64).reshape(-1),
         own=how.own,
@@ -137,11 +161,27 @@ def _lower(
         digest=digest(layout, messages, how),
         bytes=np.int64(messages * _bytes(layout, how.parents, net.size)),  # for `explain`
     )
-    aliases = {1 + i: len(at.leaves) + i for i in range(len(fed))}
-    end = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, operand_output_aliases=aliases)
-    results = end(ctx.replace(avals_in=[ticket, *residuals]), number, *lost, **message)
-    ctx.set_tokens_out(begun.tokens_out)
-    return results
+
+
+def _lower_end(
+    ctx: Any, *operands: Any, layout: Layout, batch: tuple[int, ...], two_shot: bool, net: Any, later: bool
+) -> Sequence[Any]:
+    options: dict[str, Any] = dict(
+        operand_output_aliases={1 + i: len(layout.shapes) + i for i in range(len(operands) - 1)}
+    )
+    if later:
+        call = _compat.lower_ordered("jaxcgx_tcp_allreduce_end", net.order, **options)
+    else:
+        call = jax.ffi.ffi_lowering("jaxcgx_tcp_allreduce_end", has_side_effect=True, **options)
+    return call(
+        ctx,
+        *operands,  # the ticket, and residuals
+        **layout.attributes,
+        batch=np.int64(math.prod(batch)),
+        two_shot=two_shot,
+        feedback=len(operands) > 1,
+        ordered=later,
+    )
 
 
 def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
@@ -159,30 +199,49 @@ def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> 
     return round(max(sent) * ranks / (2 * (ranks - 1))) if ranks > 1 else 0
 
 
-def _abstract(
+def _abstract_begin(
     *avals: Any, tree: Any, layout: Layout, batch: tuple[int, ...], how: How, net: Any
 ) -> tuple[list[Any], frozenset[Any]]:
-    def result(shape: tuple[int, ...], dtype: Any) -> Any:
-        return _compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch))
+    residuals = [(s, jnp.float32) for s in layout.shapes] if tree.unflatten(avals).residuals is not None else []
+    return _results(avals, batch, [*residuals, ((2,), jnp.uint32)]), net.effects
 
-    sums = [result(s, d if how.two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
-    fed = tree.unflatten(avals).residuals is not None
-    results = Results(sums, [result(s, jnp.float32) for s in layout.shapes] if fed else None)
-    return jax.tree_util.tree_leaves(results), net.effects
+
+def _abstract_end(
+    *avals: Any, layout: Layout, batch: tuple[int, ...], two_shot: bool, net: Any, later: bool
+) -> tuple[list[Any], frozenset[Any]]:
+    sums = [(s, d if two_shot else jnp.float32) for s, d in zip(layout.shapes, layout.dtypes)]
+    residuals = [(s, jnp.float32) for s in layout.shapes] if len(avals) > 1 else []
+    return _results(avals, batch, sums + residuals), net.effects if later else net.effects - {net.order}
+
+
+def _results(avals: Sequence[Any], batch: tuple[int, ...], wanted: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
+    return [_compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch)) for shape, dtype in wanted]
 
 
 # One call for all messages, as with the operations.
-def _batch(
+def _batch_begin(
     operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:
     moved, who = in_front(operands, dims), places(tree).who
     moved[who] = operands[who]
-    results = tcp_allreduce_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
+    results = tcp_begin_p.bind(*moved, tree=tree, batch=(len(moved[0]), *batch), **params)
     return results, [0] * len(results)
 
 
-tcp_allreduce_p.multiple_results = True
-tcp_allreduce_p.def_effectful_abstract_eval(_abstract)
-batching.primitive_batchers[tcp_allreduce_p] = _batch
-mlir.register_lowering(tcp_allreduce_p, refuse)
-mlir.register_lowering(tcp_allreduce_p, _lower, platform="cpu")
+def _batch_end(
+    operands: Sequence[Any], dims: Sequence[Any], *, batch: tuple[int, ...], **params: Any
+) -> tuple[list[jax.Array], list[int]]:
+    moved = in_front(operands, dims)
+    results = tcp_end_p.bind(*moved, batch=(len(moved[0]), *batch), **params)
+    return results, [0] * len(results)
+
+
+for primitive, abstract, batched, lower in (
+    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
+    (tcp_end_p, _abstract_end, _batch_end, _lower_end),
+):
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(abstract)
+    batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(primitive, refuse)
+    mlir.register_lowering(primitive, lower, platform="cpu")

@@ -119,7 +119,8 @@ class Training:
         updates, rest = placement.by_partitioner(self._update, placed)(grads, rest, trained, loss)
         updates, lost = sending.send_updates(updates, tuple(lost), noise)
         params = join(import_optax(OP).apply_updates(trained, updates), frozen)
-        return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), sent.telemetry)
+        telemetry = getattr(sent, "telemetry", None)  # which a transformation of the user's own may not have
+        return params, model_state, (sent, rest, *lost), Metrics(loss, of_aux and of_aux.unflatten(aux), telemetry)
 
     def _check(self, trained: Any) -> None:
         """Checks that parameters can be trained, and that the optimizer doesn't compress gradients itself."""

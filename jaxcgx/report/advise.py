@@ -20,13 +20,13 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs
 from jaxcgx.exchange.costs import Load, Time
 from jaxcgx.exchange.errors import Losses, drawn
-from jaxcgx.lab.units import parse_rate, parse_time, spell_rate
 from jaxcgx.plan import Plan, messages, why_raw
 from jaxcgx.report import machine
 from jaxcgx.report.shapes import count
 from jaxcgx.report.steps import BACKWARD, step_seconds
 from jaxcgx.text import spell_sizes, table
 from jaxcgx.transports.network import PAYLOAD, WAYS, Network
+from jaxcgx.units import parse_rate, parse_time, spell_rate
 
 CODECS = (Cast("bfloat16"), MaxMin(8), MaxMin(4), MaxMin(2), Sign(), TopK(0.01), PowerSGD(4))
 SPREAD = 0.15  # how far predictions of exchanges were from measurements (benchmarks/results/prediction.md)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from jaxcgx.lab import Lab, Link, signals_raise
 from jaxcgx.lab.counters import Counters, History, busiest
 from jaxcgx.lab.files import Change
-from jaxcgx.lab.units import spell_rate
 from jaxcgx.report.results import Data
 from jaxcgx.text import table
+from jaxcgx.units import spell_rate
 
 TICK = 0.1  # seconds between two looks at the counters
 POINTS = 400  # of the chart, at most

@@ -7,8 +7,12 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxcgx.checks import check_field, check_number, wrong
+from jaxcgx.checks import check_field, check_integer, check_number, wrong
+from jaxcgx.native.meeting import Links
 from jaxcgx.transports.base import Transport
+from jaxcgx.units import parse_rate
+
+MOST_CONNECTIONS = 64  # between two processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,15 +29,40 @@ class Tcp:
       name: the name of the axis.
       timeout: how many seconds an exchange may take, including the wait for other processes, and how many seconds they
         wait for each other before the first one.
+      connections: how many connections carry the data between two processes. A long link passes one window of each
+        connection in a round trip.
+      pace: what this process sends to all others together at most: bytes a second, or a rate as in "100mbit". None: no
+        limit. It counts what TCP carries, without the headers of TCP and below.
+
+    A process connects once, so every Tcp in it, and in the other processes, has the same `connections` and `pace`.
     """
 
     name: Hashable
     timeout: float = 1800.0
+    connections: int = 1
+    pace: float | str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.name, tuple | list | Tcp):
             raise wrong("Tcp", "name", "the name of one axis", repr(self.name), "a tuple of axes has a Tcp for each")
         check_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
+        check_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
+        check_field(self, "pace", _check_pace)
+
+    @property
+    def links(self) -> Links:
+        assert not isinstance(self.pace, str)  # __post_init__ has read it
+        return Links(self.connections, self.pace)
+
+
+def _check_pace(function: str, argument: str, value: Any) -> float | None:
+    """Bytes a second."""
+    if isinstance(value, str):
+        return parse_rate(f"{function}: argument '{argument}'", value) / 8
+    expected = 'at least 1000 bytes a second, or a rate as in "100mbit"'
+    return (
+        None if value is None else float(check_number(function, argument, value, lambda x: 1e3 <= x < 1e12, expected))
+    )
 
 
 def _each(axis_name: Any) -> tuple[Any, ...]:

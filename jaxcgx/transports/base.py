@@ -51,10 +51,10 @@ class Transport:
     rank: Any
     """This rank: an int, or a traced one."""
 
-    sum_piecewise: Any = None
-    """None, or a method from a `PiecewiseSum` to (sums, new residuals or None).
+    begin_sum: Any = None
+    """None, or a method that begins a `PiecewiseSum`, which overlaps kernels with the exchange. Its result is a pytree.
 
-    It overlaps kernels with the exchange.
+    `end_sum` takes it, in the same program or a later one.
     """
 
     @property
@@ -78,6 +78,10 @@ class Transport:
         something else.
         """
         return self
+
+    def end_sum(self, begun: Any, later: bool = False) -> tuple[list[Any], list[Any] | None]:
+        """(sums, new residuals or None). `later`: the program may be a later one than began the sum."""
+        raise NotImplementedError(f"{type(self).__name__}.end_sum")
 
     def all_to_all(self, rows: jax.Array) -> jax.Array:
         """From [ranks, ...], row r goes to rank r; row r of the result came from rank r."""

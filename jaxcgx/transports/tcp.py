@@ -15,6 +15,7 @@ import jax
 from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.native import tcp, tcp_sum
+from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import Tcp
 from jaxcgx.transports.base import PiecewiseSum
 from jaxcgx.transports.xla import Axes, Leaders
@@ -24,6 +25,10 @@ ORDER: Any = _compat.OrderedOnEachDevice()
 
 def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAxes":
     """The transport over named axes, some of which are marked as Tcp."""
+    links = list(dict.fromkeys(axis.links for axis in marks))
+    if len(links) > 1:
+        got = " and ".join(map(str, links))
+        raise wrong(op, "axis_name", "the same connections and pace in every Tcp", got, "a process connects once")
     mesh, processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     if others := [axis.name for axis in marks if axis.name not in mesh.manual_axes]:
         raise wrong(
@@ -42,7 +47,7 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
             "start a process for each device (jax.distributed.initialize, jax_num_cpu_devices=1), or give the name "
             "alone",
         )
-    return TcpAxes(names, frozenset(axis.name for axis in marks), min(axis.timeout for axis in marks))
+    return TcpAxes(names, frozenset(axis.name for axis in marks), min(axis.timeout for axis in marks), links[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,7 @@ class TcpAxes(Axes):
 
     over: frozenset[Any]
     timeout: float
+    links: Links
     label: int = 0
 
     order: ClassVar[Any] = ORDER
@@ -64,7 +70,7 @@ class TcpAxes(Axes):
         return "tcp"
 
     def _part(self, name: Any) -> Axes:
-        return TcpAxes((name,), self.over, self.timeout) if name in self.over else Axes((name,))
+        return TcpAxes((name,), self.over, self.timeout, self.links) if name in self.over else Axes((name,))
 
     def labelled(self, label: int) -> "TcpAxes":
         return dataclasses.replace(self, label=label)
@@ -87,7 +93,7 @@ class TcpAxes(Axes):
         target = dict(pairs)
         return tcp.exchange("permute", row, self, targets=tuple(target.get(rank, -1) for rank in range(self.size)))
 
-    def sum_piecewise(self, asked: PiecewiseSum) -> tcp_sum.Results:
+    def begin_sum(self, asked: PiecewiseSum) -> tcp_sum.Begun:
         operands = tcp_sum.Operands(
             leaves=asked.leaves,
             residuals=asked.residuals,
@@ -96,6 +102,9 @@ class TcpAxes(Axes):
             sum_key=asked.sum_key,
             hop_key=asked.hop_key,
         )
-        return tcp_sum.allreduce(
+        return tcp_sum.begin(
             asked.layout, operands, parents=asked.parents, own=asked.own, divisor=asked.divisor, net=self
         )
+
+    def end_sum(self, begun: tcp_sum.Begun, later: bool = False) -> tcp_sum.Results:
+        return tcp_sum.end(begun, later)

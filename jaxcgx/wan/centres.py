@@ -11,24 +11,20 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.checks import wrong
-from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
-from jaxcgx.optim.leaves import flatten, loose
+from jaxcgx.optim.leaves import flatten
 from jaxcgx.optim.model_state import PerRank
-from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import MeshRanks
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
-from jaxcgx.plan.by_axis import by_axis
 from jaxcgx.transports.xla import Axes
 from jaxcgx.wan.fragments import Fragment, cut
-from jaxcgx.wan.outer import OuterTelemetry
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
 
 OP = "make_train_step"
@@ -54,9 +50,9 @@ class DilocoState(NamedTuple):
 class DilocoMetrics(NamedTuple):
     """What a step reports."""
 
-    loss: jax.Array  # [centres]: that of each centre. Their mean would be sent in every step.
+    loss: Any  # [centres]: that of each centre. Their mean would be sent in every step.
     telemetry: Any  # of the exchange inside a centre; arrays have a leading axis of the centres
-    outer: tuple[OuterTelemetry, ...] | None  # of each fragment's last round; None without telemetry
+    outer: Any  # an OuterTelemetry for each fragment, of its last round; None without telemetry
 
 
 class One(MeshRanks):
@@ -92,7 +88,6 @@ class Centres:
     diloco: Any
     placement: Placement
     axis: Any  # of the exchange between centres: their axis and those of a centre's ranks, some of them marked
-    sending: dict[str, Any]  # options of compress_gradients between centres
 
     @property
     def name(self) -> Any:
@@ -128,10 +123,12 @@ class Centres:
     def _specs(self) -> DilocoState:
         rows = P(self.name)
         sent = CompressState(P(), P(), residuals=rows, momentum=rows, telemetry=P(), trace=P(), factors=P())
+        waiting = rows if self._rounds.crosses else P()
         return DilocoState(
             count=P(),
             centres=PerRank(Centre(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
-            exchanges=(Exchange(sent=sent, outer=P(), mean=P(), before=P(), telemetry=P()),) * self.diloco.fragments,
+            exchanges=(Exchange(sent=sent, outer=P(), waiting=waiting, before=P(), telemetry=P()),)
+            * self.diloco.fragments,
         )
 
     def _over_ranks(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -143,7 +140,7 @@ class Centres:
 
         def of_rank(params: Any) -> tuple[Any, DilocoState]:
             outer, _, (sent, inner) = training.init(params)
-            rounds = self._rounds()
+            rounds = self._rounds
             exchanges = [rounds.init(fragment.take(outer)) for fragment in self._cut(training, outer)]
             if getattr(sent, "key", None) is not None:  # centres draw independent noise
                 sent = sent._replace(key=fold(sent.key, lax.axis_index(self.name)))
@@ -184,7 +181,7 @@ class Centres:
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
         """The parameters and states after `count` steps: one fragment may begin its exchange, one may end it."""
-        rounds, fragments, given = self._rounds(), self._cut(training, both.outer), self.diloco
+        rounds, fragments, given = self._rounds, self._cut(training, both.outer), self.diloco
 
         def turn(act: Callable[..., Any], delay: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
             """Acts on the fragment whose turn was `delay` steps ago, if it was one's."""
@@ -205,48 +202,32 @@ class Centres:
             return turn(rounds.at_once, 0, both, exchanges)
         return turn(rounds.begin, 0, *turn(rounds.end, given.overlap, both, exchanges))
 
+    @property
     def _rounds(self) -> Rounds:
         given = self.diloco
         return Rounds(
-            transformation=compress_gradients(self.axis, self._plans, **self.sending),
-            names=self.placement.names,
+            between=given.between(self.axis),
+            centres=self.placement.mesh.shape[self.name],
             outer=given.outer,
-            keeps=given.eager or given.overlap > 0,
+            later=given.eager or given.overlap > 0,
             alpha=given.alpha,
             decay=given.decay,
             telemetry=given.telemetry,
         )
-
-    @property
-    def _plans(self) -> dict[int, Any]:
-        """The plans for a fragment, by round. Ranks of a centre share the work uncompressed."""
-        between = lambda codec: (
-            by_axis(self.placement.names, codec, Raw()) if isinstance(codec, Codec) and not codec.skips else codec
-        )
-        found = {}
-        for phase in check_phases("diloco", self.diloco.plan):
-            plan = loose(phase.plan)
-            rules = [dataclasses.replace(rule, codec=between(rule.codec)) for rule in plan.rules]
-            found[phase.start] = dataclasses.replace(plan, default=between(plan.default), rules=rules)
-        return found
 
     def _cut(self, training: Training, params: Any) -> tuple[Fragment, ...]:
         return cut("diloco", params, training.skipped(params), self.diloco.fragments)
 
     def _check(self, training: Training, params: Any) -> None:
         """Checks that each rule of the plan holds for a parameter, and that the plans freeze the same ones."""
-        found = flatten(params)
-        for phase in check_phases("diloco", self.diloco.plan):
-            phase.plan.assign("diloco", "plan", paths=found.paths, leaves=found.values)
-            frozen = [
-                jax.tree_util.tree_leaves(each)
-                for each in (phase.plan.skipped("diloco", "plan", params), training.skipped(params))
-            ]
-            for path, outer, inner in zip(found.paths, *frozen):
-                if outer != inner:
-                    expected = "a plan that skips the same parameters as that inside a centre"
-                    remedy = "give both plans the same rules with jaxcgx.Skip()"
-                    raise wrong("diloco", "plan", expected, "another", remedy, path=path)
+        found, plan = flatten(params), self.diloco.plan
+        plan.assign("diloco", "plan", paths=found.paths, leaves=found.values)
+        each = (plan.skipped("diloco", "plan", params), training.skipped(params))
+        for path, outer, inner in zip(found.paths, *map(jax.tree_util.tree_leaves, each)):
+            if outer != inner:
+                expected = "a plan that skips the same parameters as that inside a centre"
+                remedy = "give both plans the same rules with jaxcgx.Skip()"
+                raise wrong("diloco", "plan", expected, "another", remedy, path=path)
 
 
 def _rows(centre: Centre) -> Centre:

@@ -15,6 +15,7 @@ from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.wan.between import Between
 from jaxcgx.wan.centres import Centres
 from jaxcgx.wan.outer import check_outer
 
@@ -38,7 +39,12 @@ def diloco(
     eager: bool = False,
     decay: float = 1.0,
     telemetry: bool = False,
-    **options: Any,
+    feedback: bool = True,
+    seed: int = 0,
+    schedule: str | dict[Any, str] = "auto",
+    own: str = "raw",
+    strict: bool = False,
+    fusion_mb: float | None = None,
 ) -> "Diloco":
     """Low-communication training (DiLoCo), for `make_train_step(..., diloco=)`.
 
@@ -61,20 +67,25 @@ def diloco(
         hurts where `every` is small; see `telemetry`.
       every: the number of steps between two exchanges of a parameter, H.
       axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
-      plan: a codec, {axis: codec}, a Plan, or a schedule of these by the number of the exchange, for outer gradients.
-        Codecs that aren't given by axis are those between centres; the ranks of a centre share the work uncompressed.
+      plan: a codec, {axis: codec} or a Plan, for outer gradients. Codecs that aren't given by axis are those between
+        centres; the ranks of a centre share the work uncompressed.
       fragments: the number of fragments that parameters are dealt to, P. One of them is exchanged every `every` / P
         steps. Each has about as many bytes as the others. Large parameters are cut along their first dimension.
-      overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied.
+      overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied. Over `Tcp`,
+        with centres of one rank, the exchange goes on while these steps run.
       alpha: the weight of a centre's own parameters where a result is applied, from 0 to below 1: own = alpha * own +
         (1 - alpha) * outer.
       eager: apply the result of an exchange where the fragment's next exchange begins, `every` steps later. Meanwhile a
         centre goes on from an outer step of its own, with its part of the mean alone. There is no other `overlap`, and
         no `alpha`.
       decay: what residuals are multiplied by after each exchange, above 0 and up to 1 (SparseLoCo's beta).
-      telemetry: report the outer steps in `metrics.outer`, with the metrics of compress_gradients in the state. It
-        keeps the outer gradients of the last round.
-      **options: options of `compress_gradients` for outer gradients, such as feedback=False or seed=.
+      telemetry: report the outer steps in `metrics.outer`. It keeps the outer gradients of the last round.
+      feedback: keep what compression loses of outer gradients, and send it later.
+      seed: the seed of the noise of codecs that round stochastically.
+      schedule: how the bytes travel, as in `compressed_pmean`.
+      own: how a centre adds its own part, as in `compressed_pmean`.
+      strict: whether a parameter that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
     """
     return Diloco(
         inner=inner,
@@ -88,7 +99,9 @@ def diloco(
         eager=eager,
         decay=decay,
         telemetry=telemetry,
-        options=options,
+        feedback=feedback,
+        seed=seed,
+        options=dict(schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb),
     )
 
 
@@ -107,7 +120,9 @@ class Diloco:
     eager: bool
     decay: float
     telemetry: bool
-    options: dict[str, Any]
+    feedback: bool
+    seed: int
+    options: dict[str, Any]  # of begin_pmean
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", check_outer(OP, self.outer))
@@ -122,15 +137,14 @@ class Diloco:
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(OP, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
-        if "axis_size" in self.options:
-            raise wrong(OP, "axis_size", "none, as the mesh says how many centres there are", "one", kind=TypeError)
         self._check_rhythm()
-        compress_gradients(self.axis_name, self.plan, **self._sending)  # its checks
+        # Its checks.
+        compress_gradients(self.axis_name, self.plan, feedback=self.feedback, seed=self.seed, **self.options)
+        phase, *others = check_phases(OP, self.plan)
+        if others:
+            raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
+        object.__setattr__(self, "plan", phase.plan)
         self._warn_of_few_bits()
-
-    @property
-    def _sending(self) -> dict[str, Any]:
-        return {"telemetry": self.telemetry} | self.options
 
     @property
     def period(self) -> int:
@@ -148,10 +162,9 @@ class Diloco:
             raise wrong(OP, "overlap", expected, self.overlap, remedy)
 
     def _warn_of_few_bits(self) -> None:
-        if self.options.get("feedback", True):
+        if self.feedback:
             return
-        codecs = {codec for phase in check_phases(OP, self.plan) for codec in phase.plan.codecs}
-        if few := [codec for codec in codecs if not codec.raw and _bits(codec) < FEW_BITS]:
+        if few := [codec for codec in self.plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]:
             warnings.warn(
                 f"{OP}: argument 'feedback': {spell(few[0])} loses too much of outer gradients to train without "
                 "feedback; leave feedback=False out, or take 4 bits",
@@ -186,7 +199,11 @@ class Diloco:
         given = data_axis if isinstance(data_axis, tuple) else (data_axis,)
         mark = given[0] if self.axis_name == name else self.axis_name
         axis = (mark, *given[1:]) if len(given) > 1 else mark
-        return Centres(diloco=self, placement=placement, axis=axis, sending=self._sending)
+        return Centres(diloco=self, placement=placement, axis=axis)
+
+    def between(self, axis: Any) -> Between:
+        """The exchange between the centres of a mesh over these axes."""
+        return Between(axis, self.plan, feedback=self.feedback, seed=self.seed, options=self.options)
 
 
 def _bits(codec: Codec) -> float:

@@ -33,8 +33,8 @@ def sparseloco(
       decay: what residuals are multiplied by after each exchange.
       **options: other options of `diloco`.
     """
-    optax, plan = import_optax("sparseloco"), TopK(ratio, values=MaxMin(bits))
-    return diloco(inner, optax.sgd(rate), **{"every": every, "plan": plan, "decay": decay, **options})
+    given: dict[str, Any] = dict(plan=TopK(ratio, values=MaxMin(bits)), decay=decay)
+    return diloco(inner, import_optax("sparseloco").sgd(rate), every=every, **given | options)
 
 
 def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int = 2, **options: Any) -> Diloco:
@@ -46,7 +46,8 @@ def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int 
       bits: the bits of an element.
       **options: other options of `diloco`.
     """
-    return diloco(inner, **{"every": every, "plan": MaxMin(bits), **options})
+    given: dict[str, Any] = dict(plan=MaxMin(bits))
+    return diloco(inner, every=every, **given | options)
 
 
 def pier(

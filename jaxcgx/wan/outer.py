@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 TINY = 2.0**-126
 
 
-def check_outer(op: str, outer: Any) -> "optax.GradientTransformation":
+def check_outer(op: str, outer: Any) -> Any:
     """An optimizer, or one by its name."""
     optax = import_optax(op)
     if isinstance(outer, str) and outer in ("sgd", "nesterov"):

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxcgx.optim.model_state import PerRank
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
+from jaxcgx.wan.between import Between
 from jaxcgx.wan.fragments import Fragment
 from jaxcgx.wan.outer import OuterTelemetry, init_outer, measure
 
@@ -20,9 +21,11 @@ class Exchange(NamedTuple):
 
     sent: CompressState  # of the exchange of outer gradients
     outer: Any  # of the outer optimizer
-    mean: Any  # the mean of outer gradients that is still to be applied; None if it always is at once
+    # The mean of outer gradients that is still to be applied, or a PerRank of the ticket of its exchange. None where
+    # each exchange ends in the step in which it begins.
+    waiting: Any
     before: Any  # the mean of the round before; None without telemetry
-    telemetry: OuterTelemetry | None  # of the last round
+    telemetry: Any  # an OuterTelemetry of the last round, or None
 
 
 class Both(NamedTuple):
@@ -37,49 +40,62 @@ class Both(NamedTuple):
 class Rounds:
     """What the rounds of all fragments are made of. `diloco` explains the last fields."""
 
-    transformation: Any  # from outer gradients to their mean over all ranks
-    names: tuple[Any, ...]  # the axes of the centres and of a centre's ranks, which have the same outer gradients
+    between: Between
+    centres: int
     outer: Any
-    keeps: bool  # whether a mean is applied in a later step
+    later: bool  # whether an exchange ends in a later step than it begins
     alpha: float
     decay: float
     telemetry: bool
 
+    @property
+    def crosses(self) -> bool:
+        """Whether an exchange goes on while the next steps' programs run."""
+        return self.later and self.between.crosses
+
     def init(self, params: Any) -> Exchange:
         """The state before the first round of these parameters."""
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        sent, waiting = self.between.init(params), None
+        if self.crosses:
+            ticket, _ = jax.eval_shape(self.between.begin, zeros(), sent)
+            waiting = PerRank(jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), ticket))
+        elif self.later:
+            waiting = zeros()
         return Exchange(
-            sent=self.transformation.init(params),
+            sent=sent,
             outer=init_outer(OP, self.outer, params),
-            mean=zeros() if self.keeps else None,
+            waiting=waiting,
             before=zeros() if self.telemetry else None,
             telemetry=OuterTelemetry(*jnp.zeros(2, jnp.float32)) if self.telemetry else None,
         )
 
     def begin(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
-        """Exchanges outer gradients. A mean that isn't finite leaves no trace in the residuals."""
-        mean, sent = self._mean(_moved(fragment, both), exchange.sent)
-        if self.decay != 1:
-            sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.decay * r, sent.residuals))
-        return both, exchange._replace(sent=_choose(_finite(mean), sent, exchange.sent), mean=mean)
+        """Begins to exchange outer gradients. What can't go on in later steps ends here, too."""
+        ticket, sent = self.between.begin(_moved(fragment, both), exchange.sent)
+        if self.crosses:
+            return both, exchange._replace(sent=sent, waiting=PerRank(ticket))
+        mean, sent = self._received(ticket, sent)
+        return both, exchange._replace(sent=_choose(_finite(mean), sent, exchange.sent), waiting=mean)
 
     def end(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean, and the centre's own to them.
 
         After a mean that isn't finite the centre goes back to the outer parameters, which stay as they are.
         """
-        finite = _finite(exchange.mean)
-        after, done = self._move(fragment.take(both.outer), exchange, good=finite)
+        mean, exchange = self._arrived(exchange)
+        finite = _finite(mean)
+        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=finite)
         own = after
         if self.alpha:
             mix = lambda x, y: (self.alpha * _wide(x) + (1 - self.alpha) * _wide(y)).astype(x.dtype)
             own = _choose(finite, jax.tree_util.tree_map(mix, fragment.take(both.own), after), after)
-        both = both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own))
-        return both, done if self.keeps else done._replace(mean=None)
+        return both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own)), done
 
     def at_once(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
         """Exchanges outer gradients, and moves by their mean."""
-        return self.end(fragment, *self.begin(fragment, both, exchange))
+        both, done = self.end(fragment, *self.begin(fragment, both, exchange))
+        return both, done._replace(waiting=None)
 
     def eager(self, fragment: Fragment, both: Both, exchange: Exchange, *, first: jax.Array) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients.
@@ -93,38 +109,36 @@ class Rounds:
           first: whether this is the fragment's first round, which has none before it.
         """
         moved = _moved(fragment, both)
-        good = _finite(exchange.mean) & ~first
-        after, done = self._move(fragment.take(both.outer), exchange, good=good)
-        part = jax.tree_util.tree_map(lambda d, x: (d / lax.axis_size(self.names[0])).astype(x.dtype), moved, after)
+        mean, exchange = self._arrived(exchange)
+        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=_finite(mean) & ~first)
+        part = jax.tree_util.tree_map(lambda d, x: (d / self.centres).astype(x.dtype), moved, after)
         ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
         start = _choose(_finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
         return Both(fragment.put(both.outer, after), *(fragment.put(x, start) for x in both[1:])), begun
 
-    def _move(self, before: Any, exchange: Exchange, good: jax.Array) -> tuple[Any, Exchange]:
+    def _received(self, ticket: Any, sent: CompressState) -> tuple[Any, CompressState]:
+        """The mean of an exchange that has begun, and the state after it."""
+        mean, sent = self.between.end(ticket, sent)
+        if self.decay != 1:
+            sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.decay * r, sent.residuals))
+        return mean, sent
+
+    def _arrived(self, exchange: Exchange) -> tuple[Any, Exchange]:
+        """The mean that has been waited for, and the state, which then waits for none."""
+        if not self.crosses:
+            return exchange.waiting, exchange
+        mean, sent = self._received(exchange.waiting.rows, exchange.sent)
+        return mean, exchange._replace(sent=sent, waiting=jax.tree_util.tree_map(jnp.zeros_like, exchange.waiting))
+
+    def _move(self, before: Any, exchange: Exchange, mean: Any, good: jax.Array) -> tuple[Any, Exchange]:
         """The outer parameters after a step along the mean, and the state; both as they were unless it is good."""
-        mean = exchange.mean
         given = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, before)
         step, state = self.outer.update(given, exchange.outer, before)
         done = exchange._replace(outer=state)
         if exchange.telemetry is not None:
             done = done._replace(before=mean, telemetry=measure(mean, step, exchange.before))
         return _choose(good, (import_optax(OP).apply_updates(before, step), done), (before, exchange))
-
-    def _mean(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """The mean over the centres.
-
-        The ranks of a centre share the work. All of them have the same outer gradients and residuals, of which the
-        first rank's count.
-        """
-        inner = self.names[1:]
-        if not inner:
-            return self.transformation.update(moved, sent)
-        first, ranks = lax.axis_index(inner) == 0, lax.axis_size(inner)
-        alone = lambda tree: jax.tree_util.tree_map(lambda x: jnp.where(first, x, 0), tree)
-        each = lambda function, state: state._replace(**{n: function(getattr(state, n)) for n in state.per_rank})
-        mean, sent = self.transformation.update(alone(moved), each(alone, sent))
-        return jax.tree_util.tree_map(lambda x: x * ranks, mean), each(lambda x: lax.psum(x, inner), sent)
 
 
 def _moved(fragment: Fragment, both: Both) -> Any:

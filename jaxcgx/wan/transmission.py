@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcgx import _compat
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.raw import Raw
@@ -204,7 +205,8 @@ class Step:
         rows = _each(lambda o, p: p[0, : o.size], places, pending)
         zeros = _each(lambda x, r: None if r is None else jnp.zeros((1, *x.shape), jnp.float32), rows, self.residuals)
         sent = self._send(self.plans, Sent(rows, zeros), part=LATE)
-        return Sent(_put(self.cut, places, sent.means), _put(self.cut, places, sent.residuals))
+        nothing = _each(lambda b: None, self.cut)
+        return Sent(*(_put(self.cut, last, nothing, x) for x in sent))
 
     def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:
         """The exchange of important blocks and of whole leaves, and what is deferred."""
@@ -215,8 +217,7 @@ class Step:
         rest, pending = self._rest(
             Sent(*(_take(tails, _each(lambda _, x: x, self.cut, xs)) for xs in (self.gradients, self.residuals)))
         )
-        both = zip(sent, rest)
-        return Sent(*(_add(_put(self.cut, heads, x), _put(self.cut, tails, y)) for x, y in both)), pending
+        return Sent(*(_put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending
 
     def _rest(self, given: Sent) -> tuple[Sent, list[Any]]:
         """What is sent of the other blocks, and what is deferred. given: their gradients and residuals."""
@@ -284,13 +285,26 @@ def _each(function: Callable[..., Any], *values: list[Any]) -> list[Any]:
 
 def _take(places: list[Any], values: list[Any]) -> list[Any]:
     """The blocks at these places; whole leaves as they are."""
-    return [x if at is None or x is None else x[..., at, :] for at, x in zip(places, values)]
+    take = lambda at, x: x.at[..., at, :].get(mode="promise_in_bounds", unique_indices=True)
+    return [x if at is None or x is None else take(at, x) for at, x in zip(places, values)]
 
 
-def _put(cut: list[Blocks | None], places: list[Any], values: list[Any]) -> list[Any]:
-    """The inverse of `_take`, with zeros for the other blocks."""
-    put = lambda b, at, x: jnp.zeros((*x.shape[:-2], b.count, b.size), x.dtype).at[..., at, :].set(x)
-    return [x if b is None or x is None else put(b, at, x) for b, at, x in zip(cut, places, values)]
+def _put(cut: list[Blocks | None], order: list[Any], first: list[Any], rest: list[Any]) -> list[Any]:
+    """All blocks of each leaf, of which the first and the rest in its order are given; None: they are zeros.
+
+    Whole leaves are among the first, as they are. XLA's CPU programs gather much faster than they scatter.
+    """
+
+    def put(b: Blocks, o: jax.Array, x: Any, y: Any) -> Any:
+        given = x if y is None else y
+        if given is None:
+            return None
+        missing = lambda n: jnp.zeros((*given.shape[:-2], n, b.size), given.dtype)
+        x = missing(b.count - y.shape[-2]) if x is None else x
+        y = missing(b.count - x.shape[-2]) if y is None else y
+        return _take([jnp.argsort(o)], [jnp.concatenate(_compat.match_varying(x, y), -2)])[0]
+
+    return [x if b is None else put(b, o, x, y) for b, o, x, y in zip(cut, order, first, rest)]
 
 
 def _add(some: list[Any], more: list[Any]) -> list[Any]:

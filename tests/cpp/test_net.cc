@@ -62,9 +62,12 @@ std::pair<tcp::Socket, tcp::Socket> connection() {
   return {std::move(first), tcp::Socket(accept(listener.number(), nullptr, nullptr))};
 }
 
+int64_t lanes = 1;  // connections for data between two processes
+double pace = 0;    // bytes a second
+
 std::shared_ptr<Net> made(int64_t process, std::vector<tcp::Connection> connections,
                           std::chrono::milliseconds silence = 30s) {
-  auto net = Net::make(process, std::move(connections), silence);
+  auto net = Net::make(process, std::move(connections), silence, pace);
   CHECK(std::holds_alternative<std::shared_ptr<Net>>(net), "make");
   return std::get<0>(net);
 }
@@ -75,9 +78,14 @@ std::vector<std::shared_ptr<Net>> connected(int64_t processes, std::chrono::mill
   for (auto& one : all) one.resize(processes);
   for (int64_t i = 0; i < processes; ++i) {
     for (int64_t j = 0; j < i; ++j) {
-      auto data = connection(), beats = connection();
-      all[i][j] = {"127.0.0.1", std::move(data.first), std::move(beats.first)};
-      all[j][i] = {"127.0.0.1", std::move(data.second), std::move(beats.second)};
+      auto beats = connection();
+      all[i][j] = {"127.0.0.1", {}, std::move(beats.first)};
+      all[j][i] = {"127.0.0.1", {}, std::move(beats.second)};
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        auto data = connection();
+        all[i][j].data.push_back(std::move(data.first));
+        all[j][i].data.push_back(std::move(data.second));
+      }
     }
   }
   std::vector<std::shared_ptr<Net>> nets;
@@ -254,14 +262,62 @@ void test_one_is_late_for_much() {
       300ms);
 }
 
+// A process that is connected with sockets, which the caller has, in place of another process: those for data, then the
+// one for heartbeats.
+std::pair<std::shared_ptr<Net>, std::vector<tcp::Socket>> with_strangers(const char* host,
+                                                                         std::chrono::milliseconds silence = 30s) {
+  std::vector<tcp::Connection> two(2);
+  two[1].host = host;
+  std::vector<tcp::Socket> others;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    auto data = connection();
+    two[1].data.push_back(std::move(data.first));
+    others.push_back(std::move(data.second));
+  }
+  auto beats = connection();
+  two[1].beats = std::move(beats.first);
+  others.push_back(std::move(beats.second));
+  return {made(0, std::move(two), silence), std::move(others)};
+}
+
+// One connection of several ends, as if its link had died. The process lives: there are heartbeats.
+void test_one_connection_ends() {
+  for (const bool before : {false, true}) {
+    auto [net, others] = with_strangers("10.0.0.3", 300ms);
+    std::atomic<bool> over{false};
+    std::thread beats([&over, socket = others.back().number()] {
+      for (; !over; std::this_thread::sleep_for(20ms)) (void)!send(socket, "", 1, MSG_NOSIGNAL);
+    });
+    std::optional<AllToAll> exchange;
+    if (!before) exchange.emplace(*net, first(2), 0, 1000, 1, 1);
+    others.erase(others.begin());
+    if (before) std::this_thread::sleep_for(200ms), exchange.emplace(*net, first(2), 0, 1000, 1, 1);
+    const std::string error = exchange->result();
+    CHECK(has(error, "process 1 at 10.0.0.3), which has ended or left"), error);
+    over = true;
+    beats.join();
+  }
+}
+
+// Never faster than the pace, however many connections. A pause gives no credit.
+void test_pace() {
+  pace = 20e6;
+  together(2, [](Net& net, int64_t rank) {
+    for (int i = 0; i < 2; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      CHECK(AllToAll(net, first(2), rank, 500'000, 3, i).result() == "", "paced");
+      CHECK(std::chrono::steady_clock::now() - begin >= 70ms, "faster than the pace");  // both ways at once: 75 ms
+      std::this_thread::sleep_for(50ms);
+    }
+  });
+  pace = 0;
+}
+
 // A host that vanished: its connections stay open, and nothing comes. Whether bytes still wait to be sent there makes
 // no difference.
 void test_one_vanishes() {
   for (const int64_t bytes : {int64_t{1000}, kMuch}) {
-    auto data = connection(), beats = connection();
-    std::vector<tcp::Connection> two(2);
-    two[1] = {"10.0.0.3", std::move(data.first), std::move(beats.first)};
-    const auto net = made(0, std::move(two), 300ms);
+    auto [net, others] = with_strangers("10.0.0.3", 300ms);
     const std::string error = AllToAll(*net, first(2), 0, bytes, 1, 1).result();
     CHECK(has(error, "process 1 at 10.0.0.3), which can't be reached: silent for 300 ms"), error);
   }
@@ -332,45 +388,48 @@ void test_they_differ_in_what_the_bytes_are() {
   });
 }
 
+constexpr int64_t kSlices = 300'000;  // bytes of several slices
+
 // Whatever a peer sends ends in an error soon, and writes nothing outside the buffers.
 void fuzz() {
   std::mt19937_64 random(1);
   for (int64_t round = 0; round < 60; ++round) {
-    auto data = connection(), beats = connection();
-    std::vector<tcp::Connection> two(2);
-    two[1] = {"127.0.0.1", std::move(data.first), std::move(beats.first)};
-    auto net = made(0, std::move(two));
-    std::thread liar([&, seed = random()] {
+    auto [made, others] = with_strangers("127.0.0.1");
+    auto net = std::move(made);
+    std::thread liar([&others = others, seed = random()] {
       std::mt19937_64 of(seed);
-      const int s = data.second.number();
       const auto choose = [&](std::vector<uint64_t> likely) { return of() % 8 ? likely[of() % likely.size()] : of(); };
       for (int64_t i = 0; i < 4; ++i) {
-        const uint64_t bytes = choose({0, 100, 101});
-        const uint64_t header[6] = {of() % 16 ? 0x6a61786367781012ull : 0x6a61786367781013ull,
+        const uint64_t bytes = choose({0, 100, 101, kSlices});
+        const int s = others[of() % static_cast<uint64_t>(lanes)].number();
+        const uint64_t header[7] = {of() % 16 ? 0x6a61786367781022ull : 0x6a61786367781023ull,
                                     choose({0, 0, 1, 7}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 0, 1}),
                                     choose({0, 0, 1, ~0ull}),
-                                    bytes};
-        const std::vector<uint8_t> data(bytes > 1000 ? 1000 : bytes, 1);
+                                    bytes,
+                                    choose({0, 0, 0, kSlices - kSlices % (128 << 10)})};
+        const std::vector<uint8_t> data(bytes > 1000 && bytes != kSlices ? 1000 : bytes, 1);
         (void)!send(s, header, sizeof header, MSG_NOSIGNAL);
         (void)!send(s, data.data(), data.size(), MSG_NOSIGNAL);
       }
-      shutdown(s, SHUT_WR);
+      for (int64_t lane = 0; lane < lanes; ++lane) shutdown(others[lane].number(), SHUT_WR);
       char rest[4096];
-      while (read(s, rest, sizeof rest) > 0) {
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        while (read(others[lane].number(), rest, sizeof rest) > 0) {
+        }
       }
     });
     for (int64_t i = 0; i < 3; ++i) {
       Waiter waiter;
-      std::vector<uint8_t> in(100), out(200);
+      std::vector<uint8_t> in(100), out(100 + kSlices);
       const auto running = net->begin({"an exchange",
                                        0,
                                        0,
                                        first(2),
                                        0,
                                        20ms,
-                                       {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, 100}},
+                                       {{1, 0, out.data(), 100}, {1, 1, out.data() + 100, kSlices}},
                                        1,
                                        {},
                                        waiter.done()});
@@ -421,19 +480,23 @@ void test_workspaces() {
 
 int main() {
   alarm(120);
-  test_fork();
-  test_exchanges();
-  test_several_in_flight_and_groups();
-  test_one_way();
-  test_one_leaves();
-  test_one_ends();
-  test_one_is_late();
-  test_one_is_late_for_much();
-  test_one_vanishes();
-  test_one_gives_up();
-  test_they_differ();
-  test_they_differ_in_what_the_bytes_are();
-  fuzz();
+  for (lanes = 1; lanes <= 4; lanes += 3) {
+    test_fork();
+    test_exchanges();
+    test_several_in_flight_and_groups();
+    test_one_way();
+    test_one_leaves();
+    test_one_ends();
+    test_one_is_late();
+    test_one_is_late_for_much();
+    test_one_vanishes();
+    test_one_connection_ends();
+    test_one_gives_up();
+    test_they_differ();
+    test_they_differ_in_what_the_bytes_are();
+    test_pace();
+    fuzz();
+  }
   test_threads();
   test_workspaces();
   return test::finish();

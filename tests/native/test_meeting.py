@@ -13,14 +13,14 @@ import time
 import pytest
 
 from jaxcgx.native import meeting
-from jaxcgx.native.meeting import HELLO, MAGIC, PROOF, Meeting, MeetingError, Other
+from jaxcgx.native.meeting import HELLO, MAGIC, PLAIN, PROOF, Links, Meeting, MeetingError, Other
 
 SECRET, ANOTHER = b"s" * 32, b"a" * 32
 LIMIT = 30  # seconds, after which something hangs; it takes a thousandth of it
 
 
-def process(number, processes=2, secret=SECRET):
-    return Meeting(number, processes, secret, ["127.0.0.1"])
+def process(number, processes=2, secret=SECRET, links=PLAIN):
+    return Meeting(number, processes, secret, ["127.0.0.1"], links)
 
 
 def at(one):
@@ -53,20 +53,34 @@ def stranger(one):
 
 
 def test_three_meet_and_hand_over_their_connections():
-    with process(0, 3) as first, process(1, 3) as second, process(2, 3) as third:
+    first, second, third = (process(number, 3, links=Links(2, 1e6)) for number in range(3))
+    with first, second, third:
         second.call(at(first)), third.call(at(first)), third.call(at(second))
         go_on(first, second, third, until=connected(first, second, third))
         ours, theirs = first.hand_over(), third.hand_over()
-        assert ours[0] == ("", -1, -1) and ours[2][0] == "127.0.0.1" and theirs[0][0] == "127.0.0.1"
-        for channel in 1, 2:
-            with socket.socket(fileno=ours[2][channel]) as here, socket.socket(fileno=theirs[0][channel]) as there:
+        assert ours[0] == ("", [], -1) and ours[2][0] == "127.0.0.1" and theirs[0][0] == "127.0.0.1"
+        pairs = list(zip([*ours[2][1], ours[2][2]], [*theirs[0][1], theirs[0][2]]))
+        assert len(pairs) == 3
+        for number, (one, other) in enumerate(pairs):
+            with socket.socket(fileno=one) as here, socket.socket(fileno=other) as there:
                 here.setblocking(True)
                 there.setblocking(True)
-                here.sendall(bytes([channel]))
-                assert take(there, 1) == bytes([channel])
-        for _, *numbers in ours[1:2] + theirs[1:2]:
-            for number in numbers:
+                here.sendall(bytes([number]))
+                assert take(there, 1) == bytes([number])
+        for _, data, beats in ours[1:2] + theirs[1:2]:
+            for number in (*data, beats):
                 socket.socket(fileno=number).close()
+
+
+@pytest.mark.parametrize("theirs", [Links(4), Links(1, 1.25e7)], ids=str)
+def test_processes_with_other_connections_or_another_pace(theirs):
+    words = "expected the same Tcp in every process, got {} in process {} and {} in process {}"
+    with process(0) as first, process(1, links=theirs) as second:
+        second.call(at(first))
+        with pytest.raises(MeetingError, match=words.format(theirs, 1, Links(), 0)):
+            go_on(second, first, until=lambda: False)
+        with pytest.raises(MeetingError, match=words.format(Links(), 0, theirs, 1)):
+            go_on(first, until=lambda: False)
 
 
 def test_those_who_wait_for_more_give_signs_of_life(monkeypatch):
@@ -95,7 +109,7 @@ def test_a_process_of_another_job_is_turned_away():
 def test_a_process_that_can_not_be_one_is_turned_away(number):
     with process(0) as first, stranger(first) as sock:
         first.step(1)
-        answer, hello = take(sock, HELLO.size), HELLO.pack(MAGIC, bytes(32), number, 0)
+        answer, hello = take(sock, HELLO.size), HELLO.pack(MAGIC, bytes(32), number, 0, 1, 0)
         sock.sendall(hello + hmac.digest(SECRET, b"calls" + hello + answer, hashlib.sha256))
         for _ in range(3):
             first.step(0.1)
@@ -107,7 +121,7 @@ def test_the_secret_does_not_travel_to_whoever_listens():
         second.call(Other(0, "127.0.0.1", liar.getsockname()[1]))
         second.step(1)
         with liar.accept()[0] as sock:
-            sock.sendall(HELLO.pack(MAGIC, bytes(32), 0, 0))
+            sock.sendall(HELLO.pack(MAGIC, bytes(32), 0, 0, 1, 0))
             second.step(1)
             said = take(sock, HELLO.size + PROOF)
             assert len(said) == HELLO.size + PROOF and SECRET not in said
@@ -119,7 +133,7 @@ def test_the_secret_does_not_travel_to_whoever_listens():
 def test_an_old_proof_opens_nothing():
     with process(0) as first, stranger(first) as once, stranger(first) as again:
         first.step(1), first.step(1)
-        hello, answer = HELLO.pack(MAGIC, bytes(32), 1, 0), take(once, HELLO.size)
+        hello, answer = HELLO.pack(MAGIC, bytes(32), 1, 0, 1, 0), take(once, HELLO.size)
         said = hello + hmac.digest(SECRET, b"calls" + hello + answer, hashlib.sha256)
         assert take(again, HELLO.size) != answer
         again.sendall(said)

@@ -72,7 +72,8 @@ def test_this_installation():
         assert word in result.stdout
 
 
-def test_what_of_plain_jax_to_avoid():
+def test_what_of_plain_jax_to_avoid(pretend):
+    pretend()
     assert any("lax.psum_scatter" in text for text in doctor.examine().warnings) == (jax.__version_info__ < (0, 12))
 
 

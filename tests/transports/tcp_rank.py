@@ -4,9 +4,11 @@ is told:
     python tcp_rank.py ACTION PORT RANK PROCESSES
 
 everything: four processes run every collective over Tcp, and print the digests of what they got, the errors of what
-they can't do, and what rank 1 alone is told by `explain`. die, stay_away, raise, differ: in the middle of sums of the
-others, who print their error, the last one kills itself while a child of it lives, doesn't come, ends with an
-exception, or forms the mean.
+they can't do, what rank 1 alone is told by `explain`, and what happened to means that cross programs. die, stay_away,
+raise, differ: in the middle of sums of the others, who print their error, the last one kills itself while a child of it
+lives, doesn't come, ends with an exception, or forms the mean. cross: the last one kills itself while a mean of the
+others crosses programs. connections: two processes with several connections, paced, print the digests of "several
+pieces" and its mean; the last one has another number of them in "disagree".
 """
 
 import ctypes
@@ -25,6 +27,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcgx as cgx
+from jaxcgx import _compat
 from jaxcgx.native import connections
 from jaxcgx.wan import Overlay, Topology, Tree
 
@@ -131,6 +134,158 @@ CASES = {
 }
 
 
+# Means that cross programs: the shapes of a rank's leaves, the axes, the codec, whether there is feedback, the options.
+PLAN = cgx.Plan(cgx.MaxMin(4), min_size=1000, skip_1d=False)
+CROSSING = {
+    "two_shot": (SHAPES, "data", cgx.MaxMin(4), True, dict(schedule="two_shot")),
+    "one_shot": (SHAPES, "data", NOISY, True, dict(schedule="one_shot")),
+    "several pieces": (LARGE, "data", NOISY, False, dict(schedule="two_shot")),
+    "plan": (SHAPES, "data", PLAN, True, {}),
+    "sparse": (LARGE, "data", cgx.TopK(0.01), True, {}),
+    "low rank": (SHAPES, "data", cgx.PowerSGD(2), False, {}),
+    "hierarchy": (SHAPES, BOTH, HIERARCHY, True, {}),
+}
+
+
+def crossing(tcp):
+    """{case: digests} of means, each begun in one program and ended in another. They are those of one program."""
+    found = {}
+    for names in ("data",), BOTH:
+        mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
+        marked = axes if not tcp else TCP if len(names) == 1 else (cgx.Tcp("node"), "local")
+        cases = {name: case for name, case in CROSSING.items() if case[1] == axes}
+        inputs = {
+            # whole numbers, whose sums don't depend on the order
+            name: {leaf: array(mesh, *what, [9, i], whole=True) for i, (leaf, what) in enumerate(case[0].items())}
+            for name, case in cases.items()
+        }
+
+        def mean(function, name, x, cases=cases, marked=marked):
+            _, _, codec, fed, options = cases[name]
+            more = dict(residuals=zeros(x)) if fed else {}
+            return function(x, marked, codec, key=key() if codec is NOISY else None, **options, **more)
+
+        plain = jax.jit(on_ranks(mesh, lambda x: {name: mean(cgx.compressed_pmean, name, x[name]) for name in x}))
+        begin = jax.jit(on_ranks(mesh, lambda x: {name: mean(cgx.begin_pmean, name, x[name]) for name in x}))
+        end = jax.jit(
+            on_ranks(
+                mesh,
+                lambda begun: {
+                    name: cgx.end_pmean(*begun[name]) if cases[name][3] else cgx.end_pmean(begun[name])
+                    for name in begun
+                },
+            ),
+            donate_argnums=0,
+        )
+        begun = begin(inputs)
+        expected = jax.block_until_ready(plain(inputs))  # runs while all of these are open
+        results = jax.block_until_ready(end(begun))
+        for name in cases:
+            assert digests(results[name]) == digests(expected[name]), name
+            if name != "low rank":  # the sums of factors are lax's, in an order of its own
+                found[f"crossing {name}"] = digests(results[name])
+    return found
+
+
+def order_of_events():
+    """What happened when: rank 0 begins a mean, and the others only when a later program of rank 0 has run."""
+    store, mesh, spec = _compat.rendezvous()[0], the_mesh("data"), PartitionSpec("data")
+    x = array(mesh, (200_000,), "float32", 4)
+
+    def mapped(f, out_specs):
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=out_specs))
+
+    begin = mapped(lambda x: cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4)), out_specs=spec)
+    end = mapped(cgx.end_pmean, out_specs=PartitionSpec())
+    between = mapped(lambda x: x * 2, out_specs=spec)
+    if jax.process_index() == 0:
+        ticket = begin(x)
+        between(x).block_until_ready()
+        store.key_value_set("between", "has run")
+    else:
+        store.blocking_key_value_get("between", 60_000)
+        ticket = begin(x)
+    mean = np.asarray(end(ticket))
+    expected = np.asarray(mapped(lambda x: cgx.compressed_pmean(x[0], TCP, cgx.MaxMin(4)), PartitionSpec())(x))
+    nothing = np.asarray(end(jax.tree.map(jnp.zeros_like, ticket)))
+    found = [bool((mean == expected).all()), not nothing.any(), in_one_step(mesh, x, expected)]
+    try:
+        jax.block_until_ready(end(ticket))
+    except jax.errors.JaxRuntimeError as error:
+        found.append(str(error))
+    return found
+
+
+def in_one_step(mesh, x, expected):
+    """One program begins a mean in the first of three steps and ends it in the last."""
+
+    def step(x, ticket, begins, ends):
+        begin = lambda ticket: cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4))
+        ticket = lax.cond(begins, begin, lambda ticket: ticket, ticket)
+        end = lambda ticket: (cgx.end_pmean(ticket), jax.tree.map(jnp.zeros_like, ticket))
+        return lax.cond(ends, end, lambda ticket: (jnp.zeros_like(x[0]), ticket), ticket)
+
+    spec, all_ = PartitionSpec("data"), PartitionSpec()
+    new = jax.shard_map(
+        lambda x: jax.tree.map(jnp.zeros_like, cgx.begin_pmean(x[0], TCP, cgx.MaxMin(4))),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    ticket = jax.tree.map(
+        lambda a: jax.make_array_from_callback(a.shape, NamedSharding(mesh, spec), lambda at: np.zeros(a.shape)[at]),
+        jax.eval_shape(new, x),
+    )
+    ticket = jax.tree.map(lambda a: a.astype(jnp.uint32), ticket)
+    program = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec, all_, all_), out_specs=(all_, spec), check_vma=False),
+        donate_argnums=1,
+    )
+    means = []
+    for _ in range(2):
+        for t in range(3):
+            mean, ticket = program(x, ticket, t == 0, t == 2)
+            means.append(mean)
+    means = [np.asarray(mean) for mean in means]
+    return all((mean == expected).all() if t % 3 == 2 else not mean.any() for t, mean in enumerate(means))
+
+
+def end_without(last):
+    """The error of a mean whose other rank is killed before it begins, and what still works."""
+    mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=60, connections=3)
+    x = array(mesh, (200_000,), "float32", 0)
+    options = dict(schedule="two_shot")
+    begin = jax.jit(
+        on_ranks(mesh, lambda x: cgx.begin_pmean(x, axis, cgx.MaxMin(4), residuals=jnp.ones_like(x), **options))
+    )
+    end = jax.jit(on_ranks(mesh, lambda begun: cgx.end_pmean(*begun)))
+    double = jax.jit(on_ranks(mesh, lambda x: x * 2))
+    jax.block_until_ready(end(begin(x)))
+    if last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = jax.block_until_ready(begin(x))
+    double(x).block_until_ready()
+    try:
+        jax.block_until_ready(end(begun))
+    except jax.errors.JaxRuntimeError as error:
+        after = [jax.block_until_ready(double(begun[1])), double(x)]
+        return str(error), [bool(np.isfinite(np.asarray(y.addressable_shards[0].data)).all()) for y in after]
+    return None
+
+
+def over_connections(action, last):
+    axis = cgx.Tcp("data", connections=2 if action == "disagree" and last else 3, pace="400mbit")
+    mesh, (shapes, _, run) = the_mesh("data"), CASES["several pieces"]
+    x = {leaf: array(mesh, *what, i) for i, (leaf, what) in enumerate(shapes.items())}
+    try:
+        return [
+            digests(jax.block_until_ready(jax.jit(on_ranks(mesh, lambda x: run(each, x)))(x)))
+            for each in (axis, "data")
+        ]
+    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+        return str(error)
+
+
 TRAINED = {
     "make_train_step": dict(plan=cgx.MaxMin(4)),
     "overlap": dict(plan=cgx.MaxMin(4), overlap="backward", fusion_mb=0.01),
@@ -143,10 +298,10 @@ def the_mesh(*names):
     return jax.sharding.Mesh(devices[::-1] if len(names) == 2 else devices, names)
 
 
-def array(mesh, shape, dtype, seed):
+def array(mesh, shape, dtype, seed, whole=False):
     """Every rank's own, [ranks, ...]."""
     numbers = np.random.default_rng(seed).standard_normal((mesh.size, *shape)) * 100
-    whole = np.asarray(jnp.asarray(numbers, jnp.dtype(dtype)))
+    whole = np.asarray(jnp.asarray(np.round(numbers) if whole else numbers, jnp.dtype(dtype)))
     return jax.make_array_from_callback(
         whole.shape, NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda at: whole[at]
     )
@@ -198,7 +353,7 @@ def everything(tcp):
     loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2)
     asked = jax.jit(cgx.value_and_grad(loss_fn, TCP if tcp else "data", cgx.MaxMin(4), mesh=the_mesh("data")))
     results["value_and_grad"] = digests(asked(np.ones((8, 300), np.float32), batch))
-    return results
+    return results | crossing(tcp)
 
 
 def train(axis, **options):
@@ -294,8 +449,18 @@ def main():
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
-        result = [messages_of_errors(processes), everything(tcp=True), explained() if rank == 1 else "", low_rank()]
-        result.insert(3, adapted())
+        result = [
+            messages_of_errors(processes),
+            everything(tcp=True),
+            explained() if rank == 1 else "",
+            low_rank(),
+            order_of_events(),
+            adapted(),
+        ]
+    elif action == "cross":
+        result = end_without(rank == processes - 1)
+    elif action in ("connections", "disagree"):
+        result = over_connections(action, rank == processes - 1)
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

@@ -22,7 +22,9 @@ from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.native import connections
+from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import axis_names
+from jaxcgx.transports.tcp import check_tcp
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
@@ -76,7 +78,7 @@ def test_the_bits_of_plain_axes(everything, monkeypatch):
 
 
 def test_low_rank(everything):
-    for *_, found in everything:
+    for *_, found, _, _ in everything:
         assert len(found) == 6 and found[::2] == found[1::2]
 
 
@@ -94,7 +96,7 @@ def test_meshes_that_it_can_not_serve(everything):
 
 def test_all_ranks_get_the_same_overlays(everything):
     """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
-    (overlays, version, probes, known, finite), *others = [found for *_, found, _ in everything]
+    (overlays, version, probes, known, finite), *others = [found for *_, found in everything]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
     assert all(other == [overlays, version, probes, None, True] for other in others)
 
@@ -104,6 +106,34 @@ def test_explain_counts_it(everything):
     sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"
     assert ["all-gather", "over", "Tcp", "data", "uint8", sent] in [row[:6] for row in rows]
     assert ["data", sent, "24,000"] in [row[:3] for row in rows]  # lax.psum sends 2 * 3 / 4 of 16,000
+
+
+def test_means_that_cross_programs(everything):
+    """A later program runs while an exchange that another one began can't be over: the others have not begun it."""
+    for *_, (same, zeros, in_one_step, ended_twice), _ in everything:
+        assert same and zeros and in_one_step
+        assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
+
+
+def test_a_rank_that_is_killed_while_a_mean_crosses_programs():
+    (error, usable), nothing = results("cross", 2)
+    assert re.search(
+        r"UNAVAILABLE: jaxcgx_tcp: two_shot of \d+ bytes: rank 0 waits for rank 1 \(process 1 at 127.0.0.1\), which "
+        r"has ended or left",
+        error,
+    )
+    assert all(usable) and len(usable) == 2 and nothing is None
+
+
+def test_several_connections_and_a_pace():
+    for over_tcp, plain in results("connections", 2):
+        assert over_tcp == plain
+
+
+def test_processes_that_disagree_on_their_connections():
+    one, other = results("disagree", 2)
+    assert "got connections=3, pace=50000000.0 in process 0 and connections=2, pace=50000000.0 in process 1" in one
+    assert "got connections=2, pace=50000000.0 in process 1 and connections=3, pace=50000000.0 in process 0" in other
 
 
 def test_a_rank_that_is_killed_is_an_error_of_the_others():
@@ -254,6 +284,51 @@ def test_a_timeout_must_be_a_positive_number(timeout):
         says("Tcp", "timeout", expected="positive seconds"),
     ):
         cgx.Tcp("a", timeout)
+
+
+@pytest.mark.parametrize("connections", [0, -1, 65, 1.5, True])
+def test_connections_must_be_a_positive_integer(connections):
+    kind = ValueError if type(connections) is int else TypeError
+    with raises(kind, says("Tcp", "connections", expected="integer from 1 to 64", got=str(connections))):
+        cgx.Tcp("a", connections=connections)
+
+
+@pytest.mark.parametrize("pace", [0, -1e6, 999, True, float("inf"), float("nan")])
+def test_a_pace_must_be_a_positive_number(pace):
+    kind = TypeError if pace is True else ValueError
+    with raises(kind, says("Tcp", "pace", expected="at least 1000 bytes a second, or a rate", got=repr(pace))):
+        cgx.Tcp("a", pace=pace)
+
+
+def test_a_pace_as_people_write_rates():
+    assert cgx.Tcp("a", pace="100mbit") == cgx.Tcp("a", pace=12_500_000)
+    for text in "0mbit", "fast", "-1mbit":
+        with raises(ValueError, says("Tcp", "pace", got=repr(text))):
+            cgx.Tcp("a", pace=text)
+
+
+def test_marks_that_differ():
+    axes = cgx.Tcp("data", connections=4), cgx.Tcp("local")
+    with raises(
+        ValueError,
+        says(
+            "compressed_psum",
+            "axis_name",
+            expected="the same connections and pace in every Tcp",
+            got="connections=4, pace=None and connections=1, pace=None",
+        ),
+    ):
+        check_tcp("compressed_psum", axis_names(axes), axes)
+
+
+def test_connections_stay_as_they_were_made(monkeypatch):
+    monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
+    monkeypatch.setattr(connections, "_why", "")
+    monkeypatch.setattr(connections, "_links", Links(1))
+    with pytest.raises(
+        ValueError, match="Tcp: expected connections=1, pace=None, with which this process has connected, got connect"
+    ):
+        connections.connect(1, Links(4))
 
 
 def test_the_same_axis_twice():

@@ -16,7 +16,12 @@ import jaxcgx as cgx
 from jaxcgx.wan.fragments import cut
 
 # Numbers of few bits: sums and products of them are exact, in whatever order a compiler takes them.
-PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4, "b": jnp.round(4 * normal((4,), 2)) / 4, "s": jnp.float32(0.5)}
+# Not -0, as sums may make +0 of it.
+PARAMS = {
+    "w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0,
+    "b": jnp.round(4 * normal((4,), 2)) / 4 + 0,
+    "s": jnp.float32(0.5),
+}
 X = np.round(4 * np.asarray(normal((12, 8, 6), 3))) / 4  # batches of 8 examples
 INNER = optax.sgd(0.25)
 NESTEROV = optax.sgd(0.5, momentum=0.5, nesterov=True)
@@ -195,7 +200,11 @@ DATA = normal((16, 30), 4)
 def compressed(centres, local):
     """Four bits between centres and eight inside of one, with feedback."""
     given = cgx.wan.diloco(
-        optax.adam(0.01), optax.sgd(0.7), every=4, fragments=2, plan=cgx.Plan(cgx.MaxMin(4, 64), min_size=100)
+        optax.sgd(0.5, momentum=0.9),
+        optax.sgd(0.7),
+        every=4,
+        fragments=2,
+        plan=cgx.Plan(cgx.MaxMin(4, 64), min_size=100),
     )
     plan = {"plan": cgx.MaxMin(8, 64, "stochastic")} if local > 1 else {}
     return trainer(given, mesh_of(centres, local), wide, donate=False, **plan)
@@ -216,7 +225,7 @@ def test_centres_of_several_ranks():
     rows = state.centres.rows
     assert rows.params["up"].shape == (2, 30, 40) and rows.params["up"].sharding.spec == P("dc")
     assert rows.sent.residuals["up"].shape == (2, 2, 1, 30, 40) and metrics.loss.shape == (2,)
-    assert (rows.params["up"][0] != rows.params["up"][1]).any() and params["b"].dtype == jnp.bfloat16
+    assert (rows.params["down"][0] != rows.params["down"][1]).any() and params["b"].dtype == jnp.bfloat16
     fed = state.exchanges[0].sent.residuals
     assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
     # What one device has as the same as others, it has: outer parameters and states on all, a centre's on its ranks.
@@ -302,7 +311,8 @@ def test_keys_frozen_parameters_and_micro_batches():
 def test_forms():
     """Their arguments are those of the papers. SparseLoCo's residual decays, Pier's momentum rises and falls."""
     sparse, mu = cgx.wan.sparseloco(INNER, every=1, ratio=0.25), cgx.wan.muloco(INNER)
-    assert cgx.wan.sparseloco(INNER).plan == cgx.TopK(0.01, values=cgx.MaxMin(2)) and mu.plan == cgx.MaxMin(2)
+    assert cgx.wan.sparseloco(INNER).plan.default == cgx.TopK(0.01, values=cgx.MaxMin(2))
+    assert mu.plan.default == cgx.MaxMin(2)
     assert (sparse.decay, mu.every, cgx.wan.diloco(INNER).every) == (0.95, 30, 500)
     train = trainer(sparse)
     _, (params, state) = run(train, 1)
@@ -326,14 +336,12 @@ def test_forms():
 def test_matched_nesterov_moves_as_far_as_sgd():
     """Along outer gradients that are always the same (rho 1), and along those that never agree (rho 0)."""
     for rho in (0.0, 0.99999):
-        outer = cgx.wan.matched_nesterov(0.5, 0.9, rho=rho)
-        state, total = outer.init(jnp.zeros(500)), 0
-        for t in range(500):
-            gradient = jnp.zeros(500).at[t].set(1.0) if rho == 0 else jnp.ones(500)
+        outer = cgx.wan.matched_nesterov(0.5, 0.5, rho=rho)
+        state = outer.init(jnp.zeros(12))
+        for t in range(12):
+            gradient = jnp.zeros(12).at[t].set(1.0) if rho == 0 else jnp.ones(12)
             step, state = outer.update(gradient, state)
-            total = step
-        along = -float(total @ gradient) / float(gradient @ gradient)
-        np.testing.assert_allclose(along, 0.5, rtol=1e-2)
+        np.testing.assert_allclose(-float(step @ gradient) / float(gradient @ gradient), 0.5, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +363,12 @@ def test_matched_nesterov_moves_as_far_as_sgd():
         (dict(decay=0), ValueError, says("diloco", "decay", expected="above 0", got="0")),
         (dict(outer="adam"), TypeError, says("diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
         (dict(axis_name=("a", "b")), ValueError, says("diloco", "axis_name", expected="one axis", got="('a'")),
+        (
+            dict(plan={0: cgx.Raw(), 9: cgx.MaxMin(4)}),
+            ValueError,
+            says("diloco", "plan", expected="one plan", got="a schedule"),
+        ),
         (dict(plan=4), TypeError, says("compress_gradients", "plan", expected="codec", got="4")),
-        (dict(axis_size=4), TypeError, says("diloco", "axis_size", expected="none", got="one")),
     ],
 )
 def test_bad_arguments(arguments, error, words):
@@ -418,7 +430,9 @@ def test_bad_parameters(given, words):
 
 def test_plans_that_freeze_different_parameters():
     plan = cgx.Plan(cgx.Raw(), rules=[("b", cgx.Skip())])
-    with raises(ValueError, says("diloco", "plan", at="leaf ['b']", expected="same", got="another", remedy="Skip")):
+    with raises(
+        ValueError, says("diloco", "plan", at="leaf ['b']", expected="same", got="another", remedy="jaxcgx.Skip()")
+    ):
         trainer(diloco(plan=plan), mesh_of(2, 2)).init(PARAMS)
 
 

@@ -1,5 +1,7 @@
 #include "handlers/tcp.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 #include <set>
 
@@ -114,12 +116,14 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   return future;
 }
 
-// A sum of a message is two calls, so that the program goes on between them.
+// A sum of messages is two calls, so that the program goes on between them, or ends: a later program may end the sum.
 //
 // begin: operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with
 // two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with feedback), a
-// ticket, a token. The tokens order a program's exchanges. end: operands: the ticket, new residuals (with feedback).
-// Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback).
+// ticket (two words, the same for each message of the batch), a token. The tokens order a program's exchanges.
+// end: operands: the ticket, new residuals (with feedback), a token if it is ordered. Results: the sums (one_shot:
+// fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if it is ordered. A ticket of zeros says
+// that nothing has begun: the sums are zeros.
 
 // What is wrong with trees: [trees, ranks] parents, -1 of the root; empty: nothing.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
@@ -195,45 +199,80 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
     CGX_RETURN_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, 2, &first.hop_key));
   }
   if (feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
-  int64_t* ticket = nullptr;
-  CGX_RETURN_IF_ERROR(results.take("ticket", ffi::DataType::S64, 1, &ticket));
+  uint32_t* words = nullptr;
+  CGX_RETURN_IF_ERROR(results.take_batch("ticket", ffi::DataType::U32, 2, &words));
+  if (message->batch == 0) return ffi::Error::Success();
 
   const auto group = make_group(op, who, ranks, timeout_ms);
   if (group.has_error()) return group.error();
+  if (tcp::begun() >= tcp::kMostBegun) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "jaxcgx_" + op + ": " + std::to_string(tcp::kMostBegun) +
+                          " sums have begun and have not been ended; end each ticket once");
+  }
   const int64_t bytes = a.workspace_bytes(group->rank);
   a.workspace = tcp::the_workspaces().take(bytes);
   if (a.workspace == nullptr) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       "jaxcgx_" + op + ": no memory for " + std::to_string(bytes) + " bytes");
   }
-  *ticket = tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
+  const uint64_t ticket =
+      tcp::keep(tcp::begin(tcp::the_net(), *group, std::move(a), std::move(first), pool_of(threads)));
+  for (int64_t i = 0; i < message->batch; ++i) {
+    words[2 * i] = static_cast<uint32_t>(ticket);
+    words[2 * i + 1] = static_cast<uint32_t>(ticket >> 32);
+  }
   return ffi::Error::Success();
+}
+
+template <class T>
+void set_to_zero(const Message& message, const std::vector<T*>& leaves, size_t bytes_of_element = 0) {
+  for (size_t i = 0; i < leaves.size(); ++i) {
+    const Leaf& leaf = message.layout.leaves[i];
+    const size_t each = bytes_of_element > 0 ? bytes_of_element : static_cast<size_t>(size_of(leaf.dtype));
+    std::memset(leaves[i], 0, static_cast<size_t>(message.batch * leaf.size) * each);
+  }
 }
 
 ffi::Future end(ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary dictionary) {
   const std::string op = "tcp_allreduce_end";
   Attributes attributes(op, dictionary);
+  const bool two_shot = attributes.get<bool>("two_shot"), feedback = attributes.get<bool>("feedback"),
+             ordered = attributes.get<bool>("ordered");
   const auto message = attributes.message();
   if (message.has_error()) return failed(message.error());
   Buffers operands(op, *message, args);
   Buffers results(op, *message, rets);
-  const int64_t* ticket = nullptr;
-  CGX_FAIL_IF_ERROR(operands.take("ticket", ffi::DataType::S64, 1, &ticket));
-  const auto running = tcp::take(*ticket);
-  if (running == nullptr) return failed(invalid(op, "no sum has begun with ticket " + std::to_string(*ticket)));
-  const tcp::Allreduce& a = tcp::asked(*running);
-  const size_t leaves = a.layout.leaves.size(), fed = a.feedback ? leaves : 0;
-  CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), 1 + fed, rets.size(), leaves + fed));
-  if (message->batch != a.batch || message->layout.leaves.size() != leaves)
-    return failed(invalid(op, "another message than the sum began with"));
+  const size_t leaves = message->layout.leaves.size(), fed = feedback ? leaves : 0;
+  CGX_FAIL_IF_ERROR(expect_buffers(op, args.size(), 1 + fed + ordered, rets.size(), leaves + fed + ordered));
+  const uint32_t* words = nullptr;
+  CGX_FAIL_IF_ERROR(operands.take_batch("ticket", ffi::DataType::U32, 2, &words));
   tcp::Allreduce::Outputs first;
-  if (a.two_shot)
+  if (two_shot)
     CGX_FAIL_IF_ERROR(results.take_leaves("result", std::nullopt, &first.results));
   else
     CGX_FAIL_IF_ERROR(results.take_leaves("sum", DType::kF32, &first.sums));
-  if (a.feedback) CGX_FAIL_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.residuals));
+  if (feedback) CGX_FAIL_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.residuals));
   ffi::Promise promise;
   ffi::Future future(promise);
+  const uint64_t ticket = message->batch == 0 ? 0 : words[0] | uint64_t{words[1]} << 32;
+  if (ticket == 0) {
+    set_to_zero(*message, first.results);
+    set_to_zero(*message, first.sums, sizeof(float));
+    promise.SetAvailable();
+    return future;
+  }
+  const auto running = tcp::take(ticket);
+  if (running == nullptr)
+    return failed(invalid(op,
+                          "no sum of this process is under way with this ticket; end a ticket once, in the process "
+                          "that began the sum"));
+  const tcp::Allreduce& a = tcp::asked(*running);
+  const auto same = [](const Leaf& a, const Leaf& b) { return a.size == b.size && a.dtype == b.dtype; };
+  const std::vector<Leaf>&begun = a.layout.leaves, &ended = message->layout.leaves;
+  if (message->batch != a.batch || two_shot != a.two_shot || feedback != a.feedback ||
+      !std::equal(begun.begin(), begun.end(), ended.begin(), ended.end(), same))
+    return failed(invalid(op, "another message than the sum began with"));
   tcp::end(running, std::move(first), completes(promise));
   return future;
 }

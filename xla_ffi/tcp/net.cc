@@ -14,10 +14,10 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781012;  // "jaxcgx", and the version of what follows
-constexpr uint64_t kGaveUp = 0x6a61786367781013;
-constexpr int64_t kStep = 256 << 10;            // bytes that one connection moves before the next one's turn
+constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of what follows
+constexpr uint64_t kGaveUp = 0x6a61786367781023;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
+constexpr std::chrono::milliseconds kPaced{1};  // whether more may leave is checked this often
 constexpr int kBeats = 6;                       // silent ones, after which a process has vanished
 
 const char* const kEnded = "has ended or left";
@@ -34,8 +34,8 @@ Socket::~Socket() {
   if (number_ >= 0) close(number_);
 }
 
-Net::Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence)
-    : process_(process), silence_(silence), events_(std::move(events)), alarm_(std::move(alarm)) {}
+Net::Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace)
+    : process_(process), silence_(silence), events_(std::move(events)), alarm_(std::move(alarm)), pace_(pace) {}
 
 Net::~Net() {
   if (!thread_.joinable()) return;
@@ -44,7 +44,7 @@ Net::~Net() {
 }
 
 Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> connections,
-                                   std::chrono::milliseconds silence) {
+                                   std::chrono::milliseconds silence, double pace) {
   const auto n = static_cast<int64_t>(connections.size());
   const auto failed = [](const std::string& what) { return Failure{what + ": " + reason()}; };
   if (n < 1 || n > kMostProcesses || process < 0 || process >= n) {
@@ -54,11 +54,11 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
   Socket events(epoll_create1(EPOLL_CLOEXEC)), alarm(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (events.number() < 0) return failed("epoll_create1");
   if (alarm.number() < 0) return failed("eventfd");
-  const std::shared_ptr<Net> net(new Net(process, std::move(events), std::move(alarm), silence));
-  const auto watch = [&](int socket, uint32_t what, Peer* peer) {
+  const std::shared_ptr<Net> net(new Net(process, std::move(events), std::move(alarm), silence, pace));
+  const auto watch = [&](int socket, uint32_t what, Lane* lane) {
     epoll_event event{};
     event.events = what;
-    event.data.ptr = peer;
+    event.data.ptr = lane;
     return epoll_ctl(net->events_.number(), EPOLL_CTL_ADD, socket, &event) == 0;
   };
   for (int64_t i = 0; i < n; ++i) {
@@ -66,10 +66,16 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
     net->peers_.push_back(i == process ? nullptr : std::make_unique<Peer>());
     if (i == process) continue;
     Peer& peer = *net->peers_.back();
-    peer.process = i, peer.host = std::move(c.host), peer.socket = std::move(c.data), peer.beats = std::move(c.beats);
-    if (!nonblocking(peer.socket.number()) || !nonblocking(peer.beats.number()) ||
-        !watch(peer.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &peer))
-      return failed("a connection");
+    peer.process = i, peer.host = std::move(c.host), peer.beats = std::move(c.beats);
+    if (!nonblocking(peer.beats.number()) || c.data.empty()) return failed("a connection");
+    peer.lanes.resize(c.data.size());
+    for (size_t k = 0; k < c.data.size(); ++k) {
+      Lane& lane = peer.lanes[k];
+      lane.socket = std::move(c.data[k]);
+      if (!nonblocking(lane.socket.number()) ||
+          !watch(lane.socket.number(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, &lane))
+        return failed("a connection");
+    }
   }
   if (!watch(net->alarm_.number(), EPOLLIN, nullptr)) return failed("epoll_ctl");
   net->next_beat_ = Clock::now() + silence / kBeats;
@@ -80,7 +86,9 @@ Or<std::shared_ptr<Net>> Net::make(int64_t process, std::vector<Connection> conn
 void Net::forget() {
   process_ = -1;
   for (const auto& peer : peers_) {
-    if (peer) peer->socket = Socket(), peer->beats = Socket();
+    if (!peer) continue;
+    for (Lane& lane : peer->lanes) lane.socket = Socket();
+    peer->beats = Socket();
   }
   events_ = Socket(), alarm_ = Socket();
 }
@@ -105,7 +113,7 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
   auto running = std::make_shared<Running>();
   running->deadline = Clock::now() + exchange.group.timeout;
   running->steps = static_cast<int64_t>(exchange.receives.size()) + exchange.sends;
-  running->taken.resize(exchange.receives.size());
+  running->slices.resize(exchange.receives.size());
   running->coming.resize(exchange.group.processes.size());
   running->numbers.resize(exchange.group.processes.size());
   for (const Exchange::Receive& r : exchange.receives) ++running->coming[static_cast<size_t>(r.rank)];
@@ -122,7 +130,9 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
     const Exchange& e = running->exchange;
     Peer& peer = *peers_[static_cast<size_t>(e.group.processes[r])];
     if (!peer.gone.empty()) return fail({Error::Kind::kGone, peer.process, peer.gone});
-    peer.outs.push_back({{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes}, data, running});
+    const Header header{kMessage, running->numbers[r], e.kind, e.digest, slot, bytes, 0};
+    if (unsent_++ == 0) pace_.wake();
+    peer.outs.push_back(std::make_shared<Lane::Out>(Lane::Out{header, data, running, header.slices()}));
   });
 }
 
@@ -132,18 +142,19 @@ void Net::run() {
   run_soon();
   epoll_event events[64];
   while (true) {
-    const auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
+    auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
+    if (pace_.limits() && unsent_ > 0) nap = kPaced;
     const int n = epoll_wait(events_.number(), events, 64, static_cast<int>(nap.count()));
     for (int i = 0; i < n; ++i) {
-      auto* peer = static_cast<Peer*>(events[i].data.ptr);
-      if (peer == nullptr) {
+      auto* lane = static_cast<Lane*>(events[i].data.ptr);
+      if (lane == nullptr) {
         uint64_t rung;
         if (read(alarm_.number(), &rung, sizeof rung) < 0) {  // only the event counts
         }
         continue;
       }
-      peer->readable |= (events[i].events & ~EPOLLOUT) != 0;
-      peer->writable |= (events[i].events & ~(EPOLLIN | EPOLLRDHUP)) != 0;
+      lane->readable |= (events[i].events & ~EPOLLOUT) != 0;
+      lane->writable |= (events[i].events & ~(EPOLLIN | EPOLLRDHUP)) != 0;
     }
     for (bool moved = true; moved;) {
       std::vector<std::function<void()>> commands;
@@ -154,10 +165,16 @@ void Net::run() {
       for (const auto& command : commands) command();
       if (stopping_) return;
       moved = !commands.empty();
-      for (const auto& peer : peers_) {
-        if (peer) moved |= push(*peer);
-        if (peer) moved |= pull(*peer);
+      for (size_t i = 0; i < peers_.size(); ++i) {
+        Peer* const peer = peers_[(turn_ + i) % peers_.size()].get();
+        const size_t lanes = peer == nullptr ? 0 : peer->lanes.size(), first = lanes == 0 ? 0 : peer->turn++ % lanes;
+        for (size_t k = 0; k < lanes; ++k) {
+          Lane& lane = peer->lanes[(first + k) % lanes];
+          moved |= push(*peer, lane);
+          moved |= pull(*peer, lane);
+        }
       }
+      ++turn_;
       if (Clock::now() >= next_beat_) beat();
     }
     look_at_the_clock();
@@ -183,83 +200,98 @@ void Net::start(const std::shared_ptr<Running>& running) {
   }
 }
 
-bool Net::push(Peer& peer) {
-  if (!peer.writable || peer.outs.empty() || !peer.gone.empty()) return false;
-  Peer::Out& out = peer.outs.front();
-  const int64_t header = sizeof(Header), all = header + out.header.bytes, at = std::max(out.sent - header, int64_t{0});
-  iovec parts[2] = {{reinterpret_cast<char*>(&out.header) + std::min(out.sent, header),
-                     static_cast<size_t>(header - std::min(out.sent, header))},
-                    {const_cast<uint8_t*>(out.data) + at, static_cast<size_t>(std::min(out.header.bytes - at, kStep))}};
+bool Net::push(Peer& peer, Lane& lane) {
+  if (!lane.writable || !peer.gone.empty() || trouble_) return false;
+  if (!lane.out) {
+    if (peer.outs.empty()) return false;
+    lane.out = peer.outs.front();
+    lane.leaving = lane.out->header;
+    lane.sent = 0;
+    if ((lane.out->header.at += kSlice) >= lane.leaving.bytes) peer.outs.pop_front();
+  }
+  const int64_t header = sizeof(Header), length = lane.leaving.length(), at = std::max(lane.sent - header, int64_t{0});
+  const int64_t of_header = header - std::min(lane.sent, header);
+  const int64_t most = pace_.allows(of_header + length - at);
+  if (most == 0) return false;
+  iovec parts[2] = {
+      {reinterpret_cast<char*>(&lane.leaving) + (header - of_header), static_cast<size_t>(std::min(of_header, most))},
+      {const_cast<uint8_t*>(lane.out->data) + lane.leaving.at + at,
+       static_cast<size_t>(std::max(most - of_header, int64_t{0}))}};
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = 2;
-  const ssize_t n = sendmsg(peer.socket.number(), &message, MSG_NOSIGNAL);
+  const ssize_t n = sendmsg(lane.socket.number(), &message, MSG_NOSIGNAL);
   if (n < 0) {
     if (errno == EINTR) return true;
     if (would_block())
-      peer.writable = false;
+      lane.writable = false;
     else
       lose(peer, ended_or(errno));
     return false;
   }
-  out.sent += n;
-  if (out.sent == all) {
-    const auto running = out.of;
-    peer.outs.pop_front();
-    step(running);
+  pace_.sent(n);
+  lane.sent += n;
+  if (lane.sent == header + length) {
+    const auto out = std::move(lane.out);
+    lane.out = nullptr;
+    if (--out->unsent == 0) {
+      --unsent_;
+      step(out->of);
+    }
   }
   return true;
 }
 
-bool Net::pull(Peer& peer) {
-  if (!peer.readable || !peer.gone.empty() || trouble_) return false;
-  const bool header = peer.header_bytes < static_cast<int64_t>(sizeof(Header));
-  if (!header && !peer.of && !expect(peer)) return false;
+bool Net::pull(Peer& peer, Lane& lane) {
+  if (!lane.readable || lane.ended || !peer.gone.empty() || trouble_) return false;
+  const bool header = lane.header_bytes < static_cast<int64_t>(sizeof(Header));
+  if (!header && !lane.of && !expect(peer, lane)) return false;
   uint8_t* to;
   int64_t most;
   if (header) {
-    to = reinterpret_cast<uint8_t*>(&peer.header) + peer.header_bytes;
-    most = static_cast<int64_t>(sizeof(Header)) - peer.header_bytes;
+    to = reinterpret_cast<uint8_t*>(&lane.header) + lane.header_bytes;
+    most = static_cast<int64_t>(sizeof(Header)) - lane.header_bytes;
   } else {
-    to = peer.of->exchange.receives[peer.receive].data + peer.received;
-    most = std::min(peer.header.bytes - peer.received, kStep);
+    to = lane.of->exchange.receives[lane.receive].data + lane.header.at + lane.received;
+    most = lane.header.length() - lane.received;
   }
   if (most > 0) {
-    const ssize_t n = recv(peer.socket.number(), to, static_cast<size_t>(most), 0);
+    const ssize_t n = recv(lane.socket.number(), to, static_cast<size_t>(most), 0);
     if (n < 0) {
       if (errno == EINTR) return true;
       if (would_block())
-        peer.readable = false;
+        lane.readable = false;
       else
-        lose(peer, ended_or(errno));
+        end(peer, lane, ended_or(errno));
       return false;
     }
     if (n == 0) {
-      lose(peer, kEnded);
+      end(peer, lane, kEnded);
       return false;
     }
     peer.heard = true;
-    (header ? peer.header_bytes : peer.received) += n;
+    (header ? lane.header_bytes : lane.received) += n;
   }
-  if (!header && peer.received == peer.header.bytes) {
-    const auto running = std::move(peer.of);
-    peer.of = nullptr;
-    peer.header_bytes = peer.received = 0;
-    const auto rank = static_cast<size_t>(running->exchange.receives[peer.receive].rank);
+  if (!header && lane.received == lane.header.length()) {
+    const auto running = std::move(lane.of);
+    lane.of = nullptr;
+    lane.header_bytes = lane.received = 0;
+    if (--running->slices[lane.receive].missing > 0) return true;
+    const auto rank = static_cast<size_t>(running->exchange.receives[lane.receive].rank);
     if (--running->coming[rank] == 0) peer.open.erase(running->numbers[rank]);
-    if (running->exchange.received) running->exchange.received(peer.receive);
+    if (running->exchange.received) running->exchange.received(lane.receive);
     step(running);
   }
   return true;
 }
 
-// Whether the coming message can be received. If not, it waits for an exchange that has not begun, or is an error.
-bool Net::expect(Peer& peer) {
-  const Header& h = peer.header;
+// Whether the coming slice can be received. If not, it waits for an exchange that has not begun, or is an error.
+bool Net::expect(Peer& peer, Lane& lane) {
+  const Header& h = lane.header;
   if (h.magic == kGaveUp) {
     const bool known = h.slot >= 0 && h.slot < processes() && h.slot != peer.process;
-    lose(peer,
-         "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
+    end(peer, lane,
+        "gave up" + (known ? ", because of process " + std::to_string(h.slot) : std::string(": it has the reason")));
     return false;
   }
   if (h.magic == kMessage && h.number >= peer.begun) return false;
@@ -270,11 +302,16 @@ bool Net::expect(Peer& peer) {
     const Exchange& e = running->exchange;
     for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
       const Exchange::Receive& r = e.receives[i];
-      if (r.rank != open->second.rank || r.slot != h.slot || running->taken[i]) continue;
+      if (r.rank != open->second.rank || r.slot != h.slot) continue;
       if (r.bytes == h.bytes && e.digest == h.digest) {
-        running->taken[i] = true;
-        peer.of = running;
-        peer.receive = i;
+        Running::Slices& s = running->slices[i];
+        if (h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) break;
+        if (s.taken.empty()) s.taken.resize(static_cast<size_t>(s.missing = h.slices()));
+        auto slice = s.taken[static_cast<size_t>(h.at / kSlice)];
+        if (slice) break;
+        slice = true;
+        lane.of = running;
+        lane.receive = i;
         return true;
       }
       what = r.bytes == h.bytes
@@ -288,10 +325,19 @@ bool Net::expect(Peer& peer) {
   return false;
 }
 
+// A connection has ended. What was sent on the others may still come, and tell why; it is not waited for longer than a
+// beat.
+void Net::end(Peer& peer, Lane& lane, const std::string& how) {
+  lane.ended = true;
+  if (peer.ends.empty() || peer.ends == kEnded) peer.ends = how;
+  if (std::all_of(peer.lanes.begin(), peer.lanes.end(), [](const Lane& each) { return each.ended; }))
+    lose(peer, peer.ends);
+}
+
 // Exchanges that still need a process that is gone fail. Others may complete without it.
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
-  if (!peer.open.empty() || !peer.outs.empty()) fail({Error::Kind::kGone, peer.process, how});
+  if (!peer.open.empty() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
 }
 
 // Counts its own beats, not the time: a process that was stopped itself knows nothing of the others.
@@ -305,6 +351,11 @@ void Net::beat() {
     if (recv(peer->beats.number(), beats, sizeof beats, 0) >= 0) peer->heard = true;
     peer->silent = peer->heard ? 0 : peer->silent + 1;
     peer->heard = false;
+    if (peer->ending && !peer->early()) {
+      lose(*peer, peer->ends);
+      continue;
+    }
+    peer->ending = !peer->ends.empty();
     if (peer->silent >= kBeats) lose(*peer, "can't be reached: silent for " + std::to_string(silence_.count()) + " ms");
   }
 }
@@ -323,7 +374,7 @@ void Net::look_at_the_clock() {
     for (size_t rank = 0; rank < e.group.processes.size(); ++rank) {
       const int64_t process = e.group.processes[rank];
       if (process != process_ && late < 0 &&
-          (running->coming[rank] > 0 || !peers_[static_cast<size_t>(process)]->outs.empty()))
+          (running->coming[rank] > 0 || peers_[static_cast<size_t>(process)]->sends()))
         late = process;
     }
     if (late < 0) continue;  // this process itself is late
@@ -338,16 +389,20 @@ void Net::fail(Trouble trouble) {
   trouble_ = std::move(trouble);
   for (const auto& peer : peers_) {
     if (!peer) continue;
-    const bool between = peer->outs.empty() || peer->outs.front().sent == 0;  // not in the middle of a message
-    if (between && trouble_->process != process_) {
-      const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0};
-      ::send(peer->socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+    for (Lane& lane : peer->lanes) {
+      const bool between = !lane.out || lane.sent == 0;  // not in the middle of a slice
+      if (between && trouble_->process != process_) {
+        const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0};
+        ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);
+      }
+      shutdown(lane.socket.number(), SHUT_WR);
+      lane.out = nullptr;
+      lane.of = nullptr;
     }
-    shutdown(peer->socket.number(), SHUT_WR);
     peer->outs.clear();
     peer->open.clear();
-    peer->of = nullptr;
   }
+  unsent_ = 0;
   for (const auto& running : running_) running->finish(error_of(running->exchange));
   running_.clear();
 }

@@ -1,4 +1,9 @@
-// Exchanges among processes, each of which has two TCP connections to every other: one for data, one for heartbeats.
+// Exchanges among processes, each of which has TCP connections to every other: one or more for data, one for
+// heartbeats.
+//
+// A message travels in slices. Every connection takes the next slice when it has sent its last one, and the receiver
+// puts each where it belongs. So on a long link, where a connection carries its window in each round trip and no more,
+// several carry several windows.
 //
 // One thread moves all bytes, on all connections at once: a link is used in both directions. It sends from and receives
 // into the caller's memory, without copies.
@@ -8,14 +13,18 @@
 // it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
 //
 // So data also waits in full sockets for a process that is late, which does not show whether it is alive. Heartbeats
-// show it: every process sends a byte now and then on the second connection, and always reads what comes
-// there. On the same connection, a heartbeat would wait behind the data. A process from which neither connection brings
-// anything has vanished.
+// show it: every process sends a byte now and then on their connection, and always reads what comes there. On a
+// connection for data, a heartbeat would wait behind the data. A process from which no connection brings anything has
+// vanished. The end of one connection for data is that of all, after what still comes on the others.
+//
+// A process may be paced: what it sends to all others together then leaves as on a link of that rate, behind which
+// nothing is in the way.
 //
 // Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
 // Every wait ends: a process that ended, left, gave up, vanished or is late is an error that names it.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -50,7 +59,8 @@ class Socket {
 // The connections to another process.
 struct Connection {
   std::string host;
-  Socket data, beats;
+  std::vector<Socket> data;  // as many at both ends, in the same order
+  Socket beats;
 };
 
 // The ranks that take part in an exchange.
@@ -85,11 +95,44 @@ struct Exchange {
 
 constexpr int64_t kMostProcesses = 1024;
 
+// How many bytes may leave. A link of that rate has passed as many since it became busy.
+class Pace {
+ public:
+  explicit Pace(double rate) : rate_(rate) {}
+
+  bool limits() const { return rate_ > 0; }
+  // A link that was idle becomes busy.
+  void wake() { since_ = Clock::now(); }
+  // Of `wanted` bytes; 0 until it is worth a call.
+  int64_t allows(int64_t wanted) {
+    if (!limits()) return wanted;
+    const auto now = Clock::now();
+    since_ = std::max(since_, now - kMostBehind);
+    const double passed = std::chrono::duration<double>(now - since_).count() * rate_;
+    const auto most = static_cast<int64_t>(std::min(passed, static_cast<double>(wanted)));
+    return most == wanted || static_cast<double>(most) >= rate_ * kWorth ? most : 0;
+  }
+  void sent(int64_t bytes) {
+    if (!limits()) return;
+    const std::chrono::duration<double> took(static_cast<double>(bytes) / rate_);
+    since_ += std::chrono::duration_cast<Clock::duration>(took);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr double kWorth = 1e-3;                        // seconds of the link
+  static constexpr std::chrono::milliseconds kMostBehind{100};  // what a thread that ran late makes up for
+
+  double rate_;
+  Clock::time_point since_;
+};
+
 class Net {
  public:
-  // connections: by process; not used for this one. A process that sends nothing for `silence` has vanished.
+  // connections: by process; not used for this one. A process that sends nothing for `silence` has vanished. This one
+  // sends at most `pace` bytes a second; 0: no limit.
   static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections,
-                                       std::chrono::milliseconds silence);
+                                       std::chrono::milliseconds silence, double pace = 0);
   ~Net();
 
   // Ends every exchange, here with an error, and lets the others know. What was sent still arrives.
@@ -108,6 +151,7 @@ class Net {
 
  private:
   struct Header;
+  struct Lane;
   struct Peer;
   struct Trouble {
     Error::Kind kind;
@@ -115,13 +159,14 @@ class Net {
     std::string what;
   };
 
-  Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence);
+  Net(int64_t process, Socket events, Socket alarm, std::chrono::milliseconds silence, double pace);
   void post(std::function<void()> command);
   void run();
   void start(const std::shared_ptr<Running>& running);
-  bool push(Peer& peer);
-  bool pull(Peer& peer);
-  bool expect(Peer& peer);
+  bool push(Peer& peer, Lane& lane);
+  bool pull(Peer& peer, Lane& lane);
+  bool expect(Peer& peer, Lane& lane);
+  void end(Peer& peer, Lane& lane, const std::string& how);
   void lose(Peer& peer, const std::string& how);
   void step(const std::shared_ptr<Running>& running);
   void look_at_the_clock();
@@ -140,6 +185,9 @@ class Net {
   bool stopping_ = false;
 
   std::vector<std::shared_ptr<Running>> running_;
+  Pace pace_;
+  int64_t unsent_ = 0;  // messages that are not sent wholly
+  size_t turn_ = 0;     // of a peer
   std::chrono::steady_clock::time_point next_beat_;
   std::optional<Trouble> trouble_;
   std::thread thread_;

@@ -1,11 +1,13 @@
 // What Net keeps of its peers and of the exchanges that are running.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "tcp/net.h"
 
@@ -16,16 +18,28 @@ using Clock = std::chrono::steady_clock;
 inline std::string reason() { return std::strerror(errno); }
 inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
-// In front of every message. Both ends have the same byte order.
+constexpr int64_t kSlice = 128 << 10;  // bytes of a message that one connection carries at a time
+
+// In front of every slice. Both ends have the same byte order.
 struct Net::Header {
   uint64_t magic;
-  int64_t number, kind, digest, slot, bytes;  // kGaveUp: slot is the process that was the reason
+  int64_t number, kind, digest, slot, bytes;  // of the message. kGaveUp: slot is the process that was the reason
+  int64_t at;                                 // where the slice begins
+
+  int64_t slices() const { return std::max(int64_t{1}, (bytes + kSlice - 1) / kSlice); }
+  int64_t length() const { return std::min(kSlice, bytes - at); }
 };
 
 class Net::Running {
  public:
+  // The slices of a receive.
+  struct Slices {
+    std::vector<bool> taken;  // empty before the first
+    int64_t missing = 0;
+  };
+
   Exchange exchange;
-  std::vector<bool> taken;       // of the receives
+  std::vector<Slices> slices;    // of the receives
   std::vector<int64_t> numbers;  // by rank: of the exchanges with its process
   std::vector<int64_t> coming;   // by rank: receives that are not complete
   int64_t steps = 0;             // receives and sends that are not complete
@@ -39,13 +53,32 @@ class Net::Running {
   }
 };
 
-struct Net::Peer {
+// A connection for data, and the slices that it carries.
+struct Net::Lane {
+  // A message that is being sent, on one or more connections.
   struct Out {
-    Header header;
+    Header header;  // of the next slice
     const uint8_t* data;
     std::shared_ptr<Running> of;
-    int64_t sent = 0;
+    int64_t unsent;  // slices
   };
+
+  Socket socket;
+  bool readable = true, writable = true;
+  bool ended = false;
+
+  std::shared_ptr<Out> out;  // the message of the slice that leaves
+  Header leaving{};
+  int64_t sent = 0;  // bytes of it and its header
+
+  Header header{};              // of the slice that is coming
+  int64_t header_bytes = 0;     // that have come
+  std::shared_ptr<Running> of;  // its exchange, once known
+  size_t receive = 0;
+  int64_t received = 0;
+};
+
+struct Net::Peer {
   struct Open {
     std::shared_ptr<Running> running;
     int64_t rank;
@@ -53,19 +86,28 @@ struct Net::Peer {
 
   int64_t process;
   std::string host;
-  Socket socket, beats;
-  bool heard = true;  // data since the last beat
-  int silent = 0;     // beats without a sign of life
-  bool readable = true, writable = true;
-  std::string gone;              // how, once it is
-  int64_t begun = 0;             // exchanges with this process
-  std::map<int64_t, Open> open;  // by number: exchanges with receives that are not complete
-  std::deque<Out> outs;
-  Header header{};              // of the message that is coming
-  int64_t header_bytes = 0;     // that have come
-  std::shared_ptr<Running> of;  // its exchange, once known
-  size_t receive = 0;
-  int64_t received = 0;
+  std::vector<Lane> lanes;
+  size_t turn = 0;  // of a lane
+  Socket beats;
+  bool heard = true;                            // data since the last beat
+  int silent = 0;                               // beats without a sign of life
+  std::string ends;                             // how, once one lane has ended
+  bool ending = false;                          // since before the last beat
+  std::string gone;                             // how, once it is
+  int64_t begun = 0;                            // exchanges with this process
+  std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
+  std::deque<std::shared_ptr<Lane::Out>> outs;  // with slices that no lane has taken
+
+  bool sends() const {
+    return !outs.empty() ||
+           std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) { return lane.out != nullptr; });
+  }
+  // Whether a slice waits for an exchange that has not begun here.
+  bool early() const {
+    return std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) {
+      return !lane.ended && !lane.of && lane.header_bytes == static_cast<int64_t>(sizeof(Header));
+    });
+  }
 };
 
 }  // namespace jaxcgx::tcp

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <random>
 
 namespace jaxcgx::tcp {
 
@@ -21,31 +22,37 @@ namespace {
 
 struct Begun {
   std::mutex mutex;
-  std::map<int64_t, std::shared_ptr<Running>> sums;
-  int64_t last = 0;
+  std::map<uint64_t, std::shared_ptr<Running>> sums;
+  uint64_t last = uint64_t{std::random_device()()} << 32;
 };
-Begun& begun() {
+Begun& the_begun() {
   static auto& all = *new Begun;
   return all;
 }
 
 }  // namespace
 
-int64_t keep(std::shared_ptr<Running> running) {
-  std::lock_guard<std::mutex> lock(begun().mutex);
-  begun().sums.emplace(++begun().last, std::move(running));
-  return begun().last;
+int64_t begun() {
+  std::lock_guard<std::mutex> lock(the_begun().mutex);
+  return static_cast<int64_t>(the_begun().sums.size());
 }
 
-std::shared_ptr<Running> take(int64_t ticket) {
-  std::lock_guard<std::mutex> lock(begun().mutex);
-  const auto found = begun().sums.extract(ticket);
+uint64_t keep(std::shared_ptr<Running> running) {
+  std::lock_guard<std::mutex> lock(the_begun().mutex);
+  the_begun().sums.emplace(++the_begun().last, std::move(running));
+  return the_begun().last;
+}
+
+std::shared_ptr<Running> take(uint64_t ticket) {
+  std::lock_guard<std::mutex> lock(the_begun().mutex);
+  const auto found = the_begun().sums.extract(ticket);
   return found ? found.mapped() : nullptr;
 }
 
-std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence) {
+std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence,
+                             double pace) {
   if (the_net()) return Failure{"this process has connected already"};
-  auto made = Net::make(process, std::move(connections), silence);
+  auto made = Net::make(process, std::move(connections), silence, pace);
   if (const auto* failure = std::get_if<Failure>(&made)) return *failure;
   the_net() = std::get<0>(made);
   pthread_atfork(nullptr, nullptr, [] { the_net()->forget(); });

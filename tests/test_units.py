@@ -3,7 +3,7 @@
 import pytest
 from errors import raises, says
 
-from jaxcgx.lab import units
+from jaxcgx import units
 
 
 @pytest.mark.parametrize(

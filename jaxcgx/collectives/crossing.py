@@ -1,0 +1,131 @@
+"""begin_pmean, end_pmean: a mean that crosses programs. One begins it, later ones run, and one of these ends it."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcgx import _compat
+from jaxcgx.checks import wrong
+from jaxcgx.collectives.arguments import Options
+from jaxcgx.collectives.calls import Route
+from jaxcgx.collectives.psum import Reduction, run
+from jaxcgx.collectives.state import Kept, State
+from jaxcgx.exchange import sums
+from jaxcgx.exchange.message import Message
+from jaxcgx.transports.resolve import check_axes
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["messages", "leaves"], meta_fields=["tree", "fed", "names"]
+)
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """A mean that has begun, for `end_pmean`. A pytree of arrays with an axis of one in front.
+
+    Arrays of zeros say that nothing has begun.
+    """
+
+    messages: dict[tuple[int, ...], Any]  # under way, by the numbers of their leaves
+    leaves: dict[int, jax.Array]  # means that the beginning program has formed itself, by number
+    tree: Any
+    fed: bool  # whether there are residuals
+    names: tuple[Any, ...]
+
+
+def begin_pmean(
+    x: Any,
+    axis_name: Any,
+    codec: Any,
+    *,
+    key: jax.Array | None = None,
+    residuals: Any = None,
+    factors: Any = None,
+    schedule: str | dict[Any, str] = "auto",
+    own: str = "raw",
+    strict: bool = False,
+    fusion_mb: float | None = None,
+) -> Any:
+    """Begins a `compressed_pmean` that `end_pmean` ends, in this program or in a later one.
+
+    Over `Tcp`, the exchange goes on while the programs between run: leaves of one message in one codec with kernels,
+    or as they are. What can't do so is exchanged at once, and its mean is in the ticket: other transports, hierarchies,
+    `TopK`, `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`, except
+    that leaves which travel as they are over `Tcp` are added up in rank order.
+
+    All ranks begin and end the same means in the same order. Every ticket is ended once. One that isn't keeps its
+    memory, and 10,000 of these are an error. It means nothing to another process, so it can't be saved: end it first.
+
+    Args:
+      x: a pytree of arrays.
+      axis_name: one name, or a tuple of names, outermost first.
+      codec: a codec, {axis name: codec} or a `Plan`.
+      key: as in `compressed_psum`, and so are the other arguments.
+      residuals: error feedback. The new residuals are final when `end_pmean` has given them back.
+      factors: the factors of `PowerSGD`.
+      schedule: how the bytes travel.
+      own: how a rank adds its own part.
+      strict: whether a leaf that can't be compressed is an error.
+      fusion_mb: the size of a message in MiB (64).
+
+    Returns:
+      A ticket, followed by the new residuals and factors where the caller gave some. The ticket is a pytree of each
+      rank's own arrays, whose first axis is of size one: between programs, shard_map's specs shard it over all axes of
+      the mesh. Zeros in place of its arrays are a ticket that says that nothing has begun.
+    """
+    op = "begin_pmean"
+    net = check_axes(op, axis_name)
+    options = Options(
+        key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, join_raw=net.begin_sum is not None
+    )
+    reduction = Reduction(op, x, net=net, codec=codec, options=options, mean=True)
+    kept = Kept(reduction.call, State(residuals=residuals, factors=factors))
+    messages: dict[tuple[int, ...], Any] = {}
+
+    def begin(message: Message, route: Route) -> Message:
+        begun = sums.begin(message, reduction.stages[route], reduction.how)
+        if begun is None:
+            return reduction.compressed(message, route)
+        messages[message.ids] = dataclasses.replace(begun, residuals=None)
+        return message.replace(leaves=[None] * len(message.ids), residuals=begun.residuals)
+
+    results = reduction.call.tree.flatten_up_to(run(reduction, kept, begin))
+    leaves = {i: y for i, y in enumerate(results) if y is not None}
+    ticket = Ticket(messages, leaves, tree=reduction.call.tree, fed=residuals is not None, names=net.names)
+    ticket = jax.tree_util.tree_map(lambda a: _compat.vary(a[None], frozenset(_compat.tracked_axes(net.names))), ticket)
+    return (ticket, *kept.trees()) if kept.arrays else ticket
+
+
+def end_pmean(ticket: Any, residuals: Any = None) -> Any:
+    """The mean that a `begin_pmean` has begun, or zeros if its ticket says that nothing has.
+
+    The error of an exchange that failed meanwhile comes here: it names the rank that is gone or late. Over `Tcp`, no
+    exchange behind this one begins before this one has ended.
+
+    Args:
+      ticket: what `begin_pmean` returned.
+      residuals: what it returned, if it returned some. The result is then a pair, the mean and the new residuals.
+    """
+    op = "end_pmean"
+    if not isinstance(ticket, Ticket):
+        raise wrong(op, "ticket", "what begin_pmean returned", repr(ticket), kind=TypeError)
+    if ticket.fed != (residuals is not None):
+        expected = "the residuals that begin_pmean returned" if ticket.fed else "None, as begin_pmean got none"
+        raise wrong(op, "residuals", expected, "None" if ticket.fed else "some")
+    ticket = jax.tree_util.tree_map(lambda a: a[0], ticket)
+    found: list[Any] = [ticket.leaves.get(i) for i in range(ticket.tree.num_leaves)]
+    lost = ticket.tree.flatten_up_to(residuals) if ticket.fed else []
+    for ids, begun in ticket.messages.items():
+        if ticket.fed:
+            shapes = begun.layout.shapes
+            given = [jnp.zeros(s, jnp.float32) if lost[i] is None else lost[i] for i, s in zip(ids, shapes)]
+            begun = dataclasses.replace(begun, residuals=given)
+        leaves, new = sums.end(begun)
+        for k, i in enumerate(ids):
+            found[i] = leaves[k]
+            if ticket.fed and lost[i] is not None:
+                lost[i] = new[k]
+    mean = ticket.tree.unflatten([sums.same(y, ticket.names) for y in found])
+    return (mean, ticket.tree.unflatten(lost)) if ticket.fed else mean

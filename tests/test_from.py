@@ -1,0 +1,68 @@
+"""The pages for users of other systems, docs/from-*.md: each of their programs runs and learns."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import normal
+
+import jaxcgx as cgx
+
+PAGES = sorted((pathlib.Path(__file__).parent.parent / "docs").glob("from-*.md"))
+PROGRAMS = [
+    pytest.param(code, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
+]
+RANKS, STEPS = 4, 60
+X = normal((64, 8), 1)
+BATCH = X, jnp.sin(X[:, :3])
+PARAMS = {"w": normal((8, 256), 2, scale=0.3), "v": normal((256, 3), 3, scale=0.1)}
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return ((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2).mean()
+
+
+def run(program):
+    """What the program leaves. It has the first parameters and the batches, as its page says."""
+    found = dict(params=jax.tree.map(jnp.copy, PARAMS), batches=[BATCH] * STEPS)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(program, found)
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_program_learns(program):
+    found = run(program)
+    assert float(loss_fn(jax.device_get(found["params"]), BATCH)) < 0.7 * float(loss_fn(PARAMS, BATCH))
+
+
+def test_every_page_has_a_table_and_a_program():
+    assert len(PAGES) == 6
+    for page in PAGES:
+        assert re.search(r"\| [\w' ]+ \| jaxcgx \|\n\|---\|---\|\n", page.read_text()), page
+        assert any(param.id.startswith(f"{page.stem}-") for param in PROGRAMS), page
+
+
+def test_one_bit_adam():
+    """Before its variance is frozen it is Adam without the correction of biases."""
+    program = next(param.values[0] for param in PROGRAMS if "one_bit_adam" in param.values[0])
+    found = run(program)
+    mesh, one_bit_adam = found["mesh"], found["one_bit_adam"]
+    train = cgx.make_train_step(loss_fn, optax.scale(-1e-2), mesh, compress=one_bit_adam, freeze_step=STEPS)
+    params, state = train.init(PARAMS)
+    mean = variance = jax.tree.map(jnp.zeros_like, PARAMS)
+    plain = PARAMS
+    for _ in range(5):
+        params, state, _ = train.step(params, state, BATCH)
+        grads = jax.grad(loss_fn)(plain, BATCH)
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, variance, grads)
+        plain = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-8), plain, mean, variance)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)

@@ -1,0 +1,80 @@
+"""A centre of those that test_crossing.py starts:
+
+    python diloco_rank.py PORT RANK CENTRES FOLDER
+
+The last one comes to the step in which an exchange begins only after the first one has done the step behind it.
+"""
+
+import ctypes
+import hashlib
+import json
+import pathlib
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+
+EVERY, FRAGMENTS, OVERLAP, STEPS = 8, 2, 2, 13
+LIMIT = 100  # seconds
+
+
+def train(axis, centres, before=lambda t: None, after=lambda t: None):
+    """{device: digest of what it has in the end}. before, after: called with the number of each step."""
+    mesh = jax.make_mesh((centres,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centres])
+    inner = optax.sgd(0.5, momentum=0.9)
+    plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
+    given = cgx.wan.diloco(
+        inner, every=EVERY, axis_name=axis, plan=plan, fragments=FRAGMENTS, overlap=OVERLAP, alpha=0.5, telemetry=True
+    )
+    loss = lambda p, x: ((jnp.tanh(x @ p["up"]) @ p["down"] + p["b"] - x) ** 2).mean()
+    steps = cgx.make_train_step(loss, inner, mesh, data_axis="dc", diloco=given)
+    numbers = np.random.RandomState(0).standard_normal
+    shapes = {"up": (30, 40), "down": (40, 30), "b": (30,)}
+    params, state = steps.init({name: np.float32(0.3 * numbers(shape)) for name, shape in shapes.items()})
+    batch = np.float32(numbers((16, 30)))
+    batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, P("dc")), lambda at: batch[at])
+    for t in range(1, STEPS + 1):
+        before(t)
+        params, state, _ = jax.block_until_ready(steps.step(params, state, batch))
+        after(t)
+    found = {}
+    each = [(x.outer, x.sent.residuals, x.telemetry) for x in state.exchanges]
+    for leaf in jax.tree.leaves((params, state.centres, each)):
+        for shard in leaf.addressable_shards:
+            digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
+            digest.update(np.asarray(shard.data).tobytes())
+    return {device: digest.hexdigest() for device, digest in found.items()}
+
+
+def main():
+    port, rank, centres = map(int, sys.argv[1:4])
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(f"127.0.0.1:{port}", centres, rank)
+    passed = pathlib.Path(sys.argv[4], "passed")
+    begins = EVERY // FRAGMENTS
+
+    def before(t):
+        deadline = time.monotonic() + LIMIT
+        while rank == centres - 1 and t == begins and not passed.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the first centre waits for an exchange that it began")
+            time.sleep(0.02)
+
+    def after(t):
+        if rank == 0 and t == begins + OVERLAP - 1:
+            passed.touch()
+
+    print("RESULT", json.dumps(train(cgx.Tcp("dc"), centres, before, after)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

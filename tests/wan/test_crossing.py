@@ -1,0 +1,42 @@
+"""Exchanges between centres over Tcp go on while the next steps' programs run, with the bits of plain axes."""
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+
+from helpers import load_script
+
+RANK = pathlib.Path(__file__).with_name("diloco_rank.py")
+LIMIT = 300  # seconds, after which processes count as hung
+
+
+def test_an_exchange_crosses_steps(tmp_path, monkeypatch):
+    """The second centre comes to an exchange after the first one has gone on: otherwise both would wait for ever."""
+    # XLA crashes where it is to keep a program of several processes.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, RANK, str(random.randrange(20_000, 32_000))]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), "2", tmp_path],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        found = {}
+        for process in running:
+            output, _ = process.communicate(timeout=LIMIT)
+            lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+            assert lines, "a centre failed, see above"
+            found |= json.loads(lines[0].removeprefix("RESULT "))
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert found == load_script(RANK, monkeypatch).train("dc", 2)
