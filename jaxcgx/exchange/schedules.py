@@ -198,7 +198,7 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         how = how._replace(own="encoded")
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
-            row = FIRST_HALF[stage.schedule](net, parts, message.key, how)
+            row = FIRST_HALF[str(stage.schedule)](net, parts, message.key, how)
         else:
             row, lost, sent = _fed_exchange(net, parts, residuals=message.residuals, key=message.key, how=how)
     with scope(ExchangeScope.of(stage.schedule, back)):
@@ -269,7 +269,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
     parts = Slices(stage.codec, message, net.size)
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
-            return Summed(FIRST_HALF[stage.schedule](net, parts, message.key, how))
+            return Summed(FIRST_HALF[str(stage.schedule)](net, parts, message.key, how))
         return _fed_slices(net, parts, residuals=message.residuals, key=message.key, how=how)
 
 

@@ -47,7 +47,6 @@ class Topology:
       probe_bytes: how many bytes a probe sends over a link in each direction.
       rates: what is known of the links at first, in bytes a second: [ranks, ranks], from a rank (row) to another. None:
         nothing.
-      seed: of what is random.
     """
 
     overlay: Overlay
@@ -69,14 +68,13 @@ class Topology:
         decay: float = 0.3,
         probe_bytes: int = 2**19,
         rates: Any = None,
-        seed: int = 0,
     ) -> None:
         self._mesh, self._axis = _check_mesh(mesh, axis), axis
         self._build = routes.SHAPES[check_choice("Topology", "shape", shape, routes.SHAPES)]
         self._greed = check_number("Topology", "greed", greed, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         decay = check_number("Topology", "decay", decay, lambda x: 0 <= x < 1, "a number from 0 to below 1")
         self._probe_bytes = check_integer("Topology", "probe_bytes", probe_bytes, 2**16)
-        self._random = np.random.default_rng(check_integer("Topology", "seed", seed))
+        self._random = np.random.default_rng(0)
         ranks = mesh.shape[axis.name]
         self.links = Links(ranks, decay)
         if rates is not None:

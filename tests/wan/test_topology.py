@@ -27,8 +27,9 @@ def with_slow(what):
 class Simulated(Topology):
     """A topology of four ranks that sends nothing: what it would measure follows from rates that the test sets."""
 
-    def __init__(self, **options):
+    def __init__(self, seed=0, **options):
         super().__init__(mesh(4), cgx.Tcp("a"), **options)
+        self._random = np.random.default_rng(seed)
 
     def step(self):
         """An exchange, and an update."""
