@@ -118,13 +118,12 @@ class Overlay:
             are proportional, 0 where it owns none. None: all, alike.
         """
         ranks = check_integer("Overlay.owners", "ranks", ranks, 1)
-        owners = ranks if owners is None else owners
-        if is_integer(owners):
-            if not 1 <= owners <= ranks:
-                raise wrong("Overlay.owners", "owners", f"1 to {ranks} owners among {ranks} ranks", owners)
-            weights: list[float] = [rank < owners for rank in range(ranks)]
+        given: Any = ranks if owners is None else owners
+        if is_integer(given):
+            if not 1 <= given <= ranks:
+                raise wrong("Overlay.owners", "owners", f"1 to {ranks} owners among {ranks} ranks", given)
+            weights = [float(rank < given) for rank in range(ranks)]
         else:
-            given: Any = owners
             if len(given) != ranks or not all(is_number(w) and 0 <= w < float("inf") for w in given) or not any(given):
                 expected = f"a number of at least 0 for each of {ranks} ranks, and one above 0"
                 raise wrong("Overlay.owners", "owners", expected, given)

@@ -198,7 +198,7 @@ def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
         how = how._replace(own="encoded")
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
-            row = FIRST_HALF[stage.schedule](net, parts, message.key, how)
+            row = FIRST_HALF[str(stage.schedule)](net, parts, message.key, how)
         else:
             row, lost, sent = _fed_exchange(net, parts, residuals=message.residuals, key=message.key, how=how)
     with scope(ExchangeScope.of(stage.schedule, back)):
@@ -212,7 +212,7 @@ def is_piecewise(stage: Stage) -> bool:
 
 
 def begin(stage: Stage, message: Message, how: Sum) -> Any:
-    """Begins a piecewise sum, with the bits of the schedule. `end_sum` of the stage's transport ends it."""
+    """Begins a piecewise sum, with the bits of its schedule. `end_sum` of the stage's transport ends it."""
     stage = stage.compared(message, how)
     asked = PiecewiseSum(
         layout=_layout(stage, message),
@@ -221,35 +221,29 @@ def begin(stage: Stage, message: Message, how: Sum) -> Any:
         first_key=fold(message.key, FIRST, stage.net.rank),
         sum_key=fold(message.key, SUM),
         hop_key=fold(message.key, HOP, stage.net.rank),
-        parents=_parents(stage),
+        parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
         own=how.own,
         divisor=how.divisor,
     )
     return stage.net.begin_sum(asked)
 
 
-def _overlay(stage: Stage) -> Overlay | None:
-    """The trees of a piecewise sum; None for one_shot."""
-    if stage.schedule == "two_shot":
-        return Overlay.owners(stage.net.size)
-    return stage.schedule if isinstance(stage.schedule, Overlay) else None
-
-
-def _parents(stage: Stage) -> tuple[tuple[int, ...], ...]:
-    overlay = _overlay(stage)
-    return overlay.parents if overlay else ()
+def _trees(stage: Stage) -> Overlay:
+    """The trees of a piecewise sum that isn't one_shot."""
+    return stage.schedule if isinstance(stage.schedule, Overlay) else Overlay.owners(stage.net.size)
 
 
 def _layout(stage: Stage, message: Message) -> Layout:
-    shares = stage.schedule.shares if isinstance(stage.schedule, Overlay) else None
-    return message.layout(stage.codec, len(_parents(stage)) or 1, shares)
+    if isinstance(stage.schedule, Overlay):
+        return message.layout(stage.codec, len(stage.schedule.trees), stage.schedule.shares)
+    return message.layout(stage.codec, stage.net.size if stage.schedule == "two_shot" else 1)
 
 
 def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
-    layout, overlay, ranks = _layout(stage, message), _overlay(stage), stage.net.size
+    layout, ranks = _layout(stage, message), stage.net.size
     part = 2 / ranks
-    if overlay:  # of what the rank sends that sends most
-        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(overlay.sent(layout.ends, layout.ends))
+    if stage.schedule != "one_shot":  # of what the rank sends that sends most
+        part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(*_trees(stage).sent(layout.ends, layout.ends), 1)
     return scope(ExchangeScope.of(stage.schedule, layout, part, sent=sum(layout.ends)))
 
 
@@ -259,7 +253,7 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
         with piecewise_scope(stage, message):
             summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
     elif isinstance(stage.schedule, Overlay):
-        summed = Summed(*trees.allreduce(stage.compared(message, how), stage.schedule, message, how))
+        summed = trees.allreduce(stage.compared(message, how), stage.schedule, message, how)
     elif stage.schedule == "one_shot":
         summed = _one_shot(stage.compared(message, how), message, how)
     else:
@@ -275,7 +269,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
     parts = Slices(stage.codec, message, net.size)
     with scope(ExchangeScope.of(stage.schedule, parts.layout)):
         if message.residuals is None:
-            return Summed(FIRST_HALF[stage.schedule](net, parts, message.key, how))
+            return Summed(FIRST_HALF[str(stage.schedule)](net, parts, message.key, how))
         return _fed_slices(net, parts, residuals=message.residuals, key=message.key, how=how)
 
 

@@ -168,21 +168,6 @@ def _lower_begin(
     )
 
 
-def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """The bytes of the operand of a collective that sends as many as the rank which sends most."""
-    if not parents:
-        return sum(layout.ends)
-    pieces = layout.chunks // len(parents)
-    sent = [0] * ranks
-    for i, tree in enumerate(parents):
-        size = sum(layout.ends[i * pieces : (i + 1) * pieces])
-        for rank, parent in enumerate(tree):
-            if parent >= 0:
-                sent[rank] += size
-                sent[parent] += size
-    return round(max(sent) * ranks / (2 * (ranks - 1))) if ranks > 1 else 0
-
-
 def _lower_end(
     ctx: Any, *operands: Any, layout: Layout, batch: tuple[int, ...], two_shot: bool, net: Any, later: bool
 ) -> Sequence[Any]:
@@ -202,6 +187,21 @@ def _lower_end(
         feedback=len(operands) > 1,
         ordered=later,
     )
+
+
+def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
+    """The bytes of the operand of a collective that sends as many as the rank which sends most."""
+    if not parents:
+        return sum(layout.ends)
+    pieces = layout.chunks // len(parents)
+    sent = [0] * ranks
+    for i, tree in enumerate(parents):
+        size = sum(layout.ends[i * pieces : (i + 1) * pieces])
+        for rank, parent in enumerate(tree):
+            if parent >= 0:
+                sent[rank] += size
+                sent[parent] += size
+    return round(max(sent) * ranks / (2 * (ranks - 1))) if ranks > 1 else 0
 
 
 def _abstract_begin(

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 ENOUGH = 2**16  # bytes, below which a transfer says nothing about a rate
+SHARED = 0.5  # transfers share a line if one gets at least that much of what another gets
 CHANGED = 2.0  # a link has changed if it is that much faster or slower than it was
 
 Array = np.ndarray[Any, Any]
@@ -32,18 +33,22 @@ class Links:
     def note(self, sent: Array, busy: Array) -> None:
         """Takes a measurement: the bytes that each rank (row) sent to each other one, and the seconds that it took.
 
-        Transfers that share a line get a part of its rate each. A rank had as many at once as their seconds together
-        are a multiple of the longest.
+        Transfers at the same time share a line, of which each gets a like part. What they all sent in the time of the
+        longest is what the line passes. One that is much slower than another on the same line is held up by its link,
+        or by the other rank's line.
         """
         measured = (sent >= ENOUGH) & (busy > 0)
         if not measured.any():
             return
         busy = np.where(measured, busy, 0)
+        rate = np.where(measured, sent / np.where(measured, busy, 1), 0)
 
-        def at_once(axis: int) -> Array:
-            return np.maximum(busy.sum(axis, keepdims=True) / np.maximum(busy.max(axis, keepdims=True), 1e-9), 1)
+        def of_line(axis: int) -> Array:
+            through = np.where(measured, sent, 0).sum(axis, keepdims=True)
+            through = through / np.maximum(busy.max(axis, keepdims=True), 1e-9)
+            return np.where(rate >= SHARED * rate.max(axis, keepdims=True), through, 0)
 
-        rate = np.where(measured, sent / np.maximum(busy, 1e-9) * np.maximum(at_once(0), at_once(1)), np.nan)
+        rate = np.maximum(rate, np.maximum(of_line(0), of_line(1)))
         ratio = rate / self.rates
         changed = measured & self.known & ((ratio > CHANGED) | (ratio < 1 / CHANGED))
         if changed.any():

@@ -47,7 +47,6 @@ class Topology:
       probe_bytes: how many bytes a probe sends over a link in each direction.
       rates: what is known of the links at first, in bytes a second: [ranks, ranks], from a rank (row) to another. None:
         nothing.
-      seed: of what is random.
     """
 
     overlay: Overlay
@@ -69,22 +68,21 @@ class Topology:
         decay: float = 0.3,
         probe_bytes: int = 2**19,
         rates: Any = None,
-        seed: int = 0,
     ) -> None:
         self._mesh, self._axis = _check_mesh(mesh, axis), axis
         self._build = routes.SHAPES[check_choice("Topology", "shape", shape, routes.SHAPES)]
         self._greed = check_number("Topology", "greed", greed, lambda x: 0 <= x <= 1, "a number from 0 to 1")
         decay = check_number("Topology", "decay", decay, lambda x: 0 <= x < 1, "a number from 0 to below 1")
         self._probe_bytes = check_integer("Topology", "probe_bytes", probe_bytes, 2**16)
-        self._random = np.random.default_rng(check_integer("Topology", "seed", seed))
+        self._random = np.random.default_rng(0)
         ranks = mesh.shape[axis.name]
         self.links = Links(ranks, decay)
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True
+        self._found: dict[bytes, Overlay] = {}  # the best overlay of the latest rates
         self.overlay = self._best()
         self.version = self.probes = 0
-        self._places = np.moveaxis(np.indices(mesh.devices.shape), 0, -1)[..., mesh.axis_names.index(axis.name)]
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # counters
         self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
@@ -146,7 +144,11 @@ class Topology:
         return [] if greedy else self.links.pairs(self._random)
 
     def _best(self) -> Overlay:
-        return self._build(2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE))
+        rates = 2 ** (np.round(np.log2(self.links.estimates) * ALIKE) / ALIKE)
+        key = rates.tobytes()
+        if key not in self._found:
+            self._found = {key: self._build(rates)}
+        return self._found[key]
 
     def _decide(self) -> Overlay:
         rates, found = self.links.estimates, self._best()

@@ -454,9 +454,9 @@ def main():
             messages_of_errors(processes),
             everything(tcp=True),
             explained() if rank == 1 else "",
-            adapted(),
             low_rank(),
             order_of_events(),
+            adapted(),
         ]
     elif action == "cross":
         result = end_without(rank == processes - 1)

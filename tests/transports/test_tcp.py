@@ -78,7 +78,7 @@ def test_the_bits_of_plain_axes(everything, monkeypatch):
 
 
 def test_low_rank(everything):
-    for *_, found, _ in everything:
+    for *_, found, _, _ in everything:
         assert len(found) == 6 and found[::2] == found[1::2]
 
 
@@ -96,7 +96,7 @@ def test_meshes_that_it_can_not_serve(everything):
 
 def test_all_ranks_get_the_same_overlays(everything):
     """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
-    (overlays, version, probes, known, finite), *others = [found for *_, found, _, _ in everything]
+    (overlays, version, probes, known, finite), *others = [found for *_, found in everything]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
     assert all(other == [overlays, version, probes, None, True] for other in others)
 
@@ -110,7 +110,7 @@ def test_explain_counts_it(everything):
 
 def test_means_that_cross_programs(everything):
     """A later program runs while an exchange that another one began can't be over: the others have not begun it."""
-    for *_, (same, zeros, in_one_step, ended_twice) in everything:
+    for *_, (same, zeros, in_one_step, ended_twice), _ in everything:
         assert same and zeros and in_one_step
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
 

@@ -207,12 +207,12 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
 
   const auto group = make_group(op, who, ranks, timeout_ms);
   if (group.has_error()) return group.error();
-  const int64_t bytes = a.workspace_bytes(group->rank);
   if (tcp::begun() >= tcp::kMostBegun) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       "jaxcgx_" + op + ": " + std::to_string(tcp::kMostBegun) +
                           " sums have begun and have not been ended; end each ticket once");
   }
+  const int64_t bytes = a.workspace_bytes(group->rank);
   a.workspace = tcp::the_workspaces().take(bytes);
   if (a.workspace == nullptr) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,

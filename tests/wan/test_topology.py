@@ -1,0 +1,150 @@
+"""A topology finds the best overlay for its links, and again when the slow one moves. tests/transports/test_tcp.py has
+one between processes."""
+
+import types
+
+import numpy as np
+import pytest
+from errors import raises, says
+from ranks import mesh
+
+import jaxcgx as cgx
+from jaxcgx.wan import Overlay, Topology, routes
+
+RATE, SIZE = 1e7, 4e6  # bytes a second, bytes of a message
+
+
+def with_slow(what):
+    """The rates of four ranks' links where a link (i, j), or a rank's line, has a tenth of the others' rate."""
+    rates = np.full((4, 4), RATE)
+    if isinstance(what, tuple):
+        rates[what] = rates[what[::-1]] = RATE / 10
+    else:
+        rates[what] = rates[:, what] = RATE / 10
+    return rates
+
+
+class Simulated(Topology):
+    """A topology of four ranks that sends nothing: what it would measure follows from rates that the test sets."""
+
+    def __init__(self, seed=0, **options):
+        super().__init__(mesh(4), cgx.Tcp("a"), **options)
+        self._random = np.random.default_rng(seed)
+
+    def step(self):
+        """An exchange, and an update."""
+        self._sent = np.zeros((4, 4))
+        for (i, j), load in self.overlay.loads().items():
+            self._sent[i, j] = self._sent[j, i] = load * SIZE
+        return self.update()
+
+    def _measure(self):
+        line = routes.lines(self.real)
+        through = np.maximum((self._sent.sum(1) / line)[:, None], (self._sent.sum(0) / line)[None])
+        self.links.note(self._sent, np.where(self._sent > 0, np.maximum(self._sent / self.real, through), 0))
+
+    def _probe(self, pairs):
+        self._sent = np.zeros((4, 4))
+        for i, j in pairs:
+            self._sent[i, j] = self._sent[j, i] = self._probe_bytes
+        self.probes += 1
+
+    def _same(self, words):
+        return np.asarray(words, np.int32)
+
+
+@pytest.mark.parametrize("shape", ["trees", "owners"])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), ((0, 1), (2, 3)), ((0, 1), (1, 2))], ids=str)
+def test_it_follows_a_slow_link(shape, first, second):
+    """Within 1.2 of the best after at most ten probes, for any seed, and much faster than the fixed ring."""
+    build = routes.SHAPES[shape]
+    for seed in range(8):
+        topology = Simulated(shape=shape, seed=seed)
+        for slow in (first, second):
+            topology.real, before = with_slow(slow), topology.probes
+            best = routes.seconds(build(topology.real), topology.real)
+            for _ in range(40):
+                topology.step()
+                if routes.seconds(topology.overlay, topology.real) <= 1.2 * best:
+                    break
+            assert routes.seconds(topology.overlay, topology.real) <= 1.2 * best
+            assert topology.probes - before <= 10
+            ring = routes.seconds(Overlay.ring(range(4)), topology.real)
+            assert routes.seconds(topology.overlay, topology.real) * 1.3 <= ring
+
+
+def test_a_ring_goes_around_the_slow_link():
+    topology = Simulated(shape="ring")
+    topology.real = with_slow((0, 1))
+    for _ in range(20):
+        topology.step()
+    assert (0, 1) not in topology.overlay.loads()
+    assert topology.version >= 1 and str(topology).startswith("Topology(version")
+
+
+def test_rates_that_are_known():
+    topology = Simulated(rates=with_slow((0, 1)), greed=1.0)
+    topology.real = with_slow((0, 1))
+    assert topology.overlay.loads().get((0, 1), 0) < 0.2
+    for _ in range(5):
+        assert not topology.step()
+    assert topology.probes == 0
+
+
+def test_it_probes_as_often_as_asked():
+    topology = Simulated(rates=np.full((4, 4), RATE), greed=0.75)
+    topology.real = np.full((4, 4), RATE)
+    for _ in range(400):
+        topology.step()
+    assert 70 <= topology.probes <= 130 and topology.version == 0
+
+
+def test_steps():
+    """A program for each overlay, kept; an update every so many steps."""
+    topology, made = Simulated(), []
+
+    def make(overlay):
+        made.append(overlay)
+        return types.SimpleNamespace(init=lambda x: x, step=lambda x: (x + 1, overlay))
+
+    updates = iter([Overlay.tree(4), Overlay.owners(4), Overlay.tree(4)])
+    topology.update = lambda: setattr(topology, "overlay", next(updates))
+    first = topology.overlay
+    train = topology.steps(make, every=2)
+    x, used = train.init(0), []
+    for _ in range(7):
+        x, overlay = train.step(x)
+        used.append(overlay)
+    assert x == 7 and used == [first] * 2 + [Overlay.tree(4)] * 2 + [Overlay.owners(4)] * 2 + [Overlay.tree(4)]
+    assert made == [first, Overlay.tree(4), Overlay.owners(4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (lambda: (mesh(4), "a"), says("Topology", "axis", expected="a jaxcgx.Tcp", got="'a'")),
+        (lambda: (mesh(4), cgx.Tcp("dc")), says("Topology", "axis", expected="one of the axes 'a'", got="'dc'")),
+        (lambda: (mesh(1), cgx.Tcp("a")), says("Topology", "mesh", expected="two or more ranks along 'a'", got="1")),
+    ],
+    ids=["a name", "another axis", "one center"],
+)
+def test_errors_of_the_mesh(arguments, error):
+    with raises(ValueError, error):
+        Topology(*arguments())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (dict(shape="star"), says("Topology", "shape", expected="'trees' 'ring' 'owners'", got="'star'")),
+        (dict(greed=1.1), says("Topology", "greed", expected="a number from 0 to 1", got="1.1")),
+        (dict(decay=1), says("Topology", "decay", expected="a number from 0 to below 1", got="1")),
+        (dict(probe_bytes=100), says("Topology", "probe_bytes", expected="65536", got="100")),
+        (dict(rates=np.zeros((4, 4))), says("Topology", "rates", expected="a positive number of bytes a second")),
+        (dict(rates=np.ones((3, 3))), says("Topology", "rates", expected="each of 4 ranks", got="an array")),
+    ],
+    ids=str,
+)
+def test_errors_of_options(options, error):
+    with raises(ValueError, error):
+        Simulated(**options)
