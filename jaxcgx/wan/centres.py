@@ -204,8 +204,8 @@ class Centres:
         renewed = Centre(both.own, both.start, inner=inner, sent=sent)
         state = DilocoState(count, PerRank(_rows(renewed)), exchanges)
         outer = tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None
-        metrics = DilocoMetrics(*_row((found.loss, found.telemetry)), outer)
-        return both.outer, PerRank(_row(model_state)), state, metrics
+        loss, telemetry = _row((found.loss, found.telemetry))
+        return both.outer, PerRank(_row(model_state)), state, DilocoMetrics(loss, telemetry, outer)
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
         """The parameters and states after `count` steps: one fragment may begin its exchange, one may end it."""
