@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import wrong
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
+from jaxcgx.optim.accumulation import addable
 from jaxcgx.optim.alone import Alone
 from jaxcgx.optim.compress import compress_gradients
 from jaxcgx.optim.leaves import flatten
-from jaxcgx.optim.model_state import PerRank
+from jaxcgx.optim.model_state import PerRank, put
+from jaxcgx.optim.model_state import fold as fold_keys
 from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import MeshRanks
 from jaxcgx.optim.require import import_optax
@@ -111,13 +113,28 @@ class Centres:
 
     def train_step(self, training: Training, donate: bool) -> TrainStep:
         """The functions of a training loop."""
-        if training.has_aux or training.state.mode is not None:
-            argument = "has_aux" if training.has_aux else "model_state"
-            raise wrong(OP, argument, "none with diloco", "one", "leave it out")
+        if training.has_aux or training.state.mode == "per_rank":
+            name, got = ("has_aux", True) if training.has_aux else ("model_state", "'per_rank'")
+            remedy = "leave it out" if training.has_aux else 'pass "mean": every centre has its own'
+            raise wrong(OP, name, "another with diloco", got, remedy)
         if training.plan is None:
             training = dataclasses.replace(training, plan=self.diloco.plan)
-        step = jax.jit(functools.partial(self._step, training), donate_argnums=(0, 1) if donate else ())
-        return TrainStep(functools.partial(self._init, training), Step(step, self.placement, place=2))
+        if training.state.mode is not None:
+            jitted = jax.jit(functools.partial(self._step, training), donate_argnums=(0, 1, 2) if donate else ())
+            return TrainStep(functools.partial(self._init, training), Step(jitted, self.placement, place=3))
+
+        def init(params: Any, model_state: Any = None) -> tuple[Any, DilocoState]:
+            params, _, opt_state = self._init(training, params, model_state)
+            return params, opt_state
+
+        def step(params: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
+            params, _, opt_state, metrics = self._step(
+                training, params, None, opt_state=opt_state, batch=batch, key=key
+            )
+            return params, opt_state, metrics
+
+        jitted = jax.jit(step, donate_argnums=(0, 1) if donate else ())
+        return TrainStep(init, Step(jitted, self.placement, place=2))
 
     @property
     def _specs(self) -> DilocoState:
@@ -134,50 +151,61 @@ class Centres:
     def _over_ranks(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return self.placement.over_ranks(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _init(self, training: Training, params: Any) -> tuple[Any, DilocoState]:
-        params = jax.tree_util.tree_map(jnp.asarray, params)
+    def _init(self, training: Training, params: Any, model_state: Any = None) -> tuple[Any, ...]:
+        """(outer parameters, a PerRank of each centre's model state, optimizer state) before the first step."""
+        training.state.check_given(model_state)
+        params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self._check(training, params)
 
-        def of_rank(params: Any) -> tuple[Any, DilocoState]:
-            outer, _, (sent, inner) = training.init(params)
+        def of_rank(params: Any, model_state: Any) -> tuple[Any, ...]:
+            # Centres draw independent noise.
+            centre = lax.axis_index(self.name)
+            model_state = jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, centre), model_state)
+            outer, model_state, (sent, inner) = training.init(params, model_state)
+            if getattr(sent, "key", None) is not None:
+                sent = sent._replace(key=fold(sent.key, centre))
             rounds = self._rounds
             exchanges = [rounds.init(fragment.take(outer)) for fragment in self._cut(training, outer)]
-            if getattr(sent, "key", None) is not None:  # centres draw independent noise
-                sent = sent._replace(key=fold(sent.key, lax.axis_index(self.name)))
-            centre = Centre(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
-            return outer, DilocoState(jnp.zeros((), jnp.int32), PerRank(_rows(centre)), tuple(exchanges))
+            own = Centre(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
+            state = DilocoState(jnp.zeros((), jnp.int32), PerRank(_rows(own)), tuple(exchanges))
+            return outer, PerRank(_row(model_state)), state
 
-        params = jax.device_put(params, self.placement.shardings(P()))
-        return jax.jit(self._over_ranks(of_rank, in_specs=P(), out_specs=(P(), self._specs)))(params)
+        make = self._over_ranks(of_rank, in_specs=P(), out_specs=(P(), P(self.name), self._specs))
+        replicated = self.placement.shardings(P())
+        return jax.jit(make)(jax.device_put(params, replicated), put(model_state, replicated))
 
-    def _step(self, training: Training, params: Any, state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
-        if not isinstance(state, DilocoState):
-            raise wrong(
-                "train.step", "opt_state", "a DilocoState, which init or the step before returned", type(state).__name__
-            )
+    def _step(
+        self, training: Training, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None
+    ) -> tuple[Any, ...]:
+        """(outer parameters, model states, optimizer state, metrics) after a step of all ranks."""
+        if not isinstance(opt_state, DilocoState):
+            got = type(opt_state).__name__
+            raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
         batch, batch_specs = self.placement.place_batch(batch, training.accumulate)
-        metrics = DilocoMetrics(loss=P(self.name), telemetry=P(self.name), outer=P())
-        step = self._over_ranks(
+        rows = P(self.name)
+        mapped = self._over_ranks(
             functools.partial(self._step_of_rank, training),
-            in_specs=(P(), self._specs, batch_specs, P()),
-            out_specs=(P(), self._specs, metrics),
+            in_specs=(P(), rows, self._specs, batch_specs, P()),
+            out_specs=(P(), rows, self._specs, DilocoMetrics(loss=rows, telemetry=rows, outer=P())),
         )
-        return step(params, state, batch, key)
+        return mapped(params, PerRank(None) if model_state is None else model_state, opt_state, batch, key)
 
-    def _step_of_rank(self, training: Training, params: Any, state: DilocoState, batch: Any, key: Any) -> Any:
+    def _step_of_rank(
+        self, training: Training, params: Any, model_states: PerRank, state: DilocoState, batch: Any, key: Any
+    ) -> tuple[Any, ...]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
-        centre = _of_rank(state.centres.rows)
-        own, _, (sent, inner), found = training.step(
-            centre.params, None, opt_state=(centre.sent, centre.inner), batch=batch, key=key
+        centre, model_state = _of_rank(state.centres.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
+        own, model_state, (sent, inner), found = training.step(
+            centre.params, model_state, opt_state=(centre.sent, centre.inner), batch=batch, key=key
         )
         count = state.count + 1
         both, exchanges = self._exchange(training, count, Both(params, own, centre.start), state.exchanges)
         renewed = Centre(both.own, both.start, inner=inner, sent=sent)
         state = DilocoState(count, PerRank(_rows(renewed)), exchanges)
-        loss, telemetry = jax.tree_util.tree_map(lambda x: x[None], (found.loss, found.telemetry))
         outer = tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None
-        return both.outer, state, DilocoMetrics(loss, telemetry, outer)
+        loss, telemetry = _row((found.loss, found.telemetry))
+        return both.outer, PerRank(_row(model_state)), state, DilocoMetrics(loss, telemetry, outer)
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
         """The parameters and states after `count` steps: one fragment may begin its exchange, one may end it."""
@@ -229,10 +257,15 @@ class Centres:
                 raise wrong("diloco", "plan", expected, "another", remedy, path=path)
 
 
-def _rows(centre: Centre) -> Centre:
+def _row(tree: Any) -> Any:
     """A centre's part of what all centres have."""
-    found = jax.tree_util.tree_map(lambda x: x[None], centre)
-    return found._replace(sent=jax.tree_util.tree_map(lambda x: x[None], found.sent))
+    return jax.tree_util.tree_map(lambda x: x[None], tree)
+
+
+def _rows(centre: Centre) -> Centre:
+    """The same of a Centre, of a rank."""
+    found = _row(centre)
+    return found._replace(sent=_row(found.sent))
 
 
 def _of_rank(rows: Centre) -> Centre:

@@ -308,6 +308,25 @@ def test_keys_frozen_parameters_and_micro_batches():
     np.testing.assert_allclose(params["w"], 2 * np.mean(expected, 0), rtol=1e-5)
 
 
+def test_models_with_state():
+    """Every centre has its own: a mean over its ranks, and random keys that differ."""
+
+    def loss(params, state, x):
+        key, drawn = jax.random.split(state["key"])
+        new = {"mean": x.mean(0), "key": key, "steps": state["steps"] + 1}
+        return (params["w"] * jax.random.normal(drawn, (6,))).sum() + (params["w"] * x.mean(0)).sum(), new
+
+    train = trainer(diloco("sgd", every=2), mesh_of(local=2), loss, model_state="mean")
+    start = {"mean": jnp.zeros(6), "key": jax.random.key(3), "steps": jnp.int32(0)}
+    params, model, state = train.init({"w": jnp.zeros(6)}, start)
+    for t in range(2):
+        params, model, state, metrics = train.step(params, model, state, jnp.asarray(X[t]))
+    np.testing.assert_allclose(model.rows["mean"], X[1].reshape(2, 4, 6).mean(1), rtol=1e-6)
+    assert model.rows["steps"].tolist() == [2, 2] and len(set(map(str, jax.random.key_data(model.rows["key"])))) == 2
+    assert metrics.loss.shape == (2,) and (params["w"] != 0).all()
+    assert cgx.reshard_state((model, state), 3)[0].rows["mean"].shape == (3, 6)
+
+
 def test_forms():
     """Their arguments are those of the papers. SparseLoCo's residual decays, Pier's momentum rises and falls."""
     sparse, mu = cgx.wan.sparseloco(INNER, every=1, ratio=0.25), cgx.wan.muloco(INNER)
@@ -396,7 +415,11 @@ def test_few_bits_without_feedback_are_a_warning():
             dict(param_specs={"w": P("dc"), "b": P(), "s": P()}),
             says("make_train_step", "diloco", expected="whole", got="shards", remedy="param_specs"),
         ),
-        (dict(has_aux=True), says("make_train_step", "has_aux", expected="none", got="one")),
+        (dict(has_aux=True), says("make_train_step", "has_aux", expected="another", got="True")),
+        (
+            dict(model_state="per_rank"),
+            says("make_train_step", "model_state", expected="another", got="'per_rank'", remedy='"mean"'),
+        ),
         (
             dict(plan=cgx.MaxMin(4)),
             says("make_train_step", "plan", expected="one rank", got="MaxMin", remedy="jaxcgx.wan.diloco"),
