@@ -68,6 +68,16 @@ def test_factors():
     np.testing.assert_array_equal(mapped(cgx.end_pmean, out=P())(ticket), mean)
 
 
+def test_under_vmap():
+    def means(function):
+        return mapped(jax.vmap(function), out=P())(X["w"].reshape(8, 15, 40))
+
+    np.testing.assert_array_equal(
+        means(lambda x: cgx.end_pmean(cgx.begin_pmean(x, "a", cgx.MaxMin(4)))),
+        means(lambda x: cgx.compressed_pmean(x, "a", cgx.MaxMin(4))),
+    )
+
+
 def test_explain_names_it():
     report = cgx.explain(mapped(lambda x: cgx.begin_pmean(x[0], "a", cgx.MaxMin(4))), X["w"], show=False)
     assert {c.function for c in report.collectives} == {"begin_pmean"}
