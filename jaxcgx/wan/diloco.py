@@ -171,8 +171,8 @@ class Diloco:
                 stacklevel=callers_level(),
             )
 
-    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Centres:
-        """The centres of a mesh, for make_train_step.
+    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
+        """The `Centres` of a mesh, for make_train_step.
 
         Args:
           placement: where its batches and parameters are.

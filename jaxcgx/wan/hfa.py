@@ -66,7 +66,7 @@ class Hfa(Diloco):
 
     k1: int
 
-    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> "Workers":
+    def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
         """The ranks of a mesh, for make_train_step."""
         name = axis_names(self.axis_name)[0]
         if isinstance(placement, Placement):
