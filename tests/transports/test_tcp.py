@@ -25,8 +25,8 @@ from jaxcgx.exchange import costs
 from jaxcgx.native import connections
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import axis_names
-from jaxcgx.wan import Overlay, Tree
 from jaxcgx.transports.tcp import check_tcp
+from jaxcgx.wan import Overlay, Tree
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
