@@ -1,6 +1,6 @@
 """Measures what a topology gains where one of four links is slow, and how soon it finds out that another one is.
 
-    python benchmarks/topology.py [--only line|pair] [--repeats 7] [--out DIR]
+    python benchmarks/topology.py [--only line|pair] [--repeats 5] [--out DIR]
 
 The hosts are network namespaces, which need root.
 """
@@ -49,7 +49,7 @@ NOTES = f"""\
   ring: ranks 0, 1, 2, 3. owners and trees: what `routes` finds for the rates that were set. topology: what a `Topology`
   has found by itself after the updates and probes that the row names. Goal: {GAIN} times as fast as the ring.
 - The least that the slow host's line can carry is the message once in each direction. The ring carries 1.5 times as
-  much, so where a line is slow no schedule gains more than 1.5, except by what the ring waits for besides.
+  much, so where a line is slow no schedule gains more than 1.5 by its bytes. The ring also waits at every step.
 - Then the slow link moves, and the steps go on: an exchange and an update each. Goal: within {NEAR} of the best overlay
   for the new links, measured at the end, after at most {PROBES} probes.
 - Replicas: whether all hosts had the same bits after every exchange.
@@ -234,7 +234,7 @@ def measure(setup, repeats):
 def main():
     parser = argparse.ArgumentParser(description="What a topology gains where a link is slow.")
     parser.add_argument("--only", choices=SETUPS, help="one setup")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="exchanges of each kind (default: 7)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="exchanges of each kind (default: 5)")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="where the results are written")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()

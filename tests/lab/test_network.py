@@ -1,6 +1,7 @@
 """Hosts and links. tests/report/test_lab.py runs programs in them."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -56,3 +57,17 @@ def test_what_runs_ends_with_the_lab():
         namespace = f"/run/netns/{lab.namespace(0)}"
         assert os.path.exists(namespace) and process.poll() is None
     assert not os.path.exists(namespace) and process.poll() is not None
+
+
+@NEEDS
+def test_a_cable_between_two_hosts():
+    with Lab(3, "1gbit") as lab:
+
+        def way(host, other):
+            words = f"ip -n {lab.namespace(host)} route get {lab.address(other)}".split()
+            return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+        lab.join(0, 1, "10mbit")
+        assert "dev to1" in way(0, 1) and "dev to0" in way(1, 0) and "dev eth0" in way(0, 2)
+        lab.part(0, 1)
+        assert "dev eth0" in way(0, 1) and "dev eth0" in way(1, 0)

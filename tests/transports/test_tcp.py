@@ -21,10 +21,12 @@ from jax.sharding import PartitionSpec as P
 from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
+from jaxcgx.exchange import costs
 from jaxcgx.native import connections
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.tcp import check_tcp
+from jaxcgx.wan import Overlay, Tree
 
 RANK = pathlib.Path(__file__).with_name("tcp_rank.py")
 LIMIT = 300  # seconds, after which processes count as hung; they take a tenth of it
@@ -96,9 +98,12 @@ def test_meshes_that_it_can_not_serve(everything):
 
 def test_all_ranks_get_the_same_overlays(everything):
     """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
-    (overlays, version, probes, known, finite), *others = [found for *_, found in everything]
+    (overlays, version, probes, known, finite, explained), *others = [found for *_, found in everything]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
-    assert all(other == [overlays, version, probes, None, True] for other in others)
+    assert all(other == [overlays, version, probes, None, True, None] for other in others)
+    uneven = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
+    leaf = jax.ShapeDtypeStruct((4000,), "float32")
+    assert explained == costs.sent(uneven, cgx.Raw(), [leaf], 4)
 
 
 def test_explain_counts_it(everything):
