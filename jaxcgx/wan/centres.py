@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
+from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.xla import Axes
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
@@ -207,7 +209,7 @@ class Centres:
         given = self.diloco
         return Rounds(
             between=given.between(self.axis),
-            centres=self.placement.mesh.shape[self.name],
+            centres=math.prod(self.placement.mesh.shape[name] for name in axis_names(self.name)),
             outer=given.outer,
             later=given.eager or given.overlap > 0,
             alpha=given.alpha,

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,6 @@ from jaxcgx.plan import Plan, Rule
 from jaxcgx.plan.by_axis import by_axis
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.wan.blocks import Blocks
-
-if TYPE_CHECKING:
-    from jaxcgx.wan.differential import Differential
 
 SHORT = MaxMin(4)  # for the rest with rest="quantize"
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with them
@@ -73,7 +70,7 @@ class Sent(NamedTuple):
 class Transmission:
     """The transformation of `Differential`: what it is told, and the arguments of the exchange."""
 
-    how: "Differential"
+    how: Any  # a Differential
     settings: Settings
 
     def cut(self, leaves: Leaves) -> list[Blocks | None]:
