@@ -114,12 +114,12 @@ class Transmission:
         leaves = flatten(updates)
         step = Step(self, leaves, state)
         first_loss, level = step.level(value)
-        if deferred:  # first in the program, as it needs nothing that this step computes
-            late = step.with_share(state.level, step.late)
+        # First in the program, as it needs nothing that this step computes.
+        late = step.with_share(state.level, step.late) if deferred else None
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()
-        if deferred:
+        if late is not None:
             now = Sent(_add(now.means, late.means), _add(now.residuals, late.residuals))
         after = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),
@@ -190,7 +190,8 @@ class Step:
         """The numbers of the blocks of each leaf, the most important first."""
         found = self.leaves.match(self.state.contributions)
         if not self.how.ranked:
-            key = jax.random.wrap_key_data(fold(self.state.key, self.state.count, CHOICE), impl="threefry2x32")
+            words: Any = fold(self.state.key, self.state.count, CHOICE)
+            key = jax.random.wrap_key_data(words, impl="threefry2x32")
             keys = [jax.random.fold_in(key, i) for i in range(len(found))]
             found = _each(lambda c, key: jax.random.uniform(key, c.shape), found, keys)
         return _each(lambda c: jnp.argsort(-c).astype(jnp.int32), found)
@@ -224,8 +225,10 @@ class Step:
             """(what is deferred, the residual)."""
             if rest == "drop":
                 return None, None if r is None else r + x
-            (x,), lost = ([x], [None]) if r is None else carry([x], [r[0]])
-            return x, None if r is None else lost[0][None]
+            if r is None:
+                return x, None
+            (x,), (lost,) = carry([x], [r[0]])
+            return x, lost[None]
 
         def pend(b: Blocks, held: tuple[Any, Any]) -> Any:
             if held[0] is None:
@@ -293,12 +296,12 @@ def _put(cut: list[Blocks | None], order: list[Any], first: list[Any], rest: lis
     """
 
     def put(b: Blocks, o: jax.Array, x: Any, y: Any) -> Any:
-        given = x if y is None else y
+        given: Any = x if y is None else y
         if given is None:
             return None
         missing = lambda n: jnp.zeros((*given.shape[:-2], n, b.size), given.dtype)
-        x = missing(b.count - y.shape[-2]) if x is None else x
-        y = missing(b.count - x.shape[-2]) if y is None else y
+        x = missing(b.count - given.shape[-2]) if x is None else x
+        y = missing(b.count - given.shape[-2]) if y is None else y
         return _take([jnp.argsort(o)], [jnp.concatenate(_compat.match_varying(x, y), -2)])[0]
 
     return [x if b is None else put(b, o, x, y) for b, o, x, y in zip(cut, order, first, rest)]
