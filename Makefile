@@ -52,8 +52,9 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
-	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-mpi bench-overlap \
-	bench-powersgd bench-prediction bench-priority bench-simulation bench-training bench-training-speed
+	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links \
+	bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-training \
+	bench-training-speed
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -189,6 +190,9 @@ bench-failures: $(INSTALLED) ## measure how soon a failed rank is an error of th
 
 bench-lab: $(INSTALLED) ## as root, measure the lab's own links, and explain's bytes against the kernel's counters
 	@.venv/bin/python benchmarks/lab.py
+
+bench-long-links: $(INSTALLED) ## as root, measure exchanges over Tcp on long links: several connections, and a pace
+	@.venv/bin/python benchmarks/long_links.py
 
 bench-mpi: $(INSTALLED) ## measure the collectives between the processes of mpirun
 	@$(MPIRUN) -n 2 --bind-to core .venv/bin/python -m mpi4py benchmarks/mpi.py

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxcgx import _compat
-from jaxcgx._compat import mlir
+from jaxcgx._compat import batching, mlir
 from jaxcgx.exchange import costs, hierarchy, low_rank, primitive, schedules
 from jaxcgx.exchange.keys import BACK, fold
 from jaxcgx.exchange.message import Message, Stage, Sum
@@ -132,4 +132,5 @@ def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
 
 define_impl(same_p)
 same_p.def_abstract_eval(lambda x, names: _compat.result_aval([x], x.shape, x.dtype, rows=x.ndim, invarying=names))
+batching.primitive_batchers[same_p] = lambda xs, dims, names: (same_p.bind(*xs, names=names), *dims)
 mlir.register_lowering(same_p, lambda ctx, x, names: [x])

@@ -104,7 +104,7 @@ class Meeting:
         self.processes: int = processes
         self.secret: bytes = secret
         self.links: Links = links
-        self.channels = range(DATA + links.connections)
+        self.channels: range = range(DATA + links.connections)
         self.found: dict[tuple[int, int], socket.socket] = {}  # by process and channel
         self.hosts: list[str] = [""] * processes
         self._handlers: dict[int, Callable[[], None]] = {}  # by descriptor

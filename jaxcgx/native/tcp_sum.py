@@ -217,12 +217,13 @@ def _batch_end(
     return results, [0] * len(results)
 
 
-for primitive, abstract, batched, lower in (
-    (tcp_begin_p, _abstract_begin, _batch_begin, _lower_begin),
-    (tcp_end_p, _abstract_end, _batch_end, _lower_end),
-):
+def _define(primitive: Any, abstract: Any, batched: Any, lower: Any) -> None:
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(abstract)
     batching.primitive_batchers[primitive] = batched
     mlir.register_lowering(primitive, refuse)
     mlir.register_lowering(primitive, lower, platform="cpu")
+
+
+_define(tcp_begin_p, _abstract_begin, batched=_batch_begin, lower=_lower_begin)
+_define(tcp_end_p, _abstract_end, batched=_batch_end, lower=_lower_end)

@@ -18,7 +18,14 @@ from jaxcgx.text import Totals, table
 
 _SENDS = re.compile(r"(psum|all_gather|all_to_all|reduce_scatter|ppermute)\w*\)*$")  # JAX's primitives that send
 
-_SUMS = ("compressed_psum", "compressed_pmean", "compress_gradients", "sync_in_backward", "value_and_grad")
+_SUMS = (
+    "compressed_psum",
+    "compressed_pmean",
+    "begin_pmean",
+    "compress_gradients",
+    "sync_in_backward",
+    "value_and_grad",
+)
 # What functions call the tree whose only leaf is an array; the others call it x.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 

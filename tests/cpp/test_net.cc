@@ -411,7 +411,7 @@ constexpr int64_t kSlices = 300'000;  // bytes of several slices
 // Whatever a peer sends ends in an error soon, and writes nothing outside the buffers.
 void fuzz() {
   std::mt19937_64 random(1);
-  for (int64_t round = 0; round < 60; ++round) {
+  for (int64_t round = 0; round < 30; ++round) {
     auto [made, others] = with_strangers("127.0.0.1");
     auto net = std::move(made);
     std::thread liar([&others = others, seed = random()] {
@@ -497,7 +497,7 @@ void test_workspaces() {
 }  // namespace
 
 int main() {
-  alarm(120);
+  alarm(240);
   for (lanes = 1; lanes <= 4; lanes += 3) {
     test_fork();
     test_exchanges();

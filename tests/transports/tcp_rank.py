@@ -8,7 +8,7 @@ they can't do, what rank 1 alone is told by `explain`, and what happened to mean
 raise, differ: in the middle of sums of the others, who print their error, the last one kills itself while a child of it
 lives, doesn't come, ends with an exception, or forms the mean. cross: the last one kills itself while a mean of the
 others crosses programs. connections: two processes with several connections, paced, print the digests of "several
-pieces" and its mean; the last one has another number of them in "disagree".
+pieces" over these and over the plain axis, and the error of means that are never ended.
 """
 
 import ctypes
@@ -265,17 +265,22 @@ def end_without(last):
     return None
 
 
-def over_connections(action, last):
-    axis = cgx.Tcp("data", connections=2 if action == "disagree" and last else 3, pace="400mbit")
+def over_connections():
+    axis = cgx.Tcp("data", connections=3, pace="400mbit")
     mesh, (shapes, _, run) = the_mesh("data"), CASES["several pieces"]
     x = {leaf: array(mesh, *what, i) for i, (leaf, what) in enumerate(shapes.items())}
+
+    def never_ended(x):
+        begin = lambda x, _: (x, cgx.begin_pmean(x, axis, cgx.MaxMin(4)))
+        return lax.scan(begin, x["half"][:8], length=10_001)[1]
+
+    found = []
     try:
-        return [
-            digests(jax.block_until_ready(jax.jit(on_ranks(mesh, lambda x: run(each, x)))(x)))
-            for each in (axis, "data")
-        ]
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-        return str(error)
+        for function in lambda x: run(axis, x), lambda x: run("data", x), never_ended:
+            found.append(digests(jax.block_until_ready(jax.jit(on_ranks(mesh, function))(x))))
+    except jax.errors.JaxRuntimeError as error:
+        found.append(str(error))
+    return found
 
 
 TRAINED = {
@@ -436,8 +441,8 @@ def main():
         ]
     elif action == "cross":
         result = end_without(rank == processes - 1)
-    elif action in ("connections", "disagree"):
-        result = over_connections(action, rank == processes - 1)
+    elif action == "connections":
+        result = over_connections()
     else:
         result = sum_until(action, rank == processes - 1)
     print("RESULT", json.dumps(result), flush=True)

@@ -17,14 +17,12 @@
 // connection for data, a heartbeat would wait behind the data. A process from which no connection brings anything has
 // vanished. The end of one connection for data is that of all, after what still comes on the others.
 //
-// A process may be paced: what it sends to all others together then leaves as on a link of that rate, behind which
-// nothing is in the way.
+// A process may be paced: what it sends to all others together leaves as on a link of that rate.
 //
 // Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
 // Every wait ends: a process that ended, left, gave up, vanished or is late is an error that names it.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -36,6 +34,7 @@
 #include <vector>
 
 #include "status.h"
+#include "tcp/pace.h"
 
 namespace jaxcgx::tcp {
 
@@ -98,38 +97,6 @@ struct Exchange {
 };
 
 constexpr int64_t kMostProcesses = 1024;
-
-// How many bytes may leave. A link of that rate has passed as many since it became busy.
-class Pace {
- public:
-  explicit Pace(double rate) : rate_(rate) {}
-
-  bool limits() const { return rate_ > 0; }
-  // A link that was idle becomes busy.
-  void wake() { since_ = Clock::now(); }
-  // Of `wanted` bytes; 0 until it is worth a call.
-  int64_t allows(int64_t wanted) {
-    if (!limits()) return wanted;
-    const auto now = Clock::now();
-    since_ = std::max(since_, now - kMostBehind);
-    const double passed = std::chrono::duration<double>(now - since_).count() * rate_;
-    const auto most = static_cast<int64_t>(std::min(passed, static_cast<double>(wanted)));
-    return most == wanted || static_cast<double>(most) >= rate_ * kWorth ? most : 0;
-  }
-  void sent(int64_t bytes) {
-    if (!limits()) return;
-    const std::chrono::duration<double> took(static_cast<double>(bytes) / rate_);
-    since_ += std::chrono::duration_cast<Clock::duration>(took);
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  static constexpr double kWorth = 1e-3;                        // seconds of the link
-  static constexpr std::chrono::milliseconds kMostBehind{100};  // what a thread that ran late makes up for
-
-  double rate_;
-  Clock::time_point since_;
-};
 
 class Net {
  public:

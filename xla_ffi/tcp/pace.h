@@ -1,0 +1,42 @@
+// The pace of what a process sends: as on a link of some rate, which passes nothing in advance.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+
+namespace jaxcgx::tcp {
+
+// How many bytes may leave: as many as the link has passed since it became busy.
+class Pace {
+ public:
+  explicit Pace(double rate) : rate_(rate) {}
+
+  bool limits() const { return rate_ > 0; }
+  // A link that was idle becomes busy.
+  void wake() { since_ = Clock::now(); }
+  // Of `wanted` bytes; 0 until it is worth a call.
+  int64_t allows(int64_t wanted) {
+    if (!limits()) return wanted;
+    const auto now = Clock::now();
+    since_ = std::max(since_, now - kMostBehind);
+    const double passed = std::chrono::duration<double>(now - since_).count() * rate_;
+    const auto most = static_cast<int64_t>(std::min(passed, static_cast<double>(wanted)));
+    return most == wanted || static_cast<double>(most) >= rate_ * kWorth ? most : 0;
+  }
+  void sent(int64_t bytes) {
+    if (!limits()) return;
+    const std::chrono::duration<double> took(static_cast<double>(bytes) / rate_);
+    since_ += std::chrono::duration_cast<Clock::duration>(took);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr double kWorth = 1e-3;                        // seconds of the link
+  static constexpr std::chrono::milliseconds kMostBehind{100};  // what a thread that ran late makes up for
+
+  double rate_;
+  Clock::time_point since_;
+};
+
+}  // namespace jaxcgx::tcp
