@@ -31,7 +31,7 @@ from jaxcgx.lab import Lab, signals_raise, why_not
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 RATE = "50mbit"
-BATCHES = [768, 1024, 1536]
+BATCHES = [1024, 2048, 3072]
 CODEC = cgx.MaxMin(4)
 MORE = 0.15  # goal: a step takes at most that much longer than the longer of computation and communication
 ALIKE = 0.6, 1.67  # where communication takes so many times as long as computation
@@ -110,15 +110,16 @@ def events(program):
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
-    for each in sorted(set(layer.values())):
-        begins, ends = [], []
-        for e in found:
-            if layer.get(e["name"]) == each and calls[e["name"]] == "jaxcgx_tcp_allreduce":
-                begins.append(e["ts"])
-            elif layer.get(e["name"]) == each and calls[e["name"]] == "jaxcgx_tcp_allreduce_end":
-                ends.append(min((t for n, t in done if n == e["name"] and t >= e["ts"]), default=e["ts"] + e["dur"]))
-        # Before the first begin, something ends that began before the trace. What begins last ends behind it.
-        spans += [[each, start, min(later)] for start in begins if (later := [end for end in ends if end > start])]
+    of = lambda target: sorted((e["ts"], e["name"]) for e in found if calls.get(e["name"]) == target)
+    waits = of("jaxcgx_tcp_allreduce_end")
+    # A sum ends when the wait for the next one begins, which is behind it.
+    ends = [
+        (layer[name], min([t for n, t in done if n == name and t >= at] + [then for then, _ in waits if then > at]))
+        for at, name in waits[:-1]
+    ]
+    for at, name in of("jaxcgx_tcp_allreduce"):
+        later = [t for each, t in ends if each == layer[name] and t > at]
+        spans += [[layer[name], at, min(later)]] if later else []
     return [[what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)] for what, start, end in spans]
 
 
