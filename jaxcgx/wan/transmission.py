@@ -120,6 +120,7 @@ class Transmission:
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()
         if late is not None:
+            late = step.arrive(late, now)
             now = Sent(_add(now.means, late.means), _add(now.residuals, late.residuals))
         after = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),
@@ -204,7 +205,18 @@ class Step:
         zeros = _each(lambda x, r: None if r is None else jnp.zeros((1, *x.shape), jnp.float32), rows, self.residuals)
         sent = self._send(self.plans, Sent(rows, zeros), part=LATE)
         nothing = _each(lambda b: None, self.cut)
-        return Sent(*(_put(self.cut, last, nothing, x) for x in sent))
+        return Sent(*(_line(self.cut, nothing, x) for x in sent))
+
+    def arrive(self, late: Sent, now: Sent) -> Sent:
+        """What was deferred, in its place.
+
+        It waits for what is sent now. Otherwise XLA might end the late exchange before this step computes.
+        """
+        means = [x.reshape(-1)[0] for x in now.means if x is not None and x.size]
+        # 0, which XLA doesn't know. Infinity is not above itself.
+        zero = sum(((x.astype(jnp.float32) > jnp.inf).astype(jnp.int32) for x in means), jnp.zeros((), jnp.int32))
+        places = _each(lambda o: jnp.argsort(o) + zero, self.leaves.match(self.state.order))
+        return Sent(*(_take(places, x) for x in late))
 
     def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:
         """The exchange of important blocks and of whole leaves, and what is deferred."""
@@ -290,21 +302,25 @@ def _take(places: list[Any], values: list[Any]) -> list[Any]:
 
 
 def _put(cut: list[Blocks | None], order: list[Any], first: list[Any], rest: list[Any]) -> list[Any]:
-    """All blocks of each leaf, of which the first and the rest in its order are given; None: they are zeros.
+    """All blocks of each leaf in their places. The first and the rest are those in its order.
 
-    Whole leaves are among the first, as they are. XLA's CPU programs gather much faster than they scatter.
+    XLA's CPU programs gather much faster than they scatter.
     """
+    return _take(_each(jnp.argsort, order), _line(cut, first, rest))
 
-    def put(b: Blocks, o: jax.Array, x: Any, y: Any) -> Any:
+
+def _line(cut: list[Blocks | None], first: list[Any], rest: list[Any]) -> list[Any]:
+    """The first blocks and the rest, one behind the other. None: they are zeros. Whole leaves are among the first."""
+
+    def join(b: Blocks, x: Any, y: Any) -> Any:
         given: Any = x if y is None else y
         if given is None:
             return None
-        missing = lambda n: jnp.zeros((*given.shape[:-2], n, b.size), given.dtype)
-        x = missing(b.count - given.shape[-2]) if x is None else x
-        y = missing(b.count - given.shape[-2]) if y is None else y
-        return _take([jnp.argsort(o)], [jnp.concatenate(_compat.match_varying(x, y), -2)])[0]
+        zeros = jnp.zeros((*given.shape[:-2], b.count - given.shape[-2], b.size), given.dtype)
+        x, y = zeros if x is None else x, zeros if y is None else y
+        return jnp.concatenate(_compat.match_varying(x, y), -2)
 
-    return [x if b is None else put(b, o, x, y) for b, o, x, y in zip(cut, order, first, rest)]
+    return [x if b is None else join(b, x, y) for b, x, y in zip(cut, first, rest)]
 
 
 def _add(some: list[Any], more: list[Any]) -> list[Any]:
