@@ -1,7 +1,9 @@
-"""MultiGPS: how many ranks own sums, and how much each. Two data centers of two ranks, which exchange with one another:
+"""MultiGPS: how many ranks own sums, and how much each.
 
-pip install ".[examples]"
-sudo python examples/wan/multigps.py [--rate 100mbit] [--delay 5ms] [--steps 100]
+Two data centers of two ranks, which all exchange with one another:
+
+    pip install ".[examples]"
+    sudo python examples/wan/multigps.py [--rate 100mbit] [--delay 5ms] [--steps 100]
 """
 
 from common import demonstrate
