@@ -97,7 +97,10 @@ def test_reshard_keeps_what_is_pending():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x.mean(0), y.mean(0), rtol=1e-5), moved[-1].gradients, rows)
     assert moved[-1].gradients["a"].shape == (2, 8, 8)
     sent = InFlight([], jnp.float32(0), Halves(None, None, [], None))
-    with raises(ValueError, says("reshard_state", "opt_state", expected="arrived", got="one whose gradients", remedy="train.finish")):
+    with raises(
+        ValueError,
+        says("reshard_state", "opt_state", expected="arrived", got="one whose gradients", remedy="train.finish"),
+    ):
         cgx.reshard_state((*opt_state[:-1], sent), 2)
 
 
