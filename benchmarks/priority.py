@@ -112,11 +112,11 @@ def events(program):
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
     of = lambda target: sorted((e["ts"], e["name"]) for e in found if calls.get(e["name"]) == target)
     waits = of("jaxcgx_tcp_allreduce_end")
-    # A sum ends when the wait for the next one begins, which is behind it.
-    ends = [
-        (layer[name], min([t for n, t in done if n == name and t >= at] + [then for then, _ in waits if then > at]))
-        for at, name in waits[:-1]
-    ]
+    # Waits are one behind another: a sum ends when the wait for the next one begins.
+    ends = []
+    for i, (at, name) in enumerate(waits):
+        last = min((t for n, t in done if n == name and t >= at), default=at)
+        ends.append((layer[name], last if (i + 1) % LAYERS == 0 else waits[i + 1][0]))
     for at, name in of("jaxcgx_tcp_allreduce"):
         later = [t for each, t in ends if each == layer[name] and t > at]
         spans += [[layer[name], at, min(later)]] if later else []
