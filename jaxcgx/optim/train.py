@@ -204,7 +204,7 @@ class Step:
     def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any = None) -> None:
         """place: the position of the batch among the arguments. finish: see `TrainStep`; None: nothing is pending."""
         self._jitted, self._placement, self._place = jitted, placement, place
-        self.finish = finish or (lambda *state: state)
+        self.finish: Callable[..., tuple[Any, ...]] = finish or (lambda *state: state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))

@@ -76,7 +76,7 @@ class Topology:
         self._probe_bytes = check_integer("Topology", "probe_bytes", probe_bytes, 2**16)
         self._random = np.random.default_rng(0)
         ranks = mesh.shape[axis.name]
-        self.links = Links(ranks, decay)
+        self.links: Links = Links(ranks, decay)
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True

@@ -140,6 +140,15 @@ class Transmission:
 class Step:
     """One step of all leaves. Lists have an entry for each leaf, None where it has none."""
 
+    how: Any  # a Differential
+    settings: Settings
+    leaves: Leaves
+    state: DifferentialState
+    cut: list[Blocks | None]
+    plans: list[Plan]
+    gradients: list[Any]  # blocks of leaves that are cut
+    residuals: list[Any]
+
     def __init__(self, transmission: Transmission, leaves: Leaves, state: DifferentialState) -> None:
         self.how, self.settings, self.leaves, self.state = transmission.how, transmission.settings, leaves, state
         self.cut = transmission.cut(leaves)
