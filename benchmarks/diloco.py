@@ -1,6 +1,6 @@
 """Measures training with few exchanges (cgx.wan.diloco): final losses, bytes, and the time of a step between hosts.
 
-    python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 2100] [--centres 2]
+    python benchmarks/diloco.py [--parts losses times picture] [--runs REGEX] [--seeds 3] [--steps 2100] [--centers 2]
         [--hosts 2 4] [--torch PYTHON] [--out DIR]
 
 The times need root (jaxcgx.lab); --torch names a Python that has torch. Rows that the result file has from the same
@@ -35,7 +35,7 @@ import jaxcgx as cgx
 from jaxcgx.lab import Lab, signals_raise, why_not
 from jaxcgx.report import results
 
-BATCH = 4  # windows of a centre in a step
+BATCH = 4  # windows of a center in a step
 EVALUATE = 16  # parts of a run, after each of which the loss on held-out text is measured
 HELD_OUT = 256  # windows
 WORSE = 0.02  # goal: of the dense run's final loss
@@ -82,7 +82,7 @@ NOTES = f"""\
 - A byte-level transformer of 3.3 million parameters learns the documentation that Python ships. Adam with a cosine
   rate inside. loss: of the outer parameters on held-out text, after the last exchange. All runs of a seed begin with
   the same weights, and see the same batches. More: than the dense run of the same seed, the mean over seeds.
-- bytes: what a centre sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: times
+- bytes: what a center sends in a step on average, as jaxcgx.explain finds it in the compiled program. Fewer: times
   fewer than float32, every step.
 - Goals: at most {WORSE:.0%} more than the dense run at so many times fewer bytes; without feedback at 2 bits, not so.
 - [diloco.png](diloco.png): two periods of streaming on the first of two hosts at {SLOW} Mbit/s. An exchange is drawn
@@ -93,12 +93,12 @@ NOTES = f"""\
 """
 
 
-def curve(run, seed, steps, centres):
+def curve(run, seed, steps, centers):
     """[(steps, loss)] of a run, the bytes of a step, and its telemetry."""
-    mesh = jax.make_mesh((centres,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centres])
+    mesh = jax.make_mesh((centers,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centers])
     rng = np.random.default_rng(seed)
     weights = data.transformer_weights(rng)
-    batches, held_out = data.text(rng, (steps, centres * BATCH), HELD_OUT)
+    batches, held_out = data.text(rng, (steps, centers * BATCH), HELD_OUT)
     inner = optax.adam(optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 20, steps))
     diloco = run.form and run.form(inner)
     plan = {} if diloco else dict(plan=cgx.Raw())
@@ -140,11 +140,11 @@ class Rows:
 
 
 def losses(rows, args):
-    jax.config.update("jax_num_cpu_devices", args.centres)
+    jax.config.update("jax_num_cpu_devices", args.centers)
     for seed in range(args.seeds):
         for name, run in RUNS.items():
             if re.search(args.runs, name) and not rows.has("rows", run=name, seed=seed):
-                found, sent, telemetry = curve(run, seed, args.steps, args.centres)
+                found, sent, telemetry = curve(run, seed, args.steps, args.centers)
                 rows.report.data["curves"] += [dict(run=name, seed=seed, steps=t, loss=loss) for t, loss in found]
                 rows.add("rows", dict(run=name, seed=seed, loss=found[-1][1], sent_bytes=sent, **telemetry))
 
@@ -238,7 +238,7 @@ def main():
     parser.add_argument("--methods", default=METHODS, metavar="REGEX", help="only these between hosts")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of the first table (default: 3)")
     parser.add_argument("--steps", type=int, default=2100, metavar="N", help="steps of its runs (default: 2100)")
-    parser.add_argument("--centres", type=int, default=2, metavar="N", help="centres of its runs (default: 2)")
+    parser.add_argument("--centers", type=int, default=2, metavar="N", help="centers of its runs (default: 2)")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
     parser.add_argument("--torch", metavar="PYTHON", help="a Python that has torch (default: PyTorch isn't measured)")
     parser.add_argument("--most", type=int, metavar="N", help="most steps to the loss between hosts")
@@ -247,12 +247,12 @@ def main():
     args = parser.parse_args()
     chosen = {
         name: value
-        for name in ("seeds", "steps", "centres")
+        for name in ("seeds", "steps", "centers")
         if (value := getattr(args, name)) != parser.get_default(name)
     }
     command = " ".join(["make bench-diloco", *(f"--{name} {value}" for name, value in chosen.items())])
     if chosen and args.out == RESULTS:
-        parser.error("with other seeds, steps or centres than the committed results' pass --out")
+        parser.error("with other seeds, steps or centers than the committed results' pass --out")
     rows = Rows(args, command)
     if "losses" in args.parts:
         losses(rows, args)

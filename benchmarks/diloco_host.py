@@ -18,7 +18,7 @@ STREAMING = dict(every=20, fragments=4, overlap=3, alpha=0.5)
 
 
 def diloco(every, **options):
-    """Centres of one host each."""
+    """Centers of one host each."""
 
     def make(run):
         inner = run.optimizer()

@@ -27,7 +27,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 KEPT = HERE.parent / "build" / "wan"
 MODEL = "transformer"
 STEPS = 80
-SHAPES = {"2 centres of 2 ranks": (2, 2), "4 centres": (4, 1)}  # centres, ranks in each
+SHAPES = {"2 centers of 2 ranks": (2, 2), "4 centers": (4, 1)}  # centers, ranks in each
 LINKS = {
     "100 Mbit/s": Link(up=100_000_000, down=100_000_000),
     "1 Gbit/s": Link(up=1_000_000_000, down=1_000_000_000),
@@ -40,12 +40,12 @@ EQUAL = 20  # steps of BASE, whose time is that of the losses at equal time
 SHORTER = 0.75  # goal of DGT: of the step without it
 
 CHARTS = [
-    dict(table="rows", title="Seconds of a step", x="network", y=["seconds"], by="technique", panel="centres"),
-    dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="technique", panel="centres"),
+    dict(table="rows", title="Seconds of a step", x="network", y=["seconds"], by="technique", panel="centers"),
+    dict(table="losses", title="Loss by step", x="steps", y=["loss"], by="technique", panel="centers"),
     dict(table="times", title="Loss by time", x="seconds", y=["loss"], by="technique", panel="network", log=True),
 ]
 NOTES = f"""\
-- A centre is a host with a link of its own; its ranks are processes there. All of them share the processors of one
+- A center is a host with a link of its own; its ranks are processes there. All of them share the processors of one
   machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, 4 windows a rank
   and step; Adam, without momentum where the technique has its own.
 - step ms: the slowest rank's, the median of the turns. Techniques take turns of {TURN} steps, or of {PERIOD} where not
@@ -54,7 +54,7 @@ NOTES = f"""\
 - loss: on held-out text, after the same steps, and in the time in which {BASE} makes {EQUAL} steps on that network. It
   doesn't depend on the link. One seed: close losses differ by chance. ">": all steps were done before that time.
 - DGT sends half of the blocks at once. "random" chooses them by chance: as many bytes. "lost by the sender": what isn't
-  sent is dropped without feedback. HFA averages in a centre every {PERIOD // 4} steps and between centres every
+  sent is dropped without feedback. HFA averages in a center every {PERIOD // 4} steps and between centers every
   {PERIOD}, DiLoCo every {PERIOD}.
 - TSEngine is cgx.wan.Topology, MultiGPS a schedule with two owners. Here links are alike: bench-topology has links that
   aren't.
@@ -62,7 +62,7 @@ NOTES = f"""\
 
 
 class Found(NamedTuple):
-    """What was measured with one layout of centres."""
+    """What was measured with one layout of centers."""
 
     losses: dict  # {technique: losses every PERIOD steps}
     turns: dict  # {network: {technique: {"ms", "up", "down": of each turn}}}
@@ -93,9 +93,9 @@ def turns(hosts, repeats):
     return found
 
 
-def measure(centres, networks, args):
+def measure(centers, networks, args):
     """What was found with one layout. It is kept after each network."""
-    count, ranks = SHAPES[centres]
+    count, ranks = SHAPES[centers]
     kept = KEPT / f"{count}x{ranks}_{args.steps}_{args.repeats}_{args.techniques or 'all'}.json"
     kept.parent.mkdir(parents=True, exist_ok=True)
     found = Found(*json.loads(kept.read_text())) if kept.exists() else Found({}, {})
@@ -105,7 +105,7 @@ def measure(centres, networks, args):
         path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
         data.write(path, MODEL, count * ranks)
         lab = stack.enter_context(Lab(count, UNLIMITED))
-        settings = dict(shape=SHAPES[centres], name=centres, model=MODEL, rate=data.MODELS[MODEL].rate, data=str(path))
+        settings = dict(shape=SHAPES[centers], name=centers, model=MODEL, rate=data.MODELS[MODEL].rate, data=str(path))
         commands = {"jaxcgx": [sys.executable, HERE / "wan_host.py"]}
         hosts = Hosts(stack, lab, commands, settings, methods=args.techniques, ranks=ranks)
         found.losses.update(found.losses or curves(hosts, args.steps))
@@ -114,7 +114,7 @@ def measure(centres, networks, args):
                 hosts.limit(LINKS[network])
                 found.turns[network] = turns(hosts, args.repeats)
                 kept.write_text(json.dumps(found))
-                print(f"{centres}, {network}: measured", file=sys.stderr, flush=True)
+                print(f"{centers}, {network}: measured", file=sys.stderr, flush=True)
     return found
 
 
@@ -190,16 +190,16 @@ def main():
     command = shlex.join(["python", "benchmarks/wan.py", *sys.argv[1:]]) if len(sys.argv) > 1 else "make bench-wan"
     report = Report(command, args.repeats, rows=[], losses=[], times=[], charts=CHARTS)
     networks, first = [name for name in LINKS if re.search(args.networks or "", name)], {}
-    for centres in METHODS:
-        found = measure(centres, networks, args)
+    for centers in METHODS:
+        found = measure(centers, networks, args)
         for technique, losses in found.losses.items():
             points = [
-                dict(centres=centres, technique=technique, steps=PERIOD * i, loss=x) for i, x in enumerate(losses)
+                dict(centers=centers, technique=technique, steps=PERIOD * i, loss=x) for i, x in enumerate(losses)
             ]
             report.data["losses"] += points
         for network in networks:
-            rows, where = figures(found, network), dict(centres=centres, network=f"{centres}, {network}")
-            first |= {network: rows} if centres == "2 centres of 2 ranks" else {}
+            rows, where = figures(found, network), dict(centers=centers, network=f"{centers}, {network}")
+            first |= {network: rows} if centers == "2 centers of 2 ranks" else {}
             for technique, r in rows.items():
                 report.data["rows"].append(where | dict(technique=technique) | r)
                 report.data["times"] += [
@@ -207,7 +207,7 @@ def main():
                     for i, loss in enumerate(found.losses[technique])
                     if i
                 ]
-            report.show("", f"{centres}, {network}; loss after {args.steps} steps.", "")
+            report.show("", f"{centers}, {network}; loss after {args.steps} steps.", "")
             show(report, rows)
     report.show("", *goals(first), "", *NOTES.splitlines())
     report.write(args.out, "wan")

@@ -18,11 +18,11 @@ import jaxcgx as cgx
 
 AXES = "dc", "local"
 TCP = cgx.Tcp("dc"), "local"
-PERIOD = 20  # steps from one exchange between centres to the next, where not every step has one
+PERIOD = 20  # steps from one exchange between centers to the next, where not every step has one
 
 
 def over(codec):
-    """A plan: a codec between centres, float32 inside."""
+    """A plan: a codec between centers, float32 inside."""
     return {"dc": codec, "local": cgx.Raw()}
 
 
@@ -86,7 +86,7 @@ ANY = {
     "4 bits + DiLoCo": DILOCO(plan=cgx.MaxMin(4)),
     "4 bits + DiLoCo, streaming": DILOCO(plan=cgx.MaxMin(4), fragments=4, overlap=3, alpha=0.5),
 }
-# Ways through several centres.
+# Ways through several centers.
 SEVERAL = {
     "float32": step(plan=RAW),
     "4 bits": step(plan=BITS4),
@@ -96,7 +96,7 @@ SEVERAL = {
     "4 bits + TSEngine": measured(plan=BITS4),
     "4 bits + TSEngine + DGT, defer": measured(plan=BITS4, compress=dgt()),
 }
-METHODS = {"2 centres of 2 ranks": {"jaxcgx": ANY}, "4 centres": {"jaxcgx": SEVERAL}}
+METHODS = {"2 centers of 2 ranks": {"jaxcgx": ANY}, "4 centers": {"jaxcgx": SEVERAL}}
 
 
 class Program:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import jaxcgx as cgx
 from jaxcgx.lab import why_not
 
-CENTRES, LOCAL = 2, 2  # data centers, ranks in each
+CENTERS, LOCAL = 2, 2  # data centers, ranks in each
 AXES = "dc", "local"
 SIZES = 64, 1024, 1024, 10  # pixels, two hidden layers, digits: 1,126,410 parameters
 BATCH = 32  # examples of a rank
@@ -112,7 +112,7 @@ def plot(runs, title, path):
 def run(techniques, axes, args):
     """Trains with every technique on the devices that there are, and lets the first process tell."""
     cgx.keep_pages()
-    mesh = jax.make_mesh((CENTRES, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((CENTERS, LOCAL), AXES, axis_types=(AxisType.Auto,) * 2)
     runs = {name: train(name, make, mesh, axes, args.steps) for name, make in techniques.items()}
     if jax.process_index() == 0:
         show(runs, args.steps)
@@ -127,7 +127,7 @@ def demonstrate(doc, techniques):
     Args:
       doc: what it shows.
       techniques: {name: function (mesh, axes) that returns the init and step of make_train_step}. `axes` is for its
-        data_axis: the axis of the centres, which may be a `Tcp`, and that of a centre's ranks.
+        data_axis: the axis of the centers, which may be a `Tcp`, and that of a center's ranks.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--rate", default="100mbit", help="of the link of each data center (default: 100mbit)")
@@ -141,13 +141,13 @@ def demonstrate(doc, techniques):
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     if args.local:
-        jax.config.update("jax_num_cpu_devices", CENTRES * LOCAL)
+        jax.config.update("jax_num_cpu_devices", CENTERS * LOCAL)
         run(techniques, AXES, args)
     elif args.host is None:  # the user's command: itself, in every host of a lab
         if why := why_not():
             sys.exit(f"{why}; --local needs no hosts")
         own = [sys.executable, *sys.argv, "--host", "{rank}", "--address", "{address}"]
-        lab = [sys.executable, "-m", "jaxcgx", "lab", "--hosts", str(CENTRES), "--rate", args.rate]
+        lab = [sys.executable, "-m", "jaxcgx", "lab", "--hosts", str(CENTERS), "--rate", args.rate]
         os.execv(sys.executable, [*lab, "--delay", args.delay, "--", *own])
     elif args.place is None:  # a host: its ranks
         ranks = [subprocess.Popen([sys.executable, *sys.argv, "--place", str(i)]) for i in range(LOCAL)]
@@ -155,5 +155,5 @@ def demonstrate(doc, techniques):
     else:
         jax.config.update("jax_num_cpu_devices", 1)
         rank = LOCAL * args.host + args.place
-        jax.distributed.initialize(f"{args.address}:{PORT}", CENTRES * LOCAL, rank)
+        jax.distributed.initialize(f"{args.address}:{PORT}", CENTERS * LOCAL, rank)
         run(techniques, (cgx.Tcp("dc"), "local"), args)

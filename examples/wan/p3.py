@@ -1,6 +1,6 @@
 """P3: gradients travel until the next step needs them, those of the first layers first.
 
-Beside it, the same step whose gradients travel only behind its backward pass. Two data centres of two ranks:
+Beside it, the same step whose gradients travel only behind its backward pass. Two data centers of two ranks:
 
     pip install ".[examples]"
     sudo python examples/wan/p3.py [--rate 100mbit] [--delay 5ms] [--steps 100]

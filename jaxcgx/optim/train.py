@@ -126,8 +126,8 @@ def make_train_step(
         depend on the parameters.
       donate: update parameters and state in place; those that `step` was given are gone.
       diloco: `jaxcgx.wan.diloco(optimizer, ...)`, or one of its forms: the ranks along the outermost of `data_axis` are
-        centres, which train on their own and exchange outer gradients now and then. `plan` is then that of the exchange
-        inside a centre, over the other axes, Raw() by default. `step` returns the outer parameters and a
+        centers, which train on their own and exchange outer gradients now and then. `plan` is then that of the exchange
+        inside a center, over the other axes, Raw() by default. `step` returns the outer parameters and a
         `jaxcgx.wan.DilocoMetrics` (docs/diloco.md).
       **options: the options of `compress`, among them `plan` and `telemetry`. Parameters that the plan skips (`Skip`)
         are frozen. They are not differentiated, the optimizer doesn't see them, and they keep their bits.
@@ -139,9 +139,9 @@ def make_train_step(
     ranks = check_ranks(OP, data_axis, "data_axis")
     if not (diloco is None or hasattr(diloco, "over")):
         raise wrong(OP, "diloco", "jaxcgx.wan.diloco(optimizer, ...)", repr(diloco), kind=TypeError)
-    centres = None if diloco is None else diloco.over(placement, optimizer, data_axis)
-    if centres is not None:
-        placement, ranks, compress, options = centres.inside(compress, options)
+    centers = None if diloco is None else diloco.over(placement, optimizer, data_axis)
+    if centers is not None:
+        placement, ranks, compress, options = centers.inside(compress, options)
     sharded = Sharded(
         placement, gather, regather=regather, feedback=options.get("feedback", True), fusion_mb=options.get("fusion_mb")
     )
@@ -155,7 +155,7 @@ def make_train_step(
     if overlap == "backward":
         options = {"fusion_mb": MESSAGE, **options}
     if overlap == "priority" and diloco is not None:
-        remedy = "leave it out: what centres exchange travels while they go on training"
+        remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
     options |= _slices(overlap, slice_elements, options, placement)
     training = (PriorityTraining if overlap == "priority" else Training)(
@@ -171,8 +171,8 @@ def make_train_step(
         has_aux=has_aux,
         plan=options.get("plan"),
     )
-    if centres is not None:
-        return centres.train_step(training, donate)
+    if centers is not None:
+        return centers.train_step(training, donate)
     if model_state is not None:
         jit = functools.partial(jax.jit, donate_argnums=(0, 1, 2) if donate else ())
         return TrainStep(training.init, Step(jit(training.step), placement, place=3, finish=jit(training.finish)))

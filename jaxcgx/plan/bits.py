@@ -80,10 +80,10 @@ def _in_steps(wire: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
-    """The number of each point's cluster, from 0. Clusters are in the order of their centres' last coordinate.
+    """The number of each point's cluster, from 0. Clusters are in the order of their centers' last coordinate.
 
     These are Lloyd's iterations on standardised coordinates. There is no random start: they start from points at evenly
-    spaced places in the order of the last coordinate, where equal points count once. Of equally near centres the first
+    spaced places in the order of the last coordinate, where equal points count once. Of equally near centers the first
     counts. A cluster that loses all its points has no number; there are never more clusters than different points.
 
     Args:
@@ -93,27 +93,27 @@ def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
     points = list(zip(*map(_standardised, zip(*points))))
     different = sorted(set(points), key=lambda point: point[::-1])
     clusters = min(clusters, len(different))
-    centres = [different[(2 * k + 1) * len(different) // (2 * clusters)] for k in range(clusters)]
+    centers = [different[(2 * k + 1) * len(different) // (2 * clusters)] for k in range(clusters)]
     found = list[int]()
     for _ in range(100):
-        nearest = [min(range(clusters), key=lambda k: _distance(point, centres[k])) for point in points]
+        nearest = [min(range(clusters), key=lambda k: _distance(point, centers[k])) for point in points]
         if nearest == found:
             break
         found = nearest
         for k in range(clusters):
             members = [point for point, n in zip(points, found) if n == k]
             if members:
-                centres[k] = tuple(math.fsum(column) / len(members) for column in zip(*members))
-    place = {k: rank for rank, k in enumerate(sorted(set(found), key=lambda k: (centres[k][-1], k)))}
+                centers[k] = tuple(math.fsum(column) / len(members) for column in zip(*members))
+    place = {k: rank for rank, k in enumerate(sorted(set(found), key=lambda k: (centers[k][-1], k)))}
     return [place[k] for k in found]
 
 
-def _distance(point: Sequence[float], centre: Sequence[float]) -> float:
+def _distance(point: Sequence[float], center: Sequence[float]) -> float:
     """The squared distance.
 
     It takes sums, products and roots only. IEEE 754 fixes these in every library, but not powers.
     """
-    return math.fsum((a - b) * (a - b) for a, b in zip(point, centre))
+    return math.fsum((a - b) * (a - b) for a, b in zip(point, center))
 
 
 def _standardised(column: Sequence[float]) -> list[float]:

@@ -1,7 +1,7 @@
 """Techniques for training over wide-area networks."""
 
 from jaxcgx.exchange.overlay import Overlay, Tree
-from jaxcgx.wan.centres import DilocoMetrics, DilocoState
+from jaxcgx.wan.centers import DilocoMetrics, DilocoState
 from jaxcgx.wan.demo import DemoState, demo
 from jaxcgx.wan.differential import Differential, DifferentialState
 from jaxcgx.wan.diloco import Diloco, diloco

@@ -1,4 +1,4 @@
-"""The exchange of outer gradients between centres: it begins in one step, and ends in the same or in a later one."""
+"""The exchange of outer gradients between centers: it begins in one step, and ends in the same or in a later one."""
 
 import dataclasses
 from typing import Any
@@ -21,13 +21,13 @@ from jaxcgx.transports.axes import axis_names, marked
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """A compressed mean over the centres, with feedback, of a part of the parameters.
+    """A compressed mean over the centers, with feedback, of a part of the parameters.
 
-    The ranks of a centre share the work uncompressed. All of them have the same outer gradients and residuals, of which
+    The ranks of a center share the work uncompressed. All of them have the same outer gradients and residuals, of which
     the first rank's count.
     """
 
-    axis: Any  # the axis of the centres, then those of a centre's ranks; some of them marked
+    axis: Any  # the axis of the centers, then those of a center's ranks; some of them marked
     plan: Plan
     feedback: bool
     seed: int
@@ -39,7 +39,7 @@ class Between:
         return bool(marked(self.axis)) and not self._inner
 
     @property
-    def centres(self) -> int:
+    def centers(self) -> int:
         return lax.axis_size(axis_names(self.axis)[0])
 
     @property

@@ -1,4 +1,4 @@
-"""diloco: centres train on their own, and exchange compressed outer gradients every so many steps."""
+"""diloco: centers train on their own, and exchange compressed outer gradients every so many steps."""
 
 import dataclasses
 import warnings
@@ -16,7 +16,7 @@ from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.wan.between import Between
-from jaxcgx.wan.centres import Centres
+from jaxcgx.wan.centers import Centers
 from jaxcgx.wan.outer import check_outer
 
 if TYPE_CHECKING:
@@ -55,35 +55,35 @@ def diloco(
         for batch in batches:
             params, opt_state, metrics = train.step(params, opt_state, batch)
 
-    Every centre trains parameters of its own with the inner optimizer. Every `every` steps the centres exchange their
+    Every center trains parameters of its own with the inner optimizer. Every `every` steps the centers exchange their
     outer gradients, D = outer parameters - own parameters, and the outer optimizer moves the outer parameters by the
-    mean of D. The centres go on from there. `params` are the outer parameters: evaluate, save and restore these. They
-    change only where an exchange ends. Nothing is sent between centres in other steps.
+    mean of D. The centers go on from there. `params` are the outer parameters: evaluate, save and restore these. They
+    change only where an exchange ends. Nothing is sent between centers in other steps.
 
     Args:
-      inner: the optimizer of a centre, the same that make_train_step gets. Its state is never averaged.
+      inner: the optimizer of a center, the same that make_train_step gets. Its state is never averaged.
       outer: an optax.GradientTransformation. "nesterov" is SGD of rate 0.7 with Nesterov's momentum 0.9, for `every` in
-        the hundreds. "sgd" is SGD of rate 1: the outer parameters become the mean of the centres'. Momentum of 0.9
+        the hundreds. "sgd" is SGD of rate 1: the outer parameters become the mean of the centers'. Momentum of 0.9
         hurts where `every` is small; see `telemetry`.
       every: the number of steps between two exchanges of a parameter, H.
-      axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
+      axis_name: the axis of the centers, the outermost of `data_axis`. It may be a `Tcp`.
       plan: a codec, {axis: codec} or a Plan, for outer gradients. Codecs that aren't given by axis are those between
-        centres; the ranks of a centre share the work uncompressed.
+        centers; the ranks of a center share the work uncompressed.
       fragments: the number of fragments that parameters are dealt to, P. One of them is exchanged every `every` / P
         steps. Each has about as many bytes as the others. Large parameters are cut along their first dimension.
       overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied. Over `Tcp`,
-        with centres of one rank, the exchange goes on while these steps run.
-      alpha: the weight of a centre's own parameters where a result is applied, from 0 to below 1: own = alpha * own +
+        with centers of one rank, the exchange goes on while these steps run.
+      alpha: the weight of a center's own parameters where a result is applied, from 0 to below 1: own = alpha * own +
         (1 - alpha) * outer.
       eager: apply the result of an exchange where the fragment's next exchange begins, `every` steps later. Meanwhile a
-        centre goes on from an outer step of its own, with its part of the mean alone. There is no other `overlap`, and
+        center goes on from an outer step of its own, with its part of the mean alone. There is no other `overlap`, and
         no `alpha`.
       decay: what residuals are multiplied by after each exchange, above 0 and up to 1 (SparseLoCo's beta).
       telemetry: report the outer steps in `metrics.outer`. It keeps the outer gradients of the last round.
       feedback: keep what compression loses of outer gradients, and send it later.
       seed: the seed of the noise of codecs that round stochastically.
       schedule: how the bytes travel, as in `compressed_pmean`.
-      own: how a centre adds its own part, as in `compressed_pmean`.
+      own: how a center adds its own part, as in `compressed_pmean`.
       strict: whether a parameter that can't be compressed is an error.
       fusion_mb: the size of a message in MiB (64).
     """
@@ -127,7 +127,7 @@ class Diloco:
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", check_outer(OP, self.outer))
         if len(check_axis_names(OP, self.axis_name)) > 1:
-            raise wrong(OP, "axis_name", "the one axis of the centres", repr(self.axis_name))
+            raise wrong(OP, "axis_name", "the one axis of the centers", repr(self.axis_name))
         for name, low in (("every", 1), ("fragments", 1), ("overlap", 0)):
             check_integer(OP, name, getattr(self, name), low)
         check_number(OP, "alpha", self.alpha, lambda x: 0 <= x < 1, "a number from 0 to below 1")
@@ -172,7 +172,7 @@ class Diloco:
             )
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
-        """The `Centres` of a mesh, for make_train_step.
+        """The `Centers` of a mesh, for make_train_step.
 
         Args:
           placement: where its batches and parameters are.
@@ -184,25 +184,25 @@ class Diloco:
             raise wrong("make_train_step", "optimizer", f"the inner optimizer of {OP}", "another one", remedy)
         name = axis_names(self.axis_name)[0]
         if not isinstance(placement, Placement):
-            expected = "a mesh, and the axis of the centres in 'data_axis'"
+            expected = "a mesh, and the axis of the centers in 'data_axis'"
             raise wrong("make_train_step", "diloco", expected, f"a communicator, {data_axis!r}")
         if placement.names[0] != name:
-            expected = f"{name!r}, the axis of the centres, first"
-            remedy = f"pass data_axis={name!r}, or ({name!r}, ...) with the axes of a centre's ranks"
+            expected = f"{name!r}, the axis of the centers, first"
+            remedy = f"pass data_axis={name!r}, or ({name!r}, ...) with the axes of a center's ranks"
             raise wrong("make_train_step", "data_axis", expected, repr(data_axis), remedy)
         if placement.mesh.shape[name] == 1:
-            remedy = "leave diloco out, or make a mesh of several centres"
-            raise wrong(OP, "axis_name", f"several centres along {name!r}", "one", remedy)
+            remedy = "leave diloco out, or make a mesh of several centers"
+            raise wrong(OP, "axis_name", f"several centers along {name!r}", "one", remedy)
         if placement.state_specs is not None or placement.param_specs is not None:
             remedy = "leave out param_specs and optimizer_specs"
             raise wrong("make_train_step", "diloco", "parameters and state that every rank has whole", "shards", remedy)
         given = tuple(data_axis) if isinstance(data_axis, tuple | list) else (data_axis,)
         mark = given[0] if self.axis_name == name else self.axis_name
         axis = (mark, *given[1:]) if len(given) > 1 else mark
-        return Centres(diloco=self, placement=placement, axis=axis)
+        return Centers(diloco=self, placement=placement, axis=axis)
 
     def between(self, axis: Any) -> Between:
-        """The exchange between the centres of a mesh over these axes."""
+        """The exchange between the centers of a mesh over these axes."""
         return Between(axis, self.plan, feedback=self.feedback, seed=self.seed, options=self.options)
 
 

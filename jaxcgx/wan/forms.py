@@ -25,7 +25,7 @@ def sparseloco(
     """SparseLoCo: the largest elements of outer gradients at few bits, and feedback in place of outer momentum.
 
     Args:
-      inner: the optimizer of a centre.
+      inner: the optimizer of a center.
       every: the number of steps between two exchanges.
       ratio: the share of elements that is sent, of each parameter.
       bits: the bits of an element that is sent. Its index comes on top.
@@ -41,7 +41,7 @@ def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int 
     """MuLoCo's exchange: outer gradients at 2 bits, with feedback. Its inner optimizer is Muon (optax.contrib.muon).
 
     Args:
-      inner: the optimizer of a centre.
+      inner: the optimizer of a center.
       every: the number of steps between two exchanges.
       bits: the bits of an element.
       **options: other options of `diloco`.
@@ -63,7 +63,7 @@ def pier(
     """Pier's outer momentum: Nesterov's, warmed up from 0, and decayed to 0 at the end, both linearly.
 
     Args:
-      inner: the optimizer of a centre.
+      inner: the optimizer of a center.
       rounds: the number of exchanges in the whole training, steps / `every`.
       rate: the learning rate of the outer SGD.
       momentum: the largest momentum, from 0 to below 1.

@@ -1,4 +1,4 @@
-"""hfa: local steps, averages inside a centre, and now and then a compressed exchange between centres (GeoMX's HFA)."""
+"""hfa: local steps, averages inside a center, and now and then a compressed exchange between centers (GeoMX's HFA)."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxcgx.optim.ranks import MeshRanks
 from jaxcgx.optim.training import Training
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
-from jaxcgx.wan.centres import Centres
+from jaxcgx.wan.centers import Centers
 from jaxcgx.wan.diloco import Diloco, diloco
 from jaxcgx.wan.rounds import Both, Exchange
 
@@ -40,29 +40,29 @@ def hfa(
         hfa = cgx.wan.hfa(inner, k1=20, k2=10, plan=cgx.MaxMin(4))
         train = cgx.make_train_step(loss_fn, inner, mesh, data_axis=("dc", "local"), diloco=hfa)
 
-    Every rank trains parameters of its own. Every `k1` steps the ranks of a centre average their parameters,
-    uncompressed. After `k2` of these averages the centres average what has changed since their last exchange. In other
+    Every rank trains parameters of its own. Every `k1` steps the ranks of a center average their parameters,
+    uncompressed. After `k2` of these averages the centers average what has changed since their last exchange. In other
     steps nothing is sent. `params` are those of the last exchange, the same on every rank: evaluate and save these.
 
     Args:
       inner: the optimizer of a rank, the same that make_train_step gets. Its state is never averaged.
-      k1: the number of steps between two averages inside a centre.
-      k2: the number of these averages between two exchanges among centres.
-      axis_name: the axis of the centres, the outermost of `data_axis`. It may be a `Tcp`.
-      plan: how changes travel between centres: a codec, {axis: codec} or a Plan.
+      k1: the number of steps between two averages inside a center.
+      k2: the number of these averages between two exchanges among centers.
+      axis_name: the axis of the centers, the outermost of `data_axis`. It may be a `Tcp`.
+      plan: how changes travel between centers: a codec, {axis: codec} or a Plan.
       **options: other options of `diloco`, such as feedback=False or seed=.
     """
     for name, value in (("k1", k1), ("k2", k2)):
         check_integer(OP, name, value, 1)
     if len(check_axis_names(OP, axis_name)) > 1:
-        raise wrong(OP, "axis_name", "the one axis of the centres", repr(axis_name))
+        raise wrong(OP, "axis_name", "the one axis of the centers", repr(axis_name))
     given = diloco(inner, "sgd", every=k1 * k2, axis_name=axis_name, plan=plan, **options)
     return Hfa(**{field.name: getattr(given, field.name) for field in dataclasses.fields(given)}, k1=k1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Hfa(Diloco):
-    """The arguments of `hfa`. Its exchange between centres is that of `diloco` with an outer optimizer of rate 1."""
+    """The arguments of `hfa`. Its exchange between centers is that of `diloco` with an outer optimizer of rate 1."""
 
     k1: int
 
@@ -74,14 +74,14 @@ class Hfa(Diloco):
                 axes = ", ".join(map(repr, placement.mesh.shape))
                 raise wrong(OP, "axis_name", f"an axis of the mesh, {axes}", repr(name))
             if placement.mesh.shape[name] == 1:
-                remedy = "leave hfa out, or make a mesh of several centres"
-                raise wrong(OP, "axis_name", f"several centres along {name!r}", "one", remedy)
+                remedy = "leave hfa out, or make a mesh of several centers"
+                raise wrong(OP, "axis_name", f"several centers along {name!r}", "one", remedy)
         found = super().over(placement, optimizer, data_axis)
         return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workers(Centres):
+class Workers(Centers):
     """The ranks of a mesh, each with parameters of its own."""
 
     @property

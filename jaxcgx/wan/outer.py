@@ -1,4 +1,4 @@
-"""The outer optimizer: what moves the outer parameters by the mean of the centres' outer gradients."""
+"""The outer optimizer: what moves the outer parameters by the mean of the centers' outer gradients."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,11 +27,11 @@ def check_outer(op: str, outer: Any) -> Any:
 
 
 def init_outer(op: str, outer: Any, params: Any) -> Any:
-    """The state of the outer optimizer. It must be the same in every centre."""
+    """The state of the outer optimizer. It must be the same in every center."""
     state = outer.init(params)
     if any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows))):
         remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and plan= to {op}"
-        raise wrong(op, "outer", "an optimizer whose state all centres share", "one with arrays per rank", remedy)
+        raise wrong(op, "outer", "an optimizer whose state all centers share", "one with arrays per rank", remedy)
     return state
 
 

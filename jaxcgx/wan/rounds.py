@@ -1,4 +1,4 @@
-"""A round of a fragment: the centres' outer gradients are exchanged, and the outer parameters move by their mean."""
+"""A round of a fragment: the centers' outer gradients are exchanged, and the outer parameters move by their mean."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ OP = "diloco"
 
 
 class Exchange(NamedTuple):
-    """The state of a fragment, the same in every centre except the residuals of `sent`."""
+    """The state of a fragment, the same in every center except the residuals of `sent`."""
 
     sent: CompressState  # of the exchange of outer gradients
     outer: Any  # of the outer optimizer
@@ -29,11 +29,11 @@ class Exchange(NamedTuple):
 
 
 class Both(NamedTuple):
-    """The parameters in a centre."""
+    """The parameters in a center."""
 
-    outer: Any  # the same in every centre
+    outer: Any  # the same in every center
     own: Any
-    start: Any  # what a centre began its round with; None if that is always the outer parameters
+    start: Any  # what a center began its round with; None if that is always the outer parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,9 +78,9 @@ class Rounds:
         return both, exchange._replace(sent=_choose(_finite(mean), sent, exchange.sent), waiting=mean)
 
     def end(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
-        """Moves the outer parameters by the mean, and the centre's own to them.
+        """Moves the outer parameters by the mean, and the center's own to them.
 
-        After a mean that isn't finite the centre goes back to the outer parameters, which stay as they are.
+        After a mean that isn't finite the center goes back to the outer parameters, which stay as they are.
         """
         mean, exchange = self._arrived(exchange)
         finite = _finite(mean)
@@ -99,7 +99,7 @@ class Rounds:
     def eager(self, fragment: Fragment, both: Both, exchange: Exchange, *, first: jax.Array) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients.
 
-        The centre goes on from an outer step that it makes with its own part of their mean alone.
+        The center goes on from an outer step that it makes with its own part of their mean alone.
 
         Args:
           fragment: the fragment.
@@ -110,7 +110,7 @@ class Rounds:
         moved = _moved(fragment, both)
         mean, exchange = self._arrived(exchange)
         after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=_finite(mean) & ~first)
-        part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centres).astype(x.dtype), moved, after)
+        part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centers).astype(x.dtype), moved, after)
         ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
         start = _choose(_finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
@@ -141,7 +141,7 @@ class Rounds:
 
 
 def _moved(fragment: Fragment, both: Both) -> Any:
-    """A centre's outer gradients."""
+    """A center's outer gradients."""
     start = fragment.take(both.outer if both.start is None else both.start)
     return jax.tree_util.tree_map(lambda x, y: _wide(x) - _wide(y), start, fragment.take(both.own))
 

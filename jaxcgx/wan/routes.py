@@ -60,7 +60,7 @@ def trees(rates: Rates) -> Overlay:
         steep = 8 * math.log(2 * n) / max(worst, unit)
         price_of_line = np.exp(steep * (load_of_line - worst)) / line
         price = np.exp(steep * (load_of_link - worst)) / links + price_of_line[:, None] + price_of_line[None]
-        tree = _cheapest_tree(price, centre=k % n)
+        tree = _cheapest_tree(price, center=k % n)
         found[tree] = found.get(tree, 0) + 1
         for i, j in tree:
             load_of_link[i, j] += 1 / links[i, j]
@@ -80,12 +80,12 @@ def _rooted(links: tuple[tuple[int, int], ...], share: int) -> list[Tree]:
     return [Tree.of(links, share, root) for root in range(len(links) + 1)]
 
 
-def _cheapest_tree(price: Rates, centre: int) -> tuple[tuple[int, int], ...]:
-    """The links of the cheapest tree over all ranks, from a centre whose own links are preferred."""
+def _cheapest_tree(price: Rates, center: int) -> tuple[tuple[int, int], ...]:
+    """The links of the cheapest tree over all ranks, from a center whose own links are preferred."""
     n = len(price)
-    near, links = [centre], []
+    near, links = [center], []
     while len(near) < n:
-        ways = [(price[i, j] * (1 if i == centre else DETOUR), i, j) for i in near for j in range(n) if j not in near]
+        ways = [(price[i, j] * (1 if i == center else DETOUR), i, j) for i in near for j in range(n) if j not in near]
         _, i, j = min(ways)
         near.append(j)
         links.append((min(i, j), max(i, j)))

@@ -183,8 +183,8 @@ def test_losses_that_look_at_all_ranks(kind):
 
     def normalised(params, count, x, mean=lambda h: lax.pmean(h, "data")):
         h = x @ params["w"]
-        centre = mean(h.mean(0))
-        return ((h - centre) ** 2).mean() + jnp.sin(centre).mean(), (centre, count + 1)
+        center = mean(h.mean(0))
+        return ((h - center) ** 2).mean() + jnp.sin(center).mean(), (center, count + 1)
 
     def both(params, x):
         averaged = cgx.value_and_grad(lambda p, x: lax.pmean(loss_fn(p, x), "data"), "data", cgx.Raw())(params, x)
@@ -196,12 +196,12 @@ def test_losses_that_look_at_all_ranks(kind):
             cgx.value_and_grad(normalised, "data", cgx.Raw(), has_aux=True)(params, jnp.int32(3), x),
         )
 
-    averaged, summed, ((value, (centre, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
+    averaged, summed, ((value, (center, count)), grads) = called("jit", mesh_of(kind), both, PARAMS, X)
     close(averaged, jax.value_and_grad(loss_fn)(PARAMS, X))
     close(summed, jax.value_and_grad(lambda p: errors_of(p, X).sum())(PARAMS))
     plain = functools.partial(normalised, mean=lambda h: h)
     (expected, (whole, _)), whole_grads = jax.value_and_grad(plain, has_aux=True)(PARAMS, jnp.int32(3), X)
-    close((value, centre, grads["w"]), (expected, whole, whole_grads["w"]))
+    close((value, center, grads["w"]), (expected, whole, whole_grads["w"]))
     assert count == 4 and count.dtype == jnp.int32
 
 

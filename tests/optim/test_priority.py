@@ -125,6 +125,6 @@ def test_what_it_refuses():
         make(overlap="priority", slice_elements=0)
     with raises(ValueError, says("make_train_step", "overlap", expected="'backward' 'diloco'", got="'priority'")):
         sgd = optax.sgd(0.1)
-        centres = jax.make_mesh((2, 2), ("dc", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        centers = jax.make_mesh((2, 2), ("dc", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
         how = cgx.wan.diloco(sgd, every=2)
-        cgx.make_train_step(loss, sgd, centres, data_axis=("dc", "local"), diloco=how, overlap="priority")
+        cgx.make_train_step(loss, sgd, centers, data_axis=("dc", "local"), diloco=how, overlap="priority")

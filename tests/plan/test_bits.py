@@ -78,8 +78,8 @@ def test_lgreco_at_the_edges():
 
 def test_kmeans():
     rng = random.Random(3)
-    centres = [(0, 5), (5, 0), (-5, -5)]
-    points = [tuple(x + rng.uniform(-1, 1) for x in centres[i % 3]) for i in range(60)]
+    centers = [(0, 5), (5, 0), (-5, -5)]
+    points = [tuple(x + rng.uniform(-1, 1) for x in centers[i % 3]) for i in range(60)]
     found = bits.kmeans(points, 3)
     assert found == [(2, 1, 0)[i % 3] for i in range(60)]
     shuffled = list(range(60))

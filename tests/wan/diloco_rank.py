@@ -1,6 +1,6 @@
-"""A centre of those that test_crossing.py starts:
+"""A center of those that test_crossing.py starts:
 
-    python diloco_rank.py PORT RANK CENTRES FOLDER
+    python diloco_rank.py PORT RANK CENTERS FOLDER
 
 The last one comes to the step in which an exchange begins only after the first one has done the step behind it.
 """
@@ -26,9 +26,9 @@ EVERY, FRAGMENTS, OVERLAP, STEPS = 8, 2, 2, 13
 LIMIT = 100  # seconds
 
 
-def train(axis, centres, before=lambda t: None, after=lambda t: None):
+def train(axis, centers, before=lambda t: None, after=lambda t: None):
     """{device: digest of what it has in the end}. before, after: called with the number of each step."""
-    mesh = jax.make_mesh((centres,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centres])
+    mesh = jax.make_mesh((centers,), ("dc",), axis_types=(AxisType.Auto,), devices=jax.devices()[:centers])
     inner = optax.sgd(0.5, momentum=0.9)
     plan = cgx.Plan(cgx.MaxMin(4, 64, "stochastic"), min_size=100)
     given = cgx.wan.diloco(
@@ -47,7 +47,7 @@ def train(axis, centres, before=lambda t: None, after=lambda t: None):
         after(t)
     found = {}
     each = [(x.outer, x.sent.residuals, x.telemetry) for x in state.exchanges]
-    for leaf in jax.tree.leaves((params, state.centres, each)):
+    for leaf in jax.tree.leaves((params, state.centers, each)):
         for shard in leaf.addressable_shards:
             digest = found.setdefault(str(jax.devices().index(shard.device)), hashlib.sha256())
             digest.update(np.asarray(shard.data).tobytes())
@@ -55,25 +55,25 @@ def train(axis, centres, before=lambda t: None, after=lambda t: None):
 
 
 def main():
-    port, rank, centres = map(int, sys.argv[1:4])
+    port, rank, centers = map(int, sys.argv[1:4])
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with whoever started it
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(f"127.0.0.1:{port}", centres, rank)
+    jax.distributed.initialize(f"127.0.0.1:{port}", centers, rank)
     passed = pathlib.Path(sys.argv[4], "passed")
     begins = EVERY // FRAGMENTS
 
     def before(t):
         deadline = time.monotonic() + LIMIT
-        while rank == centres - 1 and t == begins and not passed.exists():
+        while rank == centers - 1 and t == begins and not passed.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError("the first centre waits for an exchange that it began")
+                raise TimeoutError("the first center waits for an exchange that it began")
             time.sleep(0.02)
 
     def after(t):
         if rank == 0 and t == begins + OVERLAP - 1:
             passed.touch()
 
-    print("RESULT", json.dumps(train(cgx.Tcp("dc"), centres, before, after)), flush=True)
+    print("RESULT", json.dumps(train(cgx.Tcp("dc"), centers, before, after)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Exchanges between centres over Tcp go on while the next steps' programs run, with the bits of plain axes."""
+"""Exchanges between centers over Tcp go on while the next steps' programs run, with the bits of plain axes."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LIMIT = 300  # seconds, after which processes count as hung
 
 
 def test_an_exchange_crosses_steps(tmp_path, monkeypatch):
-    """The second centre comes to an exchange after the first one has gone on: otherwise both would wait for ever."""
+    """The second center comes to an exchange after the first one has gone on: otherwise both would wait for ever."""
     # XLA crashes where it is to keep a program of several processes.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     command = [sys.executable, RANK, str(random.randrange(20_000, 32_000))]
@@ -33,7 +33,7 @@ def test_an_exchange_crosses_steps(tmp_path, monkeypatch):
         for process in running:
             output, _ = process.communicate(timeout=LIMIT)
             lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-            assert lines, "a centre failed, see above"
+            assert lines, "a center failed, see above"
             found |= json.loads(lines[0].removeprefix("RESULT "))
     finally:
         for process in running:

@@ -161,8 +161,8 @@ def loss_fn(params, x):
     return ((jnp.tanh(x @ params["w"] + params["b"]) - x.mean(-1, keepdims=True)) ** 2).mean()
 
 
-def test_training_over_two_centres():
-    """In make_train_step, with a codec between centres: replicas agree, and every exchange is in the table."""
+def test_training_over_two_centers():
+    """In make_train_step, with a codec between centers: replicas agree, and every exchange is in the table."""
     axes = ("dc", "local")
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     how = Differential(k=0.25, block_bytes=256)

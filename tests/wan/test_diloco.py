@@ -35,9 +35,9 @@ def quadratic(params, x):
 
 
 @functools.lru_cache
-def mesh_of(centres=2, local=1, types=AxisType.Auto):
-    shape, names = ((centres, local), ("dc", "local")) if local > 1 else ((centres,), ("dc",))
-    devices = jax.devices()[: centres * local]
+def mesh_of(centers=2, local=1, types=AxisType.Auto):
+    shape, names = ((centers, local), ("dc", "local")) if local > 1 else ((centers,), ("dc",))
+    devices = jax.devices()[: centers * local]
     return jax.make_mesh(shape, names, axis_types=(types,) * len(names), devices=devices)
 
 
@@ -57,7 +57,7 @@ def run(train, steps=8, start=None, batch=lambda t: X[t % len(X)]):
 
 
 class Transcription:
-    """DiLoCo of `quadratic` over two centres, with SGD of rate 1/4 inside, in NumPy."""
+    """DiLoCo of `quadratic` over two centers, with SGD of rate 1/4 inside, in NumPy."""
 
     def __init__(self):
         self.outer = {name: np.array(x) for name, x in PARAMS.items()}
@@ -94,7 +94,7 @@ WHOLE = {"w": ..., "b": ..., "s": ...}
     "mesh", [mesh_of(), mesh_of(types=AxisType.Explicit), mesh_of(local=2)], ids=("auto", "explicit", "two levels")
 )
 def test_to_the_bit(mesh):
-    """Also where two ranks share a centre's batch. Outer parameters change in every third step alone."""
+    """Also where two ranks share a center's batch. Outer parameters change in every third step alone."""
     got, _ = run(trainer(diloco(NESTEROV, every=3), mesh), 7)
     expected = Transcription()
     for t, (params, metrics) in enumerate(got, 1):
@@ -111,7 +111,7 @@ def test_to_the_bit(mesh):
 
 
 def test_streaming_to_the_bit():
-    """Two fragments, each exchanged in its own step, mixed into a centre's parameters a step later. w is cut."""
+    """Two fragments, each exchanged in its own step, mixed into a center's parameters a step later. w is cut."""
     got, (_, state) = run(trainer(diloco(NESTEROV, every=4, fragments=2, overlap=1, alpha=0.5, telemetry=True)), 9)
     fragments = [{"w": slice(0, 3), "b": ...}, {"w": slice(3, 6), "s": ...}]
     expected, arriving, last, rho = Transcription(), {}, {}, {}
@@ -131,7 +131,7 @@ def test_streaming_to_the_bit():
             arriving[t + 1] = p, expected.moved(fragments[p])
         assert_same_trees(params, expected.outer)
     assert_same_trees(
-        jax.tree.map(lambda x: np.array(x), state.centres.rows.params),
+        jax.tree.map(lambda x: np.array(x), state.centers.rows.params),
         {name: np.stack([own[name] for own in expected.own]) for name in PARAMS},
     )
     metrics = got[-1][1]
@@ -140,7 +140,7 @@ def test_streaming_to_the_bit():
 
 
 def test_eager_updates_to_the_bit():
-    """With SGD outside: every centre goes on from what all have up to the last round, and its own part of this one."""
+    """With SGD outside: every center goes on from what all have up to the last round, and its own part of this one."""
     got, _ = run(trainer(diloco(optax.sgd(0.5), every=2, eager=True)), 7)
     expected, mean = Transcription(), None
     start = jax.tree.map(np.copy, expected.own)
@@ -163,7 +163,7 @@ def test_every_step_with_sgd_of_rate_1_is_averaging():
         expected.train()
         expected.own = [{name: (expected.own[0][name] + expected.own[1][name]) / 2 for name in PARAMS} for _ in "01"]
         assert_same_trees(params_now, jax.tree.map(np.float32, expected.own[0]))
-    assert_same_trees(params, jax.tree.map(lambda x: x[0], state.centres.rows.params))
+    assert_same_trees(params, jax.tree.map(lambda x: x[0], state.centers.rows.params))
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
@@ -197,8 +197,8 @@ DATA = normal((16, 30), 4)
 
 
 @functools.cache
-def compressed(centres, local):
-    """Four bits between centres and eight inside of one, with feedback."""
+def compressed(centers, local):
+    """Four bits between centers and eight inside of one, with feedback."""
     given = cgx.wan.diloco(
         optax.sgd(0.5, momentum=0.9),
         optax.sgd(0.7),
@@ -207,12 +207,12 @@ def compressed(centres, local):
         plan=cgx.Plan(cgx.MaxMin(4, 64), min_size=100),
     )
     plan = {"plan": cgx.MaxMin(8, 64, "stochastic")} if local > 1 else {}
-    return trainer(given, mesh_of(centres, local), wide, donate=False, **plan)
+    return trainer(given, mesh_of(centers, local), wide, donate=False, **plan)
 
 
 @functools.cache
 def trained():
-    """(parameters, state, metrics) of two centres of two ranks, after 6 steps."""
+    """(parameters, state, metrics) of two centers of two ranks, after 6 steps."""
     train = compressed(2, 2)
     params, state = train.init(WIDE)
     for _ in range(6):
@@ -220,22 +220,22 @@ def trained():
     return params, state, metrics
 
 
-def test_centres_of_several_ranks():
+def test_centers_of_several_ranks():
     train, (params, state, metrics) = compressed(2, 2), trained()
-    rows = state.centres.rows
+    rows = state.centers.rows
     assert rows.params["up"].shape == (2, 30, 40) and rows.params["up"].sharding.spec == P("dc")
     assert rows.sent.residuals["up"].shape == (2, 2, 1, 30, 40) and metrics.loss.shape == (2,)
     assert (rows.params["down"][0] != rows.params["down"][1]).any() and params["b"].dtype == jnp.bfloat16
     fed = state.exchanges[0].sent.residuals
     assert fed["down"].sharding.spec == P("dc") and fed["b"] is None and np.abs(fed["down"]).max() > 0
-    # What one device has as the same as others, it has: outer parameters and states on all, a centre's on its ranks.
+    # What one device has as the same as others, it has: outer parameters and states on all, a center's on its ranks.
     same = lambda axes: lambda tree: jnp.stack([cgx.check_replicas(tree, name).agree for name in axes])
     outer = params, [each._replace(sent=each.sent._replace(residuals=None)) for each in state.exchanges]
-    of_centre = [each.sent.residuals for each in state.exchanges], rows._replace(sent=None)
+    of_center = [each.sent.residuals for each in state.exchanges], rows._replace(sent=None)
     check = lambda tree, spec, axes: jax.jit(
         jax.shard_map(same(axes), mesh=mesh_of(2, 2), in_specs=(spec,), out_specs=P(), check_vma=False)
     )(tree)
-    assert check(outer, P(), ("dc", "local")).all() and check(of_centre, P("dc"), ("local",)).all()
+    assert check(outer, P(), ("dc", "local")).all() and check(of_center, P("dc"), ("local",)).all()
     assert train.step._cache_size() == 1
     for _ in range(26):
         params, state, metrics = train.step(params, state, DATA)
@@ -250,8 +250,8 @@ def test_nothing_is_sent_between_exchanges():
     assert ("all-gather", "u8") in sent(program) and not sent(entry)
 
 
-def test_another_number_of_centres(tmp_path):
-    """Outer parameters have their bits, residuals their sum, and what a centre has is the mean of all centres'."""
+def test_another_number_of_centers(tmp_path):
+    """Outer parameters have their bits, residuals their sum, and what a center has is the mean of all centers'."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `test`")
     params, state, _ = trained()
     with ocp.StandardCheckpointer() as checkpointer:
@@ -267,29 +267,29 @@ def test_another_number_of_centres(tmp_path):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
         assert_trees(lambda a, b: close(a.sum(0), b.sum(0)), old.sent.residuals, new.sent.residuals)
         assert_same_trees(old.outer, new.outer) if jax.tree.leaves(old.outer) else None
-    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.centres.rows.params)
-    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.centres.rows.params, mean)
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float32).mean(0), state.centers.rows.params)
+    assert_trees(lambda a, b: close(np.asarray(a[3], np.float32), b, atol=1e-2), restored.centers.rows.params, mean)
     specs = cgx.state_specs(state, "dc")
-    assert specs.exchanges[0].sent.residuals["down"] == specs.centres.rows.params["up"] == P(("dc",))
+    assert specs.exchanges[0].sent.residuals["down"] == specs.centers.rows.params["up"] == P(("dc",))
     params, restored, metrics = train.step(found, restored, DATA)
     assert int(restored.count) == 7 and np.isfinite(metrics.loss).all()
 
 
 def test_a_failed_exchange_leaves_the_outer_state_as_it_was():
-    """A centre's NaN: outer parameters, momentum and residuals stay, all centres go back to the outer parameters."""
+    """A center's NaN: outer parameters, momentum and residuals stay, all centers go back to the outer parameters."""
     plan = cgx.MaxMin(2, 8)
     train = trainer(diloco(NESTEROV, every=2, plan=plan), donate=False)
     batch = lambda t: np.where((np.arange(8) < 4)[:, None], np.nan, X[t]) if t == 1 else X[t]
     _, start = run(train, 2)
     _, (params, state) = run(train, 2, start, batch)
     assert_same_trees((params, state.exchanges), (start[0], start[1].exchanges))
-    assert_same_trees(state.centres.rows.params, jax.tree.map(lambda x: jnp.stack([x, x]), start[0]))
+    assert_same_trees(state.centers.rows.params, jax.tree.map(lambda x: jnp.stack([x, x]), start[0]))
     got, _ = run(train, 2, (params, state))
     assert np.isfinite(got[-1][0]["w"]).all() and (got[-1][0]["w"] != params["w"]).any()
 
 
 def test_keys_frozen_parameters_and_micro_batches():
-    """Every centre has keys of its own. What both plans skip stays as it is, of any dtype."""
+    """Every center has keys of its own. What both plans skip stays as it is, of any dtype."""
 
     def loss(params, x, key):
         return (params["w"] * jax.random.normal(key, (3,))).sum() * params["frozen"][0].astype(jnp.float32)
@@ -300,16 +300,16 @@ def test_keys_frozen_parameters_and_micro_batches():
     key = jax.random.key(5)
     params, state, _ = train.step(*start, jnp.asarray(X[0]), key)
     fold = jax.random.fold_in
-    keys = [[fold(fold(fold(key, centre), 0), part) for part in range(2)] for centre in range(2)]
+    keys = [[fold(fold(fold(key, center), 0), part) for part in range(2)] for center in range(2)]
     expected = [-0.25 * np.mean([jax.random.normal(k, (3,)) for k in both], 0) for both in keys]
-    np.testing.assert_allclose(state.centres.rows.params["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(state.centers.rows.params["w"], expected, rtol=1e-5)
     params, state, _ = train.step(params, state, jnp.asarray(X[0]), key)
     assert_same_trees(params["frozen"], jnp.arange(1, 4))
     np.testing.assert_allclose(params["w"], 2 * np.mean(expected, 0), rtol=1e-5)
 
 
 def test_models_with_state():
-    """Every centre has its own: a mean over its ranks, and random keys that differ."""
+    """Every center has its own: a mean over its ranks, and random keys that differ."""
 
     def loss(params, state, x):
         key, drawn = jax.random.split(state["key"])
@@ -406,7 +406,7 @@ def test_few_bits_without_feedback_are_a_warning():
     ("arguments", "words"),
     [
         (dict(optimizer=optax.sgd(0.1)), says("make_train_step", "optimizer", expected="inner", got="another")),
-        (dict(mesh=mesh_of(1)), says("diloco", "axis_name", expected="several centres 'dc'", got="one")),
+        (dict(mesh=mesh_of(1)), says("diloco", "axis_name", expected="several centers 'dc'", got="one")),
         (
             dict(mesh=mesh_of(2, 2), data_axis=("local", "dc")),
             says("make_train_step", "data_axis", expected="'dc' first", got="('local', 'dc')", remedy="('dc', ...)"),

@@ -47,12 +47,12 @@ def transcribed():
             gradients = {"w": params["w"] - target[:, None], "s": params["s"]}
             params.update({name: np.float32(params[name] - RATE * g) for name, g in gradients.items()})
         if (t + 1) % K1 == 0:
-            ranks = [[mean(centre)] * 2 for centre in ranks]
+            ranks = [[mean(center)] * 2 for center in ranks]
         if (t + 1) % (K1 * K2) == 0:
-            moved = mean([{name: milestone[name] - centre[0][name] for name in PARAMS} for centre in ranks])
+            moved = mean([{name: milestone[name] - center[0][name] for name in PARAMS} for center in ranks])
             milestone = {name: milestone[name] - moved[name] for name in PARAMS}
             ranks = [[milestone] * 2] * 2
-        ranks = [[dict(params) for params in centre] for centre in ranks]
+        ranks = [[dict(params) for params in center] for center in ranks]
         found.append(milestone)
     return found
 
@@ -71,7 +71,7 @@ def test_bad_input():
         (dict(k1=0), mesh_of(2, 2), says("hfa", "k1", expected="positive integer", got="0")),
         (dict(k2=0), mesh_of(2, 2), says("hfa", "k2", expected="positive integer", got="0")),
         (dict(axis_name="wan"), mesh_of(2, 2), says("hfa", "axis_name", expected="axis 'dc'", got="'wan'")),
-        ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centres", got="one", remedy="hfa")),
+        ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centers", got="one", remedy="hfa")),
     ]
     for options, mesh, words in wrong:
         with raises(ValueError, words):

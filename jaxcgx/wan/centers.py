@@ -1,4 +1,4 @@
-"""The centres of a mesh: where their parameters and states are, and a training step of all of them."""
+"""The centers of a mesh: where their parameters and states are, and a training step of all of them."""
 
 import dataclasses
 import functools
@@ -32,33 +32,33 @@ from jaxcgx.wan.rounds import Both, Exchange, Rounds
 OP = "make_train_step"
 
 
-class Centre(NamedTuple):
-    """What a centre has of its own. Over all centres, everything has a leading axis of theirs."""
+class Center(NamedTuple):
+    """What a center has of its own. Over all centers, everything has a leading axis of theirs."""
 
     params: Any
     start: Any  # its parameters at the beginning of the round; None without eager updates
     inner: Any  # the state of the inner optimizer
-    sent: Any  # the state of the exchange inside the centre, with a second axis, of the centre's ranks
+    sent: Any  # the state of the exchange inside the center, with a second axis, of the center's ranks
 
 
 class DilocoState(NamedTuple):
     """The state of training with `diloco`."""
 
     count: Any  # int32[]: the number of steps until now
-    centres: PerRank  # of a Centre
+    centers: PerRank  # of a Center
     exchanges: tuple[Exchange, ...]  # one for each fragment
 
 
 class DilocoMetrics(NamedTuple):
     """What a step reports."""
 
-    loss: Any  # [centres]: that of each centre. Their mean would be sent in every step.
-    telemetry: Any  # of the exchange inside a centre; arrays have a leading axis of the centres
+    loss: Any  # [centers]: that of each center. Their mean would be sent in every step.
+    telemetry: Any  # of the exchange inside a center; arrays have a leading axis of the centers
     outer: Any  # an OuterTelemetry for each fragment, of its last round; None without telemetry
 
 
 class One(MeshRanks):
-    """The single rank of a centre. `jaxcgx.optim.ranks.Ranks` documents the members."""
+    """The single rank of a center. `jaxcgx.optim.ranks.Ranks` documents the members."""
 
     def net(self) -> Axes:
         return Axes(())
@@ -73,7 +73,7 @@ class One(MeshRanks):
 def _no_exchange(axis_name: Any, **options: Any) -> Any:
     """The gradients of a single rank are their mean."""
     if given := [name for name, value in options.items() if value is not None]:
-        expected = "none, as a centre has one rank, which exchanges nothing"
+        expected = "none, as a center has one rank, which exchanges nothing"
         remedy = f"give it to jaxcgx.wan.diloco, which exchanges outer gradients (or leave {given[0]} out)"
         raise wrong(OP, given[0], expected, repr(options[given[0]]), remedy)
     nothing = CompressState(*[None] * 5)
@@ -81,15 +81,15 @@ def _no_exchange(axis_name: Any, **options: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Centres:
-    """The centres of a mesh.
+class Centers:
+    """The centers of a mesh.
 
     A rank computes as a process alone does: all axes of the ranks are manual, and it has all parameters whole.
     """
 
     diloco: Any
     placement: Placement
-    axis: Any  # of the exchange between centres: their axis and those of a centre's ranks, some of them marked
+    axis: Any  # of the exchange between centers: their axis and those of a center's ranks, some of them marked
 
     @property
     def name(self) -> Any:
@@ -97,11 +97,11 @@ class Centres:
 
     @property
     def inner(self) -> tuple[Any, ...]:
-        """The axes of a centre's ranks."""
+        """The axes of a center's ranks."""
         return self.placement.names[1:]
 
     def inside(self, compress: Callable[..., Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What a step inside a centre is made of: (placement, ranks, what makes its exchange, options of that)."""
+        """What a step inside a center is made of: (placement, ranks, what makes its exchange, options of that)."""
         if not self.inner:
             if compress is not compress_gradients:
                 options = {"compress": compress, **options}
@@ -115,7 +115,7 @@ class Centres:
         """The functions of a training loop."""
         if training.has_aux or training.state.mode == "per_rank":
             name, got = ("has_aux", True) if training.has_aux else ("model_state", "'per_rank'")
-            remedy = "leave it out" if training.has_aux else 'pass "mean": every centre has its own'
+            remedy = "leave it out" if training.has_aux else 'pass "mean": every center has its own'
             raise wrong(OP, name, "another with diloco", got, remedy)
         if training.plan is None:
             training = dataclasses.replace(training, plan=self.diloco.plan)
@@ -143,7 +143,7 @@ class Centres:
         waiting = rows if self._rounds.crosses else P()
         return DilocoState(
             count=P(),
-            centres=PerRank(Centre(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
+            centers=PerRank(Center(params=rows, start=rows, inner=rows, sent=P(self.name, self.inner))),
             exchanges=(Exchange(sent=sent, outer=P(), waiting=waiting, before=P(), telemetry=P()),)
             * self.diloco.fragments,
         )
@@ -152,21 +152,21 @@ class Centres:
         return self.placement.over_ranks(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _init(self, training: Training, params: Any, model_state: Any = None) -> tuple[Any, ...]:
-        """(outer parameters, a PerRank of each centre's model state, optimizer state) before the first step."""
+        """(outer parameters, a PerRank of each center's model state, optimizer state) before the first step."""
         training.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self._check(training, params)
 
         def of_rank(params: Any, model_state: Any) -> tuple[Any, ...]:
-            # Centres draw independent noise.
-            centre = lax.axis_index(self.name)
-            model_state = jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, centre), model_state)
+            # Centers draw independent noise.
+            center = lax.axis_index(self.name)
+            model_state = jax.tree_util.tree_map(lambda x: x if addable(x) else fold_keys(x, center), model_state)
             outer, model_state, (sent, inner) = training.init(params, model_state)
             if getattr(sent, "key", None) is not None:
-                sent = sent._replace(key=fold(sent.key, centre))
+                sent = sent._replace(key=fold(sent.key, center))
             rounds = self._rounds
             exchanges = [rounds.init(fragment.take(outer)) for fragment in self._cut(training, outer)]
-            own = Centre(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
+            own = Center(outer, outer if self.diloco.eager else None, inner=inner, sent=sent)
             state = DilocoState(jnp.zeros((), jnp.int32), PerRank(_rows(own)), tuple(exchanges))
             return outer, PerRank(_row(model_state)), state
 
@@ -195,13 +195,13 @@ class Centres:
     ) -> tuple[Any, ...]:
         if key is not None:
             key = jax.random.fold_in(key, lax.axis_index(self.name))
-        centre, model_state = _of_rank(state.centres.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
+        center, model_state = _of_rank(state.centers.rows), jax.tree_util.tree_map(lambda x: x[0], model_states.rows)
         own, model_state, (sent, inner), found = training.step(
-            centre.params, model_state, opt_state=(centre.sent, centre.inner), batch=batch, key=key
+            center.params, model_state, opt_state=(center.sent, center.inner), batch=batch, key=key
         )
         count = state.count + 1
-        both, exchanges = self._exchange(training, count, Both(params, own, centre.start), state.exchanges)
-        renewed = Centre(both.own, both.start, inner=inner, sent=sent)
+        both, exchanges = self._exchange(training, count, Both(params, own, center.start), state.exchanges)
+        renewed = Center(both.own, both.start, inner=inner, sent=sent)
         state = DilocoState(count, PerRank(_rows(renewed)), exchanges)
         outer = tuple(each.telemetry for each in exchanges) if self.diloco.telemetry else None
         loss, telemetry = _row((found.loss, found.telemetry))
@@ -252,23 +252,23 @@ class Centres:
         each = (plan.skipped("diloco", "plan", params), training.skipped(params))
         for path, outer, inner in zip(found.paths, *map(jax.tree_util.tree_leaves, each)):
             if outer != inner:
-                expected = "a plan that skips the same parameters as that inside a centre"
+                expected = "a plan that skips the same parameters as that inside a center"
                 remedy = "give both plans the same rules with jaxcgx.Skip()"
                 raise wrong("diloco", "plan", expected, "another", remedy, path=path)
 
 
 def _row(tree: Any) -> Any:
-    """A centre's part of what all centres have."""
+    """A center's part of what all centers have."""
     return jax.tree_util.tree_map(lambda x: x[None], tree)
 
 
-def _rows(centre: Centre) -> Centre:
-    """The same of a Centre, of a rank."""
-    found = _row(centre)
+def _rows(center: Center) -> Center:
+    """The same of a Center, of a rank."""
+    found = _row(center)
     return found._replace(sent=_row(found.sent))
 
 
-def _of_rank(rows: Centre) -> Centre:
+def _of_rank(rows: Center) -> Center:
     """The inverse of `_rows`."""
     found = jax.tree_util.tree_map(lambda x: x[0], rows)
     return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))
