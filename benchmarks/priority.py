@@ -106,17 +106,18 @@ def events(program):
     text = program.text()
     calls = dict(re.findall(r'%(\S+) = .*custom_call_target="(\w+)"', text))
     layer = dict(re.findall(r"%(\S+) = .*custom-call.*(layer\d+)", text))
-    done = [(e["name"].removeprefix("end: "), e["ts"] + e["dur"]) for e in found if e["name"].startswith("end: ")]
     found = [e for e in found if "hlo_op" in e.get("args", {})]
     first = min(e["ts"] for e in found)
     spans = [["compute", e["ts"], e["ts"] + e["dur"]] for e in found if e["name"] not in calls]
     of = lambda target: sorted((e["ts"], e["name"]) for e in found if calls.get(e["name"]) == target)
     waits = of("jaxcgx_tcp_allreduce_end")
-    # Waits are one behind another: a sum ends when the wait for the next one begins.
+    # Waits are one behind another: a sum ends when the wait for the next one begins, or what comes behind the last one.
+    begins = sorted([at for at, _ in waits] + [start for _, start, _ in spans])
+    of_waits = {at for at, _ in waits}
     ends = []
     for i, (at, name) in enumerate(waits):
-        last = min((t for n, t in done if n == name and t >= at), default=at)
-        ends.append((layer[name], last if (i + 1) % LAYERS == 0 else waits[i + 1][0]))
+        behind = of_waits if (i + 1) % LAYERS else set(begins) - of_waits
+        ends.append((layer[name], min((t for t in begins if t > at and t in behind), default=at)))
     for at, name in of("jaxcgx_tcp_allreduce"):
         later = [t for each, t in ends if each == layer[name] and t > at]
         spans += [[layer[name], at, min(later)]] if later else []
