@@ -50,12 +50,27 @@ def bsc(
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       **options: all other options of `compress_gradients`.
     """
-    refuse_plan(OP, options, "threshold, size_bound, pull and select")
-    names = check_ranks(OP, axis_name).levels or None
-
-    def plan(share: float) -> Plan:
-        return Plan(**sparsification(OP, share, size_bound, axis_name=names, pull=pull, select=select))
-
     shares = warm_up(threshold, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch, function=OP)
-    plans = {start: plan(share) for start, share in shares.items()}
-    return compress_with(OP, axis_name, plans, momentum=momentum, momentum_masking=momentum_masking, **options)
+    large = dict(size_bound=size_bound, pull=pull, select=select)
+    given = dict(momentum=momentum, momentum_masking=momentum_masking, **options)
+    return sparsified(OP, axis_name, shares=shares, large=large, options=given)
+
+
+def sparsified(
+    function: str, axis_name: Any, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
+) -> "optax.GradientTransformation":
+    """`compress_gradients` of large leaves' largest elements, for the public function `function`.
+
+    Args:
+      function: its name, which errors have.
+      axis_name: its axis.
+      shares: of a leaf's elements, by the step from which on they are sent.
+      large: what `sparsification` is told besides.
+      options: those of `compress_gradients`.
+    """
+    refuse_plan(function, options, "threshold, size_bound, pull and select")
+    names = check_ranks(function, axis_name).levels or None
+    plans = {
+        start: Plan(**sparsification(function, share, axis_name=names, **large)) for start, share in shares.items()
+    }
+    return compress_with(function, axis_name, plans, **options)

@@ -4,12 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxcgx.codecs.cast import Cast
-from jaxcgx.optim.compress import compress_with
-from jaxcgx.optim.dgc import refuse_plan
-from jaxcgx.optim.settings import check_ranks
+from jaxcgx.optim.bsc import sparsified
 from jaxcgx.optim.warmup import warm_up
-from jaxcgx.plan import Plan
-from jaxcgx.plan.sparsification import sparsification
 
 if TYPE_CHECKING:
     import jax
@@ -52,13 +48,7 @@ def mpq(
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       **options: all other options of `compress_gradients`.
     """
-    refuse_plan(OP, options, "threshold, size_bound, pull and select")
-    names = check_ranks(OP, axis_name).levels or None
-
-    def plan(share: float) -> Plan:
-        half = Cast("float16")
-        return Plan(**sparsification(OP, share, size_bound, axis_name=names, pull=pull, select=select, tiny=half))
-
     shares = warm_up(threshold, warmup_epochs, coeff=warmup_coeff, steps_per_epoch=steps_per_epoch, function=OP)
-    plans = {start: plan(share) for start, share in shares.items()}
-    return compress_with(OP, axis_name, plans, momentum=momentum, momentum_masking=momentum_masking, **options)
+    large = dict(size_bound=size_bound, pull=pull, select=select, tiny=Cast("float16"))
+    given = dict(momentum=momentum, momentum_masking=momentum_masking, **options)
+    return sparsified(OP, axis_name, shares=shares, large=large, options=given)
