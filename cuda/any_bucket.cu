@@ -79,13 +79,15 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
         extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
     const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
     first_noise = first / kBlock * kBlock;
+    const uint32_t* const key = m.keys + kKeyWords * p.row;
     const auto draws = static_cast<uint32_t>(div_up(first + count - first_noise, kBlock)) * kLanes;
     for (uint32_t i = threadIdx.x; i < draws; i += blockDim.x) {
       int32_t word[4];
-      draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
+      draw(word, key, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
-        noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] = static_cast<uint16_t>(noise_of<Scalar>(word, r));
+        noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] =
+            static_cast<uint16_t>(noise_of<Scalar>(word, r, key[2]));
     }
     __syncthreads();
   }

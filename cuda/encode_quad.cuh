@@ -129,15 +129,18 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     lanes[j].clear();
     if (!g.finite) continue;
     int32_t word[4];
+    uint32_t offset = 0;
     if constexpr (kStochastic) {
+      const uint32_t* const key = m.keys + kKeyWords * p.row;
+      offset = key[2];
       const Extra& extra = t.extras[p.index];
       const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
-      draw(word, m.keys + 2 * p.row, block * kLanes + q.place * 4 + j, extra.id);
+      draw(word, key, block * kLanes + q.place * 4 + j, extra.id);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       int32_t noise = 0;
-      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r);
+      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r, offset);
       lanes[j].put(r, code_of<C, kBits, kStochastic>(x[r][j], g, top, noise));
     }
   }

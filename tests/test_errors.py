@@ -105,7 +105,7 @@ def test_wordings(call, error, text):
         (
             lambda: cgx.MaxMin(rounding="up"),
             ValueError,
-            says("MaxMin", "rounding", expected="'nearest' 'stochastic'", got="'up'"),
+            says("MaxMin", "rounding", expected="'nearest' 'stochastic' 'correlated'", got="'up'"),
         ),
         (
             lambda: cgx.MaxMin(skip_incomplete=2),

@@ -177,7 +177,7 @@ struct Message {
       leaves.push_back(as_leaf(leaf.dtype, numbers(batch * leaf.size, r), guarded));
       ids.push_back(r.below(1000));
     }
-    for (int64_t i = 0; i < 2 * batch; ++i) keys.push_back(static_cast<uint32_t>(r.next()));
+    for (int64_t i = 0; i < kKeyWords * batch; ++i) keys.push_back(static_cast<uint32_t>(r.next()));
   }
 };
 

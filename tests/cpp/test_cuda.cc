@@ -83,7 +83,7 @@ void nothing() {
   const void* const in[2] = {};
   void* const out[2] = {};
   const int64_t ids[2] = {};
-  const uint32_t key[2] = {};
+  const uint32_t key[kKeyWords] = {};
   const int32_t where[2] = {2, 1};
   for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
     const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);

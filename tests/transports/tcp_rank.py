@@ -42,7 +42,7 @@ SHAPES = {
 }
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
-NOISY = cgx.MaxMin(3, 128, "stochastic")
+NOISY = cgx.MaxMin(3, 128, "correlated")
 HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
 
 

@@ -23,7 +23,7 @@ struct Target {
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
   }
-  const uint32_t* key(int64_t row) const { return keys + 2 * row; }
+  const uint32_t* key(int64_t row) const { return keys + kKeyWords * row; }
 };
 
 // The bytes of a chunk that no bucket writes.

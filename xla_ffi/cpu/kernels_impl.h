@@ -193,7 +193,7 @@ float sum(const float* x, int64_t n, float so_far) {
   return so_far;
 }
 
-void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
+void noise(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kBlock) {
     const uint64_t counter = static_cast<uint64_t>(first / kBlock + b) * kLanes;
     PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(counter)) + iota()),
@@ -202,7 +202,7 @@ void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, 
     philox<PhiloxNumber>(word, key[0], key[1]);
     const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]),
                         lanes_in_order(word[3])};
-    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row));
+    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row, key[2]));
   }
 }
 
