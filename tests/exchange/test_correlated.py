@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange.keys import first
@@ -74,6 +77,16 @@ def test_every_rank_and_the_sum_are_unbiased(schedule):
     # The mean of independent draws has their variance / steps, and a bias would come on top.
     ratio = np.square(draws.mean(0) - exact).sum(1) / (draws.var(0).sum(1) / steps)
     assert (ratio > 0.75).all() and (ratio < 1.25).all()
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Auto, False)]
+)
+def test_meshes_give_the_bits_of_vmap(axis_type, check_vma):
+    x, f = UNLIKE[:, :1000], lambda x: cgx.compressed_psum(x, "a", CORRELATED, key=jax.random.key(0))
+    ranks = mesh(RANKS, axis_type=axis_type)
+    found = on_ranks(f, ranks, check_vma=check_vma)(jax.device_put(x, NamedSharding(ranks, P("a"))))
+    np.testing.assert_array_equal(found, jax.jit(jax.vmap(f, axis_name="a"))(x))
 
 
 def test_without_other_ranks_it_is_stochastic_rounding():
