@@ -28,6 +28,7 @@ RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
 UNLIMITED = 100_000  # Mbit/s while only the losses count
 EVERY = 10  # steps between two losses
 AGREE = 1e-3  # of the first losses of all methods
+ACROSS, SPAN = "priority|DiLoCo", 20  # methods whose exchanges cross steps, and the steps of a turn of theirs
 SMOOTH = 3  # losses whose mean counts, as one alone is noisy
 BASELINES = "psum, float32", "by hand, bfloat16"
 BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
@@ -40,6 +41,8 @@ CHARTS = [
 NOTES = f"""\
 - Every host is a network namespace with processors of its own where there are enough, and both frameworks use the same
   ones. All methods take turns, some steps in a row, and the processes of a framework wait while the other one runs.
+  Where exchanges cross steps, a turn has {SPAN} steps, and at its end waits for what is under way (priority) or has a
+  whole round (DiLoCo).
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
@@ -64,9 +67,9 @@ def link(mbit):
     return Link(up=mbit * 10**6, down=mbit * 10**6)
 
 
-def commands(torch, script="training_speed_jax.py"):
+def commands(torch):
     """{framework: the command of a host}; PyTorch's if there is a Python that has torch."""
-    found = {"jaxcgx": [sys.executable, HERE / script]}
+    found = {"jaxcgx": [sys.executable, HERE / "training_speed_jax.py"]}
     return found | ({"PyTorch": [torch, HERE / "training_speed_torch.py"]} if torch else {})
 
 
@@ -111,7 +114,7 @@ def turns(hosts, steps, repeats):
     found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
     for turn in range(repeats + 1):  # the first one isn't counted
         for method in hosts.methods:
-            told = hosts.ask(method, steps)
+            told = hosts.ask(method, SPAN if re.search(ACROSS, method) else steps)
             for what, values in found[method].items():
                 values += [max(told[what])] * (turn > 0)
     return found
