@@ -3,14 +3,19 @@
     python benchmarks/training_speed.py [--torch PYTHON] [--models REGEX] [--methods REGEX] [--hosts N ...]
         [--rates MBIT ...] [--most STEPS] [--repeats 5] [--out DIR]
 
-The hosts (jaxcgx.lab) need root. --torch names a Python that has torch.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch. What was measured is kept: a run that was cut
+off goes on.
 """
 
 import argparse
 import contextlib
+import functools
+import hashlib
+import json
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +28,7 @@ from report import RESULTS, Report, header, line, median, rounded
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 
 HERE = pathlib.Path(__file__).resolve().parent
+KEPT = HERE.parent / "build" / "training-speed"
 HOSTS = 2, 4
 RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
 UNLIMITED = 100_000  # Mbit/s while only the losses count
@@ -58,7 +64,7 @@ NOTES = f"""\
 - psum: as a user writes it, an array at a time. "one array": gradients are joined first, in float32. On CPUs XLA sums
   bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
   bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
-  Gloo.
+  Gloo; with PowerSGD all gradients are one bucket, as its hooks of several buckets don't agree on an order over Gloo.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 
@@ -249,28 +255,44 @@ def parse():
     return args
 
 
+def kept(name, args, find):
+    """What find() returns, or has returned in a run of the same command that was cut off."""
+    path = KEPT / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
+    if not path.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(find()))
+    return json.loads(path.read_text())
+
+
 def measure(report, model, count, args):
     """{network: rows} of a model on a number of hosts."""
     setting, found = data.MODELS[model], {}
     where = dict(network=f"{model}, {count} hosts")
     with contextlib.ExitStack() as stack:
-        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
-        data.write(path, model, count)
-        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
-        settings = dict(model=model, rate=setting.rate, data=str(path))
-        hosts = Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
-        losses = curves(hosts, setting.target, args.most or setting.most)
+
+        @functools.cache
+        def hosts():
+            path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+            data.write(path, model, count)
+            lab = stack.enter_context(Lab(count, link(UNLIMITED)))
+            settings = dict(model=model, rate=setting.rate, data=str(path))
+            return Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
+
+        def of_rate(mbit):
+            hosts().limit(link(mbit))
+            return figures(hosts(), steps, turns(hosts(), RATES[mbit], args.repeats))
+
+        losses = kept(where["network"], args, lambda: curves(hosts(), setting.target, args.most or setting.most))
         for method, values in losses.items():
             points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
             report.data["losses"] += [where | point for point in points]
         steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
         for mbit in args.rates or RATES:
-            hosts.limit(link(mbit))
-            rows = figures(hosts, steps, turns(hosts, RATES[mbit], args.repeats))
-            found[f"{where['network']}, {mbit} Mbit/s"] = rows
+            network = f"{where['network']}, {mbit} Mbit/s"
+            rows = found[network] = kept(network, args, functools.partial(of_rate, mbit))
             report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
             examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
-            report.show("", f"{where['network']}, {mbit} Mbit/s, {examples}.", "")
+            report.show("", f"{network}, {examples}.", "")
             show(report, rows)
     return found
 
@@ -296,6 +318,7 @@ def main():
     report.show(*claim(networks), "", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "training-speed")
+        shutil.rmtree(KEPT, ignore_errors=True)
 
 
 if __name__ == "__main__":
