@@ -498,7 +498,12 @@ void test_workspaces() {
 
 int main() {
   alarm(240);
-  for (lanes = 1; lanes <= 4; lanes += 3) {
+#ifdef __SANITIZE_THREAD__
+  lanes = 4;  // time: several connections race more than one does, which AddressSanitizer's test has
+#else
+  lanes = 1;
+#endif
+  for (; lanes <= 4; lanes += 3) {
     test_fork();
     test_exchanges();
     test_several_in_flight_and_groups();
