@@ -2,8 +2,8 @@
 
     python benchmarks/errors.py [--codecs REGEX] [--out DIR]
 
-The ranks are an axis of vmap: errors don't depend on who moves the bytes. A prediction for random
-numbers is made from other ones of the same distribution. One for gradients is made from the gradients that are summed,
+The ranks are an axis of vmap: errors don't depend on who moves the bytes. A prediction for random numbers is made from
+other ones of the same distribution. One for gradients is made from the gradients that are summed,
 as their statistics change from step to step: the comparison checks how encodings add up, not whether steps are alike.
 """
 
@@ -189,27 +189,34 @@ def compare_codecs(report, codecs):
 
 def draw(path, rows):
     """Error against bits: a row of plots of one encoding, and one of the mean of 8 ranks."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4 * len(KINDS), 9), layout="constrained")
     grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
+    found = {}  # what the legend says
     for axes, measured in zip(grid, ("one", "mean of 8")):
         for ax, kind in zip(axes, KINDS):
-            for family in FAMILIES:
-                points = sorted((r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind))
+            for color, family in enumerate(FAMILIES):
+                points = [(r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind)]
+                points = sorted((n, lost) for n, lost in points if lost)  # what loses nothing is below the plot
                 if points:
-                    ax.plot(*zip(*points), marker="o", markersize=4, linewidth=1, label=family)
-            for name, points in PUBLISHED.items():
+                    style = dict(marker="o", markersize=4, linewidth=1, color=colormaps["tab20"](color))
+                    found[family] = ax.plot(*zip(*points), **style)[0]
+            for marker, (name, points) in zip("x+1", PUBLISHED.items()):
                 if name.endswith("mean") == (measured != "one"):
-                    ax.plot(*zip(*points), linestyle="", marker="x", markersize=9, label=f"{name} (published)")
-            ax.set(title=f"{kind}: {'one encoding' if measured == 'one' else measured}", xscale="log", yscale="log")
-            ax.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["1/4", "1/2", 1, 2, 4, 8, 16], minor=False)
+                    style = dict(marker=marker, markersize=9, linestyle="", color="black")
+                    found[f"{name} (published)"] = ax.plot(*zip(*points), **style)[0]
+            ax.set(title=f"{kind}: {measured}{' encoding' * (measured == 'one')}", xscale="log", yscale="log")
+            ax.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["1/4", "1/2", 1, 2, 4, 8, 16])
             ax.minorticks_off()
             ax.grid(alpha=0.3)
-    figure.supxlabel("bits of an element")
-    figure.supylabel("vNMSE")
-    handles = {label: handle for ax in grid[:, 0] for handle, label in zip(*ax.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=7)
+            ax.label_outer()
+    for ax in grid[1]:
+        ax.set_xlabel("bits of an element")
+    for ax in grid[:, 0]:
+        ax.set_ylabel("vNMSE")
+    figure.legend(found.values(), found, loc="outside lower center", ncols=7)
     figure.savefig(path, dpi=80)
 
 

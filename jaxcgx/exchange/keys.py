@@ -41,9 +41,11 @@ def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | No
     """The key of a rank's first encoding: with noise of its own, or with the rank's share of the same noise."""
     if key is None or not codec.correlated:
         return fold(key, FIRST, net.rank)
+    order: Any = fold(key, FIRST, 0)
+    words: Any = fold(key, FIRST, 1)
     offsets = np.uint32(2**16 * np.arange(net.size) // net.size)
-    order = jax.random.wrap_key_data(fold(key, FIRST, 0), impl="threefry2x32")
-    return jnp.append(fold(key, FIRST, 1), jax.random.permutation(order, offsets)[net.rank])
+    shares = jax.random.permutation(jax.random.wrap_key_data(order, impl="threefry2x32"), offsets)
+    return jnp.append(words, shares[net.rank])
 
 
 def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:
