@@ -299,9 +299,12 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
+// `block`: the bytes of the block.
 template <class C, int kBits>
-CGX_HD F plus(F so_far, F unit, I code) {
-  const F value = C::template value<Vector, kBits>(code);
+CGX_HD F plus(F so_far, F unit, I code, const uint8_t* block, int row) {
+  F value = C::template value<Vector, kBits>(code);
+  if constexpr (traits_of(C::kKind).scales)
+    value = value * splat_f(C::scale(block[kLanes * kBits + row / C::kScaleRows]));
   return traits_of(C::kKind).exact ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
@@ -309,7 +312,7 @@ template <class C, int kBits>
 void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   int64_t at = 0;  // of the codes
-  for (; n >= kBlock; n -= kBlock, out += kBlock, at += kLanes * kBits) {
+  for (; n >= kBlock; n -= kBlock, out += kBlock, at += block_bytes<C, kBits>()) {
     F sum[kRows];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) sum[row] = write == Write::kOnto ? load(out + row * kLanes) : splat_f(base);
@@ -317,7 +320,8 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
       const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
+      for (int row = 0; row < kRows; ++row)
+        sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), t.codes[r] + at, row);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -328,7 +332,7 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     }
   }
   if (n == 0) return;
-  const int lanes = lanes_of(n);
+  const int lanes = traits_of(C::kKind).scales ? kLanes : lanes_of(n);
   F sum[kRows];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -337,17 +341,52 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
     const F unit = splat_f(t.unit[r]);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
+    for (int row = 0; row < kRows; ++row)
+      sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), t.codes[r] + at, row);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
+}
+
+// A bucket whose blocks have scales of their own.
+template <class C, int kBits>
+void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* /*noise*/, uint8_t* codes) {
+  const F inv = splat_f(grid.inv);
+  for (; n > 0; n -= kBlock, x += kBlock, codes += block_bytes<C, kBits>()) {
+    F y[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const float* p = x + row * kLanes;
+      y[row] = (n >= kBlock ? load(p) : load(p, in_row(n, kLanes, row))) * inv;
+    }
+    Words<Vector, kBits> words;
+    words.clear();
+    uint8_t scales[C::kScales];
+#pragma GCC unroll 8
+    for (int first = 0; first < kRows; first += C::kScaleRows) {
+      F largest = splat_f(0.0f);
+      for (int row = first; row < first + C::kScaleRows; ++row)
+        largest = max(largest, as_float(min(bits(y[row]) & splat_i(0x7fffffff), splat_i(0x7f800000))));
+      const int32_t scale = C::scale_code(highest(largest));
+      const F inverse = splat_f(C::inverse(scale));
+      const I kept = splat_i(C::is_number(scale) ? -1 : 0);
+      for (int row = first; row < first + C::kScaleRows; ++row)
+        words.put(row, C::template quantize<Vector>(y[row] * inverse) & kept);
+      scales[first / C::kScaleRows] = static_cast<uint8_t>(scale);
+    }
+    put_block<kBits>(codes, words, kLanes);
+    memcpy(codes + kLanes * kBits, scales, sizeof scales);
+  }
 }
 
 EncodeFn encoder(const Codec& c) {
   if (!has_buckets(c.kind)) return nullptr;
   return with_encoder(c, [](auto variant) -> EncodeFn {
     using V = decltype(variant);
-    return encode<typename V::Codec, V::bits, V::stochastic>;
+    if constexpr (traits_of(V::Codec::kKind).scales)
+      return encode_scaled<typename V::Codec, V::bits>;
+    else
+      return encode<typename V::Codec, V::bits, V::stochastic>;
   });
 }
 DecodeFn decoder(const Codec& c) {
