@@ -20,12 +20,12 @@ CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, 
     }
 #pragma unroll
     for (uint32_t m = kLanes / 2; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, m));
-    const int32_t code = g.finite ? C::scale_code(largest) : 0;
-    const float inverse = C::inverse(code);
+    const int32_t code = g.finite ? C::template scale_code<Scalar>(largest) : 0;
+    const float inverse = C::template inverse<Scalar>(code);
 #pragma unroll
     for (int r = first; r < first + C::kScaleRows; ++r) {
-      scales[r] = C::scale(code);
-      if (r < l.rows && g.finite && C::is_number(code))
+      scales[r] = C::template scale<Scalar>(code);
+      if (r < l.rows && g.finite && C::template is_number<Scalar>(code))
         w.put(r, C::template quantize<Scalar>(x[r] * g.scale * g.inv * inverse));
     }
     if (l.coded && l.lane == 0) stored[first / C::kScaleRows] = static_cast<uint8_t>(code);

@@ -101,7 +101,7 @@ CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
 template <class C, int kBits>
 CGX_D float scale_of_row(const uint8_t* block, int row) {
   if constexpr (traits_of(C::kKind).scales)
-    return C::scale(block[kLanes * kBits + row / C::kScaleRows]);
+    return C::template scale<Scalar>(block[kLanes * kBits + row / C::kScaleRows]);
   else
     return 1.0f;
 }

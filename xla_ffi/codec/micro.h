@@ -30,24 +30,38 @@ struct Micro {
     return make_grid(s, unit_of(largest * scale, kSteps, scale), kSteps, scale);
   }
 
-  // The code of the scale of a block, from its largest magnitude; infinity stands for everything that is not finite,
-  // which NVFP4's grid has caught.
-  CGX_HD static int32_t scale_code(float largest) {
-    const int32_t exponent = bits(largest) >> 23;
-    if (kPower) return exponent == 255 ? 255 : exponent > kLargestExponent ? exponent - kLargestExponent : 0;
-    return Scale::template encode<Scalar>(min(largest / kLargest, kLargestScale));
+  // The codes of the scales of blocks, from their largest magnitudes; infinity stands for everything that is not
+  // finite, which NVFP4's grid has caught.
+  template <class V>
+  CGX_HD static typename V::I scale_code(typename V::F largest) {
+    if constexpr (kPower) {
+      const auto exponent = shr(bits(largest), 23), above = exponent - V::splat(kLargestExponent);
+      return select(less(V::splat(254), exponent), V::splat(255), select(less(above, V::splat(0)), V::splat(0), above));
+    } else {
+      return Scale::template encode<V>(min(largest / V::splat(kLargest), V::splat(kLargestScale)));
+    }
   }
-  CGX_HD static float scale(int32_t code) {
-    if (!kPower) return Scale::template decode<Scalar>(code);
-    return code == 0 ? 0x1p-127f : code == 255 ? float_of(kNaNBits) : as_float(code << 23);
+  template <class V>
+  CGX_HD static typename V::F scale(typename V::I code) {
+    if constexpr (kPower) {
+      const auto power = select(less(code, V::splat(1)), V::splat(0x400000), shl(code, 23));  // 2^-127 is denormal
+      return as_float(select(less(code, V::splat(255)), power, V::splat(static_cast<int32_t>(kNaNBits))));
+    } else {
+      return Scale::template decode<V>(code);
+    }
   }
-  // What the elements are multiplied by.
-  CGX_HD static float inverse(int32_t code) {
-    if (kPower) return as_float((254 - code) << 23);
-    return code == 0 ? 0.0f : 1.0f / scale(code);
+  // What the elements are multiplied by. Those of a block that is not finite have the code 0 anyway.
+  template <class V>
+  CGX_HD static typename V::F inverse(typename V::I code) {
+    if constexpr (kPower)
+      return as_float(shl(V::splat(254) - code, 23));
+    else
+      return select(less(code, V::splat(1)), V::splat(0.0f), V::splat(1.0f) / scale<V>(code));
   }
-  // The codes of a block that is not finite are 0.
-  CGX_HD static bool is_number(int32_t code) { return !kPower || code != 255; }
+  template <class V>
+  CGX_HD static auto is_number(typename V::I code) {
+    return less(code, V::splat(255));
+  }
 
   // The nearest element, at most the largest.
   template <class V>

@@ -30,11 +30,16 @@ struct Minifloat {
 
   template <class V>
   CGX_HD static typename V::F decode(typename V::I code) {
-    // The code's exponent and mantissa, taken as those of a float32, are too small by 2^(127 - kBias), denormals
-    // included.
-    const auto small =
-        as_float(shl(code & V::splat((1 << kSign) - 1), kDrop) | shl(code & V::splat(1 << kSign), 31 - kSign));
-    return small * V::splat(float_of((254 - kBias) << 23));
+    const auto magnitude = shl(code & V::splat((1 << kSign) - 1), kDrop),
+               sign = shl(code & V::splat(1 << kSign), 31 - kSign);
+    if constexpr (kExponent < 4) {  // many numbers are denormals, with which CPUs are slow
+      const auto normal = magnitude + V::splat((127 - kBias) << 23);
+      const auto one = V::splat(float_of((128 - kBias) << 23));  // the smallest normal number
+      const auto denormal = bits(as_float(magnitude + bits(one)) - one);
+      return as_float(select(less(magnitude, V::splat(1 << 23)), denormal, normal) | sign);
+    }
+    // As those of a float32, exponent and mantissa are too small by 2^(127 - kBias), denormals included.
+    return as_float(magnitude | sign) * V::splat(float_of((254 - kBias) << 23));
   }
 };
 

@@ -299,12 +299,16 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
-// `block`: the bytes of the block.
+// The scales of a block, from its bytes.
 template <class C, int kBits>
-CGX_HD F plus(F so_far, F unit, I code, const uint8_t* block, int row) {
-  F value = C::template value<Vector, kBits>(code);
+CGX_HD void get_scales(const uint8_t* block, float (&scales)[kLanes]) {
   if constexpr (traits_of(C::kKind).scales)
-    value = value * splat_f(C::scale(block[kLanes * kBits + row / C::kScaleRows]));
+    store(scales, C::template scale<Vector>(load_bytes(block + kLanes * kBits, C::kScales)));
+}
+template <class C, int kBits>
+CGX_HD F plus(F so_far, F unit, I code, const float (&scales)[kLanes], int row) {
+  F value = C::template value<Vector, kBits>(code);
+  if constexpr (traits_of(C::kKind).scales) value = value * splat_f(scales[row / C::kScaleRows]);
   return traits_of(C::kKind).exact ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
@@ -319,9 +323,10 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     for (int64_t r = 0; r < t.ranks; ++r) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
       const F unit = splat_f(t.unit[r]);
+      alignas(64) float scales[kLanes];
+      get_scales<C, kBits>(t.codes[r] + at, scales);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row)
-        sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), t.codes[r] + at, row);
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), scales, row);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -340,9 +345,10 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   for (int64_t r = 0; r < t.ranks; ++r) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
     const F unit = splat_f(t.unit[r]);
+    alignas(64) float scales[kLanes];
+    get_scales<C, kBits>(t.codes[r] + at, scales);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row)
-      sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), t.codes[r] + at, row);
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), scales, row);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
@@ -359,23 +365,26 @@ void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* 
       const float* p = x + row * kLanes;
       y[row] = (n >= kBlock ? load(p) : load(p, in_row(n, kLanes, row))) * inv;
     }
+    alignas(64) float largest[kLanes] = {}, inverse[kLanes];
+    for (int s = 0; s < C::kScales; ++s) {
+      F most = splat_f(0.0f);
+      for (int row = s * C::kScaleRows; row < (s + 1) * C::kScaleRows; ++row)
+        most = max(most, as_float(min(bits(y[row]) & splat_i(0x7fffffff), splat_i(0x7f800000))));
+      largest[s] = highest(most);
+    }
+    const I scales = C::template scale_code<Vector>(load(largest));
+    store(inverse, C::template inverse<Vector>(scales));
+    alignas(64) int32_t kept[kLanes];
+    store_words(kept, select(C::template is_number<Vector>(scales), splat_i(-1), splat_i(0)));
     Words<Vector, kBits> words;
     words.clear();
-    uint8_t scales[C::kScales];
 #pragma GCC unroll 8
-    for (int first = 0; first < kRows; first += C::kScaleRows) {
-      F largest = splat_f(0.0f);
-      for (int row = first; row < first + C::kScaleRows; ++row)
-        largest = max(largest, as_float(min(bits(y[row]) & splat_i(0x7fffffff), splat_i(0x7f800000))));
-      const int32_t scale = C::scale_code(highest(largest));
-      const F inverse = splat_f(C::inverse(scale));
-      const I kept = splat_i(C::is_number(scale) ? -1 : 0);
-      for (int row = first; row < first + C::kScaleRows; ++row)
-        words.put(row, C::template quantize<Vector>(y[row] * inverse) & kept);
-      scales[first / C::kScaleRows] = static_cast<uint8_t>(scale);
+    for (int row = 0; row < kRows; ++row) {
+      const int s = row / C::kScaleRows;
+      words.put(row, C::template quantize<Vector>(y[row] * splat_f(inverse[s])) & splat_i(kept[s]));
     }
     put_block<kBits>(codes, words, kLanes);
-    memcpy(codes + kLanes * kBits, scales, sizeof scales);
+    store_bytes(codes + kLanes * kBits, scales, C::kScales);
   }
 }
 
