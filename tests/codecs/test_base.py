@@ -68,10 +68,10 @@ def bound(codec, x):
             unit = top / codec.top
         case cgx.Float8():  # half a step of the largest binade
             unit = top / (14 if codec.format == "e4m3" else 7)
-        case cgx.Sign():
-            return 2 * top
         case cgx.Micro():  # of a block's largest number: NVFP4's scale may round down, MX has powers of two
             return top * {"nvfp4": 0.18, "mxfp4": 0.255, "mxfp8": 0.128}[codec.format]
+        case cgx.Sign():
+            return 2 * top
         case cgx.Cast():
             unit = top * 2.0 ** (-8 if codec.dtype == "bfloat16" else -11) * 2
     # unit is rounded up by at most 2^-15, and a level is up to 255 of it; the rest is fp32 rounding.
