@@ -8,9 +8,10 @@
 
 namespace jaxcgx::cuda {
 
-// With stochastic rounding, blocks of the buckets must also be blocks of noise.
+// With scales of blocks there are no fast kernels. With stochastic rounding, blocks of the buckets must also be blocks
+// of noise.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
+  return has_buckets(c.kind) && !traits_of(c.kind).scales && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
          c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
 }
 
@@ -104,7 +105,7 @@ CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& 
   float* meta = reinterpret_cast<float*>(chunk) + at;
   if (m.meta == 2)
     *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
-  else
+  else if (m.meta == 1)
     *meta = unit_of(g);
 }
 

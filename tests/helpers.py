@@ -41,6 +41,7 @@ CODECS = [
     cgx.Sign(),
     cgx.Sign(33),
     cgx.Raw(),
+    *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
 ]
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 SPARSE = [

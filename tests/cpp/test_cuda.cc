@@ -55,6 +55,8 @@ void large_buckets() {
               r);
     }
   }
+  for (const Codec& codec : {Codec{Kind::kMicro, kNvfp4, 0}, Codec{Kind::kMicro, kMxfp8, 9000}})
+    compare({codec, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
   for (const bool compatible : {false, true}) {
     compare({{Kind::kByteGrad, 0, 0, false, false, compatible},
              {{20000, DType::kF32}, {9000, DType::kBF16}},

@@ -213,7 +213,7 @@ void scalar_wire(const Codec& codec, Random& r) {
       }
       const Grid g = C::grid(s, sum, size, codec);
       same &= bits_of(t.meta(index, 0)) == (g.finite ? bits_of(g.unit) : kNaNBits);
-      if (meta_floats(codec.kind) == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
+      if (meta_floats(codec) == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
       for (int64_t e = 0; e < size; ++e) {
         const float v = x[static_cast<size_t>(from + e)] * g.scale;
         int code = 0;
@@ -240,7 +240,9 @@ void scalar_codecs() {
       if (codec.skip_incomplete || codec.compatible) continue;
       with_encoder(codec, [&](auto variant) {
         using V = decltype(variant);
-        scalar_wire<typename V::Codec, V::bits, V::stochastic>(codec, r);
+        // The scales of blocks are compared with jnp and NumPy.
+        if constexpr (!traits_of(V::Codec::kKind).scales)
+          scalar_wire<typename V::Codec, V::bits, V::stochastic>(codec, r);
       });
     }
   }

@@ -33,6 +33,7 @@ def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
         (CORRELATED, "normal", "tree"),
         (cgx.Float8(), "student", "ring"),
         (cgx.Sign(), "normal", "two_shot"),
+        (cgx.Micro(), "student", "two_shot"),
         (cgx.TopK(0.05), "laplace", "one_shot"),
     ],
     ids=str,

@@ -117,6 +117,7 @@ CASES = {
     "raw": (LARGE, "data", raw),
     "raw in all": (SHAPES, BOTH, raw),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
+    "scales of blocks": (LARGE, "data", reduction(cgx.Micro("mxfp4"), schedule="two_shot", fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),
