@@ -1,10 +1,12 @@
 """Checkpoints of Orbax: each is whole, or it isn't there."""
 
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from checks import Wrong
 from launch import World
@@ -29,15 +31,12 @@ class Checkpoints:
         if self.world.comm is not None:
             tree = cgx.gather_state(tree, self.world.comm)
         if self.world.comm is None or self.world.speaks:
+            self._check_space(step, tree)
             try:
                 with ocp.StandardCheckpointer() as checkpointer:
                     checkpointer.save(self.folder / str(step), tree, force=True)
             except Exception as error:  # of whatever library noticed it first
-                good = [each for each in self.steps() if each != step]
-                last = f"the last good one is that of step {good[-1]}" if good else "there is no other"
-                raise Wrong(
-                    f"{self.folder}: can't save the checkpoint of step {step}: {_line(error)}; {last}"
-                ) from error
+                raise self._cant_save(step, _line(error)) from error
             finally:
                 if self.world.speaks:
                     self._remove_halves()
@@ -59,11 +58,25 @@ class Checkpoints:
             raise Wrong(f"{self.folder}: no checkpoint can be read; remove this folder to begin anew")
         return 0, template
 
+    def _check_space(self, step: int, tree: Any) -> None:
+        """Sees that the disk has room: on a full one, Orbax fails in many lines."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        self.folder.mkdir(exist_ok=True)
+        if (free := shutil.disk_usage(self.folder).free) < needed:
+            raise self._cant_save(step, f"the disk is full: {free:,} bytes are free, and it has up to {needed:,}")
+
+    def _cant_save(self, step: int, why: str) -> Wrong:
+        good = [each for each in self.steps() if each != step]
+        last = f"the last good one is that of step {good[-1]}" if good else "there is no other"
+        return Wrong(f"{self.folder}: can't save the checkpoint of step {step}: {why}; {last}")
+
     def _remove_halves(self) -> None:
         for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _line(error: Exception) -> str:
-    text = str(error).strip().partition("\n")[0]
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    """The system's reason, if it is known, or the first line."""
+    text = str(error).strip()
+    reason = re.search(r"[^:\n]+(?= \[os_error_code)", text)
+    return reason.group().strip() if reason else text.partition("\n")[0][:200]

@@ -18,7 +18,8 @@ def choose(choices: Mapping[str, Any], name: Any, place: str) -> Any:
 
 def call(function: Callable[..., Any], place: str, *args: Any, **section: Any) -> Any:
     """function(*args, **section) of what a config says at `place`. What the function doesn't read is an error."""
-    parameters = inspect.signature(function).parameters.values()
+    signature = inspect.signature(function.__init__ if isinstance(function, type) else function)
+    parameters = signature.parameters.values()
     reads = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters) and (unread := sorted(set(section) - set(reads))):
         raise Wrong(f"{place}.{unread[0]}: nothing reads it; {place} has {', '.join(reads)}")

@@ -7,10 +7,10 @@ import pytest
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 TINY = {
-    "cifar/resnet20": {"model.depth": 8, "compression": "dgc"},
+    "cifar/resnet20": {"model.depth": 8, "compression": "cgx4"},
     "digits/mlp": {},
     "fashion_mnist/mlp": {},
-    "text/gpt": {"model.layers": 1, "model.width": 32, "data.context": 16, "compression": "cgx4"},
+    "text/gpt": {"model.layers": 1, "model.width": 32, "data.context": 16},
 }
 # heavy_configs.py has the others, as they are or nearly so.
 HEAVY = {"cifar/resnet20", "cifar/resnet56", "fashion_mnist/resnet20", "imagenet/resnet50", "imagenet/vgg16"}
@@ -98,4 +98,4 @@ def test_layers(train):
     assert command.name == "cifar-resnet20-dgc-fp16-x"
     assert (config.train.num_epochs, config.train.batch_size, config.schedule.epochs) == (500, 128, (250,))
     assert (config.data.name, config.data.synthetic, config.model.depth) == ("cifar100", False, 20)
-    assert (config.compression.values.name, config.compression.warmup_epochs) == ("Cast", 5)
+    assert (config.compression["values"].name, config.compression.warmup_epochs) == ("Cast", 5)

@@ -6,5 +6,5 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     config = dgc.get_config()
-    config.values = ConfigDict(dict(name="Cast", dtype="float16"))
+    config["values"] = ConfigDict(dict(name="Cast", dtype="float16"))
     return config
