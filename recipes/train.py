@@ -54,8 +54,13 @@ class Train:
 
 
 def main(arguments: list[str]) -> None:
-    command = config.parse(arguments)
-    train(command, launch.start(command.launch, command.devices))
+    try:
+        command = config.parse(arguments)
+        train(command, launch.start(command.launch, command.devices))
+    except (Wrong, OSError) as error:
+        sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")
 
 
 def train(command: config.Command, world: launch.World) -> dict[str, Any]:
@@ -165,9 +170,4 @@ def _finish(command: config.Command, data: str, world: launch.World, run: RunFol
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (Wrong, OSError) as error:
-        sys.exit(f"train.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")
+    main(sys.argv[1:])

@@ -20,8 +20,9 @@ def train(monkeypatch):
 
 
 @pytest.fixture
-def run(train, tmp_path):
-    """Trains: run("digits/mlp", {"compression": "dgc"}, devices=2) returns the results."""
+def run(train, tmp_path, monkeypatch):
+    """Trains: run("digits/mlp", {"compression": "dgc"}, devices=2) returns the results. Plots take a second each."""
+    monkeypatch.setattr(train.plot, "draw", lambda *args: None)
 
     def of(name, changes, *, devices=2, small=SMALL, runs=tmp_path):
         changes = {"data": "synthetic"} | small | changes

@@ -4,32 +4,34 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
-
-
-def command(*arguments):
-    line = [sys.executable, RECIPES / "train.py", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300)
 
 
 def test_a_first_run(train, tmp_path):
     """It ends with accuracy, bytes, a plot and the next command."""
     config = f"--config={RECIPES}/configs/digits/mlp.py"
-    done = command(config, "--compression=dgc", "--config.train.steps=20", f"--runs={tmp_path}")
+    arguments = config, "--compression=dgc-wm0", "--config.train.steps=20", f"--runs={tmp_path}"
+    line = [sys.executable, RECIPES / "train.py", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "digits-mlp-dgc: digits, 33,738 parameters, 4 ranks, 20 steps"
-    accuracy, sent, raw = (
-        float(word.rstrip("%,").replace(",", ""))
-        for line, i in ((lines[1], 5), (lines[2], 3), (lines[2], 8))
-        for word in [line.split()[i]]
-    )
-    assert accuracy > 60 and raw > 50 * sent
-    assert (tmp_path / "digits-mlp-dgc/plot.png").exists() and "plot.png" in lines[3]
-    assert lines[4] == f"next: python recipes/train.py {config} --compression=none"
+    first, accuracy, sent, files, following = done.stdout.splitlines()
+    assert first == "digits-mlp-dgc-wm0: digits, 33,738 parameters, 4 ranks, 20 steps"
+    assert float(accuracy.split()[5].rstrip("%,")) > 60
+    numbers = [int(word.replace(",", "")) for word in sent.split() if word[0].isdigit()]
+    assert numbers[1] > 50 * numbers[0]
+    plot = tmp_path / "digits-mlp-dgc-wm0/plot.png"
+    assert plot.read_bytes().startswith(b"\x89PNG") and str(plot) in files
+    assert following == f"next: python recipes/train.py {config} --compression=none"
 
 
 def test_errors_are_one_line(train, tmp_path):
-    done = command(f"--config={RECIPES}/configs/cifar/resnet20.py", f"--config.data.folder={tmp_path}")
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("train.py: config.data.folder: there is no ")
+    config = f"--config={RECIPES}/configs/digits/mlp.py"
+    for arguments, starts in (
+        ([config, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
+        ([config, f"--config={tmp_path}/none.py"], "train.py: --config: there is no file"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            train.main(arguments)
+        assert ended.value.code.startswith(starts) and "\n" not in ended.value.code

@@ -27,14 +27,13 @@ def test_configs(name, run, tmp_path):
     results = run(name, TINY[name])
     assert results["step"] == 20 and results["test_loss"] > 0
     assert "synthetic" in next(tmp_path.glob("*/log.txt")).read_text()
-    assert next(tmp_path.glob("*/plot.png")).read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.glob("*/events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_compressions(word, run, train, monkeypatch):
-    monkeypatch.setattr(train.plot, "draw", lambda *args: None)
-    results = run("digits/mlp", {"compression": word})
+def test_compressions(word, run):
+    few = {"compression.warmup_epochs": 1} if word in ("dgc", "dgc-fp16") else {}  # fewer ratios to compile
+    results = run("digits/mlp", {"compression": word} | few)
     if word == "none":
         assert results["bytes"] == results["raw_bytes"]
     else:
