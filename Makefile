@@ -63,7 +63,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
+demo: $(INSTALLED) ## build and install into .venv, then train over a slow link, with and without compression
 	@.venv/bin/python examples/digits.py
 
 recipe: $(INSTALLED) ## build and install into .venv, then train on digits with DGC, in a minute
