@@ -65,8 +65,10 @@ def start(how: str, devices: int) -> World:
         how = "mpi" if set(MPIRUN) & set(os.environ) else "distributed" if distributed else "local"
     if how == "mpi":
         jax.config.update("jax_platforms", "cpu")
-        from mpi4py import MPI
-
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise Wrong('--launch: mpirun needs the extra `mpi`; pip install ".[mpi]"') from None
         return over_mpi(MPI.COMM_WORLD)
     if how == "distributed":
         # Slurm and mpirun say these numbers themselves.

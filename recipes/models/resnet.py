@@ -1,7 +1,6 @@
 """Residual networks, as in "Deep Residual Learning for Image Recognition"."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +41,11 @@ class Bottleneck(nnx.Module):
         self.conv3 = Conv(width, outputs, (1, 1), rngs=rngs)
         # A block begins as the identity ("Accurate, Large Minibatch SGD").
         self.norm3 = BatchNorm(outputs, scale_init=nnx.initializers.zeros, rngs=rngs)
-        self.short: Any = None
-        if inputs != outputs or stride != 1:
-            self.short = nnx.Sequential(Conv(inputs, outputs, (1, 1), stride, rngs=rngs), BatchNorm(outputs, rngs=rngs))
+        self.short = (
+            nnx.Sequential(Conv(inputs, outputs, (1, 1), stride, rngs=rngs), BatchNorm(outputs, rngs=rngs))
+            if inputs != outputs or stride != 1
+            else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = nnx.relu(self.norm1(self.conv1(x)))
