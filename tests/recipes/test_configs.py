@@ -9,11 +9,11 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 TINY = {
     "cifar/resnet20": {"model.depth": 8, "compression": "cgx4"},
     "digits/mlp": {},
-    "fashion_mnist/mlp": {},
     "text/gpt": {"model.layers": 1, "model.width": 32, "data.context": 16},
 }
 # heavy_configs.py has the others, as they are or nearly so.
-HEAVY = {"cifar/resnet20", "cifar/resnet56", "fashion_mnist/resnet20", "imagenet/resnet50", "imagenet/vgg16"}
+HEAVY = {"cifar/resnet20", "cifar/resnet56", "imagenet/resnet50", "imagenet/vgg16"}
+HEAVY |= {"fashion_mnist/mlp", "fashion_mnist/resnet20"}
 WORDS = sorted(path.stem for path in (CONFIGS / "compression").glob("*.py"))
 
 
