@@ -51,8 +51,7 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
-	cuda-short matrix \
-	matrix-short clean interpreter \
+	cuda-short matrix matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
 	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan

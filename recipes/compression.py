@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from checks import call, choose
 
 import jaxcgx as cgx
+from jaxcgx.codecs import Codec
 
 
 class Around(NamedTuple):
@@ -31,11 +32,6 @@ def make(around: Around, *, word: str, kind: str, **section: Any) -> Exchange:
 def has_momentum(kind: str) -> bool:
     """Whether momentum belongs to the exchange, not to the optimizer."""
     return kind in ("bsc", "dgc", "mpq")
-
-
-def codec(*, name: str, **options: Any) -> Any:
-    """A codec of jaxcgx."""
-    return getattr(cgx, name)(**options)
 
 
 def _plan(around: Around, *, codec: Any, feedback: bool, **guards: Any) -> Exchange:
@@ -67,8 +63,10 @@ def _sparse(compress: Any, around: Around, *, warmup_epochs: int, **options: Any
     return Exchange(settled | warm, settled)
 
 
-def _codec(section: Any) -> Any:
-    return call(codec, "config.compression", **section)
+def _codec(section: dict[str, Any]) -> Any:
+    options = dict(section)
+    return choose(CODECS, options.pop("name"), "config.compression, a codec's name")(**options)
 
 
+CODECS = {name: x for name, x in vars(cgx).items() if isinstance(x, type) and issubclass(x, Codec)}
 KINDS = {"bsc": _bsc, "dgc": _dgc, "diloco": _diloco, "mpq": _mpq, "plan": _plan}

@@ -55,6 +55,7 @@ class Synthetic:
     shape: tuple[int, ...]
     classes: int
     size: int
+    noise: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(0)

@@ -59,6 +59,7 @@ def test_compressions(word, run):
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.momentum: nothing reads it; .* has b1, b2, weight_decay"),
         ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
         ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
+        ({"compression": "cgx4", "compression.codec.name": "Max"}, r"a codec's name: expected one of .*, got 'Max'"),
         ({"compression": "cgx4", "compression.codec.bits": 9}, r"config\.compression.*MaxMin: argument 'bits'"),
     ],
 )
