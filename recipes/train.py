@@ -72,7 +72,8 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     each = len(dataset.train) // settings.batch_size  # steps of an epoch
     if not each:
         raise Wrong(f"config.train.batch_size: expected at most {len(dataset.train)} examples of {dataset.name}")
-    stop = settings.steps or int(settings.num_epochs * each)
+    stop = max(int(settings.num_epochs * each), 1)
+    stop = min(settings.steps or stop, stop)
 
     schedule = optimizers.make_schedule(each, settings.num_epochs, **sections["schedule"])
     kind = sections["compression"]["kind"]
