@@ -7,6 +7,7 @@ from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.coding import decode, encode, roundtrip
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.micro import Micro
 from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
@@ -20,6 +21,7 @@ __all__ = [
     "Codec",
     "Float8",
     "MaxMin",
+    "Micro",
     "PowerSGD",
     "Raw",
     "Sampled",
