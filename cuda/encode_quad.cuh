@@ -10,7 +10,7 @@ namespace jaxcgx::cuda {
 
 // With stochastic rounding, blocks of the buckets must also be blocks of noise.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
+  return has_buckets(c.kind) && !is_rotated(c) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
          c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
 }
 

@@ -41,6 +41,11 @@ CODECS = [
     cgx.Sign(),
     cgx.Sign(33),
     cgx.Raw(),
+    cgx.Eden(4),
+    cgx.Eden(1, 128),
+    cgx.MaxMin(4, 256, rotate=True),
+    cgx.MaxMin(3, 128, "stochastic", rotate=True),
+    cgx.AbsMax(8, 512, rotate=True),
 ]
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 SPARSE = [

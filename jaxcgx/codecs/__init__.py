@@ -5,6 +5,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.coding import decode, encode, roundtrip
+from jaxcgx.codecs.eden import Eden
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.powersgd import PowerSGD
@@ -18,6 +19,7 @@ __all__ = [
     "ByteGrad",
     "Cast",
     "Codec",
+    "Eden",
     "Float8",
     "MaxMin",
     "PowerSGD",

@@ -28,6 +28,7 @@ class Codec:
       whole: a bucket is all of a leaf in a chunk; `bucket_size` is then None.
       stochastic: encoding draws noise, and needs a key.
       skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
+      rotate: buckets are rotated before they are quantized (rotation.py).
       raw: all elements travel as they are.
       skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
       sparse: only some elements are sent; `indices` says which.
@@ -46,6 +47,7 @@ class Codec:
     whole: bool = False
     stochastic: bool = False
     skip_incomplete: bool = False
+    rotate: bool = False
     raw: bool = False
     skips: bool = False
     sparse: bool = False

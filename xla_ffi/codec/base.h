@@ -38,7 +38,8 @@ enum class Kind : int32_t {
   kFloat8 = 4,
   kCast = 5,
   kSign = 6,
-  kTopK = 7
+  kTopK = 7,
+  kEden = 8
 };
 
 // How TopK selects elements. Crosses the FFI boundary, too: jaxcgx/codecs/topk.py.
@@ -52,6 +53,7 @@ struct Dense {
   bool stochastic = false;
   bool skip_incomplete = false;  // an incomplete last bucket of a leaf travels raw
   bool compatible = false;
+  bool rotate = false;  // buckets are rotated before they are quantized: codec/rotation.h
 };
 
 // Which elements TopK sends, and how it codes them; see codec/topk.h. Other codecs leave this zero.

@@ -19,6 +19,8 @@ struct Traits {
   bool skips = false;                 // has skip_incomplete
   bool compatible = false;            // has a compatible mode
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
+  bool rotates = false;               // has a rotation (codec/rotation.h)
+  bool table = false;                 // always rotates; has levels from a table and seeds from noise (codec/eden.h)
   bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
 };
 
@@ -31,7 +33,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kMaxMin:
       t.least_bits = 1, t.most_bits = 8;
       t.meta_floats = 2;
-      t.stochastic = t.skips = t.exact = true;
+      t.stochastic = t.skips = t.rotates = t.exact = true;
       return t;
     case Kind::kByteGrad:
       t.code_bits = 8;
@@ -41,7 +43,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kAbsMax:
       t.least_bits = 2, t.most_bits = 8;
       t.meta_floats = 1;
-      t.exact = true;
+      t.rotates = t.exact = true;
       return t;
     case Kind::kFloat8:
       t.least_bits = 4, t.most_bits = 5;
@@ -61,6 +63,11 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kTopK:
       t.sparse = t.stochastic = true;
       return t;
+    case Kind::kEden:
+      t.least_bits = 1, t.most_bits = 6;
+      t.meta_floats = 2;
+      t.stochastic = t.table = true;
+      return t;
   }
   t.most_bits = -1;  // there is no such codec
   return t;
@@ -71,6 +78,7 @@ CGX_HD int meta_floats(Kind kind) { return traits_of(kind).meta_floats; }
 CGX_HD bool has_buckets(Kind kind) { return meta_floats(kind) > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
+CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
 
 // The width of a packed code, for codecs that pack.
 CGX_HD int code_bits(const Codec& c) {
@@ -80,7 +88,7 @@ CGX_HD int code_bits(const Codec& c) {
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
   const int bytes = traits_of(c.kind).element_bytes;
-  return bytes > 0 ? n * bytes : packed_bytes(n, code_bits(c));
+  return bytes > 0 ? n * bytes : packed_bytes(is_rotated(c) ? padded(n) : n, code_bits(c));
 }
 
 }  // namespace jaxcgx
