@@ -166,6 +166,12 @@ def roundtrip(x, codec):
     return np.asarray(cgx.roundtrip(jnp.asarray(x, jnp.float32), codec, RANDOM_KEY if codec.stochastic else None))
 
 
+def vnmse(x, y):
+    """The error |y - x|^2 / |x|^2."""
+    x, y = np.float64(x), np.float64(y)
+    return np.square(y - x).sum() / np.square(x).sum()
+
+
 def native_key(codec):
     return KEY if codec.stochastic else None
 

@@ -74,7 +74,7 @@ class Eden(Codec):
         variance = square / y.shape[1]
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
-            index += y * y > bound * bound * variance
+            index += (y * y > bound * bound * variance).astype(jnp.int32)
         # <x, levels> / |levels|^2 would err less, but this scale makes the codec unbiased
         unit = ieee.divide(square, sum_in_order(product(y, jnp.asarray(levels)[index])))
         unit = rotated.as_sent(jnp.where(square > 0, unit, 0))
