@@ -14,7 +14,8 @@ namespace {
 constexpr int kColumn = static_cast<int>(kMostRotated / kThreads), kWarps = kThreads / kWarpSize;
 static_assert(kThreads == kBlock, "");
 
-// A quad's threads read 16 bytes each, those of eight blocks at a time: a gap behind each block spreads them over banks.
+// A quad's threads read 16 bytes each, those of eight blocks at a time: a gap behind each block spreads them over
+// banks.
 struct Shared {
   alignas(16) float x[kColumn * (kBlock + kLanes)];
   uint32_t signs[kColumn / 4 * kLanes];
@@ -25,7 +26,7 @@ CGX_D int place_in(int block, int at) { return block * (kBlock + kLanes) + at; }
 
 struct Bucket {
   int n, size, blocks, log_size;
-  int64_t element;  // first, counted from the entry's
+  int64_t element;   // first, counted from the entry's
   int block, place;  // of this thread's quad
 
   CGX_D Bucket(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
@@ -116,12 +117,11 @@ CGX_D void to_columns(const Bucket& b, const float (&quad)[kRows][4], Shared& s,
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
       *reinterpret_cast<float4*>(&s.x[place_in(b.block, r * kLanes + b.place * 4)]) = {quad[r][0], quad[r][1],
-                                                                                      quad[r][2], quad[r][3]};
+                                                                                       quad[r][2], quad[r][3]};
   }
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < kColumn; ++k)
-    column[k] = k < b.blocks ? s.x[place_in(k, static_cast<int>(threadIdx.x))] : 0.0f;
+  for (int k = 0; k < kColumn; ++k) column[k] = k < b.blocks ? s.x[place_in(k, static_cast<int>(threadIdx.x))] : 0.0f;
 }
 
 // Calls f with the width of a code as a type.
@@ -221,7 +221,8 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
   }
 }
 
-// The sum of the blocks' lanes of quads, in the order of codec/eden.h. `which`: memory that no other thread still reads.
+// The sum of the blocks' lanes of quads, in the order of codec/eden.h. `which`: memory that no other thread still
+// reads.
 CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -388,7 +389,8 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
       int32_t word[4], next[4];
       draw(word, key, first, extra.id);
       draw(next, key, first + (b.n > 1), extra.id);
-      s.seed = seed_of(static_cast<uint32_t>(noise_of<Scalar>(word, 0)), static_cast<uint32_t>(noise_of<Scalar>(next, 0)));
+      s.seed =
+          seed_of(static_cast<uint32_t>(noise_of<Scalar>(word, 0)), static_cast<uint32_t>(noise_of<Scalar>(next, 0)));
     }
   }
   const uint32_t largest = largest_of_columns(b, y, s), seed = s.seed;
@@ -489,7 +491,11 @@ Status launch(const Call& call, void (*kernel)(Table<true, true>), const char* n
 
 }  // namespace
 
-Status encode_rotated(const Call& call) { return launch(call, encode_rotated_kernel, "encode kernel of rotated buckets"); }
-Status decode_rotated(const Call& call) { return launch(call, decode_rotated_kernel, "decode kernel of rotated buckets"); }
+Status encode_rotated(const Call& call) {
+  return launch(call, encode_rotated_kernel, "encode kernel of rotated buckets");
+}
+Status decode_rotated(const Call& call) {
+  return launch(call, decode_rotated_kernel, "decode kernel of rotated buckets");
+}
 
 }  // namespace jaxcgx::cuda

@@ -10,8 +10,8 @@ import numpy as np
 from jaxcgx.checks import MOST, check_choice, check_field, check_flag, check_integer
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
-from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.codecs.rotation import check_block
+from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.native import ieee
 
 

@@ -118,7 +118,7 @@ def _flip(x: jax.Array, seed: jax.Array) -> jax.Array:
 
 
 def _hadamard(x: jax.Array) -> jax.Array:
-    """The transform of each bucket, without a factor: sums and differences of elements n/2 apart, then n/4 and so on."""
+    """The transform of each bucket, without a factor: sums and differences of elements n/2 apart, then n/4, ..."""
     half = x.shape[1] // 2
 
     def step(_: int, x: jax.Array) -> jax.Array:

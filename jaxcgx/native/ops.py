@@ -70,7 +70,7 @@ def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
     if not codec.stochastic:
         return None
     if key is None:
-        raise wrong(function, "key", f"uint32[2], because {codec} rounds stochastically", None)
+        raise wrong(function, "key", f"uint32[2], because {codec} draws random bits", None)
     return _check_array(function, "key", x=key, shape=(2,), dtype="uint32")
 
 

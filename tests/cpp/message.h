@@ -184,7 +184,8 @@ struct Message {
 inline std::string describe(const Layout& l) {
   const Codec& c = l.codec;
   char text[200];
-  std::snprintf(text, sizeof text, "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d rotate %d chunks %lld leaves",
+  std::snprintf(text, sizeof text,
+                "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d rotate %d chunks %lld leaves",
                 static_cast<int>(c.kind), c.bits, static_cast<long long>(c.bucket_size), c.stochastic,
                 c.skip_incomplete, c.compatible, c.rotate, static_cast<long long>(l.chunks()));
   std::string s = text;

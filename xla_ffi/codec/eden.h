@@ -17,19 +17,22 @@ namespace jaxcgx {
 constexpr int kMostLevels = 32;  // positive ones
 
 // The positive levels, in order.
-CGX_HD float normal_level(int bits, int i) {
-  constexpr int16_t kLevels[] = {  // times 512
-      409,                                                                                                      //
-      232,  773,                                                                                                //
-      125,  387,  688,  1102,                                                                                   //
-      66,   199,  336,  482,  643,  828,  1059, 1399,                                                           //
-      34,   101,  170,  239,  310,  383,  458,  537,  620, 710, 807, 915, 1039, 1187, 1378, 1669,               //
-      17,   51,   86,   120,  155,  190,  225,  260,  296, 333, 370, 407, 446,  485,  525,  567,                //
-      609,  653,  699,  747,  797,  849,  905,  965,  1029, 1099, 1177, 1265, 1368, 1494, 1659, 1917};
+CGX_HD constexpr float normal_level(int bits, int i) {
+  constexpr int16_t kLevels[] = {
+      // times 512
+      409,                                                                                        //
+      232, 773,                                                                                   //
+      125, 387, 688, 1102,                                                                        //
+      66,  199, 336, 482,  643, 828, 1059, 1399,                                                  //
+      34,  101, 170, 239,  310, 383, 458,  537,  620,  710,  807,  915,  1039, 1187, 1378, 1669,  //
+      17,  51,  86,  120,  155, 190, 225,  260,  296,  333,  370,  407,  446,  485,  525,  567,   //
+      609, 653, 699, 747,  797, 849, 905,  965,  1029, 1099, 1177, 1265, 1368, 1494, 1659, 1917};
   return static_cast<float>(kLevels[(1 << (bits - 1)) - 1 + i]) * 0x1p-9f;
 }
 // The bound between levels i - 1 and i.
-CGX_HD float normal_bound(int bits, int i) { return (normal_level(bits, i - 1) + normal_level(bits, i)) * 0.5f; }
+CGX_HD constexpr float normal_bound(int bits, int i) {
+  return (normal_level(bits, i - 1) + normal_level(bits, i)) * 0.5f;
+}
 
 // 16 random bits of two elements.
 CGX_HD uint32_t seed_of(uint32_t first, uint32_t second) { return first | (second & 0x7fu) << 16; }

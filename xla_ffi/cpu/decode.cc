@@ -34,7 +34,7 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
         Terms terms;
         terms.add(codes, meta[0]);
         if (rotated)
-          decode_rotated(k, l.codec, codes, meta, n, out, false);
+          decode_rotated(k, l.codec, codes, meta, n, out, dtype == DType::kF32 ? write : Write::kOver);
         else
           decode_codes(terms, n, meta[1], out, dtype == DType::kF32 ? write : Write::kOver);
       } else if (const uint8_t* plain = chunk + plain_at(l, s, at - s.piece->start); s.raw) {

@@ -200,7 +200,7 @@ class Encoder {
     if (!g.finite) std::memset(codes, 0, static_cast<size_t>(packed_bytes(size, code_bits(codec_))));
     if (keeps_) {
       const float nan = float_of(kNaNBits), meta[2] = {g.finite ? g.unit : nan, g.finite ? g.base : nan};
-      decode_rotated(k_, codec_, codes, meta, n, y, false);
+      decode_rotated(k_, codec_, codes, meta, n, y, Write::kOver);
       keep_(s, at, n, x, y);
     }
   }

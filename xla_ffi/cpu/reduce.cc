@@ -42,10 +42,11 @@ class Reducer {
       if (size > 0) ask_for_large_pages(a_.leaves[i], a_.batch * size * int64_t{sizeof(float)});
     }
     spans_.each(pool, [&](const Span& s) {
-      each_bucket(s, is_rotated(l_.codec) && !s.raw ? kMostTogether : kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-        alignas(64) float undivided[kMostTogether];
-        sum({s, at, n}, in_leaf(a_.leaves, {s, at, n}), undivided, write);
-      });
+      each_bucket(s, is_rotated(l_.codec) && !s.raw ? kMostTogether : kTile,
+                  [&](int64_t, int64_t, int64_t at, int64_t n) {
+                    alignas(64) float undivided[kMostTogether];
+                    sum({s, at, n}, in_leaf(a_.leaves, {s, at, n}), undivided, write);
+                  });
     });
   }
 
@@ -92,7 +93,7 @@ class Reducer {
         put(own_elements(x), leaf_of(x.span).dtype, x.n, false, out);
       } else {
         const float sent[2] = {meta_of(meta, r, 0), meta_count_ == 2 ? meta_of(meta, r, 1) : 0.0f};
-        decode_rotated(k_, l_.codec, codes + r * l_.chunk_bytes, sent, x.n, out, true);
+        decode_rotated(k_, l_.codec, codes + r * l_.chunk_bytes, sent, x.n, out, Write::kOnto);
       }
     }
   }

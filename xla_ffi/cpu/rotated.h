@@ -7,9 +7,9 @@
 
 namespace jaxcgx::cpu {
 
-// The numbers of a bucket of n, from its codes and metadata, to `out` or onto it.
+// The numbers of a bucket of n, from its codes and metadata.
 inline void decode_rotated(const Kernels& k, const Codec& c, const uint8_t* codes, const float* meta, int64_t n,
-                           float* out, bool onto) {
+                           float* out, Write write) {
   const int64_t size = padded(n);
   alignas(64) float values[kMostRotated];
   const bool table = traits_of(c.kind).table;
@@ -22,7 +22,7 @@ inline void decode_rotated(const Kernels& k, const Codec& c, const uint8_t* code
   }
   const RotatedMeta m(meta[0], table || meta_floats(c.kind) < 2 ? 0.0f : meta[1], table ? seed_sent_as(meta[1]) : 0,
                       log_of(size));
-  k.rotate_back(values, n, m, out, onto);
+  k.rotate_back(values, n, m, out, write);
 }
 
 }  // namespace jaxcgx::cpu

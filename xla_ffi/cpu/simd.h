@@ -85,11 +85,15 @@ CGX_HD F swap_lanes(F x) {
   if constexpr (kApart == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
   if constexpr (kApart == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
 }
-// table[i] of up to 32 numbers.
-struct Table32 {
+// table[i] of 32 numbers, of which i names one of the first kUsed.
+template <int kUsed>
+struct Table {
   __m512 low, high;
-  CGX_HD explicit Table32(const float* table) : low(_mm512_loadu_ps(table)), high(_mm512_loadu_ps(table + 16)) {}
-  CGX_HD F operator[](I i) const { return {_mm512_permutex2var_ps(low, i.v, high)}; }
+  CGX_HD explicit Table(const float* table) : low(_mm512_loadu_ps(table)), high(_mm512_loadu_ps(table + 16)) {}
+  CGX_HD F operator[](I i) const {
+    if constexpr (kUsed <= 16) return {_mm512_permutexvar_ps(i.v, low)};
+    return {_mm512_permutex2var_ps(low, i.v, high)};
+  }
 };
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
@@ -219,10 +223,18 @@ CGX_HD F swap_lanes(F x) {
   if constexpr (kApart == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
   if constexpr (kApart == 8) return {x.b, x.a};
 }
-struct Table32 {
+template <int kUsed>
+struct Table {
   const float* table;
-  CGX_HD explicit Table32(const float* t) : table(t) {}
-  CGX_HD F operator[](I i) const { return {_mm256_i32gather_ps(table, i.a, 4), _mm256_i32gather_ps(table, i.b, 4)}; }
+  CGX_HD explicit Table(const float* t) : table(t) {}
+  CGX_HD __m256 part(__m256i i) const {
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
+    if constexpr (kUsed <= 8) return low;
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), i);
+    if constexpr (kUsed <= 16) return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    return _mm256_i32gather_ps(table, i, 4);
+  }
+  CGX_HD F operator[](I i) const { return {part(i.a), part(i.b)}; }
 };
 struct PhiloxWord {
   __m256i part[4];
@@ -352,9 +364,10 @@ CGX_HD F swap_lanes(F x) {
   }
   return r;
 }
-struct Table32 {
+template <int kUsed>
+struct Table {
   const float* table;
-  CGX_HD explicit Table32(const float* t) : table(t) {}
+  CGX_HD explicit Table(const float* t) : table(t) {}
   CGX_HD F operator[](I i) const {
     int32_t index[16];
     float x[16];
