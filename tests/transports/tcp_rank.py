@@ -62,6 +62,11 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
     return run
 
 
+def raw(axes, x):
+    """The mean of whole numbers, which doesn't depend on the order of a sum."""
+    return cgx.compressed_pmean(jax.tree.map(jnp.round, x), axes, cgx.Raw())
+
+
 def in_a_scan(axes, x):
     return lax.scan(
         lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3
@@ -109,6 +114,8 @@ CASES = {
     "owners": (SHAPES, "data", reduction(schedule=Overlay.owners(4, [1, 1, 0, 0.2]), own="encoded", fed=True)),
     "raw along trees": (SHAPES, "data", reduction(cgx.Raw(), schedule="tree")),
     "lists along trees": (SHAPES, "data", reduction(cgx.TopK(0.05, pull="top"), schedule=UNEVEN, fed=True)),
+    "raw": (LARGE, "data", raw),
+    "raw in all": (SHAPES, BOTH, raw),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
