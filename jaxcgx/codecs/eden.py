@@ -60,6 +60,11 @@ class Eden(Codec):
     def native(self) -> dict[str, np.generic]:
         return native_codec(Kind.EDEN, bits=self.bits, bucket_size=self.block, stochastic=True)
 
+    @property
+    def levels(self) -> np.ndarray:
+        """The positive ones."""
+        return np.array(LEVELS[self.bits - 1], np.float32) / np.float32(512)
+
     def code_bytes(self, n: int, dtype: DType) -> int:
         return packed_bytes(padded(n), self.bits)
 
@@ -70,7 +75,7 @@ class Eden(Codec):
         rotated = rotate(x, seed)
         y = jnp.abs(rotated.x)
         square = sum_in_order(product(y, y))
-        levels = np.float32(LEVELS[self.bits - 1]) / 512
+        levels = self.levels
         variance = square / y.shape[1]
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
@@ -85,7 +90,6 @@ class Eden(Codec):
         return jnp.where(finite, meta, jnp.nan), pack(jnp.where(finite, codes, 0), self.bits)
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
-        positive = np.float32(LEVELS[self.bits - 1]) / 512
-        levels = jnp.asarray(np.concatenate([-positive[::-1], positive]))
+        levels = jnp.asarray(np.concatenate([-self.levels[::-1], self.levels]))
         value = levels[unpack(codes, self.bits, padded(n))]
         return rotate_back(value, ieee.bits(meta[:, 1:]) & 0x7FFFFF, unit=meta[:, :1], base=None, n=n)

@@ -11,6 +11,7 @@ from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 from jaxcgx.native.rng import philox
+from jaxcgx.typing import ArrayLike
 
 MOST = 4096  # elements of a bucket
 _DRAWN = 128 * LANES  # signs of one draw of all lanes
@@ -57,7 +58,7 @@ class Rotated:
         return unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
 
 
-def rotate(x: jax.Array, seed: jax.Array) -> Rotated:
+def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
     """Buckets float32[buckets, n] with the signs of a seed, int32[buckets or 1, 1]."""
     n = padded(x.shape[1])
     largest = ieee.largest(*(e[:, None] for e in ieee.extremes(x)))
@@ -70,7 +71,7 @@ def rotate(x: jax.Array, seed: jax.Array) -> Rotated:
     return Rotated(_hadamard(_flip(y, seed)), scale, exponent, finite)
 
 
-def rotate_back(value: jax.Array, seed: jax.Array, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
+def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
     """The first n elements of buckets that are base + unit * value after the rotation.
 
     Values are whole multiples of 2^-9 below 4, or whole numbers below 256: their sums are exact.
@@ -104,16 +105,16 @@ def product(a: jax.Array, b: jax.Array) -> jax.Array:
     return ieee.as_float(ieee.bits(a * b) & ~0xFF)
 
 
-def _flip(x: jax.Array, seed: jax.Array) -> jax.Array:
+def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
     """The elements with the signs of the seed."""
     n = x.shape[1]
     draws = -(-n // _DRAWN)
     counter = jnp.arange(draws * LANES, dtype=jnp.uint32).reshape(draws, LANES)
     zero = jnp.zeros_like(counter)
-    key = seed.astype(jnp.uint32)[:, :, None]
+    key = jnp.asarray(seed).astype(jnp.uint32)[:, :, None]
     words = jnp.stack(philox((counter, zero, zero, zero), (key, jnp.zeros_like(key))), 2)  # [seeds, draws, 4, lanes]
     signs = words[:, :, :, None] << jnp.arange(32, dtype=jnp.uint32)[:, None] & jnp.uint32(1 << 31)
-    signs = signs.reshape(len(seed), -1)[:, :n]
+    signs = signs.reshape(len(key), -1)[:, :n]
     return ieee.as_float(ieee.bits(x) ^ lax.bitcast_convert_type(signs, jnp.int32))
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import RANDOM_KEY, assert_same_bytes, normal, roundtrip, vnmse
+from ranks import mesh, on_ranks
 
 import jaxcgx as cgx
 from jaxcgx.exchange.errors import drawn
@@ -59,6 +60,32 @@ def test_any_magnitude(scale):
     x = np.float32(np.asarray(normal(4096)).clip(-3, 3) * np.float64(scale))
     denormal = (2.0**-149 / scale) ** 2  # of an element, by rounding to a denormal
     assert vnmse(x, roundtrip(x, cgx.Eden(4))) < 0.0105 + denormal
+
+
+def test_errors_of_ranks_are_independent():
+    """Ranks with the same numbers: the error of their mean is 1/N of that of one."""
+    x = drawn("student", 1, 2**14)[0]
+    mean = lambda x: cgx.compressed_pmean(x, "a", cgx.Eden(2), key=RANDOM_KEY, schedule="one_shot", own="encoded")
+    y = on_ranks(mean, mesh(4))(np.tile(x, (4, 1)))
+    assert 0.13 / 4 * 0.9 < vnmse(x, y[0]) < 0.135 / 4 * 1.1
+
+
+def test_feedback():
+    """In a sum with residuals nothing is lost: results and what is left add up to what was given."""
+    codec, steps = cgx.Eden(2, 128), 4
+
+    def run(x):
+        total, lost = jnp.zeros_like(x), jnp.zeros_like(x)
+        for step in range(steps):
+            key = jax.random.fold_in(RANDOM_KEY, step)
+            mean, lost = cgx.compressed_pmean(x, "a", codec, key=key, residuals=lost)
+            total += mean
+        return total, lost
+
+    x = drawn("student", 4, 1000)
+    total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
+    np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)
+    assert vnmse(x, lost) < 1
 
 
 def test_zeros_stay():

@@ -183,9 +183,8 @@ class Encoder {
         g.unit = k_.normal_codes(y, size, codec_.bits, codes);
         g.base = sent_seed(seed);
       } else {
-        if (drawn != nullptr) {  // the padding has noise again
-          uint16_t* padding = noise + (drawn - noise);
-          for (int64_t i = n; i < size; ++i) padding[i] = padding[i - n];
+        if (codec_.stochastic) {  // buckets begin with a block; the padding has the noise of the bucket again
+          for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
         }
         stats = empty();
         k_.stats(y, size, &stats);
