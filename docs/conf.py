@@ -12,7 +12,7 @@ PAGES = {
     "Start": "convert training codecs plans explain mpi",
     "Networks": "collectives meshes wan diloco failures security gpu",
     "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
-    "Does it pay?": "planner simulation lab speed",
+    "Does it pay?": "when-not planner simulation lab speed",
     "Inside": "api architecture wire-format references",
 }
 

@@ -438,7 +438,8 @@ def sum_until(action, last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
-    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule="two_shot")))
+    schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
+    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule=schedule)))
     connections.connect(60)
     for i in range(10**9):
         if last and i == 5:
