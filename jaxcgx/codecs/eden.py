@@ -1,6 +1,7 @@
 """Eden: the best levels of the normal distribution after a random rotation (EDEN and DRIVE, Vargaftik et al.)."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ class Eden(Codec):
         return native_codec(Kind.EDEN, bits=self.bits, bucket_size=self.block, stochastic=True)
 
     @property
-    def levels(self) -> np.ndarray:
+    def levels(self) -> np.ndarray[Any, Any]:
         """The positive ones."""
         return np.array(LEVELS[self.bits - 1], np.float32) / np.float32(512)
 

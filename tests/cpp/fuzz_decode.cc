@@ -12,7 +12,7 @@ Codec any_codec(Random& r) {
     return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
   }
   const auto all =
-      r.below(4) == 0 ? rotated_codecs(kBlock << r.below(6)) : codecs(1 + r.below(int64_t{1} << r.below(13)));
+      r.below(8) == 0 ? rotated_codecs(kBlock << r.below(3)) : codecs(1 + r.below(int64_t{1} << r.below(13)));
   return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
 }
 

@@ -32,13 +32,14 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       const int64_t buckets = !has_buckets(codec.kind) ? 0 : codec.bucket_size == 0 ? 1 : (p.coded + unit - 1) / unit;
       right &= p.meta == meta;
       meta += buckets * 4 * meta_floats(codec.kind);
-      int64_t bytes = 0;
+      int64_t bytes = 0, rest = p.coded % unit;
+      if (is_rotated(codec)) rest = padded(rest);
       if (buckets == 0)
         bytes = p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
       else if (codec.bucket_size == 0)
         bytes = (p.coded + 7) / 8 * 8;
       else
-        bytes = (p.coded / unit * ((unit + 7) / 8) + (p.coded % unit + 7) / 8) * code_bits(codec);
+        bytes = (p.coded / unit * ((unit + 7) / 8) + (rest + 7) / 8) * code_bits(codec);
       right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes &&
                p.tail < p.codes + bytes + 16;
       end = p.tail + p.raw * size_of(leaf.dtype);
