@@ -85,7 +85,6 @@ def test_feedback():
     x = drawn("student", 4, 1000)
     total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
     np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)
-    assert vnmse(x, lost) < 1
 
 
 def test_zeros_stay():
