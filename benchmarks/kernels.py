@@ -43,6 +43,9 @@ CODECS = {
     "Float8 e4m3": cgx.Float8("e4m3", BUCKET),
     "Float8 e5m2": cgx.Float8("e5m2", BUCKET),
     **{f"Micro {name}": cgx.Micro(name) for name in ("nvfp4", "mxfp4", "mxfp8")},
+    "Eden 2": cgx.Eden(2),
+    "Eden 4": cgx.Eden(4),
+    "MaxMin 4 rotated": cgx.MaxMin(4, BUCKET, rotate=True),
     "Cast bfloat16": cgx.Cast("bfloat16"),
     "Cast float16": cgx.Cast("float16"),
     "Sign": cgx.Sign(BUCKET),
@@ -55,9 +58,9 @@ STOCHASTIC = {  # decoding is that of their namesakes above
     "Cast bfloat16 stochastic": cgx.Cast("bfloat16", "stochastic"),
 }
 ENCODE_GOALS = {
-    **{name: 0.6 for name in CODECS if name not in ("Sign", "ByteGrad", "Micro nvfp4", "Raw")},
+    **{name: 0.6 for name in CODECS if name not in ("Sign", "ByteGrad", "Micro nvfp4", "Raw", "MaxMin 4 rotated")},
     **dict.fromkeys(("MaxMin 2", "MaxMin 4", "MaxMin 8"), 0.85),
-    **dict.fromkeys(("MaxMin 4 stochastic", "MaxMin 8 stochastic"), 0.5),
+    **dict.fromkeys(("MaxMin 4 stochastic", "MaxMin 8 stochastic", "Eden 2", "Eden 4"), 0.5),
 }
 DECODE_GOAL, REDUCE_GOAL, FEEDBACK_GOAL = 0.8, 0.35, 0.75
 
@@ -83,23 +86,26 @@ NOTES = f"""\
 # Operations: each returns a step from carry to carry, its first carry, and the bytes that it must move.
 
 
+KEY = jnp.array([1, 2], jnp.uint32)
+
+
 def encode(codec, leaves):
-    layout, key = Layout.of(codec, leaves), jnp.array([1, 2], jnp.uint32)
+    layout = Layout.of(codec, leaves)
     carry = leaves, jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
-    return lambda leaves, _: (leaves, ops.encode(layout, leaves, key)), carry, nbytes(carry)
+    return lambda leaves, _: (leaves, ops.encode(layout, leaves, KEY)), carry, nbytes(carry)
 
 
 def decode(codec, leaves):
     layout = Layout.of(codec, leaves)
-    carry = ops.encode(layout, leaves), leaves
+    carry = ops.encode(layout, leaves, KEY), leaves
     return lambda payload, _: (payload, ops.decode(layout, payload)), carry, nbytes(carry)
 
 
 def reduce(codec, leaves):
     layout = Layout.of(codec, leaves)
-    payload = ops.encode(layout, leaves)
+    payload = ops.encode(layout, leaves, KEY)
     carry = jnp.tile(payload, (RANKS, 1)), payload[0]
-    return lambda payloads, _: (payloads, ops.reduce_encoded(layout, payloads)), carry, nbytes(carry)
+    return lambda payloads, _: (payloads, ops.reduce_encoded(layout, payloads, key=KEY)), carry, nbytes(carry)
 
 
 def feedback(codec, leaves):
@@ -107,7 +113,7 @@ def feedback(codec, leaves):
     residuals = [jnp.zeros_like(x) for x in leaves]
 
     def step(leaves, residuals, _):
-        payload, residuals = ops.encode_fed(layout, leaves, residuals)
+        payload, residuals = ops.encode_fed(layout, leaves, residuals, KEY)
         return leaves, residuals, payload
 
     carry = leaves, residuals, jnp.zeros((1, layout.chunk_bytes), jnp.uint8)
@@ -116,11 +122,11 @@ def feedback(codec, leaves):
 
 def reduce_feedback(codec, leaves):
     layout = Layout.of(codec, leaves)
-    payload = ops.encode(layout, leaves)
+    payload = ops.encode(layout, leaves, KEY)
     residuals = [jnp.zeros_like(x) for x in leaves]
 
     def step(payloads, residuals, _):
-        summed, residuals = ops.reduce_fed(layout, payloads, residuals)
+        summed, residuals = ops.reduce_fed(layout, payloads, residuals, key=KEY)
         return payloads, residuals, summed
 
     carry = jnp.tile(payload, (RANKS, 1)), residuals, payload[0]
@@ -350,7 +356,7 @@ def run_temporaries(name, operation, size):
     program = {
         encode: lambda: jax.jit(lambda x: ops.encode(layout, [x])).lower(x),
         decode: lambda: jax.jit(lambda payload: ops.decode(layout, payload)).lower(payload),
-        reduce: lambda: jax.jit(lambda payloads: ops.reduce_encoded(layout, payloads)).lower(payloads),
+        reduce: lambda: jax.jit(lambda payloads: ops.reduce_encoded(layout, payloads, key=KEY)).lower(payloads),
         feedback: lambda: jax.jit(lambda x, r: ops.encode_fed(layout, [x], [r]), donate_argnums=1).lower(x, x),
     }[operation]()
     return dict(

@@ -267,6 +267,7 @@ Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<tr
 
 Status encode_buckets(const Call& call) {
   const Codec& codec = call.layout.codec;
+  if (is_rotated(codec)) return encode_rotated(call);
   return with_encode_variant(codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = encode_any_bucket_kernel<typename V::Codec, V::bits, V::stochastic>;
@@ -286,6 +287,7 @@ Status encode_buckets(const Call& call) {
 }
 
 Status decode_buckets(const Call& call) {
+  if (is_rotated(call.layout.codec)) return decode_rotated(call);
   return with_decode_variant(call.layout.codec, [&](auto variant) {
     using V = decltype(variant);
     const auto kernel = decode_any_bucket_kernel<typename V::Codec, V::bits>;

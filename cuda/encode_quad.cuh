@@ -11,8 +11,9 @@ namespace jaxcgx::cuda {
 // With scales of blocks there are no fast kernels. With stochastic rounding, blocks of the buckets must also be blocks
 // of noise.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && !traits_of(c.kind).scales && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
-         c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
+  return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) &&
+         (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) &&
+         c.bucket_size <= kTile;
 }
 
 // Hands the whole buckets of all pieces to a fast kernel.

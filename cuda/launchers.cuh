@@ -12,6 +12,10 @@ namespace jaxcgx::cuda {
 Status encode_buckets(const Call& call);
 Status decode_buckets(const Call& call);
 
+// Buckets that are rotated. rotated.cu
+Status encode_rotated(const Call& call);
+Status decode_rotated(const Call& call);
+
 // Elements without buckets: Cast, Raw and raw tails; and gaps. unbucketed.cu
 Status encode_unbucketed(const Call& call);
 Status decode_unbucketed(const Call& call);

@@ -3,8 +3,8 @@
     python scripts/cuda_resources.py sm_80,sm_90 LOG...
 
 Each LOG is the output of nvcc with -Xptxas=-v, together for at least these architectures. The kernels of
-cuda/any_bucket.cu and cuda/unbucketed.cu may spill: they take what the fast kernels leave over. So may those TopK
-kernels that see little of the data.
+cuda/any_bucket.cu, cuda/rotated.cu and cuda/unbucketed.cu may spill: they take what the fast kernels leave over. So may
+those TopK kernels that see little of the data.
 """
 
 import collections

@@ -42,6 +42,11 @@ CODECS = [
     cgx.Sign(33),
     cgx.Raw(),
     *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+    cgx.Eden(4),
+    cgx.Eden(1, 128),
+    cgx.MaxMin(4, 256, rotate=True),
+    cgx.MaxMin(3, 128, "stochastic", rotate=True),
+    cgx.AbsMax(8, 512, rotate=True),
 ]
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 SPARSE = [
@@ -160,6 +165,12 @@ RANDOM_KEY = jax.random.key(7)
 
 def roundtrip(x, codec):
     return np.asarray(cgx.roundtrip(jnp.asarray(x, jnp.float32), codec, RANDOM_KEY if codec.stochastic else None))
+
+
+def vnmse(x, y):
+    """The error |y - x|^2 / |x|^2."""
+    x, y = np.float64(x), np.float64(y)
+    return np.square(y - x).sum() / np.square(x).sum()
 
 
 def native_key(codec):

@@ -51,14 +51,14 @@ class Wrong(cgx.Codec):
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC),
             ValueError,
-            "encode: argument 'key': expected a random key, because MaxMin(bits=4, rounding='stochastic') rounds "
-            "stochastically, got None; pass key=jax.random.key(...), another one every step",
+            "encode: argument 'key': expected a random key, because MaxMin(bits=4, rounding='stochastic') draws "
+            "random bits, got None; pass key=jax.random.key(...), another one every step",
         ),
         (
             lambda: cgx.decode(jnp.zeros(31, jnp.uint8), cgx.MaxMin(), (9,), "float32"),
             ValueError,
             "decode: argument 'payload': expected uint8[32], which is what MaxMin(bits=4, bucket_size=512, "
-            "rounding='nearest', skip_incomplete=False) makes of float32[9], got uint8[31]",
+            "rounding='nearest', skip_incomplete=False, rotate=False) makes of float32[9], got uint8[31]",
         ),
         (
             lambda: cgx.Plan(cgx.MaxMin(), [("kernal", cgx.Raw())]).explain({"kernel": jnp.zeros((9, 9))}, 2),
@@ -198,7 +198,7 @@ def test_codecs(make, error, words):
             says(
                 "encode",
                 "key",
-                expected="random key MaxMin(bits=4 stochastically",
+                expected="random key MaxMin(bits=4 draws random bits",
                 got="None",
                 remedy="key=jax.random.key(",
             ),
@@ -206,7 +206,7 @@ def test_codecs(make, error, words):
         (
             lambda: jax.jit(lambda x: cgx.roundtrip(x, STOCHASTIC))(jnp.zeros(3)),
             ValueError,
-            says("roundtrip", "key", expected="random key MaxMin(bits=4 stochastically", got="None"),
+            says("roundtrip", "key", expected="random key MaxMin(bits=4 draws random bits", got="None"),
         ),
         (
             lambda: cgx.encode(jnp.zeros(3), STOCHASTIC, key=3),

@@ -5,6 +5,7 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.coding import decode, encode, roundtrip
+from jaxcgx.codecs.eden import Eden
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.micro import Micro
@@ -19,6 +20,7 @@ __all__ = [
     "ByteGrad",
     "Cast",
     "Codec",
+    "Eden",
     "Float8",
     "MaxMin",
     "Micro",

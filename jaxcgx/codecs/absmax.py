@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcgx.checks import MOST, check_field, check_integer
+from jaxcgx.checks import MOST, check_field, check_flag, check_integer
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid
+from jaxcgx.codecs.rotation import check_block
 from jaxcgx.native import ieee
 
 
@@ -19,13 +20,19 @@ class AbsMax(GridCodec):
     Args:
       bits: 2 to 8.
       bucket_size: elements that share a scale.
+      rotate: rotate each bucket before, with fixed random signs and a Hadamard transform. The error is then that of
+        normally distributed numbers, whatever the input. `bucket_size` is a power of two from 128 to 4096.
     """
 
     bits: int = 8
     bucket_size: int = 256
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 2, 8)
+        check_field(self, "rotate", check_flag)
+        if self.rotate:
+            check_field(self, "bucket_size", check_block)
         check_field(self, "bucket_size", check_integer, 1, MOST)
 
     @property
@@ -34,7 +41,7 @@ class AbsMax(GridCodec):
 
     @property
     def native(self) -> dict[str, np.generic]:
-        return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size)
+        return native_codec(Kind.ABSMAX, bits=self.bits, bucket_size=self.bucket_size, rotate=self.rotate)
 
     @property
     def top(self) -> int:

@@ -12,8 +12,7 @@ import numpy as np
 class Kind(enum.IntEnum):
     """Which codec the kernels run: Kind in xla_ffi/codec/base.h."""
 
-    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK = range(8)
-    MICRO = 9
+    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK, EDEN, MICRO = range(10)
 
 
 # name: type on the FFI boundary, where flags and enumerations are int32
@@ -24,6 +23,7 @@ _DENSE: dict[str, type[np.generic]] = dict(
     stochastic=np.int32,
     skip_incomplete=np.int32,
     compatible=np.int32,
+    rotate=np.int32,
 )
 _SPARSE: dict[str, type[np.generic]] = dict(
     ratio=np.float64,

@@ -29,6 +29,7 @@ class Codec:
       stochastic: encoding draws noise, and needs a key.
       correlated: ranks draw shares of the same noise (exchange/keys.py), else noise of their own.
       skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
+      rotate: buckets are rotated before they are quantized (rotation.py).
       raw: all elements travel as they are.
       skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
       sparse: only some elements are sent; `indices` says which.
@@ -48,6 +49,7 @@ class Codec:
     stochastic: bool = False
     correlated: bool = False
     skip_incomplete: bool = False
+    rotate: bool = False
     raw: bool = False
     skips: bool = False
     sparse: bool = False

@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxcgx.checks import check_field, check_flag
 from jaxcgx.codecs.attribute import Kind, native_codec
-from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, scale_of, scaled, unit_of, unscaled
+from jaxcgx.codecs.grid import Grid, GridCodec, make_grid, unit_of
+from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
 
 

@@ -44,7 +44,7 @@ def check_key(
         raise wrong(
             function,
             argument,
-            f"a random key, because {spell(codec)} rounds stochastically",
+            f"a random key, because {spell(codec)} draws random bits",
             None,
             f"pass {argument}=jax.random.key(...), {which}",
         )

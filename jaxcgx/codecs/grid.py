@@ -4,8 +4,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.rotation import padded, rotate, rotate_back
+from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import pack, packed_bytes, unpack
 from jaxcgx.typing import ArrayLike, DType
@@ -30,22 +33,6 @@ class Grid:
     origin: jax.Array
     scale: jax.Array
     finite: jax.Array
-
-
-def scale_of(largest: jax.Array) -> jax.Array:
-    """The scale of buckets with this largest magnitude."""
-    # 0 < largest < 2^-60 as one comparison of integers: LLVM turns `m > 0` into a comparison of floats, which flushes.
-    tiny = (ieee.magnitude_bits(largest) - 1).astype(jnp.uint32) < ((127 - 60) << 23) - 1
-    power = jnp.where(tiny, jnp.float32(2.0**80), jnp.float32(1))
-    return jnp.where(largest >= 2.0**100, jnp.float32(2.0**-40), power)
-
-
-def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.where(scale > 1, ieee.up(x), x * jnp.minimum(scale, 1))
-
-
-def unscaled(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.where(scale > 1, ieee.down(x), x / jnp.minimum(scale, 1))
 
 
 def unit_of(range_: jax.Array, steps: ArrayLike, scale: jax.Array) -> jax.Array:
@@ -79,6 +66,9 @@ def symmetric_grid(lo: jax.Array, hi: jax.Array, steps: ArrayLike, unit: jax.Arr
     )
 
 
+_SEED = np.zeros((1, 1), np.int32)  # of every rotation: what is rounded to the nearest level needs no key
+
+
 class GridCodec(Codec):
     """A codec whose codes are `code_bits` wide.
 
@@ -90,7 +80,7 @@ class GridCodec(Codec):
     code_bits: int = 0
 
     def code_bytes(self, n: int, dtype: DType) -> int:
-        return packed_bytes(n, self.code_bits)
+        return packed_bytes(padded(n) if self.rotate else n, self.code_bits)
 
     def grid(self, lo: jax.Array, hi: jax.Array, x: jax.Array) -> Grid:
         """The levels of buckets x with these minima and maxima."""
@@ -105,19 +95,36 @@ class GridCodec(Codec):
         return codes.astype(jnp.float32)
 
     def encode_buckets(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        if self.rotate:
+            rotated = rotate(x, _SEED)
+            if noise is not None:
+                noise = jnp.pad(noise, [(0, 0), (0, rotated.x.shape[1] - x.shape[1])], mode="wrap")
+            meta, finite, codes = self._quantized(rotated.x, noise)
+            meta = ieee.positive_zero(rotated.as_sent(meta))
+            finite &= rotated.finite & jnp.isfinite(meta).all(-1, keepdims=True)
+        else:
+            meta, finite, codes = self._quantized(x, noise)
+        return jnp.where(finite, meta, jnp.nan), pack(jnp.where(finite, codes, 0), self.code_bits)
+
+    def _quantized(self, x: jax.Array, noise: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(metadata, whether a bucket is finite, codes)."""
         lo, hi = (e[:, None] for e in ieee.extremes(x))
         bad = (ieee.magnitude_bits(x) >= 0x7F800000).any(-1, keepdims=True)
         lo, hi = jnp.where(bad, -jnp.inf, lo), jnp.where(bad, jnp.inf, hi)
         grid = self.grid(lo, hi, x)
         codes = self.quantize(scaled(x, grid.scale), grid, noise)
-        meta = jnp.concatenate([grid.unit, grid.base][: self.meta], -1)
-        return jnp.where(grid.finite, meta, jnp.nan), pack(jnp.where(grid.finite, codes, 0), self.code_bits)
+        return jnp.concatenate([grid.unit, grid.base][: self.meta], -1), grid.finite, codes
 
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+        if self.rotate:
+            return super().split_buckets(meta, codes, n)
         value = self.value(unpack(codes, self.code_bits, n))
         base = meta[:, 1:] if self.meta == 2 else jnp.zeros_like(meta)
         return base, ieee.multiply(meta[:, :1], value)
 
     def decode_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> jax.Array:
+        if self.rotate:
+            value = self.value(unpack(codes, self.code_bits, padded(n)))
+            return rotate_back(value, _SEED, unit=meta[:, :1], base=meta[:, 1:] if self.meta == 2 else None, n=n)
         # Kernels add a base of +0, which makes -0 a +0. XLA drops such an addition.
         return ieee.positive_zero(ieee.add(*self.split_buckets(meta, codes, n)))

@@ -9,7 +9,8 @@ from jax import lax
 
 from jaxcgx.checks import MOST, check_field, check_integer
 from jaxcgx.codecs.attribute import Kind, native_codec
-from jaxcgx.codecs.grid import Grid, GridCodec, scale_of, scaled, symmetric_grid, unit_of
+from jaxcgx.codecs.grid import Grid, GridCodec, symmetric_grid, unit_of
+from jaxcgx.codecs.scale import scale_of, scaled
 from jaxcgx.native import ieee
 from jaxcgx.native.packing import BLOCK, LANES, ROWS
 

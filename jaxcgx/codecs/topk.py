@@ -13,8 +13,8 @@ from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
-from jaxcgx.codecs.grid import scale_of, scaled, unscaled
 from jaxcgx.codecs.raw import Raw
+from jaxcgx.codecs.scale import scale_of, scaled, unscaled
 from jaxcgx.codecs.sign import sum_of_magnitudes
 from jaxcgx.native import ieee, reference
 from jaxcgx.native.indices import from_list, index_bytes, to_list
@@ -149,7 +149,7 @@ class TopK(Codec):
 
     @property
     def native(self) -> dict[str, np.generic] | None:
-        if self.values.native is None:
+        if self.values.native is None or self.values.rotate:
             return None
         knobs: dict[str, Any] = {}
         if isinstance(self.select, Sampled):

@@ -71,7 +71,7 @@ def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
     if not codec.stochastic:
         return None
     if key is None:
-        raise wrong(function, "key", f"uint32[2], because {codec} rounds stochastically", None)
+        raise wrong(function, "key", f"uint32[2], because {codec} draws random bits", None)
     words = 3 if getattr(key, "shape", None) == (3,) else 2  # with an offset, or without
     return kernel_key(_check_array(function, "key", x=key, shape=(words,), dtype="uint32"))
 

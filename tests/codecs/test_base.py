@@ -59,6 +59,8 @@ def bound(codec, x):
     """The largest error that a bucket's numbers x may have."""
     lo, hi = float(x.min()), float(x.max())
     top = max(abs(lo), abs(hi))
+    if codec.rotate:  # levels of normally distributed numbers; errors are spread over the bucket
+        return 16 * float(np.sqrt(np.square(x, dtype=np.float64).mean())) / (2**codec.bits - 1) + 2.0**-22 * top
     match codec:
         case cgx.MaxMin():
             unit = (hi - lo) / (2**codec.bits - 1)
@@ -92,7 +94,8 @@ def test_error_bound(codec, scale, offset):
 
 
 @pytest.mark.parametrize(
-    "codec", **each_codec([c for c in GRIDS if c not in (cgx.ByteGrad(compatible=True), cgx.Micro("nvfp4"))])
+    "codec",
+    **each_codec([c for c in GRIDS if c not in (cgx.ByteGrad(compatible=True), cgx.Micro("nvfp4")) and not c.rotate]),
 )
 @pytest.mark.parametrize("constant", (0.0, 1.0, -3.14159, 1e-45, -1e-40, 1.17e-38, 1e38, -3.4e38))
 def test_a_constant_bucket_is_exact(codec, constant):

@@ -209,9 +209,7 @@ def test_keys():
     plan = cgx.Plan(
         cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: path == "noise"), ("embed", cgx.MaxMin(8))]
     )
-    with pytest.raises(
-        ValueError, match="argument 'key': expected a random key, because MaxMin.* rounds stochastically"
-    ):
+    with pytest.raises(ValueError, match="argument 'key': expected a random key, because MaxMin.* draws random bits"):
         run(noisy, plan, None)
     run(noisy, plan, KEY)
     stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])

@@ -11,7 +11,8 @@ Codec any_codec(Random& r) {
     const auto all = r.below(2) == 0 ? sparse_codecs(true) : codecs_without_buckets();
     return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
   }
-  const auto all = codecs(1 + r.below(int64_t{1} << r.below(13)));
+  const auto all =
+      r.below(8) == 0 ? rotated_codecs(kBlock << r.below(3)) : codecs(1 + r.below(int64_t{1} << r.below(13)));
   return all[static_cast<size_t>(r.below(static_cast<int64_t>(all.size())))];
 }
 

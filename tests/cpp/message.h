@@ -184,9 +184,10 @@ struct Message {
 inline std::string describe(const Layout& l) {
   const Codec& c = l.codec;
   char text[200];
-  std::snprintf(text, sizeof text, "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d chunks %lld leaves",
+  std::snprintf(text, sizeof text,
+                "kind %d bits %d bucket %lld stochastic %d skip %d compatible %d rotate %d chunks %lld leaves",
                 static_cast<int>(c.kind), c.bits, static_cast<long long>(c.bucket_size), c.stochastic,
-                c.skip_incomplete, c.compatible, static_cast<long long>(l.chunks()));
+                c.skip_incomplete, c.compatible, c.rotate, static_cast<long long>(l.chunks()));
   std::string s = text;
   for (const Leaf& leaf : l.leaves)
     s += " " + std::to_string(leaf.size) + (leaf.dtype == DType::kF32 ? "f" : leaf.dtype == DType::kBF16 ? "b" : "h");
@@ -294,13 +295,22 @@ inline std::vector<Codec> codecs(int64_t bucket) {
     const auto kind = static_cast<Kind>(k);
     const Traits t = traits_of(kind);
     if (!has_buckets(kind)) continue;
+    const bool can_rotate = bucket == padded(bucket) && bucket <= kMostRotated;
     for (int32_t bits = t.least_bits; bits <= t.most_bits; ++bits) {
-      for (int flags = 0; flags < 8; ++flags) {
-        const bool stochastic = flags & 1, skips = flags & 2, compatible = flags & 4;
-        if ((!stochastic || t.stochastic) && (!skips || t.skips) && (!compatible || t.compatible))
-          all.push_back({kind, bits, bucket, stochastic, skips, compatible});
+      for (int flags = 0; flags < 16; ++flags) {
+        const bool stochastic = flags & 1, skips = flags & 2, compatible = flags & 4, rotate = flags & 8;
+        if ((!stochastic || t.stochastic) && (!skips || t.skips) && (!compatible || t.compatible) &&
+            (!rotate || (t.rotates && bits % 4 == 0 && can_rotate)) && (!t.table || (stochastic && can_rotate)))
+          all.push_back({kind, bits, bucket, stochastic, skips, compatible, rotate});
       }
     }
+  }
+  return all;
+}
+inline std::vector<Codec> rotated_codecs(int64_t bucket) {
+  std::vector<Codec> all;
+  for (const Codec& codec : codecs(bucket)) {
+    if (is_rotated(codec)) all.push_back(codec);
   }
   return all;
 }

@@ -32,7 +32,8 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       const int64_t buckets = !has_buckets(codec.kind) ? 0 : codec.bucket_size == 0 ? 1 : (p.coded + unit - 1) / unit;
       right &= p.meta == meta;
       meta += buckets * 4 * meta_floats(codec);
-      int64_t bytes = 0;
+      int64_t bytes = 0, rest = p.coded % unit;
+      if (is_rotated(codec)) rest = padded(rest);
       const auto scaled = [&](int64_t n) {
         return (n + 127) / 128 * (16 * code_bits(codec) + (codec.bits == kNvfp4 ? 8 : 4));
       };
@@ -43,7 +44,7 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       else if (codec.bucket_size == 0)
         bytes = (p.coded + 7) / 8 * 8;
       else
-        bytes = (p.coded / unit * ((unit + 7) / 8) + (p.coded % unit + 7) / 8) * code_bits(codec);
+        bytes = (p.coded / unit * ((unit + 7) / 8) + (rest + 7) / 8) * code_bits(codec);
       right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes &&
                p.tail < p.codes + bytes + 16;
       end = p.tail + p.raw * size_of(leaf.dtype);

@@ -13,6 +13,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 void feedback() {
   Random r{19};
   auto all = codecs(100);
+  for (const Codec& codec : rotated_codecs(256)) all.push_back(codec);
   for (const Codec& codec : codecs_without_buckets()) all.push_back(codec);
   for (const Codec& codec : all) {
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
@@ -57,6 +58,7 @@ void feedback() {
 void sums() {
   Random r{23};
   auto all = codecs(100);
+  for (const Codec& codec : rotated_codecs(256)) all.push_back(codec);
   for (const Codec& codec : codecs_without_buckets()) all.push_back(codec);
   for (const Codec& codec : all) {
     for (const int64_t ranks : {1, 2, 5, 18}) {
@@ -101,6 +103,7 @@ void sums() {
 void sums_with_feedback() {
   Random r{31};
   auto all = codecs(100);
+  for (const Codec& codec : rotated_codecs(256)) all.push_back(codec);
   for (const Codec& codec : codecs_without_buckets()) all.push_back(codec);
   for (const Codec& codec : all) {
     for (const float divisor : {1.0f, 2.0f, 3.0f}) {

@@ -155,6 +155,18 @@ def encode_cases():
         yield codec, 3, ["scalar", "float16", "empty", "long"], None, None
         yield codec, 1, SPECIALS if codec.whole else SPECIAL, None, None
         yield codec, 3, *FEEDBACK, None
+    for codec in [cgx.Eden(bits, 128) for bits in range(1, 7)]:
+        yield codec, 1 + codec.bits % 2 * 2, MESSAGE, None, None
+    rotated = [
+        cgx.MaxMin(4, 128, rotate=True),
+        cgx.MaxMin(3, 256, "stochastic", rotate=True),
+        cgx.AbsMax(8, 128, rotate=True),
+    ]
+    for codec in [cgx.Eden(4, 128), cgx.Eden(2), *rotated]:
+        yield codec, 3, ["scalar", "float16", "empty", "long"], None, [5, 1, 2, 0]
+        yield codec, 1, SPECIALS, None, None  # a bucket for each leaf
+        yield codec, 3, *FEEDBACK, None
+    yield cgx.Eden(3), 2, ["many"], None, None
 
 
 def reduce_cases():
@@ -181,6 +193,9 @@ def reduce_cases():
     yield cgx.TopK(0.1, cgx.MaxMin(4, 8), pull="top"), leaves, 1, 0, None, 1.0
     for codec in MICRO:
         yield codec, leaves, 1, 0, 1, 3.0
+    yield cgx.Eden(4, 128), leaves, 1, 0, 1, 3.0
+    yield cgx.Eden(2), leaves, 3, 2, None, 1.0
+    yield cgx.MaxMin(4, 128, rotate=True), leaves, 1, 0, 1, 3.0
 
 
 def text(x):
@@ -191,7 +206,11 @@ def settings(codec):
     nested = lambda value: settings(value) if dataclasses.is_dataclass(value) else value
     return {
         "codec": type(codec).__name__,
-        **{f.name: nested(getattr(codec, f.name)) for f in dataclasses.fields(codec)},
+        **{
+            f.name: nested(getattr(codec, f.name))
+            for f in dataclasses.fields(codec)
+            if f.name != "rotate" or codec.rotate  # younger than most vectors
+        },
     }
 
 

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1, "Micro": 0}
+META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1, "Micro": 0, "Eden": 2}
 BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2")}
 # mantissa bits, exponent bias, largest code and number
 FLOAT8 = {"e4m3": (3, 7, 0x7E, 448), "e5m2": (2, 15, 0x7B, 57344), "e2m1": (1, 1, 0x7, 6)}
@@ -96,7 +96,7 @@ def meta_of(codec):
 def width(codec):
     if codec["codec"] == "Micro":
         return MICRO[codec["format"]][1]
-    return {"MaxMin": codec.get("bits"), "AbsMax": codec.get("bits"), "Sign": 1}.get(codec["codec"], 8)
+    return {"Sign": 1, "Float8": 8, "ByteGrad": 8}.get(codec["codec"]) or codec["bits"]
 
 
 def fields(b):
@@ -147,6 +147,123 @@ def unpack(data, n, b):
     return codes
 
 
+# rotations
+
+
+def rotated(codec):
+    return codec["codec"] == "Eden" or codec.get("rotate", False)
+
+
+def bucket_size(codec):
+    return codec.get("block") or codec.get("bucket_size")
+
+
+def padded(n):
+    return 0 if n == 0 else max(128, 2 ** math.ceil(math.log2(n)))
+
+
+def signs(seed, n):
+    e = np.arange(n)
+    row, lane = e // 16, e % 16
+    words = np.stack(philox((16 * (row // 128) + lane, 0 * e, 0 * e, 0 * e), (seed, 0))).astype(np.int64)
+    bit = words[row // 32 % 4, e] >> (31 - row % 32) & 1
+    return (1 - 2 * bit).astype(f32)
+
+
+def hadamard(x):
+    apart = len(x) // 2
+    while apart:
+        pairs = x.reshape(-1, 2, apart)
+        x = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], 1).reshape(-1)
+        apart //= 2
+    return x
+
+
+def halves(size):
+    """The powers of two in the metadata, and in the values."""
+    k = int(math.log2(size))
+    return k - k // 2, k // 2
+
+
+def rotate(x, seed):
+    """(the rotated bucket, what turns its metadata into that of the wire)"""
+    size, largest = padded(len(x)), np.abs(x).max()
+    scale = power(-40) if largest >= power(100) else power(80) if 0 < largest < power(-60) else f32(1)
+    exponent = int((largest * scale).view(np.uint32)) >> 23
+    y = np.zeros(size, f32)
+    y[: len(x)] = x * scale * np.uint32((254 - exponent) << 23).view(f32)
+    y[np.abs(y) < power(-30)] = 0
+    up = np.uint32(exponent << 23).view(f32)
+    return hadamard(y * signs(seed, size)), lambda m: m * power(-halves(size)[0]) * up * (f32(1) / scale) + f32(0)
+
+
+@ieee
+def rotate_back(value, seed, unit, base, n):
+    down, up = halves(len(value))
+    small = power(80) if abs(unit) < power(-60) else f32(1)
+    x = unit * small * (hadamard(value) * power(-up)) / small
+    x[0] += base * power(down)
+    return (x * signs(seed, len(x)))[:n] + f32(0)
+
+
+LEVELS = {
+    1: [409],
+    2: [232, 773],
+    3: [125, 387, 688, 1102],
+    4: [66, 199, 336, 482, 643, 828, 1059, 1399],
+    5: [34, 101, 170, 239, 310, 383, 458, 537, 620, 710, 807, 915, 1039, 1187, 1378, 1669],
+    6: [17, 51, 86, 120, 155, 190, 225, 260, 296, 333, 370, 407, 446, 485, 525, 567]
+    + [609, 653, 699, 747, 797, 849, 905, 965, 1029, 1099, 1177, 1265, 1368, 1494, 1659, 1917],
+}
+
+
+def sum_in_order(terms):
+    terms = (terms.view(np.uint32) & np.uint32(0xFFFFFF00)).view(f32).reshape(-1, 8, 16)
+    lanes = terms[:, 0]
+    for row in range(1, 8):
+        lanes = lanes + terms[:, row]
+    while len(lanes) > 1:
+        lanes = lanes[::2] + lanes[1::2]
+    lanes = lanes[0]
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return lanes[0]
+
+
+@ieee
+def encode_eden(codec, x, noise):
+    levels, nothing = f32(LEVELS[codec["bits"]]) / f32(512), ([NAN] * 2, np.zeros(padded(len(x)), np.int64))
+    if not np.isfinite(x).all():
+        return nothing
+    seed = int(noise[0]) | (int(noise[min(1, len(x) - 1)]) & 0x7F) << 16
+    y, as_sent = rotate(x, seed)
+    square = sum_in_order(y * y)
+    bounds = (levels[1:] + levels[:-1]) / f32(2)
+    i = (y * y > (bounds * bounds * (square / f32(len(y))))[:, None]).sum(0)
+    unit = as_sent(square / sum_in_order(np.abs(y) * levels[i]) if square > 0 else f32(0))
+    codes = np.where(np.signbit(y), len(levels) - 1 - i, len(levels) + i)
+    return ([unit, np.uint32(0x3F800000 | seed).view(f32)], codes) if np.isfinite(unit) else nothing
+
+
+def encode_rotated(codec, x, noise):
+    nothing = [NAN] * META[codec["codec"]], np.zeros(padded(len(x)), np.int64)
+    if not np.isfinite(x).all():
+        return nothing
+    y, as_sent = rotate(x, 0)
+    meta, codes = encode_bucket({**codec, "rotate": False}, y, None if noise is None else np.resize(noise, len(y)))
+    meta = [as_sent(m) for m in meta]
+    return (meta, codes) if np.isfinite(meta).all() else nothing
+
+
+def decode_rotated(codec, meta, data, n):
+    codes = unpack(data, padded(n), width(codec))
+    if codec["codec"] == "Eden":
+        levels = f32(LEVELS[codec["bits"]]) / f32(512)
+        value_of = np.concatenate([-levels[::-1], levels])[codes]
+        return rotate_back(value_of, int(meta[1:].view(np.uint32)[0]) & 0x7FFFFF, meta[0], f32(0), n)
+    return rotate_back(value(codec, codes), 0, meta[0], meta[1] if len(meta) == 2 else f32(0), n)
+
+
 # the arithmetic of a bucket
 
 
@@ -182,6 +299,8 @@ def scale_of(largest):
 @ieee
 def encode_bucket(codec, x, noise):
     """(metadata, codes)"""
+    if rotated(codec):
+        return (encode_eden if codec["codec"] == "Eden" else encode_rotated)(codec, x, noise)
     kind, b = codec["codec"], width(codec)
     nothing = [NAN] * META[kind], np.zeros(len(x), np.int64)
     if not np.isfinite(x).all():
@@ -310,7 +429,7 @@ def code_bytes(codec, n, dtype):
     if codec["codec"] == "Micro":
         _, bits, size = MICRO[codec["format"]]
         return -(-n // 128) * (16 * bits + 128 // size)
-    return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-n // 8)
+    return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-(padded(n) if rotated(codec) else n) // 8)
 
 
 # TopK
@@ -447,9 +566,9 @@ def decode_topk(codec, data, n):
 def pieces_of(codec, leaves, chunks):
     """Of each chunk [(leaf, first element, sizes of the buckets or stretches, raw elements)]. leaves: [(dtype,
     size)]."""
-    unit = codec.get("bucket_size") or 512
+    unit = bucket_size(codec) or 512
     weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
-    meta = 4 * meta_of(codec) if codec.get("bucket_size") else 0
+    meta = 4 * meta_of(codec) if bucket_size(codec) else 0
     skip = codec.get("skip_incomplete", False)
     rows, before = [], 0
     for dtype, size in leaves:
@@ -477,7 +596,7 @@ def pieces_of(codec, leaves, chunks):
                 start, end = first * unit, min(last * unit, size)
                 raw = end % unit if skip else 0
                 coded = end - start - raw
-                bucket = codec.get("bucket_size") or coded
+                bucket = bucket_size(codec) or coded
                 pieces.append(
                     (i, start, [min(bucket, coded - at) for at in range(0, coded, bucket)] if coded else [], raw)
                 )
@@ -496,7 +615,7 @@ def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
         body = b""
         for n in sizes:
             part = slice(at, at + n)
-            stochastic = codec.get("rounding") == "stochastic"
+            stochastic = codec.get("rounding") == "stochastic" or codec["codec"] == "Eden"
             noise = noise_of(key, ids[leaf], np.arange(at, at + n)) if stochastic else None
             if codec["codec"] == "Raw":
                 body += bits[leaf][part].tobytes()
@@ -530,6 +649,10 @@ def read_chunk(codec, pieces, dtypes, chunk):
             if codec["codec"] in META:
                 meta = np.frombuffer(chunk, "<f4", meta_of(codec), meta_at)
                 meta_at += meta.nbytes
+                if rotated(codec):
+                    yield leaf, at, f32(0), decode_rotated(codec, meta, data, n)
+                    at += n
+                    continue
                 with np.errstate(all="ignore"):
                     if codec["codec"] == "Micro":
                         terms = decode_micro(codec, meta, data, n)

@@ -27,6 +27,7 @@ CODECS = [
     cgx.ByteGrad(),
     cgx.Cast(),
     cgx.Sign(33),
+    cgx.Eden(3, 128),
     cgx.TopK(0.05),
     cgx.TopK(0.05, pull="top"),
     cgx.PowerSGD(2),
@@ -51,7 +52,8 @@ def test_bytes_are_those_of_programs(codec):
         if codec.sparse and row.schedule == "ring" and codec.sums_grow:
             continue  # there is no such sum
         schedule = "auto" if codec.low_rank else row.schedule
-        run = on_ranks(lambda x, s=schedule: cgx.compressed_psum(x, "a", cgx.Plan(codec), schedule=s), mesh(4))
+        options = dict(schedule=schedule, key=jax.random.key(0) if codec.stochastic else None)
+        run = on_ranks(lambda x, o=options: cgx.compressed_psum(x, "a", cgx.Plan(codec), **o), mesh(4))
         assert abs(row.bytes - cgx.explain(run, x, show=False).bytes) <= 2, row  # two sums of factors are rounded
     plain = cgx.explain(on_ranks(lambda x: jax.lax.psum(x, "a"), mesh(4)), x, show=False).bytes
     assert abs(found.rows[0].bytes - plain) <= 2

@@ -39,6 +39,7 @@ enum class Kind : int32_t {
   kCast = 5,
   kSign = 6,
   kTopK = 7,
+  kEden = 8,
   kMicro = 9
 };
 
@@ -54,6 +55,7 @@ struct Dense {
   bool stochastic = false;
   bool skip_incomplete = false;  // an incomplete last bucket of a leaf travels raw
   bool compatible = false;
+  bool rotate = false;  // buckets are rotated before they are quantized: codec/rotation.h
 };
 
 // Which elements TopK sends, and how it codes them; see codec/topk.h. Other codecs leave this zero.

@@ -17,6 +17,7 @@ void each_field(Dense& d, const std::string& prefix, Fn f) {
   f(prefix + "stochastic", d.stochastic);
   f(prefix + "skip_incomplete", d.skip_incomplete);
   f(prefix + "compatible", d.compatible);
+  f(prefix + "rotate", d.rotate);
 }
 template <class Fn>
 void each_field(Codec& c, Fn f) {

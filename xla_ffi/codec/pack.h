@@ -16,6 +16,14 @@ namespace jaxcgx {
 
 constexpr int kRows = 8, kLanes = 16, kBlock = kRows * kLanes;
 
+// Elements of a rotated bucket of n (codec/rotation.h): the next power of two, at least a block.
+constexpr int64_t kMostRotated = 4096;
+CGX_HD int64_t padded(int64_t n) {
+  int64_t size = n > 0 ? kBlock : 0;
+  while (size < n) size *= 2;
+  return size;
+}
+
 CGX_HD int64_t packed_bytes(int64_t n, int bits) { return div_up(n, kRows) * bits; }
 
 // The words of a block, one per lane. The compiler removes fields that kBits does not have.

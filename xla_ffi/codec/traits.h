@@ -25,6 +25,8 @@ struct Traits {
   bool skips = false;                 // has skip_incomplete
   bool compatible = false;            // has a compatible mode
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
+  bool rotates = false;               // has a rotation (codec/rotation.h)
+  bool table = false;                 // always rotates; has levels from a table and seeds from noise (codec/eden.h)
   bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
   bool scales = false;                // blocks of codes have scales of their own (codec/micro.h)
 };
@@ -38,7 +40,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kMaxMin:
       t.least_bits = 1, t.most_bits = 8;
       t.meta_floats = 2;
-      t.stochastic = t.skips = t.exact = true;
+      t.stochastic = t.skips = t.rotates = t.exact = true;
       return t;
     case Kind::kByteGrad:
       t.code_bits = 8;
@@ -48,7 +50,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kAbsMax:
       t.least_bits = 2, t.most_bits = 8;
       t.meta_floats = 1;
-      t.exact = true;
+      t.rotates = t.exact = true;
       return t;
     case Kind::kFloat8:
       t.least_bits = 4, t.most_bits = 5;
@@ -68,6 +70,11 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kTopK:
       t.sparse = t.stochastic = true;
       return t;
+    case Kind::kEden:
+      t.least_bits = 1, t.most_bits = 6;
+      t.meta_floats = 2;
+      t.stochastic = t.table = true;
+      return t;
     case Kind::kMicro:
       t.least_bits = kNvfp4, t.most_bits = kMxfp8;
       t.meta_floats = 1;
@@ -82,6 +89,7 @@ CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(k
 CGX_HD bool has_buckets(Kind kind) { return traits_of(kind).meta_floats > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
+CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
 
 // Metadata of a bucket. Without any, the unit is 1.
 CGX_HD int meta_floats(const Codec& c) {
@@ -103,7 +111,7 @@ CGX_HD int64_t bucket_bytes(const Codec& c, int64_t n) {
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
   const int bytes = traits_of(c.kind).element_bytes;
-  return bytes > 0 ? n * bytes : bucket_bytes(c, n);
+  return bytes > 0 ? n * bytes : bucket_bytes(c, is_rotated(c) ? padded(n) : n);
 }
 
 }  // namespace jaxcgx

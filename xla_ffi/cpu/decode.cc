@@ -1,4 +1,5 @@
 #include "cpu/pages.h"
+#include "cpu/rotated.h"
 #include "cpu/spans.h"
 #include "cpu/topk.h"
 
@@ -9,6 +10,7 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
   if (is_sparse(l.codec.kind)) return decode_topk(a, pool);
   const Kernels& k = kernels();
   const DecodeFn decode_codes = k.decoder(l.codec);
+  const bool rotated = is_rotated(l.codec);
   const Write write = write_of_leaves(l, a.batch);
   for (size_t i = 0; i < l.leaves.size(); ++i)
     ask_for_large_pages(a.leaves[i], a.batch * l.leaves[i].size * size_of(l.leaves[i].dtype));
@@ -20,16 +22,21 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
     const DType dtype = l.leaves[i].dtype;
     const uint8_t* chunk = a.payload + (s.row * chunks + s.piece->chunk - first) * l.chunk_bytes;
     const int meta_count = meta_floats(l.codec);
-    each_bucket(s, dtype == DType::kF32 ? kSpan : kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
+    const int64_t most = dtype == DType::kF32 || (rotated && !s.raw) ? kSpan : kTile;
+    each_bucket(s, most, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
       void* leaf = at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + at);
-      alignas(64) float buffer[kTile];
+      alignas(64) float buffer[kMostTogether];
       float* out = dtype == DType::kF32 ? static_cast<float*>(leaf) : buffer;
       if (s.bucket > 0) {
         float meta[2] = {1.0f, 0.0f};
         std::memcpy(meta, chunk + meta_at(l, *s.piece, index), sizeof(float) * static_cast<size_t>(meta_count));
+        const uint8_t* codes = chunk + codes_at(l, *s.piece, index, offset);
         Terms terms;
-        terms.add(chunk + codes_at(l, *s.piece, index, offset), meta[0]);
-        decode_codes(terms, n, meta[1], out, dtype == DType::kF32 ? write : Write::kOver);
+        terms.add(codes, meta[0]);
+        if (rotated)
+          decode_rotated(k, l.codec, codes, meta, n, out, dtype == DType::kF32 ? write : Write::kOver);
+        else
+          decode_codes(terms, n, meta[1], out, dtype == DType::kF32 ? write : Write::kOver);
       } else if (const uint8_t* plain = chunk + plain_at(l, s, at - s.piece->start); s.raw) {
         std::memcpy(leaf, plain, static_cast<size_t>(n * size_of(dtype)));
         return;

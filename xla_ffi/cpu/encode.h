@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codec/dispatch.h"
+#include "cpu/rotated.h"
 #include "cpu/spans.h"
 
 namespace jaxcgx::cpu {
@@ -43,8 +44,8 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   clear_to(l.chunk_bytes);
 }
 
-// The buffer of `fetch`: a tile, and one more for what `keep` needs besides the numbers.
-constexpr int64_t kBuffer = 2 * kTile;
+// The buffer of `fetch`: the numbers, and as many more for what `keep` needs besides them.
+constexpr int64_t kBuffer = 2 * kMostTogether;
 
 // `fetch(span, element, n, buffer)` returns n numbers of the leaf from `element` on, in `buffer` or in place.
 // `keep(span, element, n, numbers, decoded)` gets the encoded numbers as last fetched, and the numbers that they decode
@@ -110,7 +111,9 @@ class Encoder {
           put_codes(s, index, offset, at, n, g, fetch_(s, at, n, buffer));
         });
       } else {
-        each_bucket(s, kSpan, [&](int64_t index, int64_t, int64_t at, int64_t n) { bucket(s, index, at, n); });
+        each_bucket(s, kSpan, [&](int64_t index, int64_t, int64_t at, int64_t n) {
+          is_rotated(codec_) ? rotated(s, index, at, n) : bucket(s, index, at, n);
+        });
       }
     });
   }
@@ -156,6 +159,48 @@ class Encoder {
     for (int64_t i = 0; i < n; i += kTile) {
       const int64_t m = std::min(kTile, n - i);
       put_codes(s, index, i, at + i, m, g, n <= kTile ? x : fetch_(s, at + i, m, buffer));
+    }
+  }
+
+  // A bucket that is rotated first.
+  void rotated(const Span& s, int64_t index, int64_t at, int64_t n) const {
+    alignas(64) float buffer[kBuffer], y[kMostRotated];
+    alignas(64) uint16_t noise[kMostRotated + 2 * kBlock];
+    const int64_t size = padded(n);
+    const bool table = traits_of(codec_.kind).table;
+    const float* x = fetch_(s, at, n, buffer);
+    uint8_t* codes = t_.chunk(s) + codes_at(t_.layout, *s.piece, index, 0);
+    Stats stats = empty();
+    k_.stats(x, n, &stats);
+    Grid g{};
+    g.finite = is_finite(stats.lo) && is_finite(stats.hi);
+    if (g.finite) {
+      const uint16_t* drawn = codec_.stochastic ? noise_of(s, at, table ? 2 : n, noise) : nullptr;
+      const uint32_t seed = table ? seed_of(drawn[0], drawn[n > 1]) : 0;
+      const Rotation rotation(largest_of(stats));
+      k_.rotate(x, n, rotation, seed, y);
+      if (table) {
+        g.unit = k_.normal_codes(y, size, codec_.bits, codes);
+        g.base = sent_seed(seed);
+      } else {
+        if (codec_.stochastic) {  // buckets begin with a block; the padding has the noise of the bucket again
+          for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
+        }
+        stats = empty();
+        k_.stats(y, size, &stats);
+        g = grid_of(stats, 0.0f, size, codec_);
+        encode_(y, size, g, drawn, codes);
+        g.base = rotation.as_sent(g.base, log_of(size));
+      }
+      g.unit = rotation.as_sent(g.unit, log_of(size));
+      g.finite = is_finite(g.unit) && is_finite(g.base);
+    }
+    put_meta(s, index, g);
+    if (!g.finite) std::memset(codes, 0, static_cast<size_t>(packed_bytes(size, code_bits(codec_))));
+    if (keeps_) {
+      const float nan = float_of(kNaNBits), meta[2] = {g.finite ? g.unit : nan, g.finite ? g.base : nan};
+      decode_rotated(k_, codec_, codes, meta, n, y, Write::kOver);
+      keep_(s, at, n, x, y);
     }
   }
 

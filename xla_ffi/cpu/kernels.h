@@ -4,6 +4,7 @@
 
 #include "codec/grid.h"
 #include "codec/rng.h"
+#include "codec/rotation.h"
 
 namespace jaxcgx::cpu {
 
@@ -52,6 +53,13 @@ struct Kernels {
   // n codes of `bits` (1 to 7) bits, packed as in a bucket
   void (*pack)(const int32_t* codes, int64_t n, int bits, uint8_t* out);
   void (*unpack)(const uint8_t* in, int64_t n, int bits, int32_t* codes);
+  // Rotates a bucket of n: padded(n) numbers. `rotate_back` overwrites `values`, the rotated bucket, and writes its
+  // first n numbers.
+  void (*rotate)(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, float* out);
+  void (*rotate_back)(float* values, int64_t n, const RotatedMeta& meta, float* out, Write write);
+  // The codes of codec/eden.h of a rotated bucket, and its unit; `size` is padded(n). `codes` holds packed codes.
+  float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
+  void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
   EncodeFn (*encoder)(const Codec& codec);
   DecodeFn (*decoder)(const Codec& codec);
   CastFn (*caster)(const Codec& codec);

@@ -25,7 +25,7 @@ class Reducer {
   void to_payload(const Pool& pool) const {
     for (int64_t row = 0; row < a_.batch; ++row) clear_gaps(l_, a_.where[2 * row], a_.payload + row * l_.chunk_bytes);
     const auto sum_in = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
-      sum({s, at, n}, buffer, buffer + kTile, Write::kOver);
+      sum({s, at, n}, buffer, buffer + kMostTogether, Write::kOver);
       return buffer;
     };
     const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
@@ -42,10 +42,11 @@ class Reducer {
       if (size > 0) ask_for_large_pages(a_.leaves[i], a_.batch * size * int64_t{sizeof(float)});
     }
     spans_.each(pool, [&](const Span& s) {
-      each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-        alignas(64) float undivided[kTile];
-        sum({s, at, n}, in_leaf(a_.leaves, {s, at, n}), undivided, write);
-      });
+      each_bucket(s, is_rotated(l_.codec) && !s.raw ? kMostTogether : kTile,
+                  [&](int64_t, int64_t, int64_t at, int64_t n) {
+                    alignas(64) float undivided[kMostTogether];
+                    sum({s, at, n}, in_leaf(a_.leaves, {s, at, n}), undivided, write);
+                  });
     });
   }
 
@@ -68,6 +69,7 @@ class Reducer {
     const int64_t rel = x.at - s.piece->start, index = rel / s.bucket, offset = rel % s.bucket, own = own_rank(s);
     const uint8_t* const meta = payloads(s) + meta_at(l_, *s.piece, index);
     const uint8_t* const codes = payloads(s) + codes_at(l_, *s.piece, index, offset);
+    if (is_rotated(l_.codec)) return sum_rotated(x, meta, codes, out);
     const float base = meta_count_ == 2 ? sum_of_bases(meta, own) : 0.0f;
     const bool once = a_.own == nullptr && a_.ranks <= Terms::kMost;
     Write write = once ? last : Write::kOver;
@@ -80,6 +82,19 @@ class Reducer {
         write = Write::kOnto;
       }
       if (r == own) put(own_elements(x), leaf_of(s).dtype, x.n, false, out);
+    }
+  }
+
+  // Rotated buckets are rotated back one after another.
+  void sum_rotated(const Stretch& x, const uint8_t* meta, const uint8_t* codes, float* out) const {
+    std::fill(out, out + x.n, 0.0f);
+    for (int64_t r = 0, own = own_rank(x.span); r < a_.ranks; ++r) {
+      if (r == own) {
+        put(own_elements(x), leaf_of(x.span).dtype, x.n, false, out);
+      } else {
+        const float sent[2] = {meta_of(meta, r, 0), meta_count_ == 2 ? meta_of(meta, r, 1) : 0.0f};
+        decode_rotated(k_, l_.codec, codes + r * l_.chunk_bytes, sent, x.n, out, Write::kOnto);
+      }
     }
   }
 
@@ -98,7 +113,7 @@ class Reducer {
   // Adds n elements to `out`; the first become it.
   void put(const void* elements, DType dtype, int64_t n, bool first, float* out) const {
     if (first) return k_.load(dtype, elements, n, out);
-    alignas(64) float buffer[kTile];
+    alignas(64) float buffer[kMostTogether];
     k_.load(dtype, elements, n, buffer);
     k_.add(out, buffer, n, out);
   }
@@ -107,9 +122,9 @@ class Reducer {
   void keep_lost(const Stretch& lost, const float* x, const float* decoded) const {
     float* const residual = in_leaf(a_.residuals, lost);
     if (a_.divisor == 1.0f) return k_.residual(x, decoded, residual, lost.n, residual);
-    alignas(64) float multiplied[kTile];
+    alignas(64) float multiplied[kMostTogether];
     k_.scale(decoded, lost.n, a_.divisor, multiplied);
-    k_.residual(x + kTile, multiplied, residual, lost.n, residual);
+    k_.residual(x + kMostTogether, multiplied, residual, lost.n, residual);
   }
 
   // Value `which` of a bucket's metadata in the payload of a rank; `meta` is where the first rank's are.

@@ -77,6 +77,24 @@ CGX_HD M none() { return {0}; }
 CGX_HD uint32_t lanes(M m) { return m.v; }  // a bit for each
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
+// Lane j gets lane j ^ kApart.
+template <int kApart>
+CGX_HD F swap_lanes(F x) {
+  if constexpr (kApart == 1) return {_mm512_permute_ps(x.v, 0xb1)};
+  if constexpr (kApart == 2) return {_mm512_permute_ps(x.v, 0x4e)};
+  if constexpr (kApart == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+  if constexpr (kApart == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+}
+// table[i] of 32 numbers, of which i names one of the first kUsed.
+template <int kUsed>
+struct Table {
+  __m512 low, high;
+  CGX_HD explicit Table(const float* table) : low(_mm512_loadu_ps(table)), high(_mm512_loadu_ps(table + 16)) {}
+  CGX_HD F operator[](I i) const {
+    if constexpr (kUsed <= 16) return {_mm512_permutexvar_ps(i.v, low)};
+    return {_mm512_permutex2var_ps(low, i.v, high)};
+  }
+};
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
 // Philox multiplies 32 by 32 bits, which vector units do for every other lane. So its words are two vectors of 64-bit
@@ -198,6 +216,26 @@ CGX_HD F select(M m, F x, F y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)), _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
 }
 CGX_HD I select(M m, I x, I y) { return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)}; }
+template <int kApart>
+CGX_HD F swap_lanes(F x) {
+  if constexpr (kApart == 1) return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+  if constexpr (kApart == 2) return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+  if constexpr (kApart == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+  if constexpr (kApart == 8) return {x.b, x.a};
+}
+template <int kUsed>
+struct Table {
+  const float* table;
+  CGX_HD explicit Table(const float* t) : table(t) {}
+  CGX_HD __m256 part(__m256i i) const {
+    const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), i);
+    if constexpr (kUsed <= 8) return low;
+    const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), i);
+    if constexpr (kUsed <= 16) return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    return _mm256_i32gather_ps(table, i, 4);
+  }
+  CGX_HD F operator[](I i) const { return {part(i.a), part(i.b)}; }
+};
 struct PhiloxWord {
   __m256i part[4];
 };  // the even and the odd lanes of a, then of b: see AVX-512
@@ -317,6 +355,27 @@ CGX_HD I round_int(F x) {
   const F whole = round(x);
   CGX_EACH(I, __builtin_convertvector(whole.v[i], I4));
 }
+template <int kApart>
+CGX_HD F swap_lanes(F x) {
+  F r;
+  for (int i = 0; i < 4; ++i) {
+    const F4 v = x.v[kApart < 4 ? i : i ^ (kApart / 4)];
+    r.v[i] = kApart == 1 ? F4{v[1], v[0], v[3], v[2]} : kApart == 2 ? F4{v[2], v[3], v[0], v[1]} : v;
+  }
+  return r;
+}
+template <int kUsed>
+struct Table {
+  const float* table;
+  CGX_HD explicit Table(const float* t) : table(t) {}
+  CGX_HD F operator[](I i) const {
+    int32_t index[16];
+    float x[16];
+    store_words(index, i);
+    for (int j = 0; j < 16; ++j) x[j] = table[index[j]];
+    return load(x);
+  }
+};
 CGX_HD void mul_wide(I a, uint32_t b, I* high, I* low) {
   int32_t x[16], h[16], l[16];
   store_words(x, a);

@@ -41,6 +41,10 @@ inline std::string fault_of(const Codec& c) {
   if (c.skip_incomplete && !traits.skips) return "this codec has no skip_incomplete";
   if (c.compatible && !traits.compatible) return "this codec has no compatible mode";
   if (c.stochastic && !traits.stochastic) return "this codec has no stochastic rounding";
+  if (c.rotate && !traits.rotates) return "this codec has no rotation";
+  if (traits.table && !c.stochastic) return "this codec draws a seed, and is stochastic";
+  if (is_rotated(c) && (c.bucket_size > kMostRotated || c.bucket_size != padded(c.bucket_size)))
+    return "bucket_size of a rotated codec: " + std::to_string(c.bucket_size);
   if (!is_sparse(c.kind)) return "";
   const Sparse& s = c.sparse;
   const auto share = [](double x) { return x >= 0x1p-15 && x <= 1.0; };
@@ -55,6 +59,7 @@ inline std::string fault_of(const Codec& c) {
       return "refinements out of range: " + std::to_string(s.refinements);
   }
   if (is_sparse(s.values.kind)) return "values of kind 7, which drops elements";
+  if (is_rotated(s.values)) return "values that are rotated";
   if (c.stochastic != (s.values.stochastic || s.select != Select::kExact))
     return "stochastic where nothing is random, or not where something is";
   const std::string values = fault_of(values_of(c));

@@ -1,0 +1,130 @@
+"""The rotation of buckets, random signs and a Hadamard transform: xla_ffi/codec/rotation.h in jnp."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.checks import check_integer, wrong
+from jaxcgx.codecs.scale import scale_of, scaled, unscaled
+from jaxcgx.native import ieee
+from jaxcgx.native.packing import BLOCK, LANES, ROWS
+from jaxcgx.native.rng import philox
+from jaxcgx.typing import ArrayLike
+
+MOST = 4096  # elements of a bucket
+_DRAWN = 128 * LANES  # signs of one draw of all lanes
+
+
+def check_block(function: str, argument: str, value: int) -> int:
+    """The size of a bucket that is rotated."""
+    size = check_integer(function, argument, value)
+    if size & (size - 1) or not BLOCK <= size <= MOST:
+        raise wrong(function, argument, f"a power of two from {BLOCK} to {MOST}, because buckets are rotated", size)
+    return size
+
+
+def padded(n: int) -> int:
+    """Elements of a rotated bucket of n: the next power of two, at least a block."""
+    return max(BLOCK, 1 << (n - 1).bit_length()) if n else 0
+
+
+def _halvings(n: int) -> tuple[int, int]:
+    """(a, b), where n = 2^(a + b): the square root of n is split into the powers of two 2^a and 2^b."""
+    bits = n.bit_length() - 1
+    return bits - bits // 2, bits // 2
+
+
+@dataclasses.dataclass
+class Rotated:
+    """Buckets after the rotation.
+
+    Attributes:
+      x: float32[buckets, padded(n)]. A bucket's largest element was from 1 up to 2 before.
+      scale: float32[buckets, 1], the power of two of `scale_of`.
+      exponent: int32[buckets, 1], the biased exponent of the largest element, times `scale`.
+      finite: bool[buckets, 1].
+    """
+
+    x: jax.Array
+    scale: jax.Array
+    exponent: jax.Array
+    finite: jax.Array
+
+    def as_sent(self, meta: jax.Array) -> jax.Array:
+        """Numbers that belong to `x` as metadata: divided by what `x` was multiplied by."""
+        down, _ = _halvings(self.x.shape[1])
+        return unscaled(meta * 2.0**-down * ieee.as_float(self.exponent << 23), self.scale)
+
+
+def rotate(x: jax.Array, seed: ArrayLike) -> Rotated:
+    """Buckets float32[buckets, n] with the signs of a seed, int32[buckets or 1, 1]."""
+    n = padded(x.shape[1])
+    largest = ieee.largest(*(e[:, None] for e in ieee.extremes(x)))
+    scale = scale_of(largest)
+    exponent = ieee.magnitude_bits(scaled(largest, scale)) >> 23
+    y = scaled(x, scale) * ieee.as_float((254 - exponent) << 23)
+    y = jnp.where(jnp.abs(y) < 2.0**-30, 0, y)  # so that no sum is denormal
+    y = jnp.pad(y, [(0, 0), (0, n - x.shape[1])])
+    finite = (ieee.magnitude_bits(x) < 0x7F800000).all(-1, keepdims=True)
+    return Rotated(_hadamard(_flip(y, seed)), scale, exponent, finite)
+
+
+def rotate_back(value: jax.Array, seed: ArrayLike, unit: jax.Array, base: jax.Array | None, n: int) -> jax.Array:
+    """The first n elements of buckets that are base + unit * value after the rotation.
+
+    Values are whole multiples of 2^-9 below 4, or whole numbers below 256: their sums are exact.
+    """
+    down, up = _halvings(value.shape[1])
+    x = ieee.multiply(unit, _hadamard(value) * 2.0**-up)
+    if base is not None:  # a constant becomes the first element
+        x = x.at[:, :1].set(ieee.add(x[:, :1], ieee.multiply(base, 2.0**down)))
+    return ieee.positive_zero(_flip(x, seed)[:, :n])
+
+
+def sum_in_order(x: jax.Array) -> jax.Array:
+    """The sum of each bucket: float32[buckets, 1] of float32[buckets, padded(n)].
+
+    Rows are added in order, then neighbouring blocks, neighbouring pairs and so on, then lanes by halves.
+    """
+    blocks = x.reshape(len(x), -1, ROWS, LANES)
+    lanes = blocks[:, :, 0]
+    for row in range(1, ROWS):
+        lanes = lanes + blocks[:, :, row]
+    while lanes.shape[1] > 1:
+        lanes = lanes[:, ::2] + lanes[:, 1::2]
+    while lanes.shape[2] > 1:
+        half = lanes.shape[2] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[:, 0]
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a * b without its last eight bits. Nothing can be fused with it."""
+    return ieee.as_float(ieee.bits(a * b) & ~0xFF)
+
+
+def _flip(x: jax.Array, seed: ArrayLike) -> jax.Array:
+    """The elements with the signs of the seed."""
+    n = x.shape[1]
+    draws = -(-n // _DRAWN)
+    counter = jnp.arange(draws * LANES, dtype=jnp.uint32).reshape(draws, LANES)
+    zero = jnp.zeros_like(counter)
+    key = jnp.asarray(seed).astype(jnp.uint32)[:, :, None]
+    words = jnp.stack(philox((counter, zero, zero, zero), (key, jnp.zeros_like(key))), 2)  # [seeds, draws, 4, lanes]
+    signs = words[:, :, :, None] << jnp.arange(32, dtype=jnp.uint32)[:, None] & jnp.uint32(1 << 31)
+    signs = signs.reshape(len(key), -1)[:, :n]
+    return ieee.as_float(ieee.bits(x) ^ lax.bitcast_convert_type(signs, jnp.int32))
+
+
+def _hadamard(x: jax.Array) -> jax.Array:
+    """The transform of each bucket, without a factor: sums and differences of elements n/2 apart, then n/4, ..."""
+    half = x.shape[1] // 2
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        # The pair becomes neighbours: every step has the same shape, and the last restores the order.
+        a, b = x[:, :half], x[:, half:]
+        return jnp.stack([a + b, a - b], -1).reshape(x.shape)
+
+    return lax.fori_loop(0, half.bit_length(), step, x)

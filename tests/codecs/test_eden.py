@@ -1,0 +1,119 @@
+"""Eden: how large its error is, and that it is unbiased."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import RANDOM_KEY, assert_same_bytes, normal, roundtrip, vnmse
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+from jaxcgx.exchange.errors import drawn
+
+
+@functools.cache
+def gradients(distribution):
+    return drawn(distribution, 1, 2**18)[0]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(2, 0.135), (3, 0.0365), (4, 0.0098), (5, 0.0026), (6, 0.00067)])
+@pytest.mark.parametrize("distribution", ["normal", "laplace", "student"])
+def test_the_error_is_that_of_normal_numbers(bits, most, distribution):
+    x = gradients(distribution)
+    assert vnmse(x, roundtrip(x, cgx.Eden(bits))) <= most
+
+
+def test_one_bit_reaches_its_limit():
+    x = drawn("normal", 1, 2**21)[0]
+    assert abs(vnmse(x, roundtrip(x, cgx.Eden(1))) / (math.pi / 2 - 1) - 1) < 0.01
+
+
+def bias(codec, x, draws=256):
+    """The error of the mean over keys, times their number, over the error of one key: about 1 without a bias."""
+    keys = jax.random.split(jax.random.key(1), draws)
+    y = jax.jit(jax.vmap(lambda key: cgx.roundtrip(x, codec, key)))(keys)
+    return draws * vnmse(x, y.mean(0)) / vnmse(jnp.broadcast_to(x, y.shape), y)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_unbiased(bits):
+    x = drawn("student", 1, 4096)[0]
+    assert bias(cgx.Eden(bits), x) < 1.3
+    assert bias(cgx.MaxMin(bits, 4096), x) > 100  # a biased codec fails this test
+
+
+def test_a_rest_takes_the_next_power_of_two():
+    codec = cgx.Eden(4)
+    assert codec.wire_bytes((4096,), "float32") == 16 + 2048
+    assert codec.wire_bytes((4097,), "float32") == 16 + 2048 + 64
+    assert codec.wire_bytes((5000,), "float32") == 16 + 2048 + 512
+    assert codec.wire_bytes((1,), "float32") == 16 + 64
+    x = np.asarray(normal(5000, 3))
+    assert vnmse(x[4096:], roundtrip(x, codec)[4096:]) < 0.012
+
+
+@pytest.mark.parametrize("scale", [1e-44, 1e-39, 1e-20, 1e30, 1e38])
+def test_any_magnitude(scale):
+    x = np.float32(np.asarray(normal(4096)).clip(-3, 3) * np.float64(scale))
+    denormal = (2.0**-149 / scale) ** 2  # of an element, by rounding to a denormal
+    assert vnmse(x, roundtrip(x, cgx.Eden(4))) < 0.0105 + denormal
+
+
+def test_errors_of_ranks_are_independent():
+    """Ranks with the same numbers: the error of their mean is 1/N of that of one."""
+    x = drawn("student", 1, 2**14)[0]
+    mean = lambda x: cgx.compressed_pmean(x, "a", cgx.Eden(2), key=RANDOM_KEY, schedule="one_shot", own="encoded")
+    y = on_ranks(mean, mesh(4))(np.tile(x, (4, 1)))
+    assert 0.13 / 4 * 0.9 < vnmse(x, y[0]) < 0.135 / 4 * 1.1
+
+
+def test_feedback():
+    """In a sum with residuals nothing is lost: results and what is left add up to what was given."""
+    codec, steps = cgx.Eden(2, 128), 4
+
+    def run(x):
+        total, lost = jnp.zeros_like(x), jnp.zeros_like(x)
+        for step in range(steps):
+            key = jax.random.fold_in(RANDOM_KEY, step)
+            mean, lost = cgx.compressed_pmean(x, "a", codec, key=key, residuals=lost)
+            total += mean
+        return total, lost
+
+    x = drawn("student", 4, 1000)
+    total, lost = (np.asarray(a) for a in on_ranks(run, mesh(4), check_vma=False)(x))
+    np.testing.assert_allclose(total[0] + lost.mean(0), steps * x.mean(0), rtol=1e-4, atol=1e-4)
+
+
+def test_zeros_stay():
+    zeros = np.zeros(300, np.float32)
+    assert_same_bytes(roundtrip(zeros, cgx.Eden(3)), zeros)
+    assert_same_bytes(roundtrip(-zeros, cgx.Eden(3)), zeros)
+
+
+def test_the_payload_says_how_to_rotate_back():
+    """Receivers need no key: payloads of different keys add up."""
+    x, codec = normal(1000), cgx.Eden(6)
+    payloads = [cgx.encode(x, codec, key) for key in jax.random.split(RANDOM_KEY)]
+    assert (payloads[0] != payloads[1]).any()
+    for payload in payloads:
+        assert vnmse(x, cgx.decode(payload, codec, x.shape, x.dtype)) < 0.001
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: cgx.Eden(7), "Eden: argument 'bits': expected an integer from 1 to 6, got 7"),
+        (
+            lambda: cgx.Eden(4, 1000),
+            "Eden: argument 'block': expected a power of two from 128 to 4096, because buckets are rotated, got 1000",
+        ),
+        (lambda: cgx.encode(normal(9), cgx.Eden(4)), "expected a random key, because Eden(bits=4) draws random bits"),
+    ],
+)
+def test_errors(make, text):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert text in str(error.value)

@@ -1,0 +1,92 @@
+"""Rotations: of themselves, and before MaxMin and AbsMax."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bytes, normal, roundtrip, vnmse
+
+import jaxcgx as cgx
+from jaxcgx.codecs.rotation import padded, rotate, rotate_back, sum_in_order
+from jaxcgx.exchange.errors import drawn
+
+
+@jax.jit
+def rotated(x, seed):
+    result = rotate(x, seed)
+    return result.x, result.exponent
+
+
+@pytest.mark.parametrize("n", [200, 4096])
+def test_a_rotation_keeps_lengths_and_is_undone(n):
+    x = jnp.asarray(np.random.RandomState(n).randint(-128, 128, (2, n)), jnp.float32)
+    seed = jnp.array([[5], [12345]], jnp.int32)
+    y, exponent = rotated(x, seed)
+    size = padded(n)
+    assert y.shape == (2, size)
+    power = 2.0 ** (exponent - 127).astype(jnp.float32)
+    np.testing.assert_allclose((y**2).sum(1) * power[:, 0] ** 2, size * (x**2).sum(1), rtol=1e-5)
+    # whole numbers that are rotated back, and rotated again, are multiples of what they were
+    value = jnp.pad(x, [(0, 0), (0, size - n)])
+    back = functools.partial(rotate_back, unit=jnp.ones((2, 1), jnp.float32), base=None, n=size)
+    again, _ = rotated(jax.jit(back)(value, seed), seed)
+    for row, was in zip(np.asarray(again), np.asarray(value)):
+        assert len(np.unique(row[was != 0] / was[was != 0])) == 1 and not row[was == 0].any()
+
+
+def test_seeds_give_different_signs():
+    x = jnp.ones((3, 4096), jnp.float32)
+    y, _ = rotated(x, jnp.array([[0], [1], [2**23 - 1]], jnp.int32))
+    alike = np.corrcoef(np.asarray(y))
+    assert np.abs(alike - np.eye(3)).max() < 0.1
+
+
+def test_sums_are_in_order():
+    x = np.float32(np.random.RandomState(0).standard_normal((1, 512)) * 1e3)
+    blocks = x.reshape(4, 8, 16)
+    lanes = blocks[:, 0]
+    for row in range(1, 8):
+        lanes = lanes + blocks[:, row]
+    lanes = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3])
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half : 2 * half]
+    assert_same_bytes(np.asarray(jax.jit(sum_in_order)(x))[0], lanes)
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin(4, 512), cgx.MaxMin(4, 512, "stochastic"), cgx.AbsMax(4, 512)], ids=repr)
+def test_heavy_tails_lose_no_more_than_normal_numbers(codec):
+    xs = [drawn(distribution, 1, 2**17)[0] for distribution in ("normal", "student")]
+    plain = [vnmse(x, roundtrip(x, codec)) for x in xs]
+    errors = [vnmse(x, roundtrip(x, dataclasses.replace(codec, rotate=True))) for x in xs]
+    assert plain[1] > 4 * plain[0]
+    assert max(errors) < 1.05 * plain[0]
+
+
+def test_rounding_to_nearest_needs_no_key():
+    """The signs are the same everywhere, so that a leaf that is cut between buckets has the same bytes."""
+    codec = cgx.MaxMin(4, 128, rotate=True)
+    assert not codec.stochastic and codec.may_cut(256)
+    x = normal(512)
+    np.testing.assert_array_equal(roundtrip(x, codec)[256:], roundtrip(x[256:], codec))
+
+
+@pytest.mark.parametrize("codec", [cgx.MaxMin, cgx.AbsMax])
+def test_errors(codec):
+    with pytest.raises(ValueError) as error:
+        codec(4, 100, rotate=True)
+    expected = "expected a power of two from 128 to 4096, because buckets are rotated, got 100"
+    assert str(error.value) == f"{codec.__name__}: argument 'bucket_size': {expected}"
+    with pytest.raises(TypeError):
+        codec(4, 128, rotate=1)
+
+
+def test_values_of_topk_run_in_jnp():
+    """Kernels of lists take no rotated values."""
+    codec = cgx.TopK(0.5, cgx.MaxMin(8, 128, rotate=True))
+    assert codec.native is None
+    x = np.asarray(normal(400))
+    kept = np.abs(x) >= np.sort(np.abs(x))[200]
+    assert vnmse(x[kept], roundtrip(x, codec)[kept]) < 1e-3

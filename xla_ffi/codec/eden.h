@@ -1,0 +1,42 @@
+// Eden: the levels of Lloyd and Max's quantizer of the standard normal distribution, for a rotated bucket (EDEN and
+// DRIVE, Vargaftik et al.). Code half + i is level i, code half - 1 - i its negative, with half = 2^(bits-1) levels.
+// Metadata of a bucket: unit, and 1 + seed * 2^-23 (two floats).
+//
+// With y the rotated bucket: square = sum of y * y, variance = square / size. The level of y is the number of bounds
+// with bound * bound * variance < y * y; bounds are between neighbouring levels. unit = square / sum of |y| * level,
+// which makes the codec unbiased. Products in both sums are short_product.
+//
+// The order of both sums: in a block of codec/pack.h, the rows of a lane in order; then lane by lane block b and b + 1,
+// the sums of 2 blocks, of 4, and so on; then lanes j and j + 8, j + 4, j + 2, j + 1.
+#pragma once
+
+#include "codec/rotation.h"
+
+namespace jaxcgx {
+
+constexpr int kMostLevels = 32;  // positive ones
+
+// The positive levels, in order.
+CGX_HD constexpr float normal_level(int bits, int i) {
+  constexpr int16_t kLevels[] = {
+      // times 512
+      409,                                                                                        //
+      232, 773,                                                                                   //
+      125, 387, 688, 1102,                                                                        //
+      66,  199, 336, 482,  643, 828, 1059, 1399,                                                  //
+      34,  101, 170, 239,  310, 383, 458,  537,  620,  710,  807,  915,  1039, 1187, 1378, 1669,  //
+      17,  51,  86,  120,  155, 190, 225,  260,  296,  333,  370,  407,  446,  485,  525,  567,   //
+      609, 653, 699, 747,  797, 849, 905,  965,  1029, 1099, 1177, 1265, 1368, 1494, 1659, 1917};
+  return static_cast<float>(kLevels[(1 << (bits - 1)) - 1 + i]) * 0x1p-9f;
+}
+// The bound between levels i - 1 and i.
+CGX_HD constexpr float normal_bound(int bits, int i) {
+  return (normal_level(bits, i - 1) + normal_level(bits, i)) * 0.5f;
+}
+
+// 16 random bits of two elements.
+CGX_HD uint32_t seed_of(uint32_t first, uint32_t second) { return first | (second & 0x7fu) << 16; }
+CGX_HD float sent_seed(uint32_t seed) { return float_of(0x3f800000u | seed); }
+CGX_HD uint32_t seed_sent_as(float x) { return bits_of(x) & 0x7fffffu; }
+
+}  // namespace jaxcgx

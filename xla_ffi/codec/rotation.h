@@ -1,0 +1,67 @@
+// The rotation of a bucket: its elements are multiplied by random signs and by a Hadamard matrix. Then they are
+// distributed almost normally, whatever they were. The bucket is padded with zeros to a power of two.
+//
+// First the bucket is multiplied by a power of two that makes its largest magnitude at least 1 and below 2. Elements
+// below kDropped become 0, so that no sum is denormal. The transform has no factor: with size = 2^k elements it
+// multiplies a bucket's length by 2^(k/2). What is sent is divided by 2^ceil(k/2).
+//
+// The order of the additions: elements size/2 apart, then size/4, and so on. On the way back the numbers are multiples
+// of 2^-9 below 4, or whole numbers below 256. Their sums are exact in any order.
+//
+// Signs of element e: row = e / 16, lane = e % 16. Bit 31 - row % 32 of word row / 32 % 4 of philox at the counter
+// (16 * (row / 128) + lane, 0, 0, 0), with the key (seed, 0).
+#pragma once
+
+#include "codec/grid.h"
+#include "codec/pack.h"
+
+namespace jaxcgx {
+
+constexpr float kDropped = 0x1p-30f;
+constexpr int kSignRows = 128;  // rows of one draw
+
+CGX_HD int log_of(int64_t power) {
+  int log = 0;
+  while (int64_t{1} << log < power) ++log;
+  return log;
+}
+CGX_HD float power_of_two(int n) { return float_of(static_cast<uint32_t>(127 + n) << 23); }
+
+// What a bucket is multiplied by before it is rotated.
+struct Rotation {
+  float scale, power, inverse;  // x * scale * power; inverse is 1 / power, or 0 for a bucket of zeros
+
+  CGX_HD explicit Rotation(float largest) : scale(scale_of(largest)) {
+    const uint32_t exponent = bits_of(largest * scale) >> 23;
+    power = float_of((254u - exponent) << 23);
+    inverse = float_of(exponent << 23);
+  }
+  // Metadata of the rotated bucket as it is sent.
+  CGX_HD float as_sent(float x, int log_size) const {
+    return x * power_of_two(log_size / 2 - log_size) * inverse * (1.0f / scale) + 0.0f;
+  }
+};
+
+// The way back: element i becomes unit * value, with the sums of `value` over the rotated bucket; element 0 also base.
+struct RotatedMeta {
+  float unit, down;    // `unit` is scaled up if it is tiny, and the product scaled down
+  float factor, base;  // of the sums; of the first element
+  uint32_t seed;
+
+  CGX_HD RotatedMeta(float sent_unit, float sent_base, uint32_t seed, int log_size) : seed(seed) {
+    const bool tiny = abs(sent_unit) < kTiny;
+    unit = tiny ? sent_unit * kUp : sent_unit;
+    down = tiny ? kDown : 1.0f;
+    factor = power_of_two(-(log_size / 2));
+    base = sent_base * power_of_two(log_size - log_size / 2);
+  }
+  CGX_HD float value(float sum) const { return unit * (sum * factor) * down; }
+};
+
+// A product without its last eight bits: nothing can be fused with it.
+template <class V>
+CGX_HD typename V::F short_product(typename V::F a, typename V::F b) {
+  return as_float(bits(a * b) & V::splat(~0xff));
+}
+
+}  // namespace jaxcgx
