@@ -41,6 +41,7 @@ CODECS = [
     cgx.Sign(),
     cgx.Sign(33),
     cgx.Raw(),
+    cgx.Lossless(),
 ]
 GRIDS = [c for c in CODECS if c.meta]  # with buckets
 SPARSE = [

@@ -51,6 +51,7 @@ FOR_REFERENCE = {
     "MaxMin-4-40-nearest-False-rank_1-1",
     "Cast-bfloat16-nearest-rank_1-1",
     "AbsMax-8-3-tiny-1",  # reduce
+    "Lossless-rank_1-1",
 }
 
 

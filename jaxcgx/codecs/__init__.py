@@ -6,6 +6,7 @@ from jaxcgx.codecs.bytegrad import ByteGrad
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.coding import decode, encode, roundtrip
 from jaxcgx.codecs.float8 import Float8
+from jaxcgx.codecs.lossless import Lossless
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
@@ -19,6 +20,7 @@ __all__ = [
     "Cast",
     "Codec",
     "Float8",
+    "Lossless",
     "MaxMin",
     "PowerSGD",
     "Raw",

@@ -150,6 +150,9 @@ def encode_cases():
     for codec in [cgx.TopK(0.1), cgx.TopK(0.2, select=fitted)]:
         yield codec, 1, SPECIAL, None, None
     yield cgx.TopK(0.1, cgx.AbsMax(8, 24)), 3, *FEEDBACK, None
+    for leaves in (MESSAGE, SPECIAL, ["scalar", "float16", "empty", "long"]):
+        yield cgx.Lossless(), 3, leaves, None, None
+    yield cgx.Lossless(), 3, *FEEDBACK, None
 
 
 def reduce_cases():
@@ -174,6 +177,8 @@ def reduce_cases():
     yield cgx.AbsMax(8, 3), [["tiny"]] * 2, 1, 0, None, 8.0  # denormal sums
     yield cgx.TopK(0.1, cgx.Cast("bfloat16")), leaves, 1, 0, 1, 3.0
     yield cgx.TopK(0.1, cgx.MaxMin(4, 8), pull="top"), leaves, 1, 0, None, 1.0
+    yield cgx.Lossless(), leaves, 1, 0, 1, 3.0
+    yield cgx.Lossless(), leaves, 3, 2, None, 1.0
 
 
 def text(x):

@@ -38,7 +38,8 @@ enum class Kind : int32_t {
   kFloat8 = 4,
   kCast = 5,
   kSign = 6,
-  kTopK = 7
+  kTopK = 7,
+  kLossless = 10
 };
 
 // How TopK selects elements. Crosses the FFI boundary, too: jaxcgx/codecs/topk.py.

@@ -36,6 +36,7 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
     case Kind::kRaw:  // these have no buckets
     case Kind::kCast:
     case Kind::kTopK:
+    case Kind::kLossless:
       break;
   }
   __builtin_unreachable();

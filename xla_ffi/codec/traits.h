@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codec/base.h"
-#include "codec/pack.h"
+#include "codec/lossless.h"
 
 namespace jaxcgx {
 
@@ -13,6 +13,7 @@ struct Traits {
   int meta_floats = 0;                // metadata of a bucket; 0: no buckets
   int element_bytes = 0;              // of an element that travels as a number of another dtype; 0: it doesn't
   bool raw = false;                   // elements travel as they are
+  bool lossless = false;              // elements keep their bits (codec/lossless.h)
   bool sparse = false;                // a piece is a list of indices and a message of their values (codec/topk.h)
   bool whole = false;                 // bucket_size may be 0: a piece is one bucket
   bool stochastic = false;            // has stochastic rounding
@@ -61,6 +62,9 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kTopK:
       t.sparse = t.stochastic = true;
       return t;
+    case Kind::kLossless:
+      t.lossless = true;
+      return t;
   }
   t.most_bits = -1;  // there is no such codec
   return t;
@@ -70,6 +74,7 @@ CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(k
 CGX_HD int meta_floats(Kind kind) { return traits_of(kind).meta_floats; }
 CGX_HD bool has_buckets(Kind kind) { return meta_floats(kind) > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
+CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 
 // The width of a packed code, for codecs that pack.
@@ -79,6 +84,7 @@ CGX_HD int code_bits(const Codec& c) {
 }
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
+  if (is_lossless(c.kind)) return lossless_bytes(leaf, n);
   const int bytes = traits_of(c.kind).element_bytes;
   return bytes > 0 ? n * bytes : packed_bytes(n, code_bits(c));
 }
