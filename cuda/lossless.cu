@@ -242,7 +242,7 @@ CGX_D void unpack(const Block& b) {
 
 __global__ void __launch_bounds__(kThreads) lossless_pack_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
-  if (p.index < 0) return;
+  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
   const Block b(t, p, t.message.payload, p.tile);
   if (b.dtype == DType::kF32) pack<DType::kF32>(b);
   if (b.dtype == DType::kBF16) pack<DType::kBF16>(b);
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) lossless_pack_kernel(const __grid_co
 
 __global__ void __launch_bounds__(kThreads) lossless_unpack_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
-  if (p.index < 0) return;
+  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
   const Block b(t, p, t.message.payload, p.tile);
   if (b.dtype == DType::kF32) unpack<DType::kF32>(b);
   if (b.dtype == DType::kBF16) unpack<DType::kBF16>(b);
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kThreads) lossless_lengths_kernel(const __grid
 
 __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
-  if (p.index < 0) return;
+  if (p.index < 0 || p.tile * kLosslessBlock >= t.extras[p.index].last) return;
   const Block b(t, p, t.message.payload, p.tile);
   uint8_t* const to = b.chunk_overflow + 2 * int64_t{*b.start};
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
