@@ -58,7 +58,7 @@ class Lossless(Codec):
         return n // BLOCK * _most(BLOCK, dtype) + _most(n % BLOCK, dtype)
 
     def weight(self, n: int, dtype: DType) -> int:
-        return self.carrier.code_bytes(n, dtype)
+        return n * dtype.itemsize
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         return x
