@@ -50,7 +50,7 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo check test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
+.PHONY: help demo check docs test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
 	matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
 	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
@@ -63,7 +63,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## build and install into .venv, then train on 4 virtual devices, with and without compression
+demo: $(INSTALLED) ## build and install into .venv, then train over a slow link, with and without compression
 	@.venv/bin/python examples/digits.py
 
 check: $(INSTALLED) ## check format, lint and types, without running anything
@@ -76,6 +76,15 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python \
 		--verifytypes jaxcgx --ignoreexternal; \
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
+
+# What the site needs, out of pyproject.toml.
+EXTRA = $(shell .venv/bin/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
+
+docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
+	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,docs),'$(name)')
+	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
+	@echo "the site is build/docs/index.html"
 
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 

@@ -150,7 +150,7 @@ def losses(rows, args):
 
 
 def times(rows, args):
-    """As training_speed.py, of the methods of diloco_host.py."""
+    """As training_speed.py, in turns of as many steps as there are between two exchanges."""
     given = argparse.Namespace(torch=args.torch, methods=args.methods)
     model = data.MODELS["transformer"]
     for count in args.hosts:
@@ -161,7 +161,7 @@ def times(rows, args):
             data.write(path, "transformer", count)
             lab = stack.enter_context(Lab(count, speed.link(speed.UNLIMITED)))
             settings = dict(model="transformer", rate=model.rate, data=str(path))
-            hosts = Hosts(stack, lab, speed.commands(given.torch, "diloco_host.py"), settings, methods=given.methods)
+            hosts = Hosts(stack, lab, speed.commands(given.torch), settings, methods=given.methods)
             curves = speed.curves(hosts, model.target, args.most or model.most, every=SPAN)
             steps = {method: speed.steps_to(values, model.target, every=SPAN) for method, values in curves.items()}
             hosts.limit(speed.link(MBIT))
@@ -177,12 +177,12 @@ def picture(out):
         path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
         data.write(path, "transformer", 2)
         lab = stack.enter_context(Lab(2, speed.link(SLOW)))
-        settings = dict(trace=True, address=f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", hosts=2)
+        settings = dict(address=f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", hosts=2)
         running = []
         for rank in range(2):
             command = [
                 sys.executable,
-                speed.HERE / "diloco_host.py",
+                speed.HERE / "diloco_trace.py",
                 json.dumps(settings | dict(rank=rank, path=str(path))),
             ]
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""Measures whether steps take as long as the longer of computation and communication (P3), over Tcp between two hosts.
+"""Measures how far steps hide communication (P3 and DGT), over Tcp between two hosts.
 
     python benchmarks/priority.py [--batches N ...] [--repeats 5] [--out DIR]
 
@@ -36,20 +36,31 @@ CODEC = cgx.MaxMin(4)
 MORE = 0.15  # goal: a step takes at most that much longer than the longer of computation and communication
 ALIKE = 0.6, 1.67  # where communication takes so many times as long as computation
 RUN = 4  # steps that are timed together: an exchange goes on in the next step
-STEPS = {"plain": {}, "backward": dict(overlap="backward"), "priority": dict(overlap="priority")}
+STEPS = {
+    "plain": {},
+    "backward": dict(overlap="backward"),
+    "priority": dict(overlap="priority"),
+    "DGT": dict(compress=cgx.wan.Differential(k=0.5)),
+}
+LESS = 0.25  # goal of DGT: a step takes at least that much less than the plain one
 LIMIT = 900  # seconds
-CHART = dict(table="rows", title="A step", x="batch", y=["ms compute", "ms communicate", "ms plain", "ms priority"])
+CHART = dict(
+    table="rows", title="A step", x="batch", y=["ms compute", "ms communicate", "ms plain", "ms priority", "ms DGT"]
+)
 
 NOTES = f"""\
 - {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
 - compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
-  plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". {RUN} steps in a
-  row are timed together, after one that isn't. Each turn runs all programs; ratios are formed in a turn, the table has
-  medians.
+  plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". DGT: with
+  compress=Differential(k=0.5). {RUN} steps in a row are timed together, after one that isn't. Each turn runs all
+  programs; ratios are formed in a turn, the table has medians.
 - more: what a step with "priority" takes longer than the longer of compute and communicate. The gradient of the first
   layer is the last that is known and the first that is needed, so communicate / {LAYERS} can't be hidden where
   compute is the longer one.
 - Goal: more is at most {MORE} where communicate takes {ALIKE[0]} to {ALIKE[1]} times as long as compute.
+- less: what a step with DGT takes less than the plain one, goal {LESS}. It hides half of the exchange, and what it
+  hides takes at most as long as the rest of the step. So it can hide a quarter of the plain step where both are
+  alike, and a third where communicate takes twice as long as compute, but no more.
 """
 
 
@@ -144,11 +155,14 @@ def measure(batch, repeats):
 def figures(batch, ms):
     compute, wire, late = (np.array(ms[name]) for name in ("compute", "communicate", "priority"))
     ratio, more = median(wire / compute), median(late / np.maximum(compute, wire) - 1)
+    less = median(1 - np.array(ms["DGT"]) / np.array(ms["plain"]))
     found = dict(
         batch=batch,
         ms={name: median(each) for name, each in ms.items()},
         communicate_over_compute=ratio,
         more=more,
+        less=less,
+        less_reached=less >= LESS,
         ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
     )
     return found | (dict(reached=more <= MORE) if ALIKE[0] <= ratio <= ALIKE[1] else {})
@@ -187,7 +201,9 @@ def main():
     command = shlex.join(["python", "benchmarks/priority.py", *given]) if given else "make bench-priority"
     report = Report(command, args.repeats, codec=str(CODEC), rate=RATE, rows=[], goal=MORE, charts=[CHART])
     names = ["compute", "communicate", *STEPS]
-    report.show("", *header("batch", *(f"{n} ms" for n in names), "comm./comp.", "more", "goal", width=6))
+    report.show(
+        "", *header("batch", *(f"{n} ms" for n in names), "comm./comp.", "more", "goal", "less", "goal", width=6)
+    )
     spans = {}
     for batch in args.batches:
         found = measure(batch, args.repeats)
@@ -195,7 +211,8 @@ def main():
         report.data["rows"].append(row)
         shares = [f"{row[name]:.2f}" for name in ("communicate_over_compute", "more")]
         reached = mark(row["reached"]) if "reached" in row else ""
-        report.show(line([str(batch), *(f"{row['ms'][n]:.1f}" for n in names), *shares, reached], 6))
+        shares += [reached, f"{row['less']:.2f}", mark(row["less_reached"])]
+        report.show(line([str(batch), *(f"{row['ms'][n]:.1f}" for n in names), *shares], 6))
     report.show("", *NOTES.splitlines())
     if out := args.out or (None if given else RESULTS):
         alike = min(report.data["rows"], key=lambda row: abs(row["communicate_over_compute"] - 1))["batch"]

@@ -3,14 +3,19 @@
     python benchmarks/training_speed.py [--torch PYTHON] [--models REGEX] [--methods REGEX] [--hosts N ...]
         [--rates MBIT ...] [--most STEPS] [--repeats 5] [--out DIR]
 
-The hosts (jaxcgx.lab) need root. --torch names a Python that has torch.
+The hosts (jaxcgx.lab) need root. --torch names a Python that has torch. What was measured is kept: a run that was cut
+off goes on.
 """
 
 import argparse
 import contextlib
+import functools
+import hashlib
+import json
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,11 +28,13 @@ from report import RESULTS, Report, header, line, median, rounded
 from jaxcgx.lab import Lab, Link, signals_raise, why_not
 
 HERE = pathlib.Path(__file__).resolve().parent
+KEPT = HERE.parent / "build" / "training-speed"
 HOSTS = 2, 4
 RATES = {100: 2, 1000: 3, 10_000: 3}  # Mbit/s: steps of a turn
 UNLIMITED = 100_000  # Mbit/s while only the losses count
 EVERY = 10  # steps between two losses
 AGREE = 1e-3  # of the first losses of all methods
+ACROSS, SPAN = "priority|DiLoCo", 20  # methods whose exchanges cross steps, and the steps of a turn of theirs
 SMOOTH = 3  # losses whose mean counts, as one alone is noisy
 BASELINES = "psum, float32", "by hand, bfloat16"
 BYTEGRAD, POWERSGD = "ByteGrad, Tcp", ("PowerSGD(4), Gloo", "PyTorch, PowerSGD(4)")  # of Bagua's claim
@@ -40,6 +47,8 @@ CHARTS = [
 NOTES = f"""\
 - Every host is a network namespace with processors of its own where there are enough, and both frameworks use the same
   ones. All methods take turns, some steps in a row, and the processes of a framework wait while the other one runs.
+  Where exchanges cross steps, a turn has {SPAN} steps, and at its end waits for what is under way (priority) or has a
+  whole round (DiLoCo).
 - step ms: on the slowest host. exposed: the time of a step minus that of the same framework without any exchange,
   within each turn. The arithmetic of compression counts as exposed, too. MB sent: by a host in a step, from the
   kernel's counters of its device, with acknowledgements. They count the headers of a large segment once.
@@ -55,7 +64,7 @@ NOTES = f"""\
 - psum: as a user writes it, an array at a time. "one array": gradients are joined first, in float32. On CPUs XLA sums
   bfloat16 in float32, which sends the bytes of float32. by hand: with feedback, all_to_all, a sum, all_gather; 8 and 4
   bits are buckets of 512 elements in jnp. jaxcgx: make_train_step, with feedback. PyTorch: DistributedDataParallel over
-  Gloo.
+  Gloo; with PowerSGD all gradients are one bucket, as its hooks of several buckets don't agree on an order over Gloo.
 - Bagua's documentation says that ByteGrad is 50% faster than PowerSGD and other compression.
 """
 
@@ -64,9 +73,9 @@ def link(mbit):
     return Link(up=mbit * 10**6, down=mbit * 10**6)
 
 
-def commands(torch, script="training_speed_jax.py"):
+def commands(torch):
     """{framework: the command of a host}; PyTorch's if there is a Python that has torch."""
-    found = {"jaxcgx": [sys.executable, HERE / script]}
+    found = {"jaxcgx": [sys.executable, HERE / "training_speed_jax.py"]}
     return found | ({"PyTorch": [torch, HERE / "training_speed_torch.py"]} if torch else {})
 
 
@@ -111,7 +120,7 @@ def turns(hosts, steps, repeats):
     found = {method: dict(ms=[], sent=[]) for method in hosts.methods}
     for turn in range(repeats + 1):  # the first one isn't counted
         for method in hosts.methods:
-            told = hosts.ask(method, steps)
+            told = hosts.ask(method, SPAN if re.search(ACROSS, method) else steps)
             for what, values in found[method].items():
                 values += [max(told[what])] * (turn > 0)
     return found
@@ -246,28 +255,44 @@ def parse():
     return args
 
 
+def kept(name, args, find):
+    """What find() returns, or has returned in a run of the same command that was cut off."""
+    path = KEPT / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}-{hashlib.sha256(args.command.encode()).hexdigest()[:8]}.json"
+    if not path.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(find()))
+    return json.loads(path.read_text())
+
+
 def measure(report, model, count, args):
     """{network: rows} of a model on a number of hosts."""
     setting, found = data.MODELS[model], {}
     where = dict(network=f"{model}, {count} hosts")
     with contextlib.ExitStack() as stack:
-        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
-        data.write(path, model, count)
-        lab = stack.enter_context(Lab(count, link(UNLIMITED)))
-        settings = dict(model=model, rate=setting.rate, data=str(path))
-        hosts = Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
-        losses = curves(hosts, setting.target, args.most or setting.most)
+
+        @functools.cache
+        def hosts():
+            path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+            data.write(path, model, count)
+            lab = stack.enter_context(Lab(count, link(UNLIMITED)))
+            settings = dict(model=model, rate=setting.rate, data=str(path))
+            return Hosts(stack, lab, commands(args.torch), settings, methods=args.methods)
+
+        def of_rate(mbit):
+            hosts().limit(link(mbit))
+            return figures(hosts(), steps, turns(hosts(), RATES[mbit], args.repeats))
+
+        losses = kept(where["network"], args, lambda: curves(hosts(), setting.target, args.most or setting.most))
         for method, values in losses.items():
             points = [dict(method=method, steps=EVERY * i, loss=value) for i, value in enumerate(values)]
             report.data["losses"] += [where | point for point in points]
         steps = {method: steps_to(values, setting.target) for method, values in losses.items()}
         for mbit in args.rates or RATES:
-            hosts.limit(link(mbit))
-            rows = figures(hosts, steps, turns(hosts, RATES[mbit], args.repeats))
-            found[f"{where['network']}, {mbit} Mbit/s"] = rows
+            network = f"{where['network']}, {mbit} Mbit/s"
+            rows = found[network] = kept(network, args, functools.partial(of_rate, mbit))
             report.data["rows"] += [where | dict(mbit=mbit, method=method) | r for method, r in rows.items()]
             examples = f"{setting.batch} examples a host and step, to a loss of {setting.target:g}"
-            report.show("", f"{where['network']}, {mbit} Mbit/s, {examples}.", "")
+            report.show("", f"{network}, {examples}.", "")
             show(report, rows)
     return found
 
@@ -293,6 +318,7 @@ def main():
     report.show(*claim(networks), "", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "training-speed")
+        shutil.rmtree(KEPT, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -129,9 +129,23 @@ def by_hand(exchange):
 
 def ours(axis="data", momentum=True, **options):
     """Training by make_train_step."""
-    return lambda run: cgx.make_train_step(
-        make_loss(run.model), run.optimizer(momentum), run.mesh, data_axis=axis, **options
+    return lambda run, optimizer=None: cgx.make_train_step(
+        make_loss(run.model), optimizer or run.optimizer(momentum), run.mesh, data_axis=axis, **options
     )
+
+
+STREAMING = dict(every=20, fragments=4, overlap=3, alpha=0.5)
+
+
+def diloco(every, **options):
+    """Centers of one host each, which exchange every so many steps."""
+
+    def make(run):
+        inner = run.optimizer()
+        given = cgx.wan.diloco(inner, "sgd", every=every, axis_name=TCP, plan=cgx.MaxMin(4), **options)
+        return ours(TCP, diloco=given)(run, inner)
+
+    return make
 
 
 METHODS = {
@@ -149,10 +163,13 @@ METHODS = {
     "jaxcgx": {
         "MaxMin(4), Gloo": ours(plan=cgx.MaxMin(4)),
         "MaxMin(4), Tcp": ours(TCP, plan=cgx.MaxMin(4)),
+        "MaxMin(4), backward": ours(TCP, plan=cgx.MaxMin(4), overlap="backward"),
+        "MaxMin(4), priority": ours(TCP, plan=cgx.MaxMin(4), overlap="priority"),
         "ByteGrad, Tcp": ours(TCP, plan=cgx.ByteGrad()),
         "DGC 1 %, Tcp": ours(TCP, momentum=False, compress=cgx.dgc, ratio=0.01),
         "PowerSGD(4), Gloo": ours(plan=cgx.PowerSGD(4)),
     },
+    "DiLoCo": {"DiLoCo, 4 bits, H 20": diloco(20), "DiLoCo, 4 bits, H 20, streaming": diloco(**STREAMING)},
 }
 
 
@@ -161,11 +178,15 @@ class Program:
 
     def __init__(self, run, data, method):
         init, step = method(run)
+        self._finish = getattr(step, "finish", lambda *state: state)
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
         self._sharding = NamedSharding(run.mesh, P("data"))
         self._weights, self._state = init(data.weights)
-        self._step = step.lower(self._weights, self._state, self._batch()).compile()
-        self.text = self._step.as_text
+        self._step = step
+
+    def text(self):
+        """Of the compiled step."""
+        return self._step.lower(self._weights, self._state, self._batch()).compile().as_text()
 
     def _batch(self):
         return tuple(jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at))
@@ -175,6 +196,7 @@ class Program:
             self._weights, self._state, _ = self._step(self._weights, self._state, self._batch())
             jax.block_until_ready(self._weights)
             self._at += 1
+        self._weights, self._state = jax.block_until_ready(self._finish(self._weights, self._state))
 
     def loss(self):
         """Of this host's part of what is held out."""
@@ -182,13 +204,13 @@ class Program:
         return float(self._loss(weights, tuple(self._data.held_out)))
 
 
-def main(address, rank, ranks, model, rate, data, methods=METHODS):
+def main(address, rank, ranks, model, rate, data):
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(address, ranks, rank)
     mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,))
     run, data = Run(model, rate, mesh), Data(data, rank, ranks)
     make = partial(partial, Program, run, data)
-    serve({kind: {name: make(method) for name, method in given.items()} for kind, given in methods.items()})
+    serve({kind: {name: make(method) for name, method in given.items()} for kind, given in METHODS.items()})
 
 
 if __name__ == "__main__":

@@ -88,7 +88,10 @@ class Program:
     def __init__(self, model, rate, data, hook):
         self._net = (Transformer if model == "transformer" else ResNet)(data.weights)
         if hook:
-            self._net = torch.nn.parallel.DistributedDataParallel(self._net, gradient_as_bucket_view=True)
+            # With several buckets PowerSGD's hooks call Gloo in an order that differs from host to host, and Gloo ends
+            # the processes ("Received data size doesn't match", torch 2.13).
+            buckets = dict(bucket_cap_mb=1000) if hook is low_rank else {}
+            self._net = torch.nn.parallel.DistributedDataParallel(self._net, gradient_as_bucket_view=True, **buckets)
             hook(self._net)
         parameters = self._net.parameters()
         if model == "transformer":

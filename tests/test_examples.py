@@ -1,7 +1,9 @@
 """The examples run, briefly."""
 
 import itertools
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,13 +20,16 @@ def test_digits(tmp_path):
     pytest.importorskip("sklearn", reason="needs the extra `examples`")
     plot = tmp_path / "curves.png"
     result = subprocess.run(
-        [sys.executable, EXAMPLES / "digits.py", "--steps", "3", "--devices", "3", "--plot", plot],
+        [sys.executable, EXAMPLES / "digits.py", "--steps", "2", "--rate", "1gbit", "--plot", plot],
         capture_output=True,
         text=True,
         timeout=300,
+        # XLA crashes where it is to keep a program of several processes.
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},
     )
     assert result.returncode == 0, result.stderr
-    assert "4-bit" in result.stdout and "replicas differ by" in result.stdout
+    sent = [float(x) for x in re.findall(r" (\d\.\d{3}) ", result.stdout)]
+    assert len(sent) == 4 and sent == sorted(sent, reverse=True), result.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

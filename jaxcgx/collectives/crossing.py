@@ -52,8 +52,7 @@ def begin_pmean(
 
     Over `Tcp`, the exchange goes on while the programs between run: leaves of one message in one codec with kernels,
     or as they are. What can't do so is exchanged at once, and its mean is in the ticket: other transports, hierarchies,
-    `TopK`, `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`, except
-    that leaves which travel as they are over `Tcp` are added up in rank order.
+    `TopK`, `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`.
 
     All ranks begin and end the same means in the same order. Every ticket is ended once. One that isn't keeps its
     memory, and 10,000 of these are an error. It means nothing to another process, so it can't be saved: end it first.
@@ -77,9 +76,7 @@ def begin_pmean(
     """
     op = "begin_pmean"
     net = check_axes(op, axis_name)
-    options = Options(
-        key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb, join_raw=net.begin_sum is not None
-    )
+    options = Options(key=key, schedule=schedule, own=own, strict=strict, fusion_mb=fusion_mb)
     reduction = Reduction(op, x, net=net, codec=codec, options=options, mean=True)
     kept = Kept(reduction.call, State(residuals=residuals, factors=factors))
     messages: dict[tuple[int, ...], Any] = {}

@@ -164,8 +164,9 @@ class Reduction:
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
         asked = check_schedules(op, schedule, net.parts)
-        if asked[0] == "tree" or isinstance(asked[0], Overlay):
-            options = options._replace(join_raw=True)  # raw leaves go along the same links
+        # Raw leaves, too, go along the links of an overlay. Over Tcp they let the program go on, as lax.psum doesn't.
+        if asked[0] == "tree" or isinstance(asked[0], Overlay) or (net.begin_sum and asked[0] != "ring"):
+            options = options._replace(join_raw=True)
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
         if leader and call.groups and not call.hierarchy:
             remedy = "give axis_name a tuple and codec a dict with a codec for each name"

@@ -14,7 +14,7 @@ def backward_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tupl
     For `compress_gradients(..., order=...)`. Arrays may be jax.ShapeDtypeStructs: nothing is computed.
 
     Args:
-      loss_fn: a function (params, *args) that returns a loss, or (loss, auxiliary outputs).
+      loss_fn: a function `(params, *args)` that returns a loss, or (loss, auxiliary outputs).
       params: a pytree of parameters.
       *args: its other arguments, pytrees of arrays.
     """

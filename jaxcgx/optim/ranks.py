@@ -116,11 +116,9 @@ class MeshRanks:
         return x  # a mesh has one
 
     def compressed_pmean(self, x: Any, plan: Any, state: State, **options: Any) -> Any:
-        net = self.net()
-        # What is sliced shall travel while the program goes on, and XLA's own collectives hold it up.
-        joined = options.get("slice_elements") is not None and net.begin_sum is not None
-        given = Options(join_raw=joined, **options)
-        return reduce("compressed_pmean", x, net=net, codec=plan, options=given, state=state, mean=True)
+        return reduce(
+            "compressed_pmean", x, net=self.net(), codec=plan, options=Options(**options), state=state, mean=True
+        )
 
     def pmean(self, x: Any) -> Any:
         net = self.net()

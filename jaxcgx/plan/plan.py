@@ -37,8 +37,8 @@ class Plan(Assignment):
 
     Args:
       default: the codec of leaves that no rule holds for, {axis name: codec}, or Skip(): these leaves are not sent.
-      rules: `Rule`s, or pairs of a codec and, before it, a regular expression on the leaf's path ("a/b/kernel") or a
-        predicate.
+      rules: each a `Rule`, or a pair of a codec and, before it, a regular expression on the leaf's path ("a/b/kernel")
+        or a predicate.
       min_size: a guard, stronger than every rule except those with Skip(): leaves of fewer elements travel raw. 0
         turns it off.
       skip_1d: a guard, too: leaves of one dimension or none, biases and norms, travel raw. False turns it off.

@@ -1,7 +1,7 @@
 """Ranks along the axes of a mesh between processes of one device each: jaxcgx's own connections move the bytes.
 
 XLA's collectives between CPUs send before they receive, so they are half-duplex; these connections are full-duplex.
-xla_ffi/tcp/net.h says how. Arrays that travel as they are still go through lax.
+xla_ffi/tcp/net.h says how. Sums of arrays that no codec takes still go through lax.
 
 Exchanges run in the order of the program, the same on every rank, and hold no thread while they wait.
 """

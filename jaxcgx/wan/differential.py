@@ -45,9 +45,9 @@ class Differential:
     `cgx.wan.Differential(k=0.5)("data", cgx.Raw())`. All blocks of the first step travel at once. Leaves of one block,
     and those that no codec can take, always do.
 
-    A block's contribution is a moving average of its mean magnitude, averaged over the ranks: C <- alpha * C + (1 -
-    alpha) * mean |g|. A step ranks blocks by the contributions up to the step before, so that all ranks choose the same
-    ones, and send no indices.
+    A block's contribution is a moving average of its mean magnitude, averaged over the ranks. It becomes
+    `alpha * contribution + (1 - alpha) * mean(abs(g))`. A step ranks blocks by the contributions up to the step before,
+    so that all ranks choose the same ones, and send no indices.
 
     Args:
       k: the share of a leaf's blocks that is important, above 0 and up to 1.

@@ -31,6 +31,7 @@ class Waiter {
     return [this](const Status& status) {
       std::lock_guard<std::mutex> lock(mutex_);
       result_ = status ? status->message : "";
+      turn_ = ++ended;
       changed_.notify_all();
     };
   }
@@ -40,15 +41,18 @@ class Waiter {
     changed_.wait_for(lock, 60s, [&] { return result_.has_value(); });
     return result_.value_or("hangs");
   }
-  bool is_done() {
+  // How many had ended by then.
+  int64_t turn() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return result_.has_value();
+    return turn_;
   }
 
  private:
+  static inline std::atomic<int64_t> ended = 0;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<std::string> result_;
+  int64_t turn_ = 0;
 };
 
 // The two ends of a connection over loopback.
@@ -188,15 +192,32 @@ void test_several_in_flight_and_groups() {
   });
 }
 
+// Zeros at the end of a message, and a message of zeros, arrive without being sent.
+void test_trims() {
+  together(2, [](Net& net, int64_t rank) {
+    constexpr int64_t kBytes = 700'000;
+    for (const int64_t used : {int64_t{0}, int64_t{1}, int64_t{300'000}, kBytes}) {
+      std::vector<uint8_t> data(kBytes), got(kBytes, 0xee);
+      for (int64_t i = 0; i < used; ++i) data[i] = static_cast<uint8_t>(i % 251 + 1);
+      Waiter waiter;
+      tcp::Exchange e{"trimmed",    1, 0, {first(2), rank, 30s}, {{1 - rank, 0, got.data(), kBytes}}, 1, {},
+                      waiter.done()};
+      e.trims = true;
+      const auto running = net.begin(std::move(e));
+      net.send(running, 1 - rank, 0, data.data(), kBytes);
+      CHECK(waiter.wait() == "" && got == data, "trimmed to " + std::to_string(used));
+    }
+  });
+}
+
 // Exchanges that overtake arrive in the reverse order, before most of the first one.
 void test_overtaking() {
-  pace = 20e6;
+  pace = 8e6;  // a second, in which the others begin however busy the machine is
   together(2, [](Net& net, int64_t rank) {
     AllToAll a(net, first(2), rank, 4'000'000, 2, 1), b(net, first(2), rank, 600'000, 1, 2, 30s, true),
         c(net, first(2), rank, 600'000, 1, 3, 30s, true);
-    CHECK(c.result() == "" && !a.waiter.is_done(), "overtaking");
-    CHECK(b.result() == "" && !a.waiter.is_done(), "overtaking");
-    CHECK(a.result() == "", "overtaken");
+    CHECK(c.result() + b.result() + a.result() == "", "overtaking");
+    CHECK(c.waiter.turn() < a.waiter.turn() && b.waiter.turn() < a.waiter.turn(), "overtaking");
   });
   pace = 0;
 }
@@ -498,10 +519,16 @@ void test_workspaces() {
 
 int main() {
   alarm(240);
-  for (lanes = 1; lanes <= 4; lanes += 3) {
+#ifdef __SANITIZE_THREAD__
+  lanes = 4;  // time: several connections race more than one does, which AddressSanitizer's test has
+#else
+  lanes = 1;
+#endif
+  for (; lanes <= 4; lanes += 3) {
     test_fork();
     test_exchanges();
     test_several_in_flight_and_groups();
+    test_trims();
     test_overtaking();
     test_one_way();
     test_one_leaves();

@@ -63,6 +63,11 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
     return run
 
 
+def raw(axes, x):
+    """The mean of whole numbers, which doesn't depend on the order of a sum."""
+    return cgx.compressed_pmean(jax.tree.map(jnp.round, x), axes, cgx.Raw())
+
+
 def in_a_scan(axes, x):
     return lax.scan(
         lambda x, _: (cgx.compressed_pmean(x, axes, cgx.MaxMin(8), schedule="two_shot"), None), x, length=3
@@ -110,6 +115,8 @@ CASES = {
     "owners": (SHAPES, "data", reduction(schedule=Overlay.owners(4, [1, 1, 0, 0.2]), own="encoded", fed=True)),
     "raw along trees": (SHAPES, "data", reduction(cgx.Raw(), schedule="tree")),
     "lists along trees": (SHAPES, "data", reduction(cgx.TopK(0.05, pull="top"), schedule=UNEVEN, fed=True)),
+    "raw": (LARGE, "data", raw),
+    "raw in all": (SHAPES, BOTH, raw),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
@@ -447,7 +454,8 @@ def sum_until(action, last):
     mesh, axis = the_mesh("data"), cgx.Tcp("data", timeout=1.0 if action == "stay_away" else 60.0)
     x = array(mesh, (200_000,), "float32", 0)
     collective = cgx.compressed_pmean if action == "differ" and last else cgx.compressed_psum
-    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule="two_shot")))
+    schedule = "tree" if action in ("raise", "stay_away") else "two_shot"
+    program = jax.jit(on_ranks(mesh, lambda x: collective(x, axis, cgx.MaxMin(4), schedule=schedule)))
     connections.connect(60)
     for i in range(10**9):
         if last and i == 5:

@@ -1,0 +1,37 @@
+"""What a host of diloco.py does when, in two periods of streaming: rank 0 prints it.
+
+python benchmarks/diloco_trace.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "path": ...}'
+"""
+
+import json
+import os
+import sys
+
+import jax
+import overlap
+from host import Data
+from training_speed_jax import STREAMING, Program, Run, diloco
+
+
+class Steps:
+    """Some steps of streaming, from one in which no exchange is under way to another, for `overlap.events`."""
+
+    def __init__(self, mesh, path, rank):
+        self._program = Program(Run("transformer", 1e-3, mesh), Data(path, rank, mesh.size), diloco(**STREAMING))
+        self.text = self._program.text
+        self._program.run(2 * STREAMING["every"] - 1)
+
+    def __call__(self):
+        self._program.run(2 * STREAMING["every"] // STREAMING["fragments"])
+
+
+def trace(address, rank, hosts, path):
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(address, hosts, rank)
+    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    print("RESULTS", json.dumps(overlap.events(Steps(mesh, path, rank))), flush=True)
+
+
+if __name__ == "__main__":
+    trace(**json.loads(sys.argv[1]))
