@@ -43,7 +43,9 @@ class Lossless(Codec):
     `jaxcgx.Tcp` sends what is used of it; other transports send all of it, which saves nothing.
     """
 
-    carrier = Raw()
+    @property
+    def carrier(self) -> Codec:
+        return Raw()
 
     @property
     def native(self) -> dict[str, np.generic]:
