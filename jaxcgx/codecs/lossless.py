@@ -37,7 +37,7 @@ def _most(n: int, dtype: DType) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Lossless(Codec):
-    """Every element with all its bits, in fewer bytes where exponents are alike: gradients take 2/3 in bfloat16.
+    """Every element with all its bits, in fewer bytes where exponents are alike: bfloat16 gradients take 0.7.
 
     Sums are those of `Raw()` to the bit. A payload always has room for arrays whose exponents are not alike.
     `jaxcgx.Tcp` sends what is used of it; other transports send all of it, which saves nothing.
