@@ -161,7 +161,7 @@ bench-collectives: $(INSTALLED) ## measure the collectives between processes and
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
 
-bench-errors: $(INSTALLED) ## compare the predicted errors of sums with measured ones
+bench-errors: $(INSTALLED) ## what every codec loses, beside published figures and predictions
 	@.venv/bin/python benchmarks/errors.py
 
 bench-prediction: $(INSTALLED) ## compare the predicted times of exchanges with results; MEASURE=yes: with new ones, too

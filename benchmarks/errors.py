@@ -1,14 +1,15 @@
-"""Compares the errors that exchange/errors.py predicts with those of sums.
+"""What every codec loses, beside published figures, and what exchange/errors.py predicts of it.
 
     python benchmarks/errors.py [--codecs REGEX] [--out DIR]
 
-The ranks are virtual devices of this process: errors don't depend on who moves the bytes. A prediction for random
-numbers is made from other ones of the same distribution. One for gradients is made from the gradients that are summed,
+The ranks are an axis of vmap: errors don't depend on who moves the bytes. A prediction for random numbers is made from
+other ones of the same distribution. One for gradients is made from the gradients that are summed,
 as their statistics change from step to step: the comparison checks how encodings add up, not whether steps are alike.
 """
 
 import argparse
 import functools
+import math
 import pathlib
 import re
 import shlex
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from error_numbers import PART, RANDOM, STEPS, numbers
 from report import RESULTS, Report, header, line
 from sklearn.datasets import load_digits
 
@@ -27,20 +28,46 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange.costs import SCHEDULES
 from jaxcgx.exchange.errors import Losses, drawn
 
+# Every codec, by what is one line in the picture. A codec that is added here is in the table and in the picture.
+FAMILIES = {
+    "MaxMin": [cgx.MaxMin(bits) for bits in (2, 3, 4, 5, 6, 8)],
+    "MaxMin, buckets of 128": [cgx.MaxMin(bits, 128) for bits in (2, 3, 4, 5)],
+    "MaxMin, stochastic": [cgx.MaxMin(bits, rounding="stochastic") for bits in (2, 4, 8)],
+    "MaxMin, correlated": [cgx.MaxMin(bits, rounding="correlated") for bits in (2, 4, 8)],
+    "AbsMax": [cgx.AbsMax(bits) for bits in (3, 4, 8)],
+    "ByteGrad": [cgx.ByteGrad()],
+    "Float8": [cgx.Float8()],
+    "Cast": [cgx.Cast("float16"), cgx.Cast("bfloat16")],
+    "Sign": [cgx.Sign()],
+    "TopK": [cgx.TopK(0.01), cgx.TopK(0.1)],
+    "PowerSGD": [cgx.PowerSGD(rank) for rank in (1, 4)],
+}
+KINDS = *RANDOM, *PART
+MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks of whose numbers the table's means are
+ONE = 8  # ranks whose encodings give the error of one
+# (bits of an element, vNMSE of one encoding, or of a mean). EDEN's is D / (1 - D) for the distortion D of Lloyd and
+# Max's levels, whatever the numbers are. NVFP4's is the format's, on normal numbers. DynamiQ's are gradients of
+# LLaMA-1B, Gemma-1B, BERT-large and LLaMA-1B on MMLU, and of a whole exchange.
+PUBLISHED = {
+    "EDEN": [(1, math.pi / 2 - 1), (2, 0.1331), (3, 0.0358), (4, 0.00959), (5, 0.00251), (6, 0.000644)],
+    "NVFP4": [(4.5, 0.0090)],
+    "DynamiQ, of a mean": [(5, 0.0015), (5, 0.0012), (5, 0.0022), (5, 0.00096)],
+}
+
+# The predictions
 RANKS = 2, 8
-jax.config.update("jax_num_cpu_devices", max(RANKS))  # before anything starts JAX's backend
 SIZE = 2**19  # elements of a rank, of random numbers
 SEEDS = 2  # sums of random numbers
 TAKEN = 6  # sums of gradients
 GOAL = 0.1
 GRADIENTS = "gradients"
 LAYERS = 64, 512, 512, 10  # of the network whose gradients are summed
-STEPS, BATCH = 40, 32  # before the gradients are taken; of a rank
-STOCHASTIC = "stochastic"
-CODECS = [
+BATCH = 32  # of a rank
+PREDICTED = [
     cgx.MaxMin(2),
     cgx.MaxMin(4),
-    cgx.MaxMin(4, rounding=STOCHASTIC),
+    cgx.MaxMin(4, rounding="stochastic"),
+    cgx.MaxMin(4, rounding="correlated"),
     cgx.MaxMin(8),
     cgx.Float8(),
     cgx.ByteGrad(),
@@ -76,7 +103,7 @@ def gradients(ranks, steps):
     return np.stack(found)
 
 
-def numbers(kind, ranks):
+def samples(kind, ranks):
     """(samples for predictions, what is summed), each [sums, ranks, ...]."""
     if kind == GRADIENTS:
         found = gradients(ranks, TAKEN)
@@ -85,37 +112,112 @@ def numbers(kind, ranks):
     return [of(0)], [of(1 + seed) for seed in range(SEEDS)]
 
 
-def predict(samples, codec, schedule):
+def predict(found, codec, schedule):
     """The vNMSE of all samples together."""
-    ranks = len(samples[0])
+    ranks = len(found[0])
     if codec.low_rank:  # of each matrix
-        powers = [np.square(sample.sum(0)).sum() for sample in samples]
-        return float(np.average([Losses(sample, codec).error(schedule, ranks) for sample in samples], weights=powers))
-    cut = len(samples) * (1 if schedule == "one_shot" else ranks)
-    return Losses(np.concatenate(samples, 1), codec, cut=cut).error(schedule, ranks)
+        powers = [np.square(sample.sum(0)).sum() for sample in found]
+        return float(np.average([Losses(sample, codec).error(schedule, ranks) for sample in found], weights=powers))
+    cut = len(found) * (1 if schedule == "one_shot" else ranks)
+    return Losses(np.concatenate(found, 1), codec, cut=cut).error(schedule, ranks)
 
 
 @functools.lru_cache
-def program(codec, schedule, ranks):
-    """compressed_pmean of [ranks, ...], with a key."""
-    mesh = jax.make_mesh((ranks,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
-    spec = PartitionSpec("data")
+def program(codec, schedule):
+    """compressed_pmean of leaves [ranks, ...] with a key. The result is that of the first rank."""
 
-    def mean(x, key):
+    def mean(leaves, key):
         key = key if codec.stochastic else None
-        return cgx.compressed_pmean(x[0], "data", codec, schedule=schedule, key=key)[None]
+        return cgx.compressed_pmean(leaves, "data", codec, schedule=schedule, key=key)
 
-    return jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
+    of_ranks = jax.vmap(mean, in_axes=(0, None), axis_name="data")
+    return jax.jit(lambda leaves, key: [x[0] for x in of_ranks(leaves, key)])
+
+
+def error(results, exact):
+    """The vNMSE of arrays together."""
+    lost = sum(np.square(result - x, dtype=np.float64).sum() for result, x in zip(results, exact, strict=True))
+    return float(lost / sum(np.square(x, dtype=np.float64).sum() for x in exact))
 
 
 def measure(codec, schedule, sums):
-    """The vNMSE of compressed_pmean, of all sums together."""
-    lost, power = 0.0, 0.0
-    for seed, x in enumerate(sums):
-        result = np.asarray(program(codec, schedule, len(x))(jnp.asarray(x), jax.random.key(seed)))[0]
-        exact = x.mean(0, dtype=np.float64)
-        lost, power = lost + np.square(result - exact).sum(), power + np.square(exact).sum()
-    return float(lost / power)
+    """The vNMSE of compressed_pmean, of all sums together. A sum is of leaves [ranks, ...]."""
+    results, exact = [], []
+    for seed, leaves in enumerate(sums):
+        results += map(np.asarray, program(codec, schedule)([jnp.asarray(x) for x in leaves], jax.random.key(seed)))
+        exact += [x.mean(0, dtype=np.float64) for x in leaves]
+    return error(results, exact)
+
+
+def measure_encoding(codec, leaves):
+    """The vNMSE of one encoding of leaves [ranks, ...]."""
+
+    def decode(x, rank):
+        return cgx.roundtrip(x, codec, jax.random.fold_in(jax.random.key(0), rank) if codec.stochastic else None)
+
+    rows = [x[:ONE] for x in leaves]
+    return error([np.asarray(jax.jit(jax.vmap(decode))(x, jnp.arange(ONE))) for x in rows], rows)
+
+
+def bits(codec, leaves):
+    """Bits of an element, with metadata."""
+    return 8 * sum(codec.wire_bytes(x.shape[1:], x.dtype) for x in leaves) / sum(x[0].size for x in leaves)
+
+
+def compare_codecs(report, codecs):
+    """The table of all codecs, which is drawn."""
+    names = ["one", *(f"mean of {ranks}" for ranks in TABLE_RANKS)]
+    for kind in KINDS:
+        leaves = numbers(kind, MOST)
+        report.show("", f"{kind}:", "", *header("codec", "bits", *names))
+        for family, members in FAMILIES.items():
+            for codec in members:
+                if not re.search(codecs, spell(codec)):
+                    continue
+                schedule = "auto" if codec.low_rank else "two_shot"
+                means = [measure(codec, schedule, [[x[:ranks] for x in leaves]]) for ranks in TABLE_RANKS]
+                row = dict(family=family, codec=spell(codec), numbers=kind, bits=round(bits(codec, leaves), 3))
+                row |= dict(zip(names, [measure_encoding(codec, leaves), *means]))
+                report.data["codecs"].append(row)
+                report.show(line([row["codec"], f"{row['bits']:.3g}", *(f"{row[name]:.3g}" for name in names)]))
+    report.show("", "Published:", "", *header("", "bits", "vNMSE"))
+    for name, points in PUBLISHED.items():
+        for n, lost in points:
+            report.data["published"].append(dict(name=name, bits=n, vnmse=lost))
+            report.show(line([name, f"{n:.3g}", f"{lost:.3g}"]))
+
+
+def draw(path, rows):
+    """Error against bits: a row of plots of one encoding, and one of the mean of 8 ranks."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(KINDS), 9), layout="constrained")
+    grid = figure.subplots(2, len(KINDS), sharex=True, sharey=True)
+    found = {}  # what the legend says
+    for axes, measured in zip(grid, ("one", "mean of 8")):
+        for ax, kind in zip(axes, KINDS):
+            for color, family in enumerate(FAMILIES):
+                points = [(r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind)]
+                points = sorted((n, lost) for n, lost in points if lost)  # what loses nothing is below the plot
+                if points:
+                    style = dict(marker="o", markersize=4, linewidth=1, color=colormaps["tab20"](color))
+                    found[family] = ax.plot(*zip(*points), **style)[0]
+            for marker, (name, points) in zip("x+1", PUBLISHED.items()):
+                if name.endswith("mean") == (measured != "one"):
+                    style = dict(marker=marker, markersize=9, linestyle="", color="black")
+                    found[f"{name} (published)"] = ax.plot(*zip(*points), **style)[0]
+            ax.set(title=f"{kind}: {measured}{' encoding' * (measured == 'one')}", xscale="log", yscale="log")
+            ax.set_xticks([0.25, 0.5, 1, 2, 4, 8, 16], ["1/4", "1/2", 1, 2, 4, 8, 16])
+            ax.minorticks_off()
+            ax.grid(alpha=0.3)
+            ax.label_outer()
+    for ax in grid[1]:
+        ax.set_xlabel("bits of an element")
+    for ax in grid[:, 0]:
+        ax.set_ylabel("vNMSE")
+    figure.legend(found.values(), found, loc="outside lower center", ncols=7)
+    figure.savefig(path, dpi=80)
 
 
 def schedules(codec):
@@ -125,7 +227,7 @@ def schedules(codec):
 
 
 def parse():
-    parser = argparse.ArgumentParser(description="Predicted errors of sums against measured ones.")
+    parser = argparse.ArgumentParser(description="What codecs lose, measured and predicted.")
     parser.add_argument("--codecs", metavar="REGEX", help="only the codecs whose names match")
     parser.add_argument(
         "--out",
@@ -140,8 +242,18 @@ def parse():
 
 
 NOTES = f"""\
-- Errors are vNMSE of one compressed_pmean without feedback, |result - mean|^2 / |mean|^2, over {SEEDS} sums, or {TAKEN}
-  of gradients.
+The tables of codecs:
+
+- Errors are vNMSE: |result - exact|^2 / |exact|^2, without feedback. one: of one encoding. mean of N: of
+  compressed_pmean over N ranks, with two_shot, which encodes twice. Bits have the metadata in them.
+- normal, laplace, student (3 degrees of freedom): independent numbers. transformer, ResNet-20: gradients of the models
+  of training_speed.py after {STEPS} steps, a batch a rank, of the leaves that plans compress; of the transformer those
+  of one block. [errors.png](errors.png) draws all of this.
+- Errors of a mean of gradients are relative to the mean, which is smaller than the ranks' gradients.
+
+The predictions:
+
+- Errors are those of one compressed_pmean, over {SEEDS} sums, or {TAKEN} of gradients.
 - normal, laplace, student (3 degrees of freedom): {SIZE:,} independent numbers of each rank, of variance 1, 2 and 3.
 - {GRADIENTS}: those of the largest layer of a network that learns scikit-learn's digits, after {STEPS} steps.
 - off: the prediction over the measurement, minus 1. It is made from other random numbers, or from the same gradients.
@@ -152,23 +264,26 @@ NOTES = f"""\
 def main():
     args = parse()
     warnings.simplefilter("ignore")  # of keys that a codec doesn't need
-    report = Report(args.command or "make bench-errors", goal=GOAL, rows=[])
-    report.show("", *header("codec", "numbers", "ranks", "schedule", "measured", "predicted", "off"))
+    report = Report(args.command or "make bench-errors", goal=GOAL, codecs=[], published=[], rows=[])
+    compare_codecs(report, args.codecs or "")
+    report.show(
+        "", "Predictions:", "", *header("codec", "numbers", "ranks", "schedule", "measured", "predicted", "off")
+    )
     for kind in (GRADIENTS, "normal", "laplace", "student"):
         for ranks in RANKS:
-            samples, sums = numbers(kind, ranks)
-            for codec in CODECS:
+            found, sums = samples(kind, ranks)
+            for codec in PREDICTED:
                 if not re.search(args.codecs or "", spell(codec)):
                     continue
                 for schedule in schedules(codec):
-                    exact = measure(codec, schedule, sums)
+                    exact = measure(codec, schedule, [[x] for x in sums])
                     row = dict(
                         codec=spell(codec),
                         numbers=kind,
                         ranks=ranks,
                         schedule=schedule,
                         measured=exact,
-                        predicted=predict(samples, codec, schedule),
+                        predicted=predict(found, codec, schedule),
                     )
                     row["off"] = round(row["predicted"] / exact - 1, 4)
                     report.data["rows"].append(row)
@@ -180,6 +295,7 @@ def main():
     report.show("", *NOTES.splitlines())
     if args.out:
         report.write(args.out, "errors")
+        draw(args.out / "errors.png", report.data["codecs"])
 
 
 def summary(report):

@@ -42,6 +42,7 @@ CODECS = {
     "AbsMax 8": cgx.AbsMax(8, BUCKET),
     "Float8 e4m3": cgx.Float8("e4m3", BUCKET),
     "Float8 e5m2": cgx.Float8("e5m2", BUCKET),
+    **{f"Micro {name}": cgx.Micro(name) for name in ("nvfp4", "mxfp4", "mxfp8")},
     "Cast bfloat16": cgx.Cast("bfloat16"),
     "Cast float16": cgx.Cast("float16"),
     "Sign": cgx.Sign(BUCKET),
@@ -54,7 +55,7 @@ STOCHASTIC = {  # decoding is that of their namesakes above
     "Cast bfloat16 stochastic": cgx.Cast("bfloat16", "stochastic"),
 }
 ENCODE_GOALS = {
-    **{name: 0.6 for name in CODECS if name not in ("Sign", "ByteGrad", "Raw")},
+    **{name: 0.6 for name in CODECS if name not in ("Sign", "ByteGrad", "Micro nvfp4", "Raw")},
     **dict.fromkeys(("MaxMin 2", "MaxMin 4", "MaxMin 8"), 0.85),
     **dict.fromkeys(("MaxMin 4 stochastic", "MaxMin 8 stochastic"), 0.5),
 }

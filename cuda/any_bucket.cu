@@ -5,6 +5,33 @@
 namespace jaxcgx::cuda {
 namespace {
 
+// The codes of a lane of a block with scales, and its rows' scales, which the first lane also stores. Every thread of
+// the warp must call this.
+template <class C, int kBits>
+CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, Words<Scalar, kBits>& w,
+                         float (&scales)[kRows], uint8_t* stored) {
+#pragma unroll
+  for (int first = 0; first < kRows; first += C::kScaleRows) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int r = first; r < first + C::kScaleRows; ++r) {
+      const float y = fabsf(x[r] * g.scale * g.inv);
+      if (r < l.rows) largest = fmaxf(largest, y == y ? y : INFINITY);
+    }
+#pragma unroll
+    for (uint32_t m = kLanes / 2; m > 0; m /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWholeWarp, largest, m));
+    const int32_t code = g.finite ? C::template scale_code<Scalar>(largest) : 0;
+    const float inverse = C::template inverse<Scalar>(code);
+#pragma unroll
+    for (int r = first; r < first + C::kScaleRows; ++r) {
+      scales[r] = C::template scale<Scalar>(code);
+      if (r < l.rows && g.finite && C::template is_number<Scalar>(code))
+        w.put(r, C::template quantize<Scalar>(x[r] * g.scale * g.inv * inverse));
+    }
+    if (l.coded && l.lane == 0) stored[first / C::kScaleRows] = static_cast<uint8_t>(code);
+  }
+}
+
 template <class C, int kBits, bool kStochastic>
 __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
@@ -79,30 +106,37 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
         extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
     const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
     first_noise = first / kBlock * kBlock;
+    const uint32_t* const key = m.keys + kKeyWords * p.row;
     const auto draws = static_cast<uint32_t>(div_up(first + count - first_noise, kBlock)) * kLanes;
     for (uint32_t i = threadIdx.x; i < draws; i += blockDim.x) {
       int32_t word[4];
-      draw(word, m.keys + 2 * p.row, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
+      draw(word, key, static_cast<uint64_t>(first_noise / kBlock) * kLanes + i, extra.id);
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
-        noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] = static_cast<uint16_t>(noise_of<Scalar>(word, r));
+        noise.of[i / kLanes * kBlock + r * kLanes + i % kLanes] =
+            static_cast<uint16_t>(noise_of<Scalar>(word, r, key[2]));
     }
     __syncthreads();
   }
-  if (l.rows == 0) return;
-
   const int32_t top = top_of(m.codec);
   Words<Scalar, kBits> w;
   w.clear();
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    int32_t random = 0;
-    if (r >= l.rows || !g.finite) continue;
-    if constexpr (kStochastic) random = noise.of[extra.start + l.at(r) - first_noise];
-    w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
-  }
   uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
-  uint8_t* codes = chunk + e.codes + l.codes(kBits, m);
+  uint8_t* codes = chunk + e.codes + l.codes(m);
+  float scales[kRows];
+  if constexpr (traits_of(C::kKind).scales) {
+    encode_scaled<C, kBits>(l, x, g, w, scales, codes + kLanes * kBits);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int32_t random = 0;
+      scales[r] = 1.0f;
+      if (r >= l.rows || !g.finite) continue;
+      if constexpr (kStochastic) random = noise.of[extra.start + l.at(r) - first_noise];
+      w.put(r, code_of<C, kBits, kStochastic>(x[r], g, top, random));
+    }
+  }
+  if (!l.coded) return;
   each_word<kBits>(w, l.lane, l.lanes,
                    [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
   if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
@@ -110,7 +144,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (r >= l.rows) continue;
-    const float lost = undivided[r] - m.divisor * plus<C, kBits>(base_of(g), unit_of(g), w, r, top);
+    const float lost = undivided[r] - m.divisor * plus<C, kBits>(base_of(g), unit_of(g), w, r, top, scales[r]);
     residual.lost[l.at(r)] = is_finite(lost) ? lost : residual.old[l.at(r)];
   }
 }
@@ -181,8 +215,8 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
 }
 
 // Threads for a bucket of n elements: one a lane, a power of two or whole warps.
-uint32_t threads_for(int64_t n) {
-  const int64_t lanes = div_up(n, kRows);
+uint32_t threads_for(const Codec& c, int64_t n) {
+  const int64_t lanes = traits_of(c.kind).scales ? div_up(n, kBlock) * kLanes : div_up(n, kRows);
   if (lanes > kWarpSize) return static_cast<uint32_t>(div_up(lanes, kWarpSize)) * kWarpSize;
   uint32_t threads = 1;
   while (threads < lanes) threads *= 2;
@@ -205,7 +239,7 @@ Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<tr
   Call call = given;
   Message& m = call.message;
   m.stage = stage;
-  m.threads = large ? kMostThreads : threads_for(largest);
+  m.threads = large ? kMostThreads : threads_for(c, largest);
   // The fast kernels leave only the last bucket of each piece.
   m.groups = large ? 1 : std::max(1u, (fast ? kWarpSize : kSmallThreads) / m.threads);
   Launches launches(call, kernel, name, std::max(kWarpSize, m.groups * m.threads));
@@ -215,10 +249,9 @@ Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<tr
       if (p.coded == 0 || (p.bucket > kMostStaged) != large) continue;
       const int64_t whole = fast ? p.coded / p.bucket : 0, rest = p.coded - whole * p.bucket;
       if (rest == 0) continue;
-      const int64_t count = div_up(rest, p.bucket), bits = code_bits(c);
+      const int64_t count = div_up(rest, p.bucket);
       if (count > UINT32_MAX) return {name, cudaErrorInvalidConfiguration};
-      Item item(l, call.leaves, row, p, whole * p.bucket, whole * packed_bytes(p.bucket, static_cast<int>(bits)),
-                whole * meta_floats(c.kind));
+      Item item(l, call.leaves, row, p, whole * p.bucket, whole * bucket_bytes(c, p.bucket), whole * meta_floats(c));
       item.entry.count = static_cast<uint32_t>(count);
       item.extra.last = rest - (count - 1) * p.bucket;
       item.extra.work = static_cast<uint32_t>(work);

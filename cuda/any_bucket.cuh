@@ -26,6 +26,7 @@ struct Lane {
   uint32_t first_thread, thread;  // of the bucket's threads
   int32_t lane, lanes, block;
   int32_t rows;  // of this lane
+  bool coded;    // whether this lane has words
 
   CGX_D Lane(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
     thread = threadIdx.x % m.threads;
@@ -45,9 +46,10 @@ struct Lane {
     block = static_cast<int32_t>(thread) / kLanes;
     lane = static_cast<int32_t>(thread) % kLanes;
     const int32_t here = count - block * kBlock;
-    lanes = here >= kBlock ? kLanes : (here + kRows - 1) / kRows;
+    lanes = m.scales || here >= kBlock ? kLanes : (here + kRows - 1) / kRows;
+    coded = m.scales ? here > 0 : lane < lanes;
     rows = here >= kBlock ? kRows : lane < lanes ? (here - lane + lanes - 1) / lanes : 0;
-    if (rows > kRows) rows = kRows;
+    rows = rows > kRows ? kRows : rows < 0 ? 0 : rows;
   }
   CGX_D static int64_t parts_of(const Message& m, const Entry& e, const Extra& extra) {
     return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
@@ -58,8 +60,9 @@ struct Lane {
   CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
 
   // Where the words of the block begin in the codes of the entry.
-  CGX_D int64_t codes(int bits, const Message& m) const {
-    return bucket * packed_bytes(m.codec.bucket_size, bits) + (part * kMostStaged / kRows + block * kLanes) * bits;
+  CGX_D int64_t codes(const Message& m) const {
+    return bucket * bucket_bytes(m.codec, m.codec.bucket_size) +
+           bucket_bytes(m.codec, part * kMostStaged + block * kBlock);
   }
   CGX_D float* work(const Message& m, const Entry& e, const Extra& extra) const {
     return m.workspace + extra.work + bucket * workspace_floats(m.codec.kind, parts_of(m, e, extra));
@@ -94,6 +97,15 @@ CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
   if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
 }
 
+// The scale of a row, from the bytes of its block; 1 for codecs without such scales.
+template <class C, int kBits>
+CGX_D float scale_of_row(const uint8_t* block, int row) {
+  if constexpr (traits_of(C::kKind).scales)
+    return C::template scale<Scalar>(block[kLanes * kBits + row / C::kScaleRows]);
+  else
+    return 1.0f;
+}
+
 // Loads the numbers of a lane from a leaf.
 CGX_D void load_lane(const void* leaf, DType dtype, const Lane& l, float (&x)[kRows]) {
 #pragma unroll
@@ -111,7 +123,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
   const float base = meta.base(m, p.rank);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = base;
-  const uint8_t* codes = payloads + e.codes + l.codes(kBits, m);
+  const uint8_t* codes = payloads + e.codes + l.codes(m);
 #pragma unroll 2
   for (uint32_t rank = 0; rank < m.ranks; ++rank, codes += m.chunk_bytes) {
     if (rank == p.rank) {
@@ -125,7 +137,7 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
                        [&](auto size, int32_t& word, int32_t at) { word = load_word<decltype(size)>(codes + at); });
       const float unit = meta.unit(rank);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top);
+      for (int r = 0; r < kRows; ++r) x[r] = plus<C, kBits>(x[r], unit, w, r, top, scale_of_row<C, kBits>(codes, r));
     }
   }
 }

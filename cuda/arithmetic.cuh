@@ -109,13 +109,16 @@ CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   }
 }
 
-// so_far + unit * the value of a code. Fused if the product is exact (codec/traits.h) and there is a fast form.
+// so_far + unit * the value of a code; `scale`: of its block. Fused if the product is exact (codec/traits.h) and there
+// is a fast form.
 template <class C, int kBits>
-CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top) {
+CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top, float scale = 1.0f) {
   if constexpr (std::is_same_v<C, Levels>) {
     return __fmaf_rn(unit, to_float(level_of<kBits>(w, row) - top), so_far);
   } else if constexpr (std::is_same_v<C, Sign>) {
     return __fmaf_rn(unit, Sign::value<Counted, 1>(level_of<1>(w, row)), so_far);
+  } else if constexpr (traits_of(C::kKind).scales) {
+    return __fadd_rn(so_far, __fmul_rn(unit, __fmul_rn(C::template value<Scalar, kBits>(w.get(row)), scale)));
   } else {
     return __fadd_rn(so_far, __fmul_rn(unit, C::template value<Scalar, kBits>(w.get(row))));
   }

@@ -36,8 +36,11 @@ Status decode_all(const Call& call) {
       const auto launch = [&](auto kernel) {
         return launch_fast(call, Launches(call, kernel, "decode kernel", kThreads));
       };
-      return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
-                               : launch(decode_kernel<typename V::Codec, V::bits, false>);
+      if constexpr (traits_of(V::Codec::kKind).scales)
+        return Status();  // is_fast is false
+      else
+        return call.message.sums ? launch(decode_kernel<typename V::Codec, V::bits, true>)
+                                 : launch(decode_kernel<typename V::Codec, V::bits, false>);
     });
     if (s.call != nullptr) return s;
   }

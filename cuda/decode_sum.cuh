@@ -42,7 +42,7 @@ struct Metadata {
   CGX_D Metadata(const Message& m, const uint8_t* payloads, int64_t at) : next(m.chunk_bytes / 4), floats(m.meta) {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
-  CGX_D float unit(uint32_t rank) const { return first[rank * next]; }
+  CGX_D float unit(uint32_t rank) const { return floats == 0 ? 1.0f : first[rank * next]; }
   // The bases of all ranks are summed before anything else is added. A single payload's base is taken as it is.
   CGX_D float base(const Message& m, uint32_t own) const {
     if (own == kNowhere) return float_of(kNaNBits);

@@ -39,8 +39,12 @@ Status encode_all(const Call& call) {
       const auto launch = [&](auto kernel) {
         return launch_fast(call, Launches(call, kernel, "encode kernel", kThreads));
       };
-      return call.leaves.residuals != nullptr ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                                              : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+      if constexpr (traits_of(V::Codec::kKind).scales)
+        return Status();  // is_fast is false
+      else
+        return call.leaves.residuals != nullptr
+                   ? launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                   : launch(encode_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }

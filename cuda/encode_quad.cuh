@@ -8,9 +8,10 @@
 
 namespace jaxcgx::cuda {
 
-// With stochastic rounding, blocks of the buckets must also be blocks of noise.
+// With scales of blocks there are no fast kernels. With stochastic rounding, blocks of the buckets must also be blocks
+// of noise.
 inline bool is_fast(const Codec& c) {
-  return has_buckets(c.kind) && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
+  return has_buckets(c.kind) && !traits_of(c.kind).scales && (c.bucket_size & (c.bucket_size - 1)) == 0 &&
          c.bucket_size >= (c.stochastic ? kBlock : 32) && c.bucket_size <= kTile;
 }
 
@@ -104,7 +105,7 @@ CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& 
   float* meta = reinterpret_cast<float*>(chunk) + at;
   if (m.meta == 2)
     *reinterpret_cast<float2*>(meta) = {unit_of(g), base_of(g)};
-  else
+  else if (m.meta == 1)
     *meta = unit_of(g);
 }
 
@@ -129,15 +130,18 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     lanes[j].clear();
     if (!g.finite) continue;
     int32_t word[4];
+    uint32_t offset = 0;
     if constexpr (kStochastic) {
+      const uint32_t* const key = m.keys + kKeyWords * p.row;
+      offset = key[2];
       const Extra& extra = t.extras[p.index];
       const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + q.block);
-      draw(word, m.keys + 2 * p.row, block * kLanes + q.place * 4 + j, extra.id);
+      draw(word, key, block * kLanes + q.place * 4 + j, extra.id);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       int32_t noise = 0;
-      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r);
+      if constexpr (kStochastic) noise = noise_of<Scalar>(word, r, offset);
       lanes[j].put(r, code_of<C, kBits, kStochastic>(x[r][j], g, top, noise));
     }
   }

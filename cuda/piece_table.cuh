@@ -38,6 +38,7 @@ constexpr int64_t kTile = kThreads * kRows * 4;
 struct Message {
   Codec codec;
   int32_t meta;      // floats of a bucket's metadata
+  bool scales;       // blocks have scales of their own, and all lanes
   uint8_t* payload;  // of slot s (reduce: of row r) at s * chunk_bytes
   // What is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes.
   const uint8_t* payloads;
@@ -171,7 +172,8 @@ inline Status check_size(const Layout& l, int64_t batch) {
 inline Message message_of(const Layout& l) {
   Message m = {};
   m.codec = l.codec;
-  m.meta = meta_floats(l.codec.kind);
+  m.meta = meta_floats(l.codec);
+  m.scales = traits_of(l.codec.kind).scales;
   m.chunk_bytes = l.chunk_bytes;
   m.chunks = static_cast<uint32_t>(l.chunks());
   m.ranks = m.lists = 1;

@@ -61,8 +61,11 @@ Status reduce(const Reduce& a, cudaStream_t stream) {
       const auto launch = [&](auto kernel) {
         return launch_fast(call, Launches(call, kernel, "reduce kernel", kThreads));
       };
-      return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
-                                    : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
+      if constexpr (traits_of(V::Codec::kKind).scales)
+        return Status();  // is_fast is false
+      else
+        return a.residuals != nullptr ? launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, true>)
+                                      : launch(reduce_kernel<typename V::Codec, V::bits, V::stochastic, false>);
     });
     if (s.call != nullptr) return s;
   }

@@ -24,8 +24,9 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   if (digit == 0 && sparse.select != Select::kExact) {
     const uint64_t last = static_cast<uint64_t>(s.extra.start) + s.n - 1;
     int32_t word[4];
-    draw(word, s.m.keys + 2 * p.row, last / kBlock * kLanes + last % kLanes, s.extra.id);
-    first = sample.first(noise_of<Scalar>(word, static_cast<int>(last % kBlock / kLanes)));
+    const uint32_t* const key = s.m.keys + kKeyWords * p.row;
+    draw(word, key, last / kBlock * kLanes + last % kLanes, s.extra.id);
+    first = sample.first(noise_of<Scalar>(word, static_cast<int>(last % kBlock / kLanes), key[2]));
   }
   __shared__ uint32_t bins[kBins];
   begin_bins(bins);

@@ -125,12 +125,13 @@ __global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __gri
     int32_t word[4];
     const bool stochastic = m.codec.stochastic && extra.work == kCoded;
     const uint64_t block = static_cast<uint64_t>(extra.start / kBlock + elements.q.block);
-    if (stochastic) draw(word, m.keys + 2 * p.row, block * kLanes + elements.q.place * 4 + j, extra.id);
+    const uint32_t* const key = stochastic ? m.keys + kKeyWords * p.row : nullptr;
+    if (stochastic) draw(word, key, block * kLanes + elements.q.place * 4 + j, extra.id);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       uint32_t half = 0;
       if (stochastic) {
-        const int32_t noise = noise_of<Scalar>(word, r);
+        const int32_t noise = noise_of<Scalar>(word, r, key[2]);
         half = static_cast<uint32_t>(wire == DType::kBF16 ? Cast<DType::kBF16>::to_bits<Scalar, true>(x[r][j], noise)
                                                           : Cast<DType::kF16>::to_bits<Scalar, true>(x[r][j], noise));
       } else if (wire != DType::kF32) {

@@ -105,7 +105,7 @@ def test_wordings(call, error, text):
         (
             lambda: cgx.MaxMin(rounding="up"),
             ValueError,
-            says("MaxMin", "rounding", expected="'nearest' 'stochastic'", got="'up'"),
+            says("MaxMin", "rounding", expected="'nearest' 'stochastic' 'correlated'", got="'up'"),
         ),
         (
             lambda: cgx.MaxMin(skip_incomplete=2),
@@ -118,6 +118,11 @@ def test_wordings(call, error, text):
             says("ByteGrad", "compatible", expected="True False", got="'no'"),
         ),
         (lambda: cgx.AbsMax(bits=1), ValueError, says("AbsMax", "bits", expected="integer 2 8", got="1")),
+        (
+            lambda: cgx.Micro("fp4"),
+            ValueError,
+            says("Micro", "format", expected="'nvfp4' 'mxfp4' 'mxfp8'", got="'fp4'"),
+        ),
         (lambda: cgx.Float8("e3m4"), ValueError, says("Float8", "format", expected="'e4m3' 'e5m2'", got="'e3m4'")),
         (
             lambda: cgx.Cast("float32"),

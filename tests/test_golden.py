@@ -51,6 +51,9 @@ FOR_REFERENCE = {
     "MaxMin-4-40-nearest-False-rank_1-1",
     "Cast-bfloat16-nearest-rank_1-1",
     "AbsMax-8-3-tiny-1",  # reduce
+    "Micro-nvfp4-special_0-1",
+    "Micro-mxfp4-special-1",
+    "Micro-mxfp8-special-1",
     "Lossless-rank_1-1",
 }
 

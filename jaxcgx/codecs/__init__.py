@@ -8,6 +8,7 @@ from jaxcgx.codecs.coding import decode, encode, roundtrip
 from jaxcgx.codecs.float8 import Float8
 from jaxcgx.codecs.lossless import Lossless
 from jaxcgx.codecs.maxmin import MaxMin
+from jaxcgx.codecs.micro import Micro
 from jaxcgx.codecs.powersgd import PowerSGD
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.codecs.sign import Sign
@@ -22,6 +23,7 @@ __all__ = [
     "Float8",
     "Lossless",
     "MaxMin",
+    "Micro",
     "PowerSGD",
     "Raw",
     "Sampled",

@@ -13,6 +13,7 @@ class Kind(enum.IntEnum):
     """Which codec the kernels run: Kind in xla_ffi/codec/base.h."""
 
     RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK = range(8)
+    MICRO = 9
     LOSSLESS = 10
 
 

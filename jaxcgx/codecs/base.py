@@ -27,6 +27,7 @@ class Codec:
       meta: float32 numbers of metadata of a bucket.
       whole: a bucket is all of a leaf in a chunk; `bucket_size` is then None.
       stochastic: encoding draws noise, and needs a key.
+      correlated: ranks draw shares of the same noise (exchange/keys.py), else noise of their own.
       skip_incomplete: the elements after the last whole bucket of a leaf travel as they are.
       raw: all elements travel as they are.
       skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
@@ -47,6 +48,7 @@ class Codec:
     meta: int = 0
     whole: bool = False
     stochastic: bool = False
+    correlated: bool = False
     skip_incomplete: bool = False
     raw: bool = False
     skips: bool = False

@@ -20,7 +20,8 @@ class MaxMin(GridCodec):
     Args:
       bits: 1 to 8.
       bucket_size: elements that share a minimum and a maximum.
-      rounding: "nearest", or "stochastic", which is unbiased and needs a key.
+      rounding: "nearest"; "stochastic", which is unbiased and needs a key; or "correlated": stochastic, with errors of
+        the ranks of an exchange that cancel in their sum.
       skip_incomplete: the elements after the last whole bucket travel as they are.
     """
 
@@ -34,12 +35,16 @@ class MaxMin(GridCodec):
     def __post_init__(self) -> None:
         check_field(self, "bits", check_integer, 1, 8)
         check_field(self, "bucket_size", check_integer, 1, MOST)
-        check_field(self, "rounding", check_choice, ("nearest", "stochastic"))
+        check_field(self, "rounding", check_choice, ("nearest", "stochastic", "correlated"))
         check_field(self, "skip_incomplete", check_flag)
 
     @property
     def stochastic(self) -> bool:
-        return self.rounding == "stochastic"
+        return self.rounding != "nearest"
+
+    @property
+    def correlated(self) -> bool:
+        return self.rounding == "correlated"
 
     @property
     def contracts(self) -> bool:

@@ -97,6 +97,9 @@ def check_values(function: str, argument: str, value: Any) -> Codec:
     """A codec for the elements that are sent."""
     if check_encodes(function, value, argument).sparse:
         raise wrong(function, argument, "a codec that keeps every element", value)
+    if value.correlated:
+        remedy = 'write rounding="stochastic": ranks send different elements'
+        raise wrong(function, argument, "a codec whose ranks round independently", value, remedy)
     return value
 
 

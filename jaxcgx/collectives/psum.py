@@ -61,7 +61,7 @@ def compressed_psum(
         explains; or a dict with one per axis.
       own: what a rank adds of its own part to the sum that it owns: "raw", the part as it is, which loses less; or
         "encoded", the part as the other ranks see it, with which the same key gives the same bits whatever the messages
-        (except for `ByteGrad` and `TopK`).
+        (except for `ByteGrad`, `Micro("nvfp4")` and `TopK`).
       leader: whether only rank 0 of the inner axes takes part in the outer exchange and hands its result on: fewer
         messages between nodes, and one network card in use.
       strict: whether a leaf that can't be compressed is an error.

@@ -7,7 +7,9 @@ The second encoding of two_shot and each hop of a ring encode sums over ranks, w
 These are distributed differently than what one rank has, so they have a gain and noise of their own.
 
 Schedules add up noise. Ranks draw it independently. Nearest rounding draws none: ranks that have nearly the same
-numbers make the same errors, which don't average out. So the correlation of two ranks' noise is measured, too.
+numbers make the same errors, which don't average out. Correlated rounding makes errors that cancel. So the correlation
+of two ranks' noise is measured, too. That of correlated rounding is negative, and in inverse proportion to the number
+of ranks that exchange.
 
 The result is vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact one.
 """
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.codecs.base import Codec
-from jaxcgx.codecs.coding import roundtrip
+from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.overlay import Overlay, Tree
 
 _GROUPS = 8  # of ranks whose sums are encoded
@@ -33,7 +35,7 @@ class Encoding(NamedTuple):
 
     gain: float = 1
     noise: float = 0  # its power over that of x
-    alike: float = 0  # the correlation of the noise of two ranks
+    alike: float = 0  # the correlation of the noise of two ranks; of correlated rounding, times the number of ranks
 
 
 class State(NamedTuple):
@@ -44,8 +46,10 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _decoded(codec: Codec, rows: jax.Array, keys: jax.Array) -> jax.Array:
-    return jax.vmap(lambda x, key: roundtrip(x, codec, key if codec.stochastic else None))(rows, keys)
+def _decoded(codec: Codec, rows: jax.Array, key: jax.Array) -> jax.Array:
+    """What the rows are decoded to. The key is the kernels': two words and an offset."""
+    keys = jax.vmap(lambda row: fold(key, row))(jnp.arange(len(rows)))
+    return jax.vmap(codec.approximate)(rows, keys if codec.stochastic else None)
 
 
 class Losses:
@@ -101,13 +105,14 @@ class Losses:
     def _measured(self, ranks: int, noise: float) -> Encoding:
         if (ranks, noise) not in self.known:
             found: list[tuple[float, float, Array]] = []
-            for i in range(min(_GROUPS, len(self.sample) // ranks)):
+            groups = min(_GROUPS, len(self.sample) // ranks)
+            for i in range(groups):
                 x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
                 if noise:  # as rounding makes it; where all gradients are 0 there is none
                     more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
                     scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
                     x = x + np.asarray(scale * more, np.float32)
-                found.append(self._encoded(x, i))
+                found.append(self._encoded(x, i, 2**16 * i // groups))
             gains, powers, noises = zip(*found)
             each = [np.square(lost).sum() for lost in noises]
             others = len(noises) * (len(noises) - 1)
@@ -115,15 +120,16 @@ class Losses:
             if others and all(each):
                 unit = sum(lost / np.sqrt(size) for lost, size in zip(noises, each))
                 alike = float((np.square(unit).sum() - len(noises)) / others)
+            alike = min(groups * alike, 0.0) if self.codec.correlated else max(alike, 0.0)
             weighted = float(np.average(gains, weights=powers))
-            self.known[ranks, noise] = Encoding(weighted, float(sum(each) / sum(powers)), max(alike, 0.0))
+            self.known[ranks, noise] = Encoding(weighted, float(sum(each) / sum(powers)), alike)
         return self.known[ranks, noise]
 
-    def _encoded(self, x: Array, seed: int) -> tuple[float, float, Array]:
-        """(gain, power of x, noise)."""
+    def _encoded(self, x: Array, rank: int, offset: int) -> tuple[float, float, Array]:
+        """(gain, power of x, noise), with noise of the rank's own, or with its share of the same noise."""
         rows = jnp.asarray(x if self.codec.whole else x[None])
-        y = np.asarray(_decoded(self.codec, rows, jax.random.split(jax.random.key(seed), len(rows))), np.float64)
-        y = y.reshape(x.shape)
+        key = jnp.asarray([0, 0, offset] if self.codec.correlated else [0, rank], jnp.uint32)
+        y = np.asarray(_decoded(self.codec, rows, key), np.float64).reshape(x.shape)
         power = np.square(x, dtype=np.float64).sum()
         gain = float((y * x).sum() / power)
         return gain, float(power), y - gain * x
@@ -156,15 +162,16 @@ class Losses:
             state = self._ring(ranks, each)
         else:
             everybody = schedule == "one_shot" or own == "encoded" or codec.sums_grow
-            state = self._first(ranks, ranks if everybody else ranks - 1, each)
+            state = self._first(ranks, ranks if everybody else ranks - 1, each, among=ranks)
             if (schedule == "two_shot" or codec.sparse) and not codec.sums_grow:
                 state = self.encoded(state, total)
         return float((1 - state.gain) ** 2 + state.noise / self.power(total))
 
-    def _first(self, ranks: int, encoded: int, each: int) -> State:
-        """The sum of what ranks have, some of it encoded."""
+    def _first(self, ranks: int, encoded: int, each: int, among: int) -> State:
+        """The sum of what ranks have, some of it encoded. among: how many ranks exchange."""
         by = self.of(each)
-        noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * by.alike)
+        alike = by.alike / among if self.codec.correlated else by.alike
+        noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * alike)
         return State(1 - encoded / ranks * (1 - by.gain), noise)
 
     def _below(self, tree: Tree, rank: int, each: int, encoded: bool) -> tuple[State, int]:
@@ -175,7 +182,7 @@ class Losses:
         children = tree.children(rank)
         leaves = [child for child in children if not tree.children(child)]
         summed, first = 1 + len(leaves), len(leaves) + encoded
-        state = self._first(summed, first, each)
+        state = self._first(summed, first, each, among=len(tree.parents))
         gain, noise = state.gain * summed, state.noise
         for child in children:
             if child not in leaves:

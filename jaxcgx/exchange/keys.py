@@ -1,24 +1,51 @@
-"""Random keys of an exchange, as two words. No two encodings of an element share their noise."""
+"""Random keys of an exchange, as two words. No two encodings of an element share their noise.
+
+Correlated rounding (Suresh et al., 2022) is the exception. Of N ranks, rank r rounds with the noise
+u_r = (pi_r + u) / N, where u is uniform in [0, 1) and pi a random permutation of 0, ..., N - 1. So u_r is uniform as
+well, and each rank's rounding is unbiased. But the ranks' noise is evenly spread in [0, 1), so that their errors
+cancel.
+
+It is made as u_r = (U + s_r / N) mod 1. U is what the key draws for an element, the same for all ranks. s is a random
+permutation of the ranks, one for a message. For each element this has the distribution above: U turns s by a random
+number of places, whose fraction is u. Errors of different elements are uncorrelated, because they are unbiased for
+each s. Kernels only add the offset s_r / N, which is the third word of the key.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.message import Stage
+from jaxcgx.transports.base import Transport
 
 # Keys are folded with these numbers: the first encoding, the encoding of a sum, the backward pass, the hops of a ring.
 FIRST, SUM, BACK, HOP = 0, 1, 2, 3
 
 
 def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
-    """Two words that depend on the key's two words and the numbers. None for no key."""
+    """Two words that depend on the key's two words and the numbers. None for no key. An offset stays as it is."""
     if key is None:
         return None
-    folded = jax.random.wrap_key_data(key, impl="threefry2x32")
+    folded = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
     for n in numbers:
         folded = jax.random.fold_in(folded, n)
-    return jax.random.key_data(folded)
+    words = jax.random.key_data(folded)
+    return words if key.shape == (2,) else jnp.concatenate([words, key[2:]])
+
+
+def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | None:
+    """The key of a rank's first encoding: with noise of its own, or with the rank's share of the same noise."""
+    if key is None or not codec.correlated:
+        return fold(key, FIRST, net.rank)
+    order: Any = fold(key, FIRST, 0)
+    words: Any = fold(key, FIRST, 1)
+    offsets = np.uint32(2**16 * np.arange(net.size) // net.size)
+    shares = jax.random.permutation(jax.random.wrap_key_data(order, impl="threefry2x32"), offsets)
+    return jnp.append(words, shares[net.rank])
 
 
 def fold_stage(key: jax.Array | None, number: int, others: Sequence[Stage]) -> jax.Array | None:

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange import trees
-from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
+from jaxcgx.exchange.keys import HOP, SUM, first, fold
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed, carry
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope
@@ -119,7 +119,7 @@ def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
 
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
     """The first half in one step: every part goes straight to its owner, who adds up."""
-    received = net.all_to_all(parts.encode(fold(key, FIRST, net.rank)))
+    received = net.all_to_all(parts.encode(first(key, parts.layout.codec, net)))
     raw = how.own == "raw" and not parts.layout.codec.raw  # the bytes of a raw codec are the part as it is
     own = parts.own(net.rank, net.rank) if raw else None
     return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
@@ -153,7 +153,9 @@ def _fed_exchange(
     encoding that sum remains as the residual of that part. The rank counts as having sent the elements that the encoded
     sum has.
     """
-    payload, lost = ops.encode_fed(parts.layout, parts.leaves, residuals=residuals, key=fold(key, FIRST, net.rank))
+    payload, lost = ops.encode_fed(
+        parts.layout, parts.leaves, residuals=residuals, key=first(key, parts.layout.codec, net)
+    )
     received, of_sum = net.all_to_all(payload), fold(key, SUM)
     if how.own == "encoded":
         row = parts.partial(received, net.rank, own=None, key=of_sum, divisor=how.divisor)
@@ -166,11 +168,11 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
     """Every rank gets all messages and adds them up: one exchange, one rounding, more bytes."""
     net, codec, layout = stage.net, stage.codec, message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout, 2 / net.size)):
-        first, lost = fold(message.key, FIRST, net.rank), None
+        key, lost = first(message.key, codec, net), None
         if message.residuals is None:
-            payload = ops.encode(layout, message.leaves, first)
+            payload = ops.encode(layout, message.leaves, key)
         else:
-            payload, lost = ops.encode_fed(layout, message.leaves, residuals=message.residuals, key=first)
+            payload, lost = ops.encode_fed(layout, message.leaves, residuals=message.residuals, key=key)
         received = net.all_gather(payload[0])
         if codec.sparse and not codec.sums_grow:
             sums, lost = _top(stage, message.replace(leaves=ops.reduce(layout, received)), lost)
@@ -218,7 +220,7 @@ def begin(stage: Stage, message: Message, how: Sum) -> Any:
         layout=_layout(stage, message),
         leaves=message.leaves,
         residuals=message.residuals,
-        first_key=fold(message.key, FIRST, stage.net.rank),
+        first_key=first(message.key, stage.codec, stage.net),
         sum_key=fold(message.key, SUM),
         hop_key=fold(message.key, HOP, stage.net.rank),
         parents=() if stage.schedule == "one_shot" else _trees(stage).parents,
@@ -275,7 +277,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
 
 def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, how: Sum) -> Summed:
     """`exchange` of slices with feedback. With `own` "raw", a rank's own slice loses nothing but a rounding."""
-    payload, lost = parts.encode_fed(residuals, fold(key, FIRST, net.rank))
+    payload, lost = parts.encode_fed(residuals, first(key, parts.layout.codec, net))
     received, own = net.all_to_all(payload), None
     if how.own == "raw":
         leaves, rest = carry(_rows(parts.leaves, net.rank), _rows(residuals, net.rank))
@@ -296,7 +298,7 @@ def all_gather(stage: Stage, message: Message) -> list[Any]:
         return [x[None] for x in message.leaves]
     layout = message.layout(stage.codec)
     with scope(ExchangeScope.of("one_shot", layout)):
-        row = ops.encode(layout, message.leaves, fold(message.key, FIRST, net.rank))[0]
+        row = ops.encode(layout, message.leaves, first(message.key, stage.codec, net))[0]
         return _decode_rows(layout, net.all_gather(row))
 
 
@@ -307,4 +309,4 @@ def all_to_all(stage: Stage, message: Message) -> list[Any]:
         return list(message.leaves)
     parts = Slices(stage.codec, message, net.size)
     with scope(ExchangeScope.of("one_shot", parts.layout)):
-        return _decode_rows(parts.layout, net.all_to_all(parts.encode(fold(message.key, FIRST, net.rank))))
+        return _decode_rows(parts.layout, net.all_to_all(parts.encode(first(message.key, stage.codec, net))))

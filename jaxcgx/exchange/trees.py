@@ -9,7 +9,7 @@ The bits are those of xla_ffi/tcp/allreduce.h, where pieces travel without waiti
 import jax
 import jax.numpy as jnp
 
-from jaxcgx.exchange.keys import FIRST, HOP, SUM, fold
+from jaxcgx.exchange.keys import HOP, SUM, first, fold
 from jaxcgx.exchange.message import Message, Sent, Stage, Sum, Summed
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.exchange.scopes import ExchangeScope, scope
@@ -66,11 +66,11 @@ class _Climb:
         self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)
         self.sum_layout = self.layout.of_sum(overlay.ranks)
         self.own = "encoded" if stage.codec.sums_grow else how.own
-        first, self.lost = fold(message.key, FIRST, self.net.rank), None
+        key, self.lost = first(message.key, stage.codec, self.net), None
         if message.residuals is None:
-            self.rows = ops.encode(self.layout, message.leaves, first)
+            self.rows = ops.encode(self.layout, message.leaves, key)
         else:
-            fed = ops.encode_fed(self.layout, message.leaves, residuals=message.residuals, key=first)
+            fed = ops.encode_fed(self.layout, message.leaves, residuals=message.residuals, key=key)
             self.rows, self.lost = fed
         self.sent = self.rows  # of this rank's leaves
         self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # of roots

@@ -19,7 +19,7 @@ def places(tree: Any) -> Any:
 class Encode(NamedTuple):
     leaves: Arrays
     residuals: Arrays | None = None  # float32, added to the leaves
-    key: jax.Array | None = None  # uint32[2], for stochastic codecs
+    key: jax.Array | None = None  # uint32[3], for stochastic codecs: rng.kernel_key
 
     @property
     def in_place(self) -> Arrays:
@@ -40,7 +40,7 @@ class Reduce(NamedTuple):
     where: jax.Array  # int32[2]: which chunk this is, and the rank whose payload `own` replaces
     own: Arrays | None = None  # leaves
     residuals: Arrays | None = None  # float32 of the leaves' whole shapes; never together with `own`
-    key: jax.Array | None = None  # uint32[2], if the sum is encoded again by a stochastic codec
+    key: jax.Array | None = None  # uint32[3], if the sum is encoded again by a stochastic codec
 
     @property
     def in_place(self) -> Arrays:
@@ -58,4 +58,4 @@ class Clear(NamedTuple):
 
 class Roundtrip(NamedTuple):
     x: jax.Array
-    key: jax.Array | None = None  # uint32[2], for stochastic codecs
+    key: jax.Array | None = None  # uint32[3], for stochastic codecs: rng.kernel_key

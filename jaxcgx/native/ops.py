@@ -26,6 +26,7 @@ from jaxcgx.native import partitioning, reference, registration
 from jaxcgx.native.eager import define_impl
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
+from jaxcgx.native.rng import kernel_key
 from jaxcgx.typing import ArrayLike, DTypeLike
 
 _LEAST_DIVISOR = 2.0**-126  # 1 / divisor is finite from here on
@@ -66,12 +67,13 @@ def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
 
 
 def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
-    """The key if the codec draws noise, else None."""
+    """The key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
     if key is None:
         raise wrong(function, "key", f"uint32[2], because {codec} rounds stochastically", None)
-    return _check_array(function, "key", x=key, shape=(2,), dtype="uint32")
+    words = 3 if getattr(key, "shape", None) == (3,) else 2  # with an offset, or without
+    return kernel_key(_check_array(function, "key", x=key, shape=(words,), dtype="uint32"))
 
 
 # The rules that all primitives share
@@ -230,7 +232,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
     Args:
       layout: of the message.
       leaves: arrays of the layout's shapes and dtypes.
-      key: uint32[2], for stochastic codecs.
+      key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
     leaves = _check_leaves("encode", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over
@@ -250,7 +252,7 @@ def encode_fed(
       layout: of the message.
       leaves: arrays of the layout's shapes and dtypes.
       residuals: float32 arrays of the leaves' shapes.
-      key: uint32[2], for stochastic codecs.
+      key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
     leaves = _check_leaves("encode_fed", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     residuals = _check_residuals("encode_fed", residuals, layout)

@@ -26,6 +26,11 @@ def key_words(function: str, key: Any) -> jax.Array:
     return jax.random.key_data(key)[:2]
 
 
+def kernel_key(key: jax.Array) -> jax.Array:
+    """uint32[3]: the two words of a key, and an offset, which is 0 unless the key has one as its third word."""
+    return key if key.shape == (3,) else jnp.pad(key, (0, 1))
+
+
 def _multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
     """(high, low) words of a * b. It works on 16-bit halves, because jnp has no 64-bit integers by default."""
     a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
@@ -47,13 +52,17 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.
     return c0, c1, c2, c3
 
 
-def noise(words: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
-    """int32[count] in [0, 65536): the random bits of the elements from `start` on of a leaf, from a key's two words."""
+def noise(key: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
+    """int32[count] in [0, 65536): the random bits of the elements from `start` on of a leaf.
+
+    They come from a key's two words. An offset is added to them modulo 2^16.
+    """
+    k0, k1, offset = kernel_key(key)
     first, last = start // BLOCK, -(-(start + count) // BLOCK)
     index = np.arange(first * LANES, last * LANES, dtype=np.uint64)
     low, high = jnp.uint32(index & 0xFFFFFFFF), jnp.uint32(index >> np.uint64(32))
     zero = jnp.zeros_like(low)
-    drawn = philox((low, high, zero + jnp.uint32(leaf & 0xFFFFFFFF), zero), (words[0], words[1]))
+    drawn = philox((low, high, zero + jnp.uint32(leaf & 0xFFFFFFFF), zero), (k0, k1))
     rows = jnp.stack([half for word in drawn for half in (word & 0xFFFF, word >> 16)])  # [8, blocks * 16]
     flat = rows.reshape(8, last - first, LANES).transpose(1, 0, 2).reshape(-1).astype(jnp.int32)
-    return flat[start - first * BLOCK :][:count]
+    return (flat[start - first * BLOCK :][:count] + offset.astype(jnp.int32)) & 0xFFFF

@@ -21,6 +21,7 @@ from jaxcgx._compat import batching, mlir
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import places
 from jaxcgx.native.ops import in_front
+from jaxcgx.native.rng import kernel_key
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
 
@@ -46,9 +47,9 @@ class Operands(NamedTuple):
     leaves: list[Any]
     residuals: list[Any] | None
     who: Any
-    first_key: Any
-    sum_key: Any
-    hop_key: Any
+    first_key: Any = None
+    sum_key: Any = None
+    hop_key: Any = None
 
 
 class How(NamedTuple):
@@ -105,11 +106,9 @@ def begin(
     else:
         pieces = max(1, -(-sum(layout.sizes) // (layout.chunks * net.slice_elements)))
     layout = dataclasses.replace(layout, chunks=layout.chunks * pieces)
-    operands = operands._replace(who=who_takes_part(net))
-    if not layout.codec.stochastic:
-        operands = operands._replace(first_key=None, sum_key=None, hop_key=None)
-    elif not parents:
-        operands = operands._replace(sum_key=None, hop_key=None)
+    names = ("first_key", "sum_key", "hop_key")[: 3 if parents else 1] if layout.codec.stochastic else ()
+    keys = {name: kernel_key(getattr(operands, name)) for name in names}
+    operands = Operands(operands.leaves, operands.residuals, who_takes_part(net), **keys)
     flat, tree = jax.tree_util.tree_flatten(operands)
     feedback, raw = operands.residuals is not None, bool(parents) and own == "raw"
     how = How(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
-from jaxcgx.codecs import Cast, Codec, Lossless, MaxMin, PowerSGD, Raw, Sign, TopK
+from jaxcgx.codecs import Cast, Codec, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs
@@ -28,7 +28,17 @@ from jaxcgx.text import spell_sizes, table
 from jaxcgx.transports.network import PAYLOAD, WAYS, Network
 from jaxcgx.units import parse_rate, parse_time, spell_rate
 
-CODECS = (Cast("bfloat16"), MaxMin(8), MaxMin(4), MaxMin(2), Sign(), TopK(0.01), PowerSGD(4), Lossless())
+CODECS = (
+    Cast("bfloat16"),
+    MaxMin(8),
+    Micro("nvfp4"),
+    MaxMin(4),
+    MaxMin(2),
+    Sign(),
+    TopK(0.01),
+    PowerSGD(4),
+    Lossless(),
+)
 SPREAD = 0.15  # how far predictions of exchanges were from measurements (benchmarks/results/prediction.md)
 GAIN = 0.95  # a step must be that much shorter for compression to pay
 AXES = "node", "local"  # of the plan for a hierarchy

@@ -274,6 +274,11 @@ def test_the_largest_piece_has_sizes():
             ValueError,
             says("TopK", "values", expected="codec array", got="PowerSGD(rank=2)"),
         ),
+        (
+            lambda: TopK(values=cgx.MaxMin(rounding="correlated")),
+            ValueError,
+            says("TopK", "values", expected="independently", got="MaxMin(bits=4", remedy='rounding="stochastic"'),
+        ),
         (lambda: TopK(values=4), TypeError, says("TopK", "values", expected="codec", got="4")),
         (
             lambda: TopK(select="best"),

@@ -206,7 +206,9 @@ def test_sums_of_16_bit_leaves_stay_in_float32_across_a_hierarchy(inner, leader)
 
 
 @pytest.mark.parametrize(
-    "codec", [cgx.ByteGrad(), cgx.Sign(64), cgx.Float8(), cgx.MaxMin(4, 64, skip_incomplete=True), Truncate()], ids=repr
+    "codec",
+    [cgx.ByteGrad(), cgx.Sign(64), cgx.Float8(), cgx.MaxMin(4, 64, skip_incomplete=True), cgx.Micro(), Truncate()],
+    ids=repr,
 )
 def test_replicas_of_every_codec_agree_on_every_schedule(codec):
     key = jax.random.key(0) if codec.stochastic else None
@@ -228,7 +230,7 @@ def test_replicas_of_every_codec_agree_on_every_schedule(codec):
 
 def test_some_codecs_on_some_schedules():
     """A sum that is put together by hand from round trips."""
-    codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16")]
+    codecs = [c for c in GRIDS if not c.stochastic and c.bucket_size][::3] + [cgx.Cast("float16"), cgx.Micro("mxfp4")]
     x = normal((3, 1000))
     f = lambda t: [cgx.compressed_psum(t, "a", c, **options) for c in codecs for options in ENCODED]
     got = iter(on_ranks(f, mesh(3))(x))

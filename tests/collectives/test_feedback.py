@@ -291,7 +291,7 @@ def test_many_steps_lose_nothing():
         for bits, size in ((1, 2), (1, 8), (1, 64), (1, 512), (2, 64), (2, 512), (2, 8192), (3, 512))
         for rounding in ("nearest", "stochastic")
     ]
-    + [cgx.Sign(), cgx.AbsMax(2), cgx.AbsMax(2, 8192), cgx.Float8()],
+    + [cgx.Sign(), cgx.AbsMax(2), cgx.AbsMax(2, 8192), cgx.Float8(), cgx.Micro()],
     ids=repr,
 )
 def test_who_loses_more_than_it_is_given_is_warned_of(codec):

@@ -177,7 +177,7 @@ struct Message {
       leaves.push_back(as_leaf(leaf.dtype, numbers(batch * leaf.size, r), guarded));
       ids.push_back(r.below(1000));
     }
-    for (int64_t i = 0; i < 2 * batch; ++i) keys.push_back(static_cast<uint32_t>(r.next()));
+    for (int64_t i = 0; i < kKeyWords * batch; ++i) keys.push_back(static_cast<uint32_t>(r.next()));
   }
 };
 
@@ -307,7 +307,8 @@ inline bool same_sums(const Layout& l, const std::vector<int32_t>& where, const 
 // Every codec that has buckets, with every setting and this bucket size.
 inline std::vector<Codec> codecs(int64_t bucket) {
   std::vector<Codec> all;
-  for (Kind kind = Kind::kRaw; exists(kind); kind = static_cast<Kind>(static_cast<int32_t>(kind) + 1)) {
+  for (int32_t k = 0; k < 16; ++k) {
+    const auto kind = static_cast<Kind>(k);
     const Traits t = traits_of(kind);
     if (!has_buckets(kind)) continue;
     for (int32_t bits = t.least_bits; bits <= t.most_bits; ++bits) {
@@ -328,6 +329,7 @@ inline std::vector<Codec> codecs_without_buckets() {
   }
   all.push_back({Kind::kLossless, 0, 0, false, false, false});
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
+  all.push_back({Kind::kMicro, kNvfp4, 0, false, false, false});
   return all;
 }
 
@@ -368,7 +370,7 @@ struct Trip {
   Trip(const Codec& codec, const std::vector<float>& x, uint64_t seed = 7) : Trip(codec, x, Random{seed}) {}
   float meta(int64_t bucket, int which) const {
     float v;
-    std::memcpy(&v, payload.data() + 4 * (bucket * meta_floats(m.layout.codec.kind) + which), 4);
+    std::memcpy(&v, payload.data() + 4 * (bucket * meta_floats(m.layout.codec) + which), 4);
     return v;
   }
 

@@ -55,6 +55,8 @@ void large_buckets() {
               r);
     }
   }
+  for (const Codec& codec : {Codec{Kind::kMicro, kNvfp4, 0}, Codec{Kind::kMicro, kMxfp8, 9000}})
+    compare({codec, {{20000, DType::kF32}, {9000, DType::kBF16}}, 2, 2, 3, true, 0}, r);
   for (const bool compatible : {false, true}) {
     compare({{Kind::kByteGrad, 0, 0, false, false, compatible},
              {{20000, DType::kF32}, {9000, DType::kBF16}},
@@ -83,7 +85,7 @@ void nothing() {
   const void* const in[2] = {};
   void* const out[2] = {};
   const int64_t ids[2] = {};
-  const uint32_t key[2] = {};
+  const uint32_t key[kKeyWords] = {};
   const int32_t where[2] = {2, 1};
   for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
     const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);

@@ -167,7 +167,7 @@ void nothing() {
         const void* const in[2] = {};
         void* const out[2] = {};
         const int64_t ids[2] = {};
-        const uint32_t key[2] = {};
+        const uint32_t key[kKeyWords] = {};
         const int32_t where[2] = {2, 1};
         CHECK(l.chunk_bytes == 0, describe(l));
         for (const int64_t batch : {0, 1}) {

@@ -31,9 +31,14 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       // Metadata piece after piece, then codes and tails on 16 bytes, nothing on top of another.
       const int64_t buckets = !has_buckets(codec.kind) ? 0 : codec.bucket_size == 0 ? 1 : (p.coded + unit - 1) / unit;
       right &= p.meta == meta;
-      meta += buckets * 4 * meta_floats(codec.kind);
+      meta += buckets * 4 * meta_floats(codec);
       int64_t bytes = 0;
-      if (buckets == 0)
+      const auto scaled = [&](int64_t n) {
+        return (n + 127) / 128 * (16 * code_bits(codec) + (codec.bits == kNvfp4 ? 8 : 4));
+      };
+      if (traits_of(codec.kind).scales)
+        bytes = p.coded / p.bucket * scaled(p.bucket) + scaled(p.coded % p.bucket);
+      else if (buckets == 0)
         bytes = is_lossless(codec.kind) ? lossless_bytes(leaf.dtype, p.coded)
                                         : p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
       else if (codec.bucket_size == 0)
@@ -68,14 +73,14 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
     return jaxcgx::code_bytes(c, dtype, n) + (is_lossless(c.kind) ? lossless_overflow_bytes(dtype, n) : 0);
   };
   for (const Leaf& leaf : leaves) {
-    const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec.kind) : 0;
+    const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec) : 0;
     const int64_t full = meta + code_bytes(codec, leaf.dtype, unit), rest = leaf.size % unit;
     const int64_t last = rest == 0               ? 0
                          : codec.skip_incomplete ? rest * size_of(leaf.dtype)
                                                  : meta + code_bytes(codec, leaf.dtype, rest);
     total += leaf.size / unit * full + last;
     largest = std::max({largest, last, leaf.size >= unit ? full : 0});
-    padding += 32 + 4 * meta_floats(codec.kind);
+    padding += 32 + 4 * meta_floats(codec);
   }
   CHECK(l.chunk_bytes <= total / chunks + 2 * largest + padding, context);
 }

@@ -35,24 +35,24 @@ void philox_vectors() {
   }
 }
 
-uint16_t noise_at(uint32_t key0, uint32_t key1, uint32_t leaf, int64_t element) {
+uint16_t noise_at(const uint32_t key[3], uint32_t leaf, int64_t element) {
   const int64_t counter = element / 128 * 16 + element % 16;
   int32_t word[4] = {static_cast<int32_t>(counter & 0xffffffff), static_cast<int32_t>(counter >> 32),
                      static_cast<int32_t>(leaf), 0};
-  philox<Scalar>(word, key0, key1);
+  philox<Scalar>(word, key[0], key[1]);
   const int row = static_cast<int>(element % 128 / 16);
-  return static_cast<uint16_t>(static_cast<uint32_t>(word[row / 2]) >> (row % 2 ? 16 : 0));
+  return static_cast<uint16_t>((static_cast<uint32_t>(word[row / 2]) >> (row % 2 ? 16 : 0)) + key[2]);
 }
 
 void noise_kernel() {
-  const uint32_t key[2] = {0x12345678, 0x9abcdef0};
+  const uint32_t key[kKeyWords] = {0x12345678, 0x9abcdef0, 0xcafe};
   for (const int64_t first :
        {int64_t{0}, int64_t{128}, (int64_t{1} << 35) - 256, int64_t{1} << 40}) {  // counters past 32 bits too
     const Memory out(4 * 128 * 2);
     const auto* noise = reinterpret_cast<uint16_t*>(out.data());
     cpu::kernels().noise(key, 0xdeadbeef, first, 4, reinterpret_cast<uint16_t*>(out.data()));
     bool same = true;
-    for (int64_t e = 0; e < 4 * 128; ++e) same &= noise[e] == noise_at(key[0], key[1], 0xdeadbeef, first + e);
+    for (int64_t e = 0; e < 4 * 128; ++e) same &= noise[e] == noise_at(key, 0xdeadbeef, first + e);
     CHECK(same, cpu::kernels().name);
   }
 }
@@ -213,13 +213,13 @@ void scalar_wire(const Codec& codec, Random& r) {
       }
       const Grid g = C::grid(s, sum, size, codec);
       same &= bits_of(t.meta(index, 0)) == (g.finite ? bits_of(g.unit) : kNaNBits);
-      if (meta_floats(codec.kind) == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
+      if (meta_floats(codec) == 2) same &= bits_of(t.meta(index, 1)) == (g.finite ? bits_of(g.base) : kNaNBits);
       for (int64_t e = 0; e < size; ++e) {
         const float v = x[static_cast<size_t>(from + e)] * g.scale;
         int code = 0;
         if (g.finite) {
           if constexpr (kStochastic) {
-            const uint16_t noise = noise_at(t.m.keys[0], t.m.keys[1], static_cast<uint32_t>(t.m.ids[0]), from + e);
+            const uint16_t noise = noise_at(t.m.keys.data(), static_cast<uint32_t>(t.m.ids[0]), from + e);
             code = C::template quantize<Scalar, kBits>(v, g, noise);
           } else {
             code = C::template quantize<Scalar, kBits>(v, g);
@@ -240,7 +240,9 @@ void scalar_codecs() {
       if (codec.skip_incomplete || codec.compatible) continue;
       with_encoder(codec, [&](auto variant) {
         using V = decltype(variant);
-        scalar_wire<typename V::Codec, V::bits, V::stochastic>(codec, r);
+        // The scales of blocks are compared with jnp and NumPy.
+        if constexpr (!traits_of(V::Codec::kKind).scales)
+          scalar_wire<typename V::Codec, V::bits, V::stochastic>(codec, r);
       });
     }
   }

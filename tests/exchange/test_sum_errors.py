@@ -9,7 +9,7 @@ import jaxcgx as cgx
 from jaxcgx.exchange.errors import Losses, drawn
 
 SIZE, RANKS = 2**16, 4
-STOCHASTIC = cgx.MaxMin(4, rounding="stochastic")
+STOCHASTIC, CORRELATED = (cgx.MaxMin(4, rounding=rounding) for rounding in ("stochastic", "correlated"))
 
 
 def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
@@ -29,8 +29,11 @@ def measured(codec, x, schedule, axes="a", sizes=(RANKS,), **options):
         (cgx.MaxMin(3), "normal", "tree"),
         (STOCHASTIC, "normal", "one_shot"),
         (STOCHASTIC, "laplace", "two_shot"),
+        (CORRELATED, "normal", "one_shot"),
+        (CORRELATED, "normal", "tree"),
         (cgx.Float8(), "student", "ring"),
         (cgx.Sign(), "normal", "two_shot"),
+        (cgx.Micro(), "student", "two_shot"),
         (cgx.TopK(0.05), "laplace", "one_shot"),
     ],
     ids=str,
@@ -41,11 +44,12 @@ def test_within_a_tenth(codec, distribution, schedule):
 
 
 def test_ranks_that_are_alike_make_the_same_errors():
-    """With nearest rounding they don't average out, with stochastic rounding they do."""
+    """With nearest rounding they don't average out, with stochastic rounding they do, with correlated they cancel."""
     same = np.tile(drawn("normal", 1, SIZE), (8, 1))
-    nearest, stochastic = (Losses(same, codec) for codec in (cgx.MaxMin(4), STOCHASTIC))
+    nearest, stochastic, correlated = (Losses(same, codec) for codec in (cgx.MaxMin(4), STOCHASTIC, CORRELATED))
     assert nearest.error("one_shot", 8) == pytest.approx(nearest.error("one_shot", 2), rel=0.01)
     assert stochastic.error("one_shot", 8) == pytest.approx(stochastic.error("one_shot", 2) / 4, rel=0.05)
+    assert correlated.error("one_shot", 8) == pytest.approx(stochastic.error("one_shot", 8) / 8, rel=0.05)
 
 
 def test_nodes():

@@ -88,6 +88,7 @@ MESSAGE = ["normal", "bfloat16", "float16", "empty", "scalar"]
 SPECIAL = ["special", "special bfloat16", "special float16"]
 SPECIALS = [f"special {i}" for i in range(len(special_buckets()))] + SPECIAL[1:]
 FEEDBACK = ["short", "bfloat16"], ["short residual", "bfloat16 residual"]
+MICRO = [cgx.Micro(name) for name in ("nvfp4", "mxfp4", "mxfp8")]
 MANY = ("long", 60)  # "many" is "long" so many times
 
 
@@ -150,6 +151,10 @@ def encode_cases():
     for codec in [cgx.TopK(0.1), cgx.TopK(0.2, select=fitted)]:
         yield codec, 1, SPECIAL, None, None
     yield cgx.TopK(0.1, cgx.AbsMax(8, 24)), 3, *FEEDBACK, None
+    for codec in MICRO:
+        yield codec, 3, ["scalar", "float16", "empty", "long"], None, None
+        yield codec, 1, SPECIALS if codec.whole else SPECIAL, None, None
+        yield codec, 3, *FEEDBACK, None
     for leaves in (MESSAGE, SPECIAL, ["scalar", "float16", "empty", "long"]):
         yield cgx.Lossless(), 3, leaves, None, None
     yield cgx.Lossless(), 3, *FEEDBACK, None
@@ -177,6 +182,8 @@ def reduce_cases():
     yield cgx.AbsMax(8, 3), [["tiny"]] * 2, 1, 0, None, 8.0  # denormal sums
     yield cgx.TopK(0.1, cgx.Cast("bfloat16")), leaves, 1, 0, 1, 3.0
     yield cgx.TopK(0.1, cgx.MaxMin(4, 8), pull="top"), leaves, 1, 0, None, 1.0
+    for codec in MICRO:
+        yield codec, leaves, 1, 0, 1, 3.0
     yield cgx.Lossless(), leaves, 1, 0, 1, 3.0
     yield cgx.Lossless(), leaves, 3, 2, None, 1.0
 

@@ -9,10 +9,12 @@ import math
 
 import numpy as np
 
-META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1}
+META = {"MaxMin": 2, "ByteGrad": 2, "AbsMax": 1, "Float8": 1, "Sign": 1, "Micro": 0}
 BITS = {"float32": np.dtype("<u4"), "bfloat16": np.dtype("<u2"), "float16": np.dtype("<u2")}
 # mantissa bits, exponent bias, largest code and number
-FLOAT8 = {"e4m3": (3, 7, 0x7E, 448), "e5m2": (2, 15, 0x7B, 57344)}
+FLOAT8 = {"e4m3": (3, 7, 0x7E, 448), "e5m2": (2, 15, 0x7B, 57344), "e2m1": (1, 1, 0x7, 6)}
+# elements, bits of one, elements of a block
+MICRO = {"nvfp4": ("e2m1", 4, 16), "mxfp4": ("e2m1", 4, 32), "mxfp8": ("e4m3", 8, 32)}
 NAN = np.uint32(0x7FC00000).view(np.float32)
 f32 = np.float32
 
@@ -86,7 +88,14 @@ def noise_of(key, leaf_id, e):
 # codes to bytes and back
 
 
+def meta_of(codec):
+    """Numbers of metadata of a bucket."""
+    return 1 if codec.get("format") == "nvfp4" else META.get(codec["codec"], 0)
+
+
 def width(codec):
+    if codec["codec"] == "Micro":
+        return MICRO[codec["format"]][1]
     return {"MaxMin": codec.get("bits"), "AbsMax": codec.get("bits"), "Sign": 1}.get(codec["codec"], 8)
 
 
@@ -166,6 +175,10 @@ def sum_of_magnitudes(x):
     return total
 
 
+def scale_of(largest):
+    return power(-40) if largest >= power(100) else power(80) if 0 < largest < power(-60) else f32(1)
+
+
 @ieee
 def encode_bucket(codec, x, noise):
     """(metadata, codes)"""
@@ -175,7 +188,7 @@ def encode_bucket(codec, x, noise):
         return nothing
     lo, hi = x.min(), x.max()
     largest = max(abs(lo), abs(hi))
-    scale = power(-40) if largest >= power(100) else power(80) if 0 < largest < power(-60) else f32(1)
+    scale = scale_of(largest)
     xs, constant = x * scale, lo == hi
     if kind in ("MaxMin", "ByteGrad"):
         n, span = 2**b - 1, hi * scale - lo * scale
@@ -223,7 +236,58 @@ def to_float8(name, y):
     exponent = np.maximum(np.frexp(np.abs(y))[1] - 1, 1 - bias)
     whole = np.rint(np.ldexp(np.abs(y), d - exponent)).astype(np.int64)
     code = np.where(whole < 2**d, whole, whole + ((exponent + bias - 1) << d))
-    return np.minimum(code, largest) | np.signbit(y).astype(np.int64) << 7
+    return np.minimum(code, largest) | np.signbit(y).astype(np.int64) << largest.bit_length()
+
+
+def of_float8(name, codes):
+    d, bias, largest, _ = FLOAT8[name]
+    sign = 1 << largest.bit_length()
+    exponent, mantissa = (codes & sign - 1) >> d, codes % 2**d
+    normal = np.ldexp(1 + mantissa * 2.0**-d, exponent - bias)
+    magnitude = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias - d), normal)
+    return np.where(codes & sign, -magnitude, magnitude)
+
+
+@ieee
+def encode_micro(codec, x):
+    """(metadata, bytes)"""
+    elements, bits, size = MICRO[codec["format"]]
+    blocks = np.append(x, np.zeros(-len(x) % 128, f32)).reshape(-1, size)
+    if codec["format"] == "nvfp4":
+        nothing = [NAN], bytes(code_bytes(codec, len(x), None))
+        largest = np.abs(x).max()
+        scale = scale_of(largest)
+        u = scaled_step(largest * scale, 2688, scale)
+        step = u * (f32(1) / scale)
+        if not np.isfinite(x).all() or not np.isfinite(step * f32(2688)):
+            return nothing
+        y, meta = blocks * scale * (f32(1) / u if u > 0 else f32(0)), [step]
+        scales = to_float8("e4m3", np.abs(y).max(1) / f32(6))
+        value = of_float8("e4m3", scales).astype(f32)
+        y = y * np.where(value > 0, f32(1) / value, f32(0))[:, None]
+    else:
+        finite, meta = np.isfinite(blocks).all(1), []
+        blocks = np.where(finite[:, None], blocks, f32(0))
+        top = np.abs(blocks).max(1)
+        exponent = np.frexp(top)[1] - 1 - (8 if elements == "e4m3" else 2)
+        exponent = np.where(top > 0, np.maximum(exponent, -127), -127)
+        scales, y = np.where(finite, exponent + 127, 255), np.ldexp(blocks, -exponent[:, None])
+    codes = to_float8(elements, y).reshape(-1, 128)
+    scales = scales.astype(np.uint8).reshape(len(codes), -1)
+    return meta, b"".join(pack(c, bits) + s.tobytes() for c, s in zip(codes, scales))
+
+
+def decode_micro(codec, meta, data, n):
+    elements, bits, size = MICRO[codec["format"]]
+    blocks = np.frombuffer(data, np.uint8).reshape(-1, 16 * bits + 128 // size)
+    codes = np.stack([unpack(block.tobytes(), 128, bits) for block in blocks[:, : 16 * bits].copy()])
+    scales = blocks[:, 16 * bits :].reshape(-1, 1).astype(np.int64)
+    values = of_float8(elements, codes).astype(f32).reshape(-1, size)
+    if codec["format"] == "nvfp4":
+        values = meta[0] * (values * of_float8("e4m3", scales).astype(f32))
+    else:
+        values = values * np.where(scales == 255, NAN, np.ldexp(f32(1), scales - 127))
+    return values.astype(f32).reshape(-1)[:n]
 
 
 def value(codec, codes):
@@ -233,11 +297,7 @@ def value(codec, codes):
     if kind == "Sign":
         codes = 2 * codes - 1
     if kind == "Float8":
-        d, bias, _, _ = FLOAT8[codec["format"]]
-        exponent, mantissa = (codes & 0x7F) >> d, codes % 2**d
-        normal = np.ldexp(1 + mantissa * 2.0**-d, exponent - bias)
-        magnitude = np.where(exponent == 0, mantissa * 2.0 ** (1 - bias - d), normal)
-        codes = np.where(codes >= 128, -magnitude, magnitude)
+        codes = of_float8(codec["format"], codes)
     return codes.astype(f32)
 
 
@@ -247,6 +307,9 @@ def value(codec, codes):
 def code_bytes(codec, n, dtype):
     if codec["codec"] == "Raw":
         return n * BITS[dtype].itemsize
+    if codec["codec"] == "Micro":
+        _, bits, size = MICRO[codec["format"]]
+        return -(-n // 128) * (16 * bits + 128 // size)
     return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-n // 8)
 
 
@@ -506,7 +569,7 @@ def pieces_of(codec, leaves, chunks):
     weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
     if codec["codec"] == "Lossless":
         codec = {"codec": "Raw"}
-    meta = 4 * META[codec["codec"]] if codec.get("bucket_size") else 0
+    meta = 4 * meta_of(codec) if codec.get("bucket_size") else 0
     skip = codec.get("skip_incomplete", False)
     rows, before = [], 0
     for dtype, size in leaves:
@@ -563,6 +626,10 @@ def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
                 body += encode_topk(codec, numbers[leaf][part], at, key, ids[leaf])
             elif codec["codec"] == "Cast":
                 body += narrow(codec["dtype"], numbers[leaf][part], noise).tobytes()
+            elif codec["codec"] == "Micro":
+                meta, codes = encode_micro(codec, numbers[leaf][part])
+                metas += np.array(meta, "<f4").tobytes()
+                body += codes
             else:
                 meta, codes = encode_bucket(codec, numbers[leaf][part], noise)
                 metas += np.array(meta, "<f4").tobytes()
@@ -577,7 +644,7 @@ def read_chunk(codec, pieces, dtypes, chunk):
     if codec["codec"] == "Lossless":
         yield from read_lossless(pieces, dtypes, chunk)
         return
-    metas = 4 * sum(len(sizes) for _, _, sizes, _ in pieces) * META.get(codec["codec"], 0)
+    metas = 4 * sum(len(sizes) for _, _, sizes, _ in pieces) * meta_of(codec)
     meta_at, at_byte = 0, metas + -metas % 16
     for leaf, at, sizes, raw in pieces:
         dtype = dtypes[leaf]
@@ -586,15 +653,14 @@ def read_chunk(codec, pieces, dtypes, chunk):
             data = chunk[at_byte : at_byte + length]
             at_byte += length
             if codec["codec"] in META:
-                meta = np.frombuffer(chunk, "<f4", META[codec["codec"]], meta_at)
+                meta = np.frombuffer(chunk, "<f4", meta_of(codec), meta_at)
                 meta_at += meta.nbytes
                 with np.errstate(all="ignore"):
-                    yield (
-                        leaf,
-                        at,
-                        meta[1] if len(meta) == 2 else f32(0),
-                        meta[0] * value(codec, unpack(data, n, width(codec))),
-                    )
+                    if codec["codec"] == "Micro":
+                        terms = decode_micro(codec, meta, data, n)
+                    else:
+                        terms = meta[0] * value(codec, unpack(data, n, width(codec)))
+                    yield leaf, at, meta[1] if len(meta) == 2 else f32(0), terms
             elif codec["codec"] == "TopK":
                 yield leaf, at, f32(0), decode_topk(codec, data, n)
             else:

@@ -21,6 +21,7 @@ CODECS = [
     cgx.AbsMax(3, 64),
     cgx.Float8(),
     cgx.Float8("e5m2", 33),
+    *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
     cgx.Cast("bfloat16"),
     cgx.Cast("float16", "stochastic"),
     cgx.Sign(),

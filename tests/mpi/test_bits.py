@@ -15,7 +15,7 @@ from processes import COMM, mine, on_mesh, same_everywhere
 from jaxcgx.transports.shm import Shm
 
 N, KEY = COMM.size, jax.random.key(7)
-CODECS = [cgx.MaxMin(3, 33, "stochastic"), cgx.ByteGrad()]
+CODECS = [cgx.MaxMin(3, 33, "correlated"), cgx.ByteGrad()]
 SCHEDULES = ("two_shot", "one_shot", "ring")
 
 

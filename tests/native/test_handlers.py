@@ -93,10 +93,10 @@ def test_the_fields_of_a_codec_are_those_of_the_handlers(field):
         ("encode", LEAVES, [(PAYLOAD, "uint8")], dict(codec=codec(stochastic=1)), "operands: got 2, expected 3"),
         (
             "encode",
-            (*LEAVES, jnp.zeros(3, jnp.uint32)),
+            (*LEAVES, jnp.zeros(2, jnp.uint32)),
             [(PAYLOAD, "uint8")],
             dict(codec=codec(stochastic=1)),
-            "keys has 3 elements, expected 2",
+            "keys has 2 elements, expected 3",
         ),
         (
             "encode",

@@ -223,7 +223,9 @@ def test_large_sums_are_the_same_written_around_the_caches(divisor):
 
 
 @pytest.mark.parametrize(
-    "codec", [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000)], ids=repr
+    "codec",
+    [cgx.MaxMin(4, 100_000, "stochastic"), cgx.Sign(100_000), cgx.ByteGrad(), cgx.AbsMax(8, 70_000), cgx.Micro()],
+    ids=repr,
 )
 def test_buckets_larger_than_a_task(codec):
     leaves = [normal(250_000)]

@@ -33,6 +33,11 @@ def test_where_the_bits_of_an_element_come_from():
     np.testing.assert_array_equal(noise(key, 9, 100, 150), drawn[100:250])
 
 
+def test_an_offset_is_added():
+    key = jnp.array([0, 7, 0x5000], jnp.uint32)
+    assert [f"{x:04x}" for x in np.asarray(noise(key, 0, 0, 4))] == ["7b7b", "26ac", "bc02", "b9e7"]  # wire-format.md
+
+
 def test_elements_past_2_to_the_32():
     key = jnp.array([3, 4], jnp.uint32)
     start = 2**37 + 5 * 128

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import re
@@ -69,6 +70,31 @@ def test_the_reference_sets_the_budget():
     adapted = cgx.Plan(FOUR).adapt(statistics, reference=cgx.MaxMin(6))
     assert errors(adapted, statistics) <= errors(cgx.Plan(cgx.MaxMin(6)), statistics)
     assert adapted.rules == cgx.Plan(cgx.MaxMin(6)).adapt(statistics).rules
+
+
+def test_candidates_of_any_kind():
+    """What each of them loses is measured in jit, not known from its bits: the choice is the best of all choices."""
+    rng = np.random.default_rng(0)
+    draws = dict(normal=rng.standard_normal, heavy=functools.partial(rng.standard_t, 2), even=rng.random)
+    tree = {name: jnp.asarray(draw(size=(2, 64, 128)), jnp.float32) for name, draw in draws.items()}
+    candidates = [FOUR, cgx.MaxMin(3, rounding="stochastic"), cgx.AbsMax(5), cgx.Float8(), cgx.Sign(), cgx.TopK(0.1)]
+    spec = dict(mesh=mesh(2), in_specs=P("a"), out_specs=P())
+
+    @jax.jit
+    @functools.partial(jax.shard_map, **spec)
+    def measure(tree):
+        return cgx.gradient_statistics(tree, "a", candidates, key=jax.random.key(0))
+
+    statistics = measure(tree)
+    leaf = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), tree)
+    rows = {row.leaf: row.codec for row in cgx.Plan(FOUR).adapt(statistics, alpha=2.0).explain(leaf, 2).rows}
+    lost = np.asarray(statistics.errors, np.float64)
+    sent = [codec.wire_bytes((1, 64, 128), jnp.float32) for codec in candidates]
+    choices = list(itertools.product(range(len(candidates)), repeat=len(tree)))
+    within = [c for c in choices if sum(lost[range(3), c]) <= 2 * sum(lost[:, 0])]
+    found = tuple(candidates.index(rows[path]) for path in statistics.paths)
+    assert found in within and sum(sent[c] for c in found) == min(sum(sent[c] for c in choice) for choice in within)
+    assert len(set(found)) > 1
 
 
 def test_kmeans_of_gradients():

@@ -21,7 +21,16 @@ from jaxcgx.report import advise, machine, shapes, steps
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks/results"
 FOUR = cgx.MaxMin(4)
 SHAPES = {"kernel": jax.ShapeDtypeStruct((96, 130), jnp.float32), "bias": jax.ShapeDtypeStruct((130,), jnp.float32)}
-CODECS = [FOUR, cgx.ByteGrad(), cgx.Cast(), cgx.Sign(33), cgx.TopK(0.05), cgx.TopK(0.05, pull="top"), cgx.PowerSGD(2)]
+CODECS = [
+    FOUR,
+    cgx.Micro(),
+    cgx.ByteGrad(),
+    cgx.Cast(),
+    cgx.Sign(33),
+    cgx.TopK(0.05),
+    cgx.TopK(0.05, pull="top"),
+    cgx.PowerSGD(2),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ SHAPES = {
 }
 ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
-NOISY = cgx.MaxMin(3, 128, "stochastic")
+NOISY = cgx.MaxMin(3, 128, "correlated")
 HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
 
 
@@ -118,6 +118,7 @@ CASES = {
     "raw": (LARGE, "data", raw),
     "raw in all": (SHAPES, BOTH, raw),
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
+    "scales of blocks": (LARGE, "data", reduction(cgx.Micro("mxfp4"), schedule="two_shot", fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
     "leader": (SHAPES, BOTH, reduction(HIERARCHY, leader=True)),
     "sparse lists": (SHAPES, "data", reduction(cgx.TopK(0.02, cgx.MaxMin(4)), schedule="one_shot", fed=True)),

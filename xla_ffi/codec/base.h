@@ -39,6 +39,7 @@ enum class Kind : int32_t {
   kCast = 5,
   kSign = 6,
   kTopK = 7,
+  kMicro = 9,
   kLossless = 10
 };
 
@@ -48,7 +49,8 @@ enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
 // How each element of a vector becomes a code.
 struct Dense {
   Kind kind = Kind::kRaw;
-  int32_t bits = 0;         // width of a code; Float8: exponent bits, 4 = e4m3 and 5 = e5m2; Cast: the DType
+  int32_t bits = 0;  // width of a code; Float8: exponent bits, 4 = e4m3 and 5 = e5m2; Cast: the DType; Micro: the
+                     // MicroFormat
   int64_t bucket_size = 0;  // elements that share their metadata; 0: one bucket for the whole piece
   bool stochastic = false;
   bool skip_incomplete = false;  // an incomplete last bucket of a leaf travels raw

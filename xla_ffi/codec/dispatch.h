@@ -6,6 +6,7 @@
 #include "codec/bytegrad.h"
 #include "codec/float8.h"
 #include "codec/maxmin.h"
+#include "codec/micro.h"
 #include "codec/sign.h"
 #include "codec/traits.h"
 
@@ -33,6 +34,10 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
       return c.bits == 4 ? f(CodecType<Float8<4>>()) : f(CodecType<Float8<5>>());
     case Kind::kSign:
       return f(CodecType<Sign>());
+    case Kind::kMicro:
+      return c.bits == kNvfp4   ? f(CodecType<Micro<kNvfp4>>())
+             : c.bits == kMxfp4 ? f(CodecType<Micro<kMxfp4>>())
+                                : f(CodecType<Micro<kMxfp8>>());
     case Kind::kRaw:  // these have no buckets
     case Kind::kCast:
     case Kind::kTopK:
@@ -50,6 +55,15 @@ struct Variant {
   static constexpr bool stochastic = kStochastic;
 };
 
+// Bytes of a whole block of codes.
+template <class C, int kBits>
+constexpr int block_bytes() {
+  if constexpr (traits_of(C::kKind).scales)
+    return kLanes * kBits + C::kScales;
+  else
+    return kLanes * kBits;
+}
+
 template <class C, bool kStochastic, int kBits, class Fn>
 auto with_width(const Codec& c, Fn f) {
   if constexpr (kBits < traits_of(C::kKind).most_bits) {
@@ -60,7 +74,9 @@ auto with_width(const Codec& c, Fn f) {
 template <class C, bool kStochastic, class Fn>
 auto with_variant(const Codec& c, Fn f) {
   constexpr Traits traits = traits_of(C::kKind);
-  if constexpr (traits.code_bits > 0)
+  if constexpr (traits.scales)
+    return f(Variant<C, C::Element::kSign + 1, kStochastic>());
+  else if constexpr (traits.code_bits > 0)
     return f(Variant<C, traits.code_bits, kStochastic>());
   else
     return with_width<C, kStochastic, traits.least_bits>(c, f);

@@ -65,7 +65,7 @@ struct Layout {
     for (int64_t part = 0; part < parts; ++part)
       before.push_back(before.back() + (shares.empty() ? 1 : shares[static_cast<size_t>(part)]));
     const int64_t whole_shares = before.back() * cuts;
-    const int64_t meta_bytes = 4 * meta_floats(codec.kind);
+    const int64_t meta_bytes = 4 * meta_floats(codec);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
     // One bucket for a whole piece: its metadata does not count when bytes are balanced.
     const bool sparse = is_sparse(codec.kind), whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);

@@ -12,7 +12,7 @@ struct Encode {
   int64_t batch;
   const void* const* leaves = nullptr;
   const int64_t* leaf_ids = nullptr;        // key the noise of each leaf
-  const uint32_t* keys = nullptr;           // [batch, 2]; null where the codec draws no noise
+  const uint32_t* keys = nullptr;           // [batch, kKeyWords]; null where the codec draws no noise
   const float* const* residuals = nullptr;  // with feedback: added to the leaves before encoding
   float* const* new_residuals = nullptr;    // with feedback: what encoding lost; may be the same memory
   uint8_t* payload = nullptr;               // [batch, chunks, chunk_bytes]

@@ -4,11 +4,16 @@
 // Element e belongs to block e / 128, row (e % 128) / 16, lane e % 16. The four words of counter
 // (16 * block + lane as 64 bits, leaf, 0) serve the eight rows of that lane: row r takes the low (r even) or
 // high (r odd) half of word r / 2. So one call gives eight elements 16 bits each, and 16 lanes are side by side.
+//
+// The key has a third word, an offset: it is added to the 16 bits of every element, modulo 2^16. Ranks that share the
+// two other words then have shares of the same random number, at equal distances: jaxcgx/exchange/keys.py.
 #pragma once
 
 #include "codec/base.h"
 
 namespace jaxcgx {
+
+constexpr int kKeyWords = 3;
 
 CGX_HD void mul_wide(int32_t a, uint32_t b, int32_t* high, int32_t* low) {
   const uint64_t product = static_cast<uint64_t>(static_cast<uint32_t>(a)) * b;
@@ -35,8 +40,9 @@ CGX_HD void philox(typename V::I word[4], uint32_t key0, uint32_t key1) {
 
 // The 16 bits of row `row`, from the words of its lane.
 template <class V>
-CGX_HD typename V::I noise_of(const typename V::I word[4], int row) {
-  return (row & 1) ? shr(word[row >> 1], 16) : word[row >> 1] & V::splat(0xffff);
+CGX_HD typename V::I noise_of(const typename V::I word[4], int row, uint32_t offset) {
+  const typename V::I half = (row & 1) ? shr(word[row >> 1], 16) : word[row >> 1] & V::splat(0xffff);
+  return (half + V::splat(static_cast<int32_t>(offset & 0xffff))) & V::splat(0xffff);
 }
 
 }  // namespace jaxcgx

@@ -7,10 +7,16 @@
 
 namespace jaxcgx {
 
+// Dense::bits of Micro.
+enum MicroFormat : int32_t { kNvfp4 = 1, kMxfp4 = 2, kMxfp8 = 3 };
+
+// The scales of a block of 128 elements.
+CGX_HD constexpr int scales_of(MicroFormat f) { return f == kNvfp4 ? 8 : 4; }
+
 struct Traits {
   int least_bits = 0, most_bits = 0;  // the range of Dense::bits; empty: there is no such codec
   int code_bits = 0;                  // width of a packed code; 0: Dense::bits
-  int meta_floats = 0;                // metadata of a bucket; 0: no buckets
+  int meta_floats = 0;                // metadata of a bucket, at most; 0: no buckets
   int element_bytes = 0;              // of an element that travels as a number of another dtype; 0: it doesn't
   bool raw = false;                   // elements travel as they are
   bool lossless = false;              // elements keep their bits (codec/lossless.h)
@@ -21,6 +27,7 @@ struct Traits {
   bool compatible = false;            // has a compatible mode
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
   bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
+  bool scales = false;                // blocks of codes have scales of their own (codec/micro.h)
 };
 
 CGX_HD constexpr Traits traits_of(Kind kind) {
@@ -62,6 +69,11 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
     case Kind::kTopK:
       t.sparse = t.stochastic = true;
       return t;
+    case Kind::kMicro:
+      t.least_bits = kNvfp4, t.most_bits = kMxfp8;
+      t.meta_floats = 1;
+      t.whole = t.scales = true;
+      return t;
     case Kind::kLossless:
       t.lossless = true;
       return t;
@@ -71,22 +83,33 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
 }
 
 CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(kind).most_bits; }
-CGX_HD int meta_floats(Kind kind) { return traits_of(kind).meta_floats; }
-CGX_HD bool has_buckets(Kind kind) { return meta_floats(kind) > 0; }
+CGX_HD bool has_buckets(Kind kind) { return traits_of(kind).meta_floats > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
 CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 
+// Metadata of a bucket. Without any, the unit is 1.
+CGX_HD int meta_floats(const Codec& c) {
+  const Traits traits = traits_of(c.kind);
+  return traits.scales && c.bits != kNvfp4 ? 0 : traits.meta_floats;
+}
+
 // The width of a packed code, for codecs that pack.
 CGX_HD int code_bits(const Codec& c) {
   const Traits traits = traits_of(c.kind);
+  if (traits.scales) return c.bits == kMxfp8 ? 8 : 4;
   return traits.code_bits > 0 ? traits.code_bits : c.bits;
+}
+// Bytes of the codes of n elements from the beginning of a bucket.
+CGX_HD int64_t bucket_bytes(const Codec& c, int64_t n) {
+  if (!traits_of(c.kind).scales) return packed_bytes(n, code_bits(c));
+  return div_up(n, kBlock) * (kLanes * code_bits(c) + scales_of(static_cast<MicroFormat>(c.bits)));
 }
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
   if (is_lossless(c.kind)) return lossless_bytes(leaf, n);
   const int bytes = traits_of(c.kind).element_bytes;
-  return bytes > 0 ? n * bytes : packed_bytes(n, code_bits(c));
+  return bytes > 0 ? n * bytes : bucket_bytes(c, n);
 }
 
 }  // namespace jaxcgx

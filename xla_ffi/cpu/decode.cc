@@ -29,13 +29,13 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
                              &overflow[static_cast<size_t>(&s - spans.spans.data())],
                              at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + s.piece->start + s.begin));
     }
-    const int meta_count = meta_floats(l.codec.kind);
+    const int meta_count = meta_floats(l.codec);
     each_bucket(s, dtype == DType::kF32 ? kSpan : kTile, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {
       void* leaf = at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + at);
       alignas(64) float buffer[kTile];
       float* out = dtype == DType::kF32 ? static_cast<float*>(leaf) : buffer;
       if (s.bucket > 0) {
-        float meta[2] = {0.0f, 0.0f};
+        float meta[2] = {1.0f, 0.0f};
         std::memcpy(meta, chunk + meta_at(l, *s.piece, index), sizeof(float) * static_cast<size_t>(meta_count));
         Terms terms;
         terms.add(chunk + codes_at(l, *s.piece, index, offset), meta[0]);

@@ -23,7 +23,7 @@ struct Target {
   uint8_t* chunk(const Span& s) const {
     return payload + s.row * row_bytes + (one_chunk ? 0 : s.piece->chunk * layout.chunk_bytes);
   }
-  const uint32_t* key(int64_t row) const { return keys + 2 * row; }
+  const uint32_t* key(int64_t row) const { return keys + kKeyWords * row; }
 };
 
 // The bytes of a chunk that no bucket writes.
@@ -162,7 +162,7 @@ class Encoder {
   void put_meta(const Span& s, int64_t index, const Grid& g) const {
     const float meta[2] = {g.finite ? g.unit : float_of(kNaNBits), g.finite ? g.base : float_of(kNaNBits)};
     std::memcpy(t_.chunk(s) + meta_at(t_.layout, *s.piece, index), meta,
-                sizeof(float) * static_cast<size_t>(meta_floats(codec_.kind)));
+                sizeof(float) * static_cast<size_t>(meta_floats(codec_)));
   }
 
   void put_codes(const Span& s, int64_t index, int64_t offset, int64_t at, int64_t n, const Grid& g,
@@ -178,7 +178,7 @@ class Encoder {
       alignas(64) uint16_t noise[kTile + 2 * kBlock];
       encode_(scaled, n, g, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, codes);
     } else {
-      std::memset(codes, 0, static_cast<size_t>(packed_bytes(n, code_bits(codec_))));
+      std::memset(codes, 0, static_cast<size_t>(bucket_bytes(codec_, n)));
     }
     if (keeps_) {
       const float nan = float_of(kNaNBits);

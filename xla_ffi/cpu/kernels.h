@@ -3,6 +3,7 @@
 #pragma once
 
 #include "codec/grid.h"
+#include "codec/rng.h"
 
 namespace jaxcgx::cpu {
 
@@ -41,7 +42,7 @@ struct Kernels {
   // Continues a sum of magnitudes, in the order of codec/sign.h; n is a multiple of the block, except in the last call.
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
-  void (*noise)(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
+  void (*noise)(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
   // Counts the magnitudes that are at least `least` (bits). `find` also returns these numbers and their indices, of
   // which x[0] has `first`; both arrays have room for n + 16.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);

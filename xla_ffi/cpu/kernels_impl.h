@@ -193,7 +193,7 @@ float sum(const float* x, int64_t n, float so_far) {
   return so_far;
 }
 
-void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
+void noise(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out) {
   for (int64_t b = 0; b < blocks; ++b, out += kBlock) {
     const uint64_t counter = static_cast<uint64_t>(first / kBlock + b) * kLanes;
     PhiloxWord word[4] = {philox_word(splat_i(static_cast<int32_t>(counter)) + iota()),
@@ -202,7 +202,7 @@ void noise(const uint32_t key[2], uint32_t leaf, int64_t first, int64_t blocks, 
     philox<PhiloxNumber>(word, key[0], key[1]);
     const I drawn[4] = {lanes_in_order(word[0]), lanes_in_order(word[1]), lanes_in_order(word[2]),
                         lanes_in_order(word[3])};
-    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row));
+    for (int row = 0; row < kRows; ++row) store_halves(out + row * kLanes, noise_of<Vector>(drawn, row, key[2]));
   }
 }
 
@@ -458,9 +458,16 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
+// The scales of a block, from its bytes.
 template <class C, int kBits>
-CGX_HD F plus(F so_far, F unit, I code) {
-  const F value = C::template value<Vector, kBits>(code);
+CGX_HD void get_scales(const uint8_t* block, float (&scales)[kLanes]) {
+  if constexpr (traits_of(C::kKind).scales)
+    store(scales, C::template scale<Vector>(load_bytes(block + kLanes * kBits, C::kScales)));
+}
+template <class C, int kBits>
+CGX_HD F plus(F so_far, F unit, I code, const float (&scales)[kLanes], int row) {
+  F value = C::template value<Vector, kBits>(code);
+  if constexpr (traits_of(C::kKind).scales) value = value * splat_f(scales[row / C::kScaleRows]);
   return traits_of(C::kKind).exact ? multiply_add(unit, value, so_far) : so_far + unit * value;
 }
 
@@ -468,15 +475,17 @@ template <class C, int kBits>
 void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
   int64_t at = 0;  // of the codes
-  for (; n >= kBlock; n -= kBlock, out += kBlock, at += kLanes * kBits) {
+  for (; n >= kBlock; n -= kBlock, out += kBlock, at += block_bytes<C, kBits>()) {
     F sum[kRows];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) sum[row] = write == Write::kOnto ? load(out + row * kLanes) : splat_f(base);
     for (int64_t r = 0; r < t.ranks; ++r) {
       const auto words = get_block<kBits>(t.codes[r] + at, kLanes);
       const F unit = splat_f(t.unit[r]);
+      alignas(64) float scales[kLanes];
+      get_scales<C, kBits>(t.codes[r] + at, scales);
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
+      for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), scales, row);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -487,7 +496,7 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
     }
   }
   if (n == 0) return;
-  const int lanes = lanes_of(n);
+  const int lanes = traits_of(C::kKind).scales ? kLanes : lanes_of(n);
   F sum[kRows];
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row)
@@ -495,18 +504,57 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   for (int64_t r = 0; r < t.ranks; ++r) {
     const auto words = get_block<kBits>(t.codes[r] + at, lanes, lanes);
     const F unit = splat_f(t.unit[r]);
+    alignas(64) float scales[kLanes];
+    get_scales<C, kBits>(t.codes[r] + at, scales);
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row));
+    for (int row = 0; row < kRows; ++row) sum[row] = plus<C, kBits>(sum[row], unit, words.get(row), scales, row);
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
+}
+
+// A bucket whose blocks have scales of their own.
+template <class C, int kBits>
+void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* /*noise*/, uint8_t* codes) {
+  const F inv = splat_f(grid.inv);
+  for (; n > 0; n -= kBlock, x += kBlock, codes += block_bytes<C, kBits>()) {
+    F y[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const float* p = x + row * kLanes;
+      y[row] = (n >= kBlock ? load(p) : load(p, in_row(n, kLanes, row))) * inv;
+    }
+    alignas(64) float largest[kLanes] = {}, inverse[kLanes];
+    for (int s = 0; s < C::kScales; ++s) {
+      F most = splat_f(0.0f);
+      for (int row = s * C::kScaleRows; row < (s + 1) * C::kScaleRows; ++row)
+        most = max(most, as_float(min(bits(y[row]) & splat_i(0x7fffffff), splat_i(0x7f800000))));
+      largest[s] = highest(most);
+    }
+    const I scales = C::template scale_code<Vector>(load(largest));
+    store(inverse, C::template inverse<Vector>(scales));
+    alignas(64) int32_t kept[kLanes];
+    store_words(kept, select(C::template is_number<Vector>(scales), splat_i(-1), splat_i(0)));
+    Words<Vector, kBits> words;
+    words.clear();
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      const int s = row / C::kScaleRows;
+      words.put(row, C::template quantize<Vector>(y[row] * splat_f(inverse[s])) & splat_i(kept[s]));
+    }
+    put_block<kBits>(codes, words, kLanes);
+    store_bytes(codes + kLanes * kBits, scales, C::kScales);
+  }
 }
 
 EncodeFn encoder(const Codec& c) {
   if (!has_buckets(c.kind)) return nullptr;
   return with_encoder(c, [](auto variant) -> EncodeFn {
     using V = decltype(variant);
-    return encode<typename V::Codec, V::bits, V::stochastic>;
+    if constexpr (traits_of(V::Codec::kKind).scales)
+      return encode_scaled<typename V::Codec, V::bits>;
+    else
+      return encode<typename V::Codec, V::bits, V::stochastic>;
   });
 }
 DecodeFn decoder(const Codec& c) {

@@ -19,7 +19,7 @@ class Reducer {
         l_(a.layout),
         k_(kernels()),
         decode_codes_(k_.decoder(l_.codec)),
-        meta_count_(meta_floats(l_.codec.kind)),
+        meta_count_(meta_floats(l_.codec)),
         spans_(l_, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1) {
     for (int64_t r = 0; r < a.ranks && is_lossless(l_.codec.kind); ++r)
       overflow_.push_back(overflows(l_, spans_, [&](const Span& s) { return payloads(s) + r * l_.chunk_bytes; }));
@@ -79,7 +79,7 @@ class Reducer {
     Write write = once ? last : Write::kOver;
     Terms terms;
     for (int64_t r = 0; r < a_.ranks; ++r) {
-      if (r != own) terms.add(codes + r * l_.chunk_bytes, meta_of(meta, r, 0));
+      if (r != own) terms.add(codes + r * l_.chunk_bytes, meta_count_ == 0 ? 1.0f : meta_of(meta, r, 0));
       if (r == own || terms.ranks == Terms::kMost || r + 1 == a_.ranks) {
         decode_codes_(terms, x.n, base, out, write);
         terms.ranks = 0;

@@ -98,10 +98,10 @@ void each_bucket(const Span& s, int64_t most, Fn f) {
 
 // Where the codes and the metadata of a span are in its chunk.
 inline int64_t codes_at(const Layout& l, const Piece& p, int64_t bucket_index, int64_t offset) {
-  return p.codes + bucket_index * packed_bytes(p.bucket, code_bits(l.codec)) + offset / kRows * code_bits(l.codec);
+  return p.codes + bucket_index * bucket_bytes(l.codec, p.bucket) + bucket_bytes(l.codec, offset);
 }
 inline int64_t meta_at(const Layout& l, const Piece& p, int64_t bucket_index) {
-  return p.meta + bucket_index * 4 * meta_floats(l.codec.kind);
+  return p.meta + bucket_index * 4 * meta_floats(l.codec);
 }
 // Where elements without buckets are. `at` counts from the piece's first.
 inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {

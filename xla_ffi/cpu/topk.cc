@@ -142,7 +142,7 @@ struct Piecewise {
   const uint32_t* key;  // of its row; null without any
 };
 
-const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + 2 * row; }
+const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + kKeyWords * row; }
 
 // Writes the list of indices and the values of a piece; `sent` grows to the list's length. If `keeps`, calls
 // keep(first, n, decoded) with the numbers that the n values from `first` on decode to.

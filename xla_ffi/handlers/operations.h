@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "codec/operations.h"
+#include "codec/rng.h"
 #include "handlers/buffers.h"
 
 namespace jaxcgx {
@@ -47,7 +48,7 @@ ffi::Error encode(typename Platform::Context context, ffi::RemainingArgs args, f
   CGX_RETURN_IF_ERROR(expect_count(op, "operands", args.size(), (feedback ? 2 * n : n) + (l.codec.stochastic ? 1 : 0)));
   CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &leaves));
   if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &residuals));
-  if (l.codec.stochastic) CGX_RETURN_IF_ERROR(operands.take_batch("keys", ffi::DataType::U32, 2, &e.keys));
+  if (l.codec.stochastic) CGX_RETURN_IF_ERROR(operands.take_batch("keys", ffi::DataType::U32, kKeyWords, &e.keys));
 
   Buffers results(op, *message, rets);
   std::vector<float*> new_residuals;
@@ -125,7 +126,7 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   CGX_RETURN_IF_ERROR(Platform::check_where(r.where, *message, ranks, own));
   if (own) CGX_RETURN_IF_ERROR(operands.take_leaves("own leaf", std::nullopt, &own_leaves));
   if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &residuals));
-  if (keyed) CGX_RETURN_IF_ERROR(operands.take_batch("keys", ffi::DataType::U32, 2, &r.keys));
+  if (keyed) CGX_RETURN_IF_ERROR(operands.take_batch("keys", ffi::DataType::U32, kKeyWords, &r.keys));
 
   Buffers results(op, *message, rets);
   std::vector<float*> leaves, new_residuals;

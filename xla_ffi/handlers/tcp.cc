@@ -5,6 +5,7 @@
 #include <limits>
 #include <set>
 
+#include "codec/rng.h"
 #include "cpu/pages.h"
 #include "handlers/buffers.h"
 #include "handlers/cpu.h"
@@ -195,10 +196,10 @@ ffi::Error begin(ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::Remainin
   CGX_RETURN_IF_ERROR(operands.take_leaves("leaf", std::nullopt, &first.leaves));
   if (feedback) CGX_RETURN_IF_ERROR(operands.take_leaves("residual", DType::kF32, &first.residuals));
   CGX_RETURN_IF_ERROR(operands.take("who", ffi::DataType::S32, 1 + ranks, &who));
-  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, 2, &first.first_key));
+  if (keys > 0) CGX_RETURN_IF_ERROR(operands.take_batch("key", ffi::DataType::U32, kKeyWords, &first.first_key));
   if (keys > 1) {
-    CGX_RETURN_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, 2, &first.sum_key));
-    CGX_RETURN_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, 2, &first.hop_key));
+    CGX_RETURN_IF_ERROR(operands.take_batch("key of the root's sum", ffi::DataType::U32, kKeyWords, &first.sum_key));
+    CGX_RETURN_IF_ERROR(operands.take_batch("key of the other sums", ffi::DataType::U32, kKeyWords, &first.hop_key));
   }
   if (feedback) CGX_RETURN_IF_ERROR(results.take_leaves("new residual", DType::kF32, &first.new_residuals));
   uint32_t* words = nullptr;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "codec/rng.h"
 #include "cpu/spans.h"
 #include "tcp/collectives.h"
 #include "tcp/slice.h"
@@ -43,9 +44,9 @@ Allreduce::Inputs behind(const Layout& l, int64_t row, const Allreduce::Inputs& 
   return {behind(l, row, first.leaves),
           behind(l, row, first.residuals, DType::kF32),
           behind(l, row, first.new_residuals, DType::kF32),
-          first.first_key ? first.first_key + 2 * row : nullptr,
-          first.sum_key ? first.sum_key + 2 * row : nullptr,
-          first.hop_key ? first.hop_key + 2 * row : nullptr};
+          first.first_key ? first.first_key + kKeyWords * row : nullptr,
+          first.sum_key ? first.sum_key + kKeyWords * row : nullptr,
+          first.hop_key ? first.hop_key + kKeyWords * row : nullptr};
 }
 Allreduce::Outputs behind(const Layout& l, int64_t row, const Allreduce::Outputs& first) {
   return {behind(l, row, first.sums, DType::kF32), behind(l, row, first.results),
@@ -118,7 +119,7 @@ class Part {
 // What a message's sum needs between begin and end.
 struct Kept {
   std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
-  uint32_t sum_key[2] = {0, 0}, hop_key[2] = {0, 0};
+  uint32_t sum_key[kKeyWords] = {}, hop_key[kKeyWords] = {};
 };
 
 }  // namespace
@@ -211,8 +212,8 @@ class Running : public std::enable_shared_from_this<Running> {
       const auto m = behind(a_.layout, piece / pieces_, first);
       Kept& kept = kept_[static_cast<size_t>(piece / pieces_)];
       if (piece % pieces_ == 0) {
-        if (m.sum_key != nullptr) std::copy_n(m.sum_key, 2, kept.sum_key);
-        if (m.hop_key != nullptr) std::copy_n(m.hop_key, 2, kept.hop_key);
+        if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
+        if (m.hop_key != nullptr) std::copy_n(m.hop_key, kKeyWords, kept.hop_key);
       }
       // What others sum comes first. The ranks begin with different parts, so that not all send to the same one at
       // once.

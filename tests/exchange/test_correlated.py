@@ -1,0 +1,94 @@
+"""Correlated rounding: unbiased on every rank, and errors that cancel in a sum as the theory says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+from jaxcgx.exchange.keys import first
+from jaxcgx.native.rng import noise
+from jaxcgx.transports.xla import Axes
+
+RANKS, SIZE = 4, 40_000
+STOCHASTIC, CORRELATED = (cgx.MaxMin(4, 100, rounding) for rounding in ("stochastic", "correlated"))
+LIKE, UNLIKE = jnp.tile(normal(SIZE), (RANKS, 1)), normal((RANKS, SIZE))
+
+
+def lost(codec, x, op=cgx.compressed_psum, **options):
+    """The squared error of a sum, of each element on average."""
+    f = lambda x: op(x, "a", codec, key=jax.random.key(0), **options)
+    got = jax.jit(jax.vmap(f, axis_name="a"))(x)
+    sums = got[0] if op is cgx.compressed_psum else got.reshape(-1)
+    return float(jnp.square(sums - x.sum(0)).mean())
+
+
+# In units of a level, a rank's error has the variance 1/6, and that of the sum of N like inputs, whose noise is spread
+# evenly, has it too: N times less than N independent errors. Without one of the ranks it is 1/3 (1 - 1/N). If the
+# inputs are independent, only what the noise itself adds to the variance cancels: of N errors 1/12 (1 + 1/N) is left.
+@pytest.mark.parametrize(
+    ("x", "op", "options", "factor"),
+    [
+        (LIKE, cgx.compressed_psum, dict(schedule="one_shot"), RANKS),
+        (LIKE, cgx.compressed_psum_scatter, dict(tiled=True, own="encoded"), RANKS),
+        (LIKE, cgx.compressed_psum_scatter, dict(tiled=True), RANKS / 2),
+        (UNLIKE, cgx.compressed_psum, dict(schedule="one_shot"), 2 * RANKS / (RANKS + 1)),
+    ],
+    ids=["like", "like, scattered", "like, all except the owner's", "unlike"],
+)
+def test_the_variance_of_a_sum(x, op, options, factor):
+    independent, correlated = (lost(codec, x, op, **options) for codec in (STOCHASTIC, CORRELATED))
+    assert independent / correlated == pytest.approx(factor, rel=0.05)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ranks_share_noise_that_is_evenly_spread(ranks):
+    """In every element; which rank has which share changes from key to key."""
+
+    def drawn(key):
+        f = lambda _: noise(first(key, CORRELATED, Axes(("a",))), 0, 0, 1000)
+        return jax.vmap(f, axis_name="a", axis_size=ranks)(jnp.arange(ranks))
+
+    found = np.asarray(jax.jit(jax.vmap(drawn))(jnp.arange(200, dtype=jnp.uint32).reshape(100, 2)))
+    gaps = np.diff(np.sort(found, axis=1), axis=1)
+    assert np.isin(gaps, (2**16 // ranks, -(-(2**16) // ranks))).all()
+    assert abs(found.mean() / 2**16 - 0.5) < 0.01
+    orders = (found[:, :, 0] - found[:, :1, 0]) % 2**16
+    assert len(np.unique(orders, axis=0)) >= min(2 * (ranks - 1), 50) or ranks == 1
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "two_shot"])
+def test_every_rank_and_the_sum_are_unbiased(schedule):
+    x, steps = UNLIKE[:, :500], 400
+
+    def body(x):
+        def draw(key):
+            each = cgx.compressed_all_gather(x, "a", CORRELATED, key=key)
+            return jnp.concatenate([each, cgx.compressed_psum(x, "a", CORRELATED, key=key, schedule=schedule)[None]])
+
+        return jax.lax.map(draw, jax.random.split(jax.random.key(1), steps))
+
+    draws = np.asarray(jax.jit(jax.vmap(body, axis_name="a"))(x)[0], np.float64)
+    exact = np.asarray(jnp.concatenate([x, x.sum(0, keepdims=True)]), np.float64)
+    # The mean of independent draws has their variance / steps, and a bias would come on top.
+    ratio = np.square(draws.mean(0) - exact).sum(1) / (draws.var(0).sum(1) / steps)
+    assert (ratio > 0.75).all() and (ratio < 1.25).all()
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Auto, False)]
+)
+def test_meshes_give_the_bits_of_vmap(axis_type, check_vma):
+    x, f = UNLIKE[:, :1000], lambda x: cgx.compressed_psum(x, "a", CORRELATED, key=jax.random.key(0))
+    ranks = mesh(RANKS, axis_type=axis_type)
+    found = on_ranks(f, ranks, check_vma=check_vma)(jax.device_put(x, NamedSharding(ranks, P("a"))))
+    np.testing.assert_array_equal(found, jax.jit(jax.vmap(f, axis_name="a"))(x))
+
+
+def test_without_other_ranks_it_is_stochastic_rounding():
+    key = jax.random.key(5)
+    np.testing.assert_array_equal(cgx.encode(LIKE[0], CORRELATED, key), cgx.encode(LIKE[0], STOCHASTIC, key))

@@ -1,0 +1,80 @@
+// Micro: small floats in blocks that share a scale of 8 bits. NVIDIA's NVFP4: e2m1, a scale in e4m3 for 16 elements,
+// and a float32 scale for the bucket. OCP's MX: e2m1 or e4m3, a power of two (e8m0) for 32 elements, and no metadata.
+//
+// A row of a block of codec/pack.h has 16 elements, so scales belong to one row or to two. All blocks have 16 lanes,
+// also the last one of a bucket: elements past its end are 0. The scales of a block, a byte each, follow its words.
+#pragma once
+
+#include <type_traits>
+
+#include "codec/grid.h"
+#include "codec/minifloat.h"
+#include "codec/traits.h"
+
+namespace jaxcgx {
+
+template <MicroFormat kFormat>
+struct Micro {
+  static constexpr Kind kKind = Kind::kMicro;
+  static constexpr bool kPower = kFormat != kNvfp4;
+  using Element = std::conditional_t<kFormat == kMxfp8, Minifloat<4, 3>, Minifloat<2, 1>>;
+  using Scale = Minifloat<4, 3>;  // NVFP4's
+  static constexpr int kScales = scales_of(kFormat), kScaleRows = kRows / kScales;
+  static constexpr int kLargestExponent = kFormat == kMxfp8 ? 8 : 2;
+  static constexpr float kLargest = kFormat == kMxfp8 ? 448.0f : 6.0f, kLargestScale = 448.0f;
+
+  CGX_HD static Grid grid(const Stats& s, float /*sum*/, int64_t /*n*/, const Codec&) {
+    if (kPower) return {1.0f, 0.0f, 1.0f, 0.0f, 1.0f, true};
+    constexpr float kSteps = kLargestScale * kLargest;
+    const float largest = largest_of(s), scale = scale_of(largest);
+    return make_grid(s, unit_of(largest * scale, kSteps, scale), kSteps, scale);
+  }
+
+  // The codes of the scales of blocks, from their largest magnitudes; infinity stands for everything that is not
+  // finite, which NVFP4's grid has caught.
+  template <class V>
+  CGX_HD static typename V::I scale_code(typename V::F largest) {
+    if constexpr (kPower) {
+      const auto exponent = shr(bits(largest), 23), above = exponent - V::splat(kLargestExponent);
+      return select(less(V::splat(254), exponent), V::splat(255), select(less(above, V::splat(0)), V::splat(0), above));
+    } else {
+      return Scale::template encode<V>(min(largest / V::splat(kLargest), V::splat(kLargestScale)));
+    }
+  }
+  template <class V>
+  CGX_HD static typename V::F scale(typename V::I code) {
+    if constexpr (kPower) {
+      const auto power = select(less(code, V::splat(1)), V::splat(0x400000), shl(code, 23));  // 2^-127 is denormal
+      return as_float(select(less(code, V::splat(255)), power, V::splat(static_cast<int32_t>(kNaNBits))));
+    } else {
+      return Scale::template decode<V>(code);
+    }
+  }
+  // What the elements are multiplied by. Those of a block that is not finite have the code 0 anyway.
+  template <class V>
+  CGX_HD static typename V::F inverse(typename V::I code) {
+    if constexpr (kPower)
+      return as_float(shl(V::splat(254) - code, 23));
+    else
+      return select(less(code, V::splat(1)), V::splat(0.0f), V::splat(1.0f) / scale<V>(code));
+  }
+  template <class V>
+  CGX_HD static auto is_number(typename V::I code) {
+    return less(code, V::splat(255));
+  }
+
+  // The nearest element, at most the largest.
+  template <class V>
+  CGX_HD static typename V::I quantize(typename V::F y) {
+    const auto magnitude = min(bits(y) & V::splat(0x7fffffff), V::splat(static_cast<int32_t>(bits(kLargest))));
+    return Element::template encode<V>(as_float(magnitude | (bits(y) & V::splat(INT32_MIN))));
+  }
+
+  // The number of a code, before the scales.
+  template <class V, int kBits>
+  CGX_HD static typename V::F value(typename V::I code) {
+    return Element::template decode<V>(code);
+  }
+};
+
+}  // namespace jaxcgx
