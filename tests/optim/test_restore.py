@@ -62,6 +62,12 @@ def test_fewer_ranks(four):
     assert go_on(make(2), found, restored)[2] < loss_fn(jax.device_get(params), X)
 
 
+def test_nothing_is_compressed(tmp_path):
+    """A state without arrays per rank goes to other ranks as it is."""
+    of = lambda ranks: cgx.make_train_step(loss_fn, optax.adam(0.1), mesh_of(ranks), plan=cgx.Raw()).init(PARAMS)
+    assert_same_trees(cgx.restore_state(save(tmp_path / "raw", of(4)), of(2)), of(2))
+
+
 def test_neither_number_divides_the_other(tmp_path):
     params, state, _ = go_on(make(8), *make(8).init(PARAMS))
     for number, ranks in enumerate((6, 8)):

@@ -1,0 +1,82 @@
+"""Checkpoints of Orbax: each is whole, or it isn't there."""
+
+import pathlib
+import re
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from checks import Wrong
+from launch import World
+
+import jaxcgx as cgx
+
+KEEP = 2
+
+
+class Checkpoints:
+    """The last checkpoints of a run, FOLDER/STEP."""
+
+    def __init__(self, folder: pathlib.Path, world: World, say: Callable[[str], None]) -> None:
+        self.folder, self.world, self.say = folder.resolve(), world, say
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint."""
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+
+    def save(self, step: int, tree: Any) -> None:
+        """Saves a tree of arrays, and then removes old checkpoints. All processes call it."""
+        if self.world.comm is not None:
+            tree = cgx.gather_state(tree, self.world.comm)
+        if self.world.comm is None or self.world.speaks:
+            self._check_space(step, tree)
+            try:
+                with ocp.StandardCheckpointer() as checkpointer:
+                    checkpointer.save(self.folder / str(step), tree, force=True)
+            except Exception as error:  # of whatever library noticed it first
+                raise self._cant_save(step, _line(error)) from error
+            finally:
+                if self.world.speaks:
+                    self._remove_halves()
+        if self.world.comm is not None:
+            self.world.comm.Barrier()
+        if self.world.speaks:
+            for old in self.steps()[:-KEEP]:
+                shutil.rmtree(self.folder / str(old))
+
+    def restore(self, template: Any) -> tuple[int, Any]:
+        """The last checkpoint that can be read: its step and its tree; step 0 and the template where there is none."""
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return step, cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
+            except Exception as error:  # Orbax and TensorStore have many
+                self.say(f"the checkpoint of step {step} can't be read ({_line(error)}): trying the one before")
+        if steps:
+            raise Wrong(f"{self.folder}: no checkpoint can be read; remove this folder to begin anew")
+        return 0, template
+
+    def _check_space(self, step: int, tree: Any) -> None:
+        """Sees that the disk has room: on a full one, Orbax fails in many lines."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        self.folder.mkdir(exist_ok=True)
+        if (free := shutil.disk_usage(self.folder).free) < needed:
+            raise self._cant_save(step, f"the disk is full: {free:,} bytes are free, and it has up to {needed:,}")
+
+    def _cant_save(self, step: int, why: str) -> Wrong:
+        good = [each for each in self.steps() if each != step]
+        last = f"the last good one is that of step {good[-1]}" if good else "there is no other"
+        return Wrong(f"{self.folder}: can't save the checkpoint of step {step}: {why}; {last}")
+
+    def _remove_halves(self) -> None:
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _line(error: Exception) -> str:
+    """The system's reason, if it is known, or the first line."""
+    text = str(error).strip()
+    reason = re.search(r"[^:\n]+(?= \[os_error_code)", text)
+    return reason.group().strip() if reason else text.partition("\n")[0][:200]

@@ -1,0 +1,11 @@
+"""ResNet-56 on CIFAR-10."""
+
+from ml_collections import ConfigDict
+
+from configs import cifar
+
+
+def get_config() -> ConfigDict:
+    config = cifar.get_config()
+    config.model = ConfigDict(dict(name="resnet", depth=56))
+    return config

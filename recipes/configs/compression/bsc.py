@@ -1,0 +1,7 @@
+"""GeoMX's bidirectional sparsification: 1 % of the elements of large leaves."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(kind="bsc", threshold=0.01, size_bound=10_000, warmup_epochs=0))

@@ -1,0 +1,7 @@
+"""Bagua's ByteGrad: 8 bits for everything."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(kind="plan", codec=dict(name="ByteGrad"), feedback=False, min_size=0, skip_1d=False))

@@ -1,0 +1,7 @@
+"""Deep Gradient Compression: 0.1 % of the elements, after a warm-up of 5 epochs."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(kind="dgc", ratio=0.001, warmup_epochs=5, values=dict(name="Raw")))

@@ -1,0 +1,7 @@
+"""DiLoCo: every rank trains on its own, and all exchange 4 bits of outer gradients every 50 steps."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(kind="diloco", every=50, outer="sgd", codec=dict(name="MaxMin", bits=4, bucket_size=512)))

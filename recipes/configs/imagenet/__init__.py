@@ -1,0 +1,15 @@
+"""ImageNet as in "Accurate, Large Minibatch SGD": 90 epochs, and 0.1 times the batch over 256 for the rate."""
+
+from ml_collections import ConfigDict
+
+import configs
+
+
+def get_config() -> ConfigDict:
+    config = configs.get_config()
+    config.data = ConfigDict(dict(name="imagenet", synthetic=False, folder="data/imagenet", size=224, threads=8))
+    config.schedule.warmup_epochs = 5
+    config.schedule.epochs = (30, 60, 80)
+    config.train.batch_size = 256
+    config.train.num_epochs = 90
+    return config

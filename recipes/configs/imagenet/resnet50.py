@@ -1,0 +1,11 @@
+"""ResNet-50 on ImageNet."""
+
+from ml_collections import ConfigDict
+
+from configs import imagenet
+
+
+def get_config() -> ConfigDict:
+    config = imagenet.get_config()
+    config.model = ConfigDict(dict(name="resnet50"))
+    return config

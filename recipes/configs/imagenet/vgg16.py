@@ -1,0 +1,16 @@
+"""VGG-16 on ImageNet, as in "Very Deep Convolutional Networks", configuration D: 74 epochs, and thrice a lower rate."""
+
+from ml_collections import ConfigDict
+
+from configs import imagenet
+
+
+def get_config() -> ConfigDict:
+    config = imagenet.get_config()
+    config.model = ConfigDict(dict(name="vgg16", hidden=4096, dropout=0.5))
+    config.optimizer.weight_decay = 5e-4
+    config.schedule.rate = 0.01
+    config.schedule.warmup_epochs = 0
+    config.schedule.epochs = (25, 50, 65)
+    config.train.num_epochs = 74
+    return config

@@ -1,0 +1,14 @@
+#!/bin/bash
+# sbatch recipes/launching/slurm.sh --config=recipes/configs/cifar/resnet20.py --compression=dgc
+#
+# One task a GPU: JAX gives each task the GPU of its number on the node. The folder of the repository, its .venv and
+# runs/ must be on a file system that all nodes share. The job goes on from the last checkpoint when it is requeued.
+#SBATCH --job-name=jaxcgx
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=8
+#SBATCH --requeue
+#SBATCH --open-mode=append
+
+srun --kill-on-bad-exit=1 .venv/bin/python recipes/train.py --launch=distributed "$@"

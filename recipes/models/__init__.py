@@ -1,0 +1,45 @@
+"""The models: modules of Flax NNX, as functions of trees of arrays."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from checks import call, choose
+from data import Dataset
+from flax import nnx
+
+from models import gpt, mlp, resnet, vgg
+
+MODELS = {"gpt": gpt.Gpt, "mlp": mlp.Mlp, "resnet": resnet.ResNet, "resnet50": resnet.ResNet50, "vgg16": vgg.Vgg16}
+
+
+class Model(NamedTuple):
+    """A model and its first weights."""
+
+    params: Any
+    state: Any  # statistics of batch norm, and random streams
+    loss: Callable[..., Any]  # (params, state, batch) -> (mean loss, new state), in training
+    score: Callable[..., Any]  # (params, state, batch) -> (losses, whether predictions are right), of each example
+
+
+def make(data: Dataset, seed: int, name: str, **section: Any) -> Model:
+    """The model of a config's section `model` for a data set."""
+    module = call(choose(MODELS, name, "config.model.name"), "config.model", data, nnx.Rngs(seed), **section)
+    graph, params, state = nnx.split(module, nnx.Param, ...)
+
+    def losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    def loss(params: Any, state: Any, batch: Any) -> tuple[jax.Array, Any]:
+        module = nnx.merge(graph, params, state)
+        inputs, labels = batch
+        return losses(module(inputs), labels).mean(), nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+
+    def score(params: Any, state: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        fixed = dict(deterministic=True, use_running_average=True)
+        inputs, labels = batch
+        logits = nnx.view(nnx.merge(graph, params, state), **fixed, raise_if_not_found=False)(inputs)
+        return losses(logits, labels), logits.argmax(-1) == labels
+
+    return Model(nnx.to_pure_dict(params), nnx.to_pure_dict(state), loss, score)

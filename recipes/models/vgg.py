@@ -1,0 +1,39 @@
+"""VGG-16, as in "Very Deep Convolutional Networks for Large-Scale Image Recognition", configuration D."""
+
+import jax
+from data import Dataset
+from flax import nnx
+
+HE = nnx.initializers.he_normal()  # the paper starts from trained smaller networks, which this needs no more
+STAGES = (64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
+
+
+class Vgg16(nnx.Module):
+    """Five stages of convolutions of 3 x 3, and two hidden layers with dropout."""
+
+    def __init__(self, data: Dataset, rngs: nnx.Rngs, *, hidden: int, dropout: float) -> None:
+        stages, inputs, side = [], data.shape[-1], data.shape[0]
+        for widths in STAGES:
+            convs = []
+            for width in widths:
+                convs.append(nnx.Conv(inputs, width, (3, 3), kernel_init=HE, rngs=rngs))
+                inputs = width
+            stages.append(nnx.List(convs))
+            side //= 2
+        if not side:
+            raise ValueError(f"expected images of at least 32 x 32 pixels, got {data.shape[0]} x {data.shape[1]}")
+        self.stages = nnx.List(stages)
+        self.hidden1 = nnx.Linear(side * side * inputs, hidden, kernel_init=HE, rngs=rngs)
+        self.hidden2 = nnx.Linear(hidden, hidden, kernel_init=HE, rngs=rngs)
+        self.head = nnx.Linear(hidden, data.classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs)
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for stage in self.stages:
+            for conv in stage:
+                x = nnx.relu(conv(x))
+            x = nnx.max_pool(x, (2, 2), (2, 2))
+        x = x.reshape(len(x), -1)
+        for layer in (self.hidden1, self.hidden2):
+            x = self.dropout(nnx.relu(layer(x)))
+        return self.head(x)

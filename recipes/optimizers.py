@@ -1,0 +1,77 @@
+"""Optimizers and the schedules of their rates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from checks import call, choose
+
+
+def make(
+    schedule: Any, moves: bool, clips: bool, *, name: str, clip: float, **section: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The optimizer of a config's section `optimizer`, and the options that the exchange of gradients gets instead.
+
+    Args:
+      schedule: of the rate.
+      moves: whether the exchange has the momentum.
+      clips: whether the exchange clips.
+      name: one of `OPTIMIZERS`.
+      clip: the largest norm of the mean gradient; 0: any.
+      **section: the options of the optimizer.
+    """
+    function = choose(OPTIMIZERS, name, "config.optimizer.name")
+    optimizer, moved = call(function, "config.optimizer", schedule, moves, **section)
+    if clip and clips:
+        moved["clip_global_norm"] = clip
+    elif clip:
+        optimizer = optax.chain(optax.clip_by_global_norm(clip), optimizer)
+    return optimizer, moved
+
+
+def sgd(
+    schedule: Any, moves: bool, *, momentum: float, nesterov: bool, weight_decay: float
+) -> tuple[Any, dict[str, Any]]:
+    """SGD with momentum, and weight decay as part of the gradient."""
+    if moves:
+        return optax.sgd(schedule), dict(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay or None)
+    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(schedule, momentum, nesterov)), {}
+
+
+def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, dict[str, Any]]:
+    """Adam with weight decay of matrices. Where the exchange has the momentum, Adam has none."""
+    matrices: Callable[[Any], Any] = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    optimizer = optax.adamw(schedule, 0.0 if moves else b1, b2, weight_decay=weight_decay, mask=matrices)
+    return optimizer, dict(momentum=b1) if moves else {}
+
+
+def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) -> Any:
+    """The schedule of a config's section `schedule`.
+
+    Args:
+      each: steps of an epoch.
+      num_epochs: of the training.
+      name: one of `SCHEDULES`.
+      **section: the options of the schedule.
+    """
+    return call(choose(SCHEDULES, name, "config.schedule.name"), "config.schedule", each, num_epochs, **section)
+
+
+def steps(
+    each: int, num_epochs: float, *, rate: float, warmup_epochs: float, epochs: tuple[float, ...], factor: float
+) -> Any:
+    """`rate`, multiplied by `factor` after each of `epochs`, behind a linear warm-up from 0."""
+    lower = optax.piecewise_constant_schedule(rate, {int(epoch * each): factor for epoch in epochs})
+    warm = int(warmup_epochs * each)
+    return lambda step: lower(step) * jax.numpy.minimum(1.0, (step + 1) / max(warm, 1))
+
+
+def cosine(each: int, num_epochs: float, *, rate: float, warmup_epochs: float) -> Any:
+    """Half a cosine from `rate` to 0, behind a linear warm-up from 0."""
+    warm, last = int(warmup_epochs * each), int(num_epochs * each)
+    return optax.warmup_cosine_decay_schedule(0.0 if warm else rate, rate, warm, max(last, warm + 1))
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+SCHEDULES = {"cosine": cosine, "steps": steps}

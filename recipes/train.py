@@ -1,0 +1,174 @@
+"""Trains a named network on named data with compressed gradients.
+
+    pip install ".[recipes]"
+    python recipes/train.py --config=recipes/configs/digits/mlp.py --compression=dgc
+    python recipes/train.py --config=recipes/configs/cifar/resnet20.py --config.compression=dgc \
+        --config.train.num_epochs=500 --suffix=x
+
+A run has a folder in runs/. The same command goes on where an interrupted run stopped. docs/recipes.md explains it.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+from typing import Any
+
+import compression
+import config
+import data
+import jax
+import jax.numpy as jnp
+import launch
+import models
+import numpy as np
+import optimizers
+import plot
+from checkpoints import Checkpoints
+from checks import Wrong, call
+from data.split import tested, trained
+from run_folder import RunFolder
+from tqdm import tqdm
+
+import jaxcgx as cgx
+from jaxcgx.optim import PerRank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """A config's section `train`."""
+
+    batch_size: int  # of all ranks together
+    num_epochs: float
+    steps: int  # training stops after this many; 0: after num_epochs
+    seed: int
+    log_every: int  # steps
+    test_every: float  # epochs
+    test_examples: int  # 0: all
+    save_every: int  # steps
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_epochs", "log_every", "test_every", "save_every"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"expected a positive {name}, got {getattr(self, name)}")
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        command = config.parse(arguments)
+        train(command, launch.start(command.launch, command.devices))
+    except (Wrong, OSError) as error:
+        sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")
+
+
+def train(command: config.Command, world: launch.World) -> dict[str, Any]:
+    """Trains, and returns the last test's results and the bytes of a step."""
+    sections = {name: section.to_dict() for name, section in command.config.items()}
+    settings = call(Train, "config.train", **sections["train"])
+    dataset = data.load(**sections["data"])
+    model = models.make(dataset, settings.seed, **sections["model"])
+    each = len(dataset.train) // settings.batch_size  # steps of an epoch
+    if not each:
+        raise Wrong(f"config.train.batch_size: expected at most {len(dataset.train)} examples of {dataset.name}")
+    stop = max(int(settings.num_epochs * each), 1)
+    stop = min(settings.steps or stop, stop)
+
+    schedule = optimizers.make_schedule(each, settings.num_epochs, **sections["schedule"])
+    kind = sections["compression"]["kind"]
+    optimizer, moved = optimizers.make(
+        schedule, compression.has_momentum(kind), clips=kind == "dgc", **sections["optimizer"]
+    )
+    exchange = compression.make(compression.Around(optimizer, moved, each), **sections["compression"])
+    make_step = functools.partial(
+        cgx.make_train_step, model.loss, optimizer, world.mesh, data_axis=world.data_axis, model_state="mean"
+    )
+    step = call(make_step, "config.compression", **exchange.options)
+
+    run = RunFolder(command.runs / command.name, command.config, writes=world.speaks)
+    checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
+    start, state = checkpoints.restore(step.init(model.params, model.state))
+    run.begin(start)
+    run.say(
+        f"{command.name}: {dataset.name}, {sum(x.size for x in jax.tree.leaves(model.params)):,} parameters, "
+        f"{world.ranks} ranks, " + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
+    )
+    share = world.share(settings.batch_size)
+    score = jax.jit(functools.partial(_score, model.score))
+
+    def test() -> dict[str, float]:
+        params, rest = state[0], state[1]
+        if isinstance(rest, PerRank):  # each center's
+            rest = jax.tree.map(lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0], rest.rows)
+        batches = tested(dataset.test, settings.batch_size, share, most=settings.test_examples)
+        sums = sum(world.total(score(params, rest, world.put(batch))) for batch in batches)
+        return dict(test_loss=float(sums[0] / sums[2]), test_accuracy=float(sums[1] / sums[2]))
+
+    batches = trained(dataset.train, settings.batch_size, share, seed=settings.seed, start=start, stop=stop)
+    bar = tqdm(batches, initial=start, total=stop, unit="step", disable=None if world.speaks else True)
+    compiled: Any = None
+    begun, done = time.perf_counter(), start
+    for number, batch in enumerate(bar, start + 1):
+        placed = world.put(batch)
+        if compiled is None:
+            compiled = step.step.lower(*state, placed).compile()
+            run.write(start, **_bytes(compiled, make_step, exchange, (*state, placed)))
+        *state, metrics = jax.block_until_ready(compiled(*state, placed))  # on CPUs, wait for every step
+        last = number == stop
+        if number % settings.log_every == 0 or last:
+            loss = float(np.mean([shard.data for shard in metrics.loss.addressable_shards], dtype=np.float64))
+            rate, speed = float(schedule(number - 1)), (number - done) * settings.batch_size
+            speed /= time.perf_counter() - begun
+            run.write(number, loss=loss, epoch=number / each, rate=rate, examples_per_second=speed)
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            begun, done = time.perf_counter(), number
+            if not np.isfinite(loss):
+                raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
+        if number % max(int(settings.test_every * each), 1) == 0 or last:
+            run.write(number, **test())
+        if number % settings.save_every == 0 or last:
+            checkpoints.save(number, tuple(state))
+    return _finish(command, dataset.name, world, run)
+
+
+def _score(score: Any, params: Any, state: Any, batch: Any) -> jax.Array:
+    """[losses, right predictions, examples], summed over a batch."""
+    inputs, labels, weights = batch
+    losses, right = (x.reshape(len(x), -1).mean(1) for x in score(params, state, (inputs, labels)))
+    return jnp.stack([(losses * weights).sum(), (right * weights).sum(), weights.sum()])
+
+
+def _bytes(compiled: Any, make_step: Any, exchange: compression.Exchange, args: tuple[Any, ...]) -> dict[str, float]:
+    """What a rank sends in a step, after any warm-up, and what it would send without compression."""
+    settled = exchange.settled and make_step(**exchange.settled).step.lower(*args)
+    found = cgx.explain(settled or compiled, show=False)
+    return dict(bytes=found.bytes / exchange.every, raw_bytes=found.raw_bytes)
+
+
+def _finish(command: config.Command, data: str, world: launch.World, run: RunFolder) -> dict[str, Any]:
+    """Says what came out, and draws it."""
+    run.close()
+    if not world.speaks:
+        return {}
+    lines = run.read()
+    results: dict[str, Any] = {}
+    for line in lines:
+        results |= line
+    word = command.config.compression.word
+    sent = f"{results['bytes']:,.0f} bytes a step, uncompressed {results['raw_bytes']:,.0f}"
+    title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
+    plot.draw(lines, title, run.path / "plot.png")
+    other = "dgc" if word == "none" else "none"
+    run.say(
+        f"{data}, step {results['step']}: test accuracy {results['test_accuracy']:.1%}, "
+        f"test loss {results['test_loss']:.4f}\n"
+        f"a rank sends {sent}\n"
+        f"plot: {run.path / 'plot.png'}   curves: tensorboard --logdir {run.path.parent}\n"
+        f"next: python recipes/train.py --config={command.file} --compression={other}"
+    )
+    return results
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

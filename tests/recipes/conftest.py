@@ -1,0 +1,33 @@
+"""Runs of recipes/train.py in this process."""
+
+import pathlib
+
+import jax
+import pytest
+from helpers import load_script
+
+RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
+SMALL = {"train.batch_size": 8, "train.steps": 20, "train.test_examples": 8}
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """The module train.py, whose folder has the other modules."""
+    for library in ("flax", "matplotlib", "ml_collections", "orbax", "tensorboardX", "tqdm"):
+        pytest.importorskip(library, reason="needs the extra `recipes`")
+    with jax.numpy_dtype_promotion("standard"):
+        yield load_script(RECIPES / "train.py", monkeypatch)
+
+
+@pytest.fixture
+def run(train, tmp_path, monkeypatch):
+    """Trains: run("digits/mlp", {"compression": "dgc"}, devices=2) returns the results. Plots take a second each."""
+    monkeypatch.setattr(train.plot, "draw", lambda *args: None)
+
+    def of(name, changes, *, devices=2, small=SMALL, runs=tmp_path):
+        changes = {"data": "synthetic"} | small | changes
+        changes = [f"--config.{key}={value}" for key, value in changes.items()]
+        command = train.config.parse([f"--config={RECIPES}/configs/{name}.py", f"--runs={runs}", *changes])
+        return train.train(command, train.launch.over_devices(jax.devices()[:devices]))
+
+    return of

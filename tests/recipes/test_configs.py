@@ -1,0 +1,98 @@
+"""Every config trains for 20 steps on synthetic data. What a config says and nothing reads is an error."""
+
+import pathlib
+import re
+
+import pytest
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
+TINY = {"cifar/resnet20": {"model.depth": 8, "compression": "cgx4"}, "digits/mlp": {}}
+# heavy_configs.py has the others, as they are or nearly so.
+HEAVY = {"cifar/resnet20", "cifar/resnet56", "imagenet/resnet50", "imagenet/vgg16"}
+HEAVY |= {"fashion_mnist/mlp", "fashion_mnist/resnet20"}
+RESUMED = {"text/gpt"}  # in test_resume.py
+WORDS = sorted(path.stem for path in (CONFIGS / "compression").glob("*.py"))
+
+
+def test_all_configs_are_here():
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("*/[!_]*.py")}
+    assert {name for name in found if not name.startswith("compression/")} == TINY.keys() | HEAVY | RESUMED
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_configs(name, run, tmp_path):
+    results = run(name, TINY[name])
+    assert results["step"] == 20 and results["test_loss"] > 0
+    assert "synthetic" in next(tmp_path.glob("*/log.txt")).read_text()
+    assert list(tmp_path.glob("*/events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_compressions(word, run):
+    few = {"compression.warmup_epochs": 1} if word in ("dgc", "dgc-fp16") else {}  # fewer ratios to compile
+    results = run("digits/mlp", {"compression": word} | few)
+    if word == "none":
+        assert results["bytes"] == results["raw_bytes"]
+    else:
+        assert results["bytes"] < 0.6 * results["raw_bytes"]
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"modell.x": 1}, r"config\.modell\.x: there is no such key; config has compression, data"),
+        ({"train.stepz": 1}, r"config\.train\.stepz: there is no such key; config\.train has .*steps"),
+        ({"train.steps.x": 1}, r"config\.train\.steps\.x: there is no such key; config\.train\.steps has no keys"),
+        ({"train": 1}, r"config\.train: expected a key of this section, as --config\.train\.batch_size="),
+        ({"train.steps": "many"}, r"config\.train\.steps: expected a value like 0, got 'many'"),
+        ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
+        ({"train.batch_size": 1}, r"config\.train\.batch_size: expected at least one example for each of 2 ranks"),
+        ({"train.batch_size": 5000}, r"config\.train\.batch_size: expected at most 1347 examples of synthetic digits"),
+        ({"compression": "dgcc"}, r"config\.compression: there is no file .*dgcc\.py; its folder has bsc, .*none"),
+        ({"data": "mnist"}, r"config\.data\.name: expected one of cifar10, .*, got 'mnist'"),
+        ({"data.name": "text", "data.synthetic": False}, r"config\.data: .*missing.* 'files' and 'context'"),
+        ({"data.name": "imagenet"}, r"config\.data: .*missing.* 'folder', 'size',? and 'threads'"),
+        ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
+        ({"optimizer.name": "adamw"}, r"config\.optimizer\.momentum: nothing reads it; .* has b1, b2, weight_decay"),
+        ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
+        ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
+        ({"compression": "cgx4", "compression.codec.name": "Max"}, r"a codec's name: expected one of .*, got 'Max'"),
+        ({"compression": "cgx4", "compression.codec.bits": 9}, r"config\.compression.*MaxMin: argument 'bits'"),
+    ],
+)
+def test_wrong_configs(changes, says, run, train, tmp_path):
+    with pytest.raises(train.Wrong) as error:
+        run("digits/mlp", changes)
+    assert re.search(says, str(error.value)), error.value
+    assert "\n" not in str(error.value) and not list(tmp_path.glob("*/checkpoints"))
+
+
+def test_wrong_files(train, tmp_path):
+    """A section that doesn't exist, and no config at all."""
+    path = tmp_path / "extra.py"
+    path.write_text(
+        "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.extra = 1\n"
+        "    return config\n"
+    )
+    with pytest.raises(train.Wrong, match=r"expected the sections compression, .*, got .*extra"):
+        train.config.parse([f"--config={path}"])
+    path.write_text("")
+    with pytest.raises(train.Wrong, match=r"extra\.py has no get_config\(\)"):
+        train.config.parse([f"--config={path}"])
+    with pytest.raises(train.Wrong, match=r"--config: there is no file .*none\.py; its folder has extra"):
+        train.config.parse([f"--config={tmp_path}/none.py"])
+    with pytest.raises(train.Wrong, match=r"--stepz: train\.py has no such argument"):
+        train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--stepz=3"])
+
+
+def test_layers(train):
+    """A config, its compression, and what the command line changes."""
+    command = train.config.parse(
+        [f"--config={CONFIGS}/cifar/resnet20.py", "--config.compression=dgc-fp16", "--config.train.num_epochs", "500"]
+        + ["--config.schedule.epochs=(250,)", "--config.data=cifar100", "--suffix=x"]
+    )
+    config = command.config
+    assert command.name == "cifar-resnet20-dgc-fp16-x"
+    assert (config.train.num_epochs, config.train.batch_size, config.schedule.epochs) == (500, 128, (250,))
+    assert (config.data.name, config.data.synthetic, config.model.depth) == ("cifar100", False, 20)
+    assert (config.compression["values"].name, config.compression.warmup_epochs) == ("Cast", 5)

@@ -1,0 +1,104 @@
+"""Data sets of files, and what a process reads of them."""
+
+import hashlib
+import io
+import tarfile
+
+import numpy as np
+import pytest
+
+
+def batch(split, random=None):
+    return split.batch(np.arange(min(len(split), 4)), random)
+
+
+def cifar(folder, data):
+    """An archive like CIFAR-10's, of 4 images a file: image i has the class i, and a red corner."""
+    record = lambda i: bytes([i, 255]) + bytes(32 * 32 * 3 - 1)
+    path = folder / data.cifar.Cifar10.archive
+    with tarfile.open(path, "w:gz") as archive:
+        for name in data.cifar.Cifar10.train + data.cifar.Cifar10.test:
+            content = b"".join(map(record, range(4)))
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return path
+
+
+def test_cifar(train, tmp_path, monkeypatch):
+    load = lambda: train.data.load(name="cifar10", synthetic=False, folder=str(tmp_path), augment=True)
+    with pytest.raises(
+        train.Wrong, match=r"config\.data\.folder: there is no .*cifar-10-binary\.tar\.gz; get .* from http"
+    ):
+        load()
+    path = cifar(tmp_path, train.data)
+    with pytest.raises(train.Wrong, match=r"is damaged: expected the MD5 sum c32a1d4a"):
+        load()
+    md5 = hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+    monkeypatch.setattr(train.data.cifar.Cifar10, "md5", md5)
+    found = load()
+    assert (found.name, len(found.train), len(found.test)) == ("cifar10", 20, 4)
+    images, labels = batch(found.test)
+    np.testing.assert_array_equal(labels, range(4))
+    assert images.shape == (4, 32, 32, 3) and (images[:, 0, 0, 0] > 1).all() and (images[:, 0, 0, 1:] == 0).all()
+    moved = batch(found.train, np.float32([[0.99, 0.5, 0.9, 0, 0], [0.5, 0.5, 0.1, 0, 0]] * 2))[0]
+    assert (moved > 1).sum() == 2  # moved out of the image, or mirrored
+    assert moved[1, 0, 31, 0] > 1 and moved[3, 0, 31, 0] > 1
+
+
+def test_imagenet(train, tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="needs the extra `recipes`")
+    load = lambda: train.data.load(name="imagenet", synthetic=False, folder=str(tmp_path), size=8, threads=2)
+    with pytest.raises(train.Wrong, match=r"config\.data\.folder: there is no folder .*train; name that of"):
+        load()
+    for part in ("train", "val"):
+        for name, color in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
+            (tmp_path / part / name).mkdir(parents=True)
+            image.new("RGB", (20, 16), color).save(tmp_path / part / name / "1.JPEG")
+    found = load()
+    for images, labels in (batch(found.test), batch(found.train, np.float32([[0, 1, 1, 1, 0], [1, 0, 0.5, 0.5, 1]]))):
+        np.testing.assert_array_equal(labels, [0, 1])
+        assert images.shape == (2, 8, 8, 3) and (images[0, ..., 0] > 2).all() and (images[1, ..., 2] > 2).all()
+    (tmp_path / "train/cat/1.JPEG").write_bytes(b"no image")
+    with pytest.raises(train.Wrong, match=r"cat/1\.JPEG can't be read"):
+        batch(load().train)
+    (tmp_path / "val/bird").mkdir()
+    with pytest.raises(train.Wrong, match=r"expected the same classes in .*, got bird in one alone"):
+        load()
+
+
+def test_fashion_mnist(train, tmp_path):
+    load = lambda: train.data.load(name="fashion_mnist", synthetic=False, folder=str(tmp_path), augment=False)
+    with pytest.raises(train.Wrong, match=r"there is no .*train-images-idx3-ubyte\.gz; install Debian's package"):
+        load()
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(b"half of a file")
+    with pytest.raises(train.Wrong, match=r"train-images-idx3-ubyte\.gz is damaged"):
+        load()
+
+
+def test_text(train, tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 10)
+    load = lambda files, context: train.data.load(name="text", synthetic=False, files=str(files), context=context)
+    found = load(tmp_path / "*.txt", 16)
+    for inputs, labels in (batch(found.train), batch(found.train, np.full((4, 5), 0.5, np.float32))):
+        assert inputs.shape == labels.shape == (4, 16)
+        np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
+    assert len(found.train) == 1800 // 16
+    with pytest.raises(train.Wrong, match=r"config\.data\.files: .* is 1 files with 2,000 bytes; expected more"):
+        load(tmp_path / "*.txt", 1000)
+
+
+def test_shares(train):
+    """Processes have different parts of the same batch, wherever training began."""
+    from data.split import tested, trained
+
+    split = train.data.load(name="digits", synthetic=True).train
+    whole = list(trained(split, 8, slice(0, 8), seed=0, start=0, stop=340))
+    parts = [list(trained(split, 8, slice(4 * i, 4 * i + 4), seed=0, start=330, stop=340)) for i in range(2)]
+    for (inputs, labels), (inputs0, labels0), (inputs1, labels1) in zip(whole[330:], *parts, strict=True):
+        np.testing.assert_array_equal(inputs, [*inputs0, *inputs1])
+        np.testing.assert_array_equal(labels, [*labels0, *labels1])
+    first = np.concatenate([inputs for inputs, _ in whole[:168]])
+    assert len(np.unique(first.reshape(len(first), -1), axis=0)) == len(first)  # an epoch has an example once
+    weights = np.concatenate([weights for *_, weights in tested(split, 8, slice(2, 6), most=21)])
+    np.testing.assert_array_equal(weights, [1] * 11 + [0])  # 2..5, 10..13, 18..20 of 21

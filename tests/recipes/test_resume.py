@@ -1,0 +1,111 @@
+"""A run that goes on has the bits of one that was never interrupted. A bad checkpoint harms no good one."""
+
+import json
+import resource
+import shutil
+import types
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="needs the extra `recipes`")
+
+# Dropout has random streams, DGC has residuals, momentum and a warm-up.
+GPT = {
+    "model.layers": 1,
+    "model.width": 32,
+    "compression": "dgc",
+    "train.log_every": 1,
+    "train.save_every": 5,
+    "compression.warmup_epochs": 1,
+    "data.context": 16,
+}
+
+
+def checkpoint(folder, step):
+    with ocp.PyTreeCheckpointer() as checkpointer, warnings.catch_warnings(action="ignore"):  # it has no template
+        return checkpointer.restore(next(folder.glob("*/checkpoints")) / str(step))
+
+
+def words(x):
+    """An array, of random keys too."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def lines(folder):
+    found = [json.loads(line) for line in next(folder.glob("*/metrics.jsonl")).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in found if "bytes" not in line]
+
+
+def test_same_bits(run, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run("text/gpt", GPT | {"train.steps": 20}, runs=whole)
+    run("text/gpt", GPT | {"train.steps": 7}, runs=parts)
+    # It was killed after step 7, while it wrote: the checkpoint of step 5 is the last, and metrics have a half line.
+    folder = next(parts.glob("*"))
+    (folder / "checkpoints/7").rename(folder / "checkpoints/7.orbax-checkpoint-tmp")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    run("text/gpt", GPT | {"train.steps": 20}, runs=parts)
+    assert "goes on from step 5 of 20" in (folder / "log.txt").read_text()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["15", "20"]
+    assert lines(parts) == lines(whole)
+    for ours, theirs in zip(
+        jax.tree.leaves(checkpoint(parts, 20)), jax.tree.leaves(checkpoint(whole, 20)), strict=True
+    ):
+        np.testing.assert_array_equal(words(ours), words(theirs))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads, on the full disk
+def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
+    small = {"model.hidden": "(16,)", "compression": "dgc-wm0", "train.save_every": 2}
+    go = lambda steps, devices=2, **more: run("digits/mlp", small | {"train.steps": steps} | more, devices=devices)
+    go(4)
+    folder = next(tmp_path.glob("*"))
+    saved = lambda: sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert saved() == [2, 4]
+
+    # Half a checkpoint: the one before is restored, here on 3 ranks with the sum of the residuals of 2.
+    shutil.rmtree(folder / "checkpoints/4/d")
+    before = checkpoint(tmp_path, 2)
+    template = []
+    restore = train.Checkpoints.restore
+    monkeypatch.setattr(train.Checkpoints, "restore", lambda *a: template.append(restore(*a)) or template[-1])
+    assert go(6, devices=3)["step"] == 6
+    assert "checkpoint of step 4 can't be read" in (folder / "log.txt").read_text() and saved() == [4, 6]
+    assert len(jax.tree.leaves(before)) == len(jax.tree.leaves(template[0][1]))
+
+    # A full disk, before and while it is written to: here no file can have more than a few bytes.
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=10))
+        with pytest.raises(train.Wrong, match=r"checkpoint of step 8: the disk is full: 10 bytes are free, and it"):
+            go(8, devices=3)
+
+    def full(*args, **kwargs):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, limits[1]))
+        try:
+            return save(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    save = train.Checkpoints.save
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Checkpoints, "save", full)
+        with pytest.raises(
+            train.Wrong,
+            match=r"can't save the checkpoint of step 8: .*File too large; the last good one is that of step 6",
+        ) as error:
+            go(8, devices=3)
+    assert "\n" not in str(error.value) and saved() == [4, 6]
+    assert go(8, devices=3)["step"] == 8 and saved() == [6, 8]
+
+    # Another config can't go on; nothing is left to go on from.
+    with pytest.raises(train.Wrong, match=r"config\.train\.seed: the run in .* has 0, got 1; start another run"):
+        go(8, **{"train.seed": 1})
+    for step in saved():
+        shutil.rmtree(folder / f"checkpoints/{step}/d")
+    with pytest.raises(train.Wrong, match=r"no checkpoint can be read; remove this folder"):
+        go(10)
