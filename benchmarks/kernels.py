@@ -62,7 +62,7 @@ ENCODE_GOALS = {
     **dict.fromkeys(("MaxMin 2", "MaxMin 4", "MaxMin 8"), 0.85),
     **dict.fromkeys(("MaxMin 4 stochastic", "MaxMin 8 stochastic", "Eden 2", "Eden 4"), 0.5),
 }
-DECODE_GOAL, REDUCE_GOAL, FEEDBACK_GOAL = 0.8, 0.35, 0.75
+DECODE_GOAL, REDUCE_GOAL, FEEDBACK_GOAL, LOSSLESS_GOAL = 0.8, 0.35, 0.75, 0.4
 
 CHARTS = [dict(table="rows", title="Share of the bound", x="name", y=["share"])]
 
@@ -322,6 +322,11 @@ def all_rows():
     rows += [Row(decode, "decode MaxMin 8 to bfloat16", CODECS["MaxMin 8"], DECODE_GOAL, dtype="bfloat16")]
     rows += [
         Row(reduce, f"reduce {name}", CODECS[name], REDUCE_GOAL, name in plain) for name in (*plain, "Float8 e4m3")
+    ]
+    rows += [
+        Row(operation, f"{operation.__name__} Lossless of {dtype}", cgx.Lossless(), goal, dtype=dtype)
+        for operation, goal in ((encode, LOSSLESS_GOAL), (decode, LOSSLESS_GOAL), (reduce, None))
+        for dtype in ("float32", "bfloat16")
     ]
     rows += [Row(reduce_feedback, "reduce with feedback MaxMin 4", CODECS["MaxMin 4"], None)]
     rows += [Row(feedback, f"encode with feedback {name}", CODECS[name], FEEDBACK_GOAL, True) for name in plain]

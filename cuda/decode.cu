@@ -49,6 +49,7 @@ Status decode_all(const Call& call) {
 
 Status decode(const Decode& a, cudaStream_t stream) {
   if (const Status s = check_size(a.layout, a.batch); s.call != nullptr) return s;
+  if (is_lossless(a.layout.codec.kind)) return decode_lossless(a, stream);
   Call call{a.layout, a.batch, {const_cast<const void* const*>(a.leaves)}, message_of(a.layout), stream};
   call.message.payloads = a.payload;
   call.message.workspace = static_cast<float*>(a.workspace);

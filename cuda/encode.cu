@@ -54,6 +54,7 @@ Status encode_all(const Call& call) {
 Status encode(const Encode& a, cudaStream_t stream) {
   const Layout& l = a.layout;
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
+  if (is_lossless(l.codec.kind)) return encode_lossless(a, stream);
   Call call{l, a.batch, {a.leaves, a.residuals, a.new_residuals, a.leaf_ids}, message_of(l), stream};
   Message& m = call.message;
   m.payload = a.payload;
@@ -65,6 +66,7 @@ Status encode(const Encode& a, cudaStream_t stream) {
 
 int64_t workspace_bytes(const Layout& l, int64_t batch, int64_t payloads, bool encodes) {
   if (is_sparse(l.codec.kind)) return 4 * TopkWork(l, batch, payloads, encodes).end;
+  if (is_lossless(l.codec.kind)) return lossless_workspace_bytes(l, batch, payloads, encodes);
   return encodes ? 4 * batch * workspace_floats(l) : 0;
 }
 

@@ -20,6 +20,12 @@ Status decode_rotated(const Call& call);
 Status encode_unbucketed(const Call& call);
 Status decode_unbucketed(const Call& call);
 
+// Lossless, which packs what Raw makes. lossless.cu
+int64_t lossless_workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
+Status encode_lossless(const Encode& args, cudaStream_t stream);
+Status decode_lossless(const Decode& args, cudaStream_t stream);
+Status reduce_lossless(const Reduce& args, cudaStream_t stream);
+
 // All that the fast kernels don't take.
 inline Status encode_rest(const Call& call) {
   const Status s = encode_buckets(call);

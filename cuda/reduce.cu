@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_consta
 Status reduce(const Reduce& a, cudaStream_t stream) {
   const Layout& l = a.layout;
   if (const Status s = check_size(l, a.batch); s.call != nullptr) return s;
+  if (is_lossless(l.codec.kind)) return reduce_lossless(a, stream);
   Call call{l,
             a.batch,
             {a.own, a.residuals, a.payload != nullptr ? a.residuals : a.leaves, a.leaf_ids},

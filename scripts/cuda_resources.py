@@ -18,7 +18,7 @@ ENTRY = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-FAST = re.compile(r"(?:encode|decode|reduce|find|pick|scatter)_kernel")
+FAST = re.compile(r"(?:encode|decode|reduce|find|pick|scatter|unpack|pack)_kernel")
 
 
 def main(architectures, *logs):
@@ -35,7 +35,7 @@ def main(architectures, *logs):
     wanted = [
         (a, f"{k}_kernel")
         for a in architectures.split(",")
-        for k in ("decode", "encode", "reduce", "find", "pick", "scatter")
+        for k in ("decode", "encode", "reduce", "find", "pick", "scatter", "pack", "unpack")
     ]
     if missing := [f"{kernel} for {arch}" for arch, kernel in wanted if (arch, kernel) not in by_arch]:
         sys.exit(f"cuda_resources: no report on {', '.join(missing)}: compile with -Xptxas=-v")

@@ -134,9 +134,8 @@ def entry(arch, kernel, stores=0):
 )
 def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
     cuda = load_script(ROOT / "scripts/cuda.py", monkeypatch)
-    names = [
-        f"{name}_kernel" for name in ("encode", "decode", "reduce", "encode_any_bucket", "find", "pick", "scatter")
-    ]
+    parts = "encode", "decode", "reduce", "encode_any_bucket", "find", "pick", "scatter", "pack", "unpack"
+    names = [f"{name}_kernel" for name in parts]
     kernels = [(a, k) for a in ("sm_80", "sm_90") for k in names]
     log = tmp_path / "log.txt"
     log.write_text(

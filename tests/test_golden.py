@@ -54,6 +54,7 @@ FOR_REFERENCE = {
     "Micro-nvfp4-special_0-1",
     "Micro-mxfp4-special-1",
     "Micro-mxfp8-special-1",
+    "Lossless-rank_1-1",
 }
 
 

@@ -7,6 +7,7 @@ from jaxcgx.codecs.cast import Cast
 from jaxcgx.codecs.coding import decode, encode, roundtrip
 from jaxcgx.codecs.eden import Eden
 from jaxcgx.codecs.float8 import Float8
+from jaxcgx.codecs.lossless import Lossless
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.codecs.micro import Micro
 from jaxcgx.codecs.powersgd import PowerSGD
@@ -22,6 +23,7 @@ __all__ = [
     "Codec",
     "Eden",
     "Float8",
+    "Lossless",
     "MaxMin",
     "Micro",
     "PowerSGD",

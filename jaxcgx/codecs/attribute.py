@@ -12,7 +12,7 @@ import numpy as np
 class Kind(enum.IntEnum):
     """Which codec the kernels run: Kind in xla_ffi/codec/base.h."""
 
-    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK, EDEN, MICRO = range(10)
+    RAW, MAXMIN, BYTEGRAD, ABSMAX, FLOAT8, CAST, SIGN, TOPK, EDEN, MICRO, LOSSLESS = range(11)
 
 
 # name: type on the FFI boundary, where flags and enumerations are int32

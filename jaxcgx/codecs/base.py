@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxcgx.checks import check_shape
 from jaxcgx.native import ops
-from jaxcgx.native.layout import check_dtype, layout_of
+from jaxcgx.native.layout import Layout, check_dtype, layout_of
 from jaxcgx.typing import DType, DTypeLike
 
 
@@ -35,6 +35,8 @@ class Codec:
       sparse: only some elements are sent; `indices` says which.
       low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py), by the methods that PowerSGD
         has for them.
+      carrier: the codec whose chunks this one packs, without loss. It then defines `pack_chunk` and `unpack_chunk`
+        instead of `encode_buckets` and `decode_buckets`, and has its carrier's `weight`.
       contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
         bounded only then.
       most: elements of a leaf in a chunk, at most.
@@ -54,6 +56,7 @@ class Codec:
     skips: bool = False
     sparse: bool = False
     low_rank: bool = False
+    carrier: "Codec | None" = None
     contracts: bool = True
     most: int = 2**40
     state: tuple[str, ...] = ("residuals",)
@@ -86,6 +89,21 @@ class Codec:
     def split_buckets(self, meta: jax.Array, codes: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """(base, value), where base + value is the decoded bucket. Sums over ranks add the bases first."""
         return jnp.zeros((codes.shape[0], 1), jnp.float32), self.decode_buckets(meta, codes, n)
+
+    def pack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
+        """Chunk c of a message from the chunk that the carrier makes of it."""
+        raise NotImplementedError(f"{type(self).__name__}.pack_chunk")
+
+    def unpack_chunk(self, layout: Layout, c: int, chunk: jax.Array) -> jax.Array:
+        """The carrier's chunk. Any bytes must give defined values."""
+        raise NotImplementedError(f"{type(self).__name__}.unpack_chunk")
+
+    def overflow_bytes(self, n: int, dtype: DType) -> int:
+        """Bytes behind the codes of all pieces of a chunk, at most, for a piece of n elements.
+
+        They are used from the first on, so a transport that can do so sends the used ones only.
+        """
+        return 0
 
     def indices(self, codes: jax.Array, n: int) -> jax.Array:
         """Which of the n elements of a bucket a sparse codec has sent: int32, ascending. Entries of n mean none."""
@@ -135,3 +153,7 @@ class Codec:
         """Bytes on the wire of an array of that shape and dtype."""
         name = f"{type(self).__name__}.wire_bytes"
         return layout_of(self, check_shape(name, "shape", shape), check_dtype(name, "dtype", dtype)).chunk_bytes
+
+    def likely_bytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """The same without zeros at the end, which Tcp does not send; estimated where that depends on the numbers."""
+        return self.wire_bytes(shape, dtype)

@@ -67,6 +67,12 @@ class Time(NamedTuple):
         return max(self.kernels, self.wire) + min(self.kernels, self.wire) / self.pieces
 
 
+def wire(codec: Codec, leaves: Sequence[Any], mover: str | None = None) -> int:
+    """The compressed bytes that travel of leaves, which are anything with a shape and a dtype."""
+    bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
+    return sum(bytes_of(x.shape, x.dtype) for x in leaves)
+
+
 def seconds(schedule: str, load: Load, network: Network) -> Time:
     """How long a sum to all ranks takes.
 

@@ -42,10 +42,10 @@ def choose(
         if max(x.size for x in leaves) // share > codec.most:
             schedule = "two_shot"  # one_shot cuts no leaf
         else:
-            sent, back = (
-                sum(each.wire_bytes((x.size // share,), x.dtype) for x in leaves)
-                for each in (codec, codec.of_sum(net.size))
-            )
+            known = network or Network()
+            known = dataclasses.replace(known, mover=known.mover or net.mover)
+            parts = [jax.ShapeDtypeStruct((x.size // share,), x.dtype) for x in leaves]
+            sent, back = (costs.wire(each, parts, known.mover) for each in (codec, codec.of_sum(net.size)))
             load = costs.Load(
                 ranks=net.size,
                 raw=sum(4 * x.size for x in leaves) // share,
@@ -54,8 +54,6 @@ def choose(
                 sparse=codec.sparse,
                 whole=codec.whole,
             )
-            known = network or Network()
-            known = dataclasses.replace(known, mover=known.mover or net.mover)
             schedule = costs.choose(load, known, prefer=prefer)
         outer = outer._replace(schedule=schedule)
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))

@@ -134,10 +134,10 @@ class Layout:
         return [[cut(c, *row) for c in range(self.chunks + 1)] for row in rows], unit
 
     @functools.cached_property
-    def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], tuple[int, ...]]:
-        """The pieces of each chunk, and its bytes."""
+    def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], tuple[int, ...], tuple[int, ...]]:
+        """The pieces of each chunk, where they end, and its bytes."""
         codec, (cuts, unit) = self.codec, self._cuts
-        chunks, ends = [], []
+        chunks, overflows, ends = [], [], []
         for c in range(self.chunks):
             pieces, at = [], 0
             for i, (size, bounds) in enumerate(zip(self.sizes, cuts)):
@@ -159,8 +159,9 @@ class Layout:
                 at = align16(tail + p.raw * dtype.itemsize)
                 placed.append(dataclasses.replace(p, codes=codes, tail=tail))
             chunks.append(tuple(placed))
-            ends.append(at)
-        return tuple(chunks), tuple(ends)
+            overflows.append(at)
+            ends.append(align16(at + sum(codec.overflow_bytes(p.coded, self.dtypes[p.leaf]) for p in placed)))
+        return tuple(chunks), tuple(overflows), tuple(ends)
 
     @property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -168,9 +169,19 @@ class Layout:
         return self._placed[0]
 
     @property
+    def overflows(self) -> tuple[int, ...]:
+        """Where the overflow of each chunk begins, behind its pieces."""
+        return self._placed[1]
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """The bytes of each chunk."""
-        return self._placed[1]
+        return self._placed[2]
+
+    @property
+    def carried(self) -> "Layout":
+        """The layout of the same message in the codec's carrier. Its pieces have the same elements."""
+        return dataclasses.replace(self, codec=self.codec.carrier)
 
     @property
     def chunk_bytes(self) -> int:

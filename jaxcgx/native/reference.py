@@ -69,17 +69,20 @@ def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
 
 
 def _encode_chunk(
-    layout: Layout, pieces: Sequence[Piece], fetch: Callable[..., Any], draw: Callable[..., Any]
+    layout: Layout, c: int, fetch: Callable[..., Any], draw: Callable[..., Any]
 ) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
     """One chunk, and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)].
 
     Args:
       layout: of the message.
-      pieces: of the chunk.
+      c: which chunk.
       fetch: fetch(piece, first, count) gives numbers as float32; raw elements may keep the leaf's dtype.
       draw: draw(piece, first, count) gives the random bits of these elements.
     """
     codec = layout.codec
+    if codec.carrier is not None:
+        chunk, kept = _encode_chunk(layout.carried, c, fetch=fetch, draw=draw)
+        return codec.pack_chunk(layout, c, chunk), kept
     metas, bodies, kept = [], [], []
 
     def keep(p: Piece, first: int, count: int, x: jax.Array, decoded: jax.Array) -> None:
@@ -91,7 +94,7 @@ def _encode_chunk(
         keep(p, first, count=count, x=widen(x), decoded=widen(travels))
         return to_bytes(travels)
 
-    for p in pieces:
+    for p in layout.pieces[c]:
         body = []
         for first, number, size in p.buckets():
             x = widen(fetch(p, first, number * size)).reshape(number, size)
@@ -137,8 +140,8 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
         return ieee.add(widen(x), part(lost[p.leaf])) if lost else x
 
     chunks = []
-    for pieces in layout.pieces:
-        chunk, kept = _encode_chunk(layout, pieces, fetch=fetch, draw=_noise(layout, operands.key))
+    for c in range(layout.chunks):
+        chunk, kept = _encode_chunk(layout, c, fetch=fetch, draw=_noise(layout, operands.key))
         chunks.append(chunk)
         if lost:
             for leaf, first, x, decoded in kept:
@@ -150,7 +153,7 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
 def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.Array:
     """The payload of one leaf in one chunk, from given random bits of each element."""
     part = lambda of: lambda p, first, count: of[p.start + first :][:count]
-    return _encode_chunk(layout, layout.pieces[0], fetch=part(x), draw=part(drawn))[0]
+    return _encode_chunk(layout, 0, fetch=part(x), draw=part(drawn))[0]
 
 
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
@@ -173,6 +176,9 @@ def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
     """The leaves."""
+    if layout.codec.carrier is not None:
+        chunks = [layout.codec.unpack_chunk(layout, c, chunk) for c, chunk in enumerate(operands.payload)]
+        return decode(layout.carried, Decode(jnp.stack(chunks)))
     # The leaves are put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on
     # some processors.
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
@@ -207,15 +213,18 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
     payloads, where = operands.payloads, operands.where
     ranks = payloads.shape[0]
     sum_layout = layout.of_sum(ranks)
+    carried = layout if layout.codec.carrier is None else layout.carried
     own = None if operands.own is None else _flat(operands.own)
     lost = _flat(operands.residuals or [])
 
     def reduce_chunk(c: int) -> dict[tuple[int, int], jax.Array]:
         """The sum of the payloads: {(leaf, first element): numbers}."""
-        pieces = layout.pieces[c]
+        pieces, chunks = carried.pieces[c], payloads
+        if layout.codec.carrier is not None:
+            chunks = jax.vmap(lambda chunk: layout.codec.unpack_chunk(layout, c, chunk))(payloads)
         sums = {}
         for p in pieces:
-            read = [list(_read(layout, payloads[r], p)) for r in range(ranks)]
+            read = [list(_read(carried, chunks[r], p)) for r in range(ranks)]
             for stretch in zip(*read):
                 first, count, meta, _, size = stretch[0]
                 mine: Any = None if own is None else widen(own[p.leaf][p.start + first :][:count])
@@ -254,9 +263,7 @@ def reduce(layout: Layout, operands: Reduce, divisor: float = 1.0, encoded: bool
         def chunk(c: int) -> Any:
             sums = reduce_chunk(c)
             fetch = lambda p, first, count: divided(sums[p.leaf, p.start + first])
-            encoded, kept = _encode_chunk(
-                sum_layout, sum_layout.pieces[c], fetch=fetch, draw=_noise(layout, operands.key)
-            )
+            encoded, kept = _encode_chunk(sum_layout, c, fetch=fetch, draw=_noise(layout, operands.key))
             new = list(lost)
             for leaf, first, x, decoded in kept if lost else ():
                 stretch, given = (

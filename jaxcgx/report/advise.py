@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcgx.checks import check_choice, check_flag, check_integer, check_number, check_positive, wrong
-from jaxcgx.codecs import Cast, Codec, Eden, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
+from jaxcgx.codecs import Cast, Codec, Eden, Lossless, MaxMin, Micro, PowerSGD, Raw, Sign, TopK
 from jaxcgx.codecs.checks import check_codec
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.exchange import costs
@@ -29,7 +29,7 @@ from jaxcgx.transports.network import PAYLOAD, WAYS, Network
 from jaxcgx.units import parse_rate, parse_time, spell_rate
 
 FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
-CODECS = (Cast("bfloat16"), MaxMin(8), *FEW_BITS, TopK(0.01), PowerSGD(4))
+CODECS = (Cast("bfloat16"), MaxMin(8), *FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
 SPREAD = 0.15  # how far predictions of exchanges were from measurements (benchmarks/results/prediction.md)
 GAIN = 0.95  # a step must be that much shorter for compression to pay
 AXES = "node", "local"  # of the plan for a hierarchy
@@ -216,7 +216,7 @@ class Case:
             codec=codec,
             schedule=schedule,
             mover=network.mover or "",
-            bytes=self.sent(codec, schedule),
+            bytes=self.sent(codec, schedule, mover=network.mover),
             exchange=sum(time.total for _, time in found),
             step=step,
             exposed=step - self.compute,
@@ -258,32 +258,35 @@ class Case:
             return leaves
         return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
 
-    def sent(self, codec: Codec, schedule: str) -> int:
+    def sent(self, codec: Codec, schedule: str, mover: str | None) -> int:
         """The bytes that a rank sends to other nodes."""
         coded, raw = self.groups(codec)
         shares = [(codec, self._shares(codec, ids)) for ids in coded] + [
             (Raw(), self._shares(Raw(), ids)) for ids in raw
         ]
-        return sum(costs.sent(schedule, each, leaves, self.nodes) for each, leaves in shares)
+        found = 0.0
+        for each, leaves in shares:
+            part = 1.0 if each.raw or each.low_rank else costs.wire(each, leaves, mover) / costs.wire(each, leaves)
+            found += part * costs.sent(schedule, each, leaves, self.nodes)
+        return round(found)
 
-    def _load(self, codec: Codec, ids: Sequence[int]) -> Load:
+    def _load(self, codec: Codec, ids: Sequence[int], mover: str | None) -> Load:
         leaves = self._shares(codec, ids)
-        wire, back = (
-            sum(each.wire_bytes(x.shape, x.dtype) for x in leaves) for each in (codec, codec.of_sum(self.nodes))
-        )
+        wire, back = (costs.wire(each, leaves, mover) for each in (codec, codec.of_sum(self.nodes)))
         raw = 4 * sum(x.size for x in leaves)
         return Load(self.nodes, raw, wire, back, sparse=codec.sparse, whole=codec.whole)
 
     def _auto(self, codec: Codec, network: Network) -> str:
         """What "auto" takes, for all messages alike (exchange/sums.py)."""
-        return costs.choose(self._load(codec, [i for ids in self.groups(codec)[0] for i in ids]), network)
+        ids = [i for group in self.groups(codec)[0] for i in group]
+        return costs.choose(self._load(codec, ids, network.mover), network)
 
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
         """Of each message, those of the last leaves first: its part of all gradients, and its time."""
         coded, raw = self.groups(codec)
         found: list[tuple[int, float, Time]] = []
         for ids in coded:
-            time = costs.seconds(schedule, self._load(codec, ids), network)
+            time = costs.seconds(schedule, self._load(codec, ids, network.mover), network)
             found.append((ids[-1], *self._inside(ids, time)))
         for ids in raw:
             size = sum(x.size * x.dtype.itemsize for x in self._shares(Raw(), ids))

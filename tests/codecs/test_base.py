@@ -76,6 +76,8 @@ def bound(codec, x):
             return 2 * top
         case cgx.Cast():
             unit = top * 2.0 ** (-8 if codec.dtype == "bfloat16" else -11) * 2
+        case cgx.Lossless():
+            return 0
     # unit is rounded up by at most 2^-15, and a level is up to 255 of it; the rest is fp32 rounding.
     return unit * (1.0 if codec.stochastic else 0.5) * 1.01 + 2.0**-22 * top
 

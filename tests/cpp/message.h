@@ -288,6 +288,23 @@ inline bool same_numbers(DType dtype, const Memory& a, const Memory& b) {
   return true;
 }
 
+// The same of encoded sums of the chunks that `where` has.
+inline bool same_sums(const Layout& l, const std::vector<int32_t>& where, const Memory& a, const Memory& b) {
+  if (is_raw(l.codec.kind) || is_sparse(l.codec.kind) || l.codec.skip_incomplete)
+    return same_numbers(DType::kF32, a, b);
+  bool same = a == b || is_lossless(l.codec.kind);
+  for (size_t row = 0; is_lossless(l.codec.kind) && row < where.size() / 2; ++row) {
+    std::vector<Memory> of_a, of_b;
+    for (const Leaf& leaf : l.leaves)
+      of_a.emplace_back(leaf.size * size_of(leaf.dtype)), of_b.emplace_back(leaf.size * size_of(leaf.dtype));
+    const auto at = static_cast<int64_t>(row) * l.chunk_bytes;
+    cpu::decode({l, 1, a.data() + at, pointers<void>(of_a).data()}, one_thread(), where[2 * row]);
+    cpu::decode({l, 1, b.data() + at, pointers<void>(of_b).data()}, one_thread(), where[2 * row]);
+    for (size_t i = 0; i < l.leaves.size(); ++i) same &= same_numbers(l.leaves[i].dtype, of_a[i], of_b[i]);
+  }
+  return same;
+}
+
 // Every codec that has buckets, with every setting and this bucket size.
 inline std::vector<Codec> codecs(int64_t bucket) {
   std::vector<Codec> all;
@@ -320,6 +337,7 @@ inline std::vector<Codec> codecs_without_buckets() {
     for (const bool stochastic : {false, true})
       all.push_back({Kind::kCast, static_cast<int32_t>(to), 0, stochastic, false, false});
   }
+  all.push_back({Kind::kLossless, 0, 0, false, false, false});
   for (const bool compatible : {false, true}) all.push_back({Kind::kByteGrad, 0, 0, false, false, compatible});
   all.push_back({Kind::kMicro, kNvfp4, 0, false, false, false});
   return all;

@@ -74,7 +74,7 @@ void many_leaves() {
   Random r{3};
   for (const Codec& codec :
        {Codec{Kind::kMaxMin, 4, 64, false, true, false}, Codec{Kind::kMaxMin, 4, 128, true, false, false},
-        Codec{Kind::kCast, 1, 0, true, false, false}}) {
+        Codec{Kind::kCast, 1, 0, true, false, false}, Codec{Kind::kLossless, 0, 0, false, false, false}}) {
     Case k{codec, {}, 5, 3};
     for (int i = 0; i < 90; ++i) k.shapes.push_back({r.below(200), r.pick(kDTypes)});
     compare(k, r);

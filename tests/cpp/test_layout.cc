@@ -18,7 +18,7 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
   bool right = true;
   int64_t longest = 0;
   for (int64_t c = 0; c < chunks; ++c) {
-    int64_t meta = 0, end = 0;
+    int64_t meta = 0, end = 0, overflow = 0;
     for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
       const Piece& p = l.pieces[static_cast<size_t>(k)];
       const Leaf& leaf = leaves[static_cast<size_t>(p.leaf)];
@@ -40,7 +40,8 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       if (traits_of(codec.kind).scales)
         bytes = p.coded / p.bucket * scaled(p.bucket) + scaled(p.coded % p.bucket);
       else if (buckets == 0)
-        bytes = p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
+        bytes = is_lossless(codec.kind) ? lossless_bytes(leaf.dtype, p.coded)
+                                        : p.coded * (codec.kind == Kind::kCast ? 2 : size_of(leaf.dtype));
       else if (codec.bucket_size == 0)
         bytes = (p.coded + 7) / 8 * 8;
       else
@@ -48,7 +49,13 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
       right &= p.codes % 16 == 0 && p.tail % 16 == 0 && p.codes >= end && p.tail >= p.codes + bytes &&
                p.tail < p.codes + bytes + 16;
       end = p.tail + p.raw * size_of(leaf.dtype);
+      if (is_lossless(codec.kind)) {
+        right &= p.overflow == l.overflow[static_cast<size_t>(c)] + overflow;
+        overflow += lossless_overflow_bytes(leaf.dtype, p.coded);
+      }
     }
+    right &= l.overflow[static_cast<size_t>(c)] == (end + 15) / 16 * 16;
+    if (overflow > 0) end = l.overflow[static_cast<size_t>(c)] + overflow;
     right &= l.meta_end[static_cast<size_t>(c)] == meta;
     if (l.first[static_cast<size_t>(c)] < l.first[static_cast<size_t>(c) + 1]) {
       right &= l.pieces[static_cast<size_t>(l.first[static_cast<size_t>(c)])].codes == (meta + 15) / 16 * 16;
@@ -63,6 +70,9 @@ void check_layout(const Codec& codec, const std::vector<Leaf>& leaves, int64_t c
   // Balanced: no chunk is longer than its share by more than its padding and two units, one at either end. A
   // skipped tail may be the larger unit; the metadata of a whole piece is not in the share.
   int64_t total = 0, largest = 0, padding = 32;
+  const auto code_bytes = [&](const Codec& c, DType dtype, int64_t n) {
+    return jaxcgx::code_bytes(c, dtype, n) + (is_lossless(c.kind) ? lossless_overflow_bytes(dtype, n) : 0);
+  };
   for (const Leaf& leaf : leaves) {
     const int64_t meta = codec.bucket_size > 0 ? 4 * meta_floats(codec) : 0;
     const int64_t full = meta + code_bytes(codec, leaf.dtype, unit), rest = leaf.size % unit;

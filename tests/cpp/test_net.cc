@@ -192,6 +192,24 @@ void test_several_in_flight_and_groups() {
   });
 }
 
+// Zeros at the end of a message, and a message of zeros, arrive without being sent.
+void test_trims() {
+  together(2, [](Net& net, int64_t rank) {
+    constexpr int64_t kBytes = 700'000;
+    for (const int64_t used : {int64_t{0}, int64_t{1}, int64_t{300'000}, kBytes}) {
+      std::vector<uint8_t> data(kBytes), got(kBytes, 0xee);
+      for (int64_t i = 0; i < used; ++i) data[i] = static_cast<uint8_t>(i % 251 + 1);
+      Waiter waiter;
+      tcp::Exchange e{"trimmed",    1, 0, {first(2), rank, 30s}, {{1 - rank, 0, got.data(), kBytes}}, 1, {},
+                      waiter.done()};
+      e.trims = true;
+      const auto running = net.begin(std::move(e));
+      net.send(running, 1 - rank, 0, data.data(), kBytes);
+      CHECK(waiter.wait() == "" && got == data, "trimmed to " + std::to_string(used));
+    }
+  });
+}
+
 // Exchanges that overtake arrive in the reverse order, before most of the first one.
 void test_overtaking() {
   pace = 8e6;  // a second, in which the others begin however busy the machine is
@@ -510,6 +528,7 @@ int main() {
     test_fork();
     test_exchanges();
     test_several_in_flight_and_groups();
+    test_trims();
     test_overtaking();
     test_one_way();
     test_one_leaves();

@@ -27,7 +27,7 @@ void feedback() {
       CHECK(payload == again && apart[0] == m.residuals[0], describe(m.layout));
 
       // As the receiver decodes it, before rounding to the leaf's dtype. A raw tail has that dtype on the wire.
-      const bool travels_raw = is_raw(codec.kind) || codec.skip_incomplete;
+      const bool travels_raw = is_raw(codec.kind) || is_lossless(codec.kind) || codec.skip_incomplete;
       const Layout wide(codec, {{2345, travels_raw ? dtype : DType::kF32}}, 2);
       const Memory narrow = std::move(decode(wide, 1, payload, one_thread())[0]);
       std::vector<float> decoded(2345), x(2345);

@@ -167,6 +167,9 @@ def encode_cases():
         yield codec, 1, SPECIALS, None, None  # a bucket for each leaf
         yield codec, 3, *FEEDBACK, None
     yield cgx.Eden(3), 2, ["many"], None, None
+    for leaves in (MESSAGE, SPECIAL, ["scalar", "float16", "empty", "long"]):
+        yield cgx.Lossless(), 3, leaves, None, None
+    yield cgx.Lossless(), 3, *FEEDBACK, None
 
 
 def reduce_cases():
@@ -196,6 +199,8 @@ def reduce_cases():
     yield cgx.Eden(4, 128), leaves, 1, 0, 1, 3.0
     yield cgx.Eden(2), leaves, 3, 2, None, 1.0
     yield cgx.MaxMin(4, 128, rotate=True), leaves, 1, 0, 1, 3.0
+    yield cgx.Lossless(), leaves, 1, 0, 1, 3.0
+    yield cgx.Lossless(), leaves, 3, 2, None, 1.0
 
 
 def text(x):

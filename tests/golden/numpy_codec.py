@@ -432,6 +432,124 @@ def code_bytes(codec, n, dtype):
     return 2 * n if codec["codec"] == "Cast" else width(codec) * -(-(padded(n) if rotated(codec) else n) // 8)
 
 
+# Lossless
+
+EXPONENT = {"float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}  # its bits, and those of the mantissa
+
+
+def most_bytes(dtype, n):
+    size = (EXPONENT[dtype][0] - 2) * -(-n // 8)
+    return size + size % 2
+
+
+def plane_bytes(dtype, n):
+    return 2 * -(-n // 8) + {"float32": 3 * n, "bfloat16": n, "float16": n + 3 * -(-n // 8)}[dtype]
+
+
+def lossless_bytes(dtype, n):
+    sizes = [min(512, n - at) for at in range(0, n, 512)]
+    return 2 * len(sizes) + -2 * len(sizes) % 16 + sum(plane_bytes(dtype, size) for size in sizes)
+
+
+def overflow_bytes(dtype, n):
+    return sum(most_bytes(dtype, min(512, n - at)) for at in range(0, n, 512))
+
+
+def digits_of(e, c):
+    """The digits of an exponent, level after level."""
+    if e == 0 and c > 0:
+        return [3, 3, 2]
+    if e <= c:
+        return [3] * ((c - e) // 2) + [(c - e) % 2]
+    return [3] * (e - c - 1 if e - c <= 2 else e - c) + [2]
+
+
+def encode_block(dtype, bits):
+    """(head, planes, overflow)"""
+    e_bits, m_bits = EXPONENT[dtype]
+    bits = bits.astype(np.int64)
+    exponents = (bits >> m_bits) & (2**e_bits - 1)
+    rests = (bits & (2**m_bits - 1)) | (bits >> (m_bits + e_bits)) << m_bits
+    others = exponents[exponents > 0]
+    c = min(int(others.sum()) // len(others) + 1, 2**e_bits - 1) if len(others) else 0
+    digits = [digits_of(int(e), c) for e in exponents]
+    overflow, level = b"", 1
+    while of_level := [d[level] for d in digits if len(d) > level]:
+        overflow += pack(np.array(of_level), 2)
+        level += 1
+    first = np.array([d[0] for d in digits])
+    most = most_bytes(dtype, len(bits))
+    if len(overflow) >= most:
+        first = exponents & 3
+        overflow = pack(exponents >> 2, e_bits - 2)
+        overflow += bytes(most - len(overflow))
+    planes = pack(first, 2)
+    if dtype == "float32":
+        planes += (rests & 0xFFFF).astype("<u2").tobytes()
+        rests >>= 16
+    planes += (rests & 0xFF).astype("u1").tobytes()
+    if dtype == "float16":
+        planes += pack(rests >> 8, 3)
+    return bytes([c, len(overflow) // 2]), planes, overflow
+
+
+def decode_block(dtype, n, head, planes, overflow):
+    """The bits of the elements."""
+    (e_bits, m_bits), packed = EXPONENT[dtype], 2 * -(-n // 8)
+    c, digits = head[0], unpack(planes[:packed], n, 2)
+    if len(overflow) == most_bytes(dtype, n):
+        exponents = digits | unpack(overflow, n, e_bits - 2) << 2
+    else:
+        level, last, open_ = np.zeros(n, np.int64), digits.copy(), np.flatnonzero(digits == 3)
+        while len(open_):
+            size = 2 * -(-len(open_) // 8)
+            last[open_] = unpack(overflow[:size] + bytes(size), len(open_), 2)
+            overflow = overflow[size:]
+            level[open_] += 1
+            open_ = open_[last[open_] == 3]
+        above = np.where(level < 2, c + level + 1, np.where(level == 2, 0, c + level))
+        exponents = np.where(last == 2, above, c - 2 * level - last) & (2**e_bits - 1)
+    rests = np.frombuffer(planes, "u1", n, packed).astype(np.int64)
+    if dtype == "float32":
+        rests = (
+            np.frombuffer(planes, "<u2", n, packed) | np.frombuffer(planes, "u1", n, packed + 2 * n).astype(int) << 16
+        )
+    elif dtype == "float16":
+        rests |= unpack(planes[packed + n :], n, 3) << 8
+    signs = (rests >> m_bits) << (m_bits + e_bits)
+    return (signs | exponents << m_bits | (rests & (2**m_bits - 1))).astype(BITS[dtype])
+
+
+def encode_lossless(pieces, dtypes, bits):
+    bodies, overflow, most = b"", b"", 0
+    for leaf, at, sizes, _ in pieces:
+        for n in sizes:
+            blocks = [encode_block(dtypes[leaf], bits[leaf][i : min(i + 512, at + n)]) for i in range(at, at + n, 512)]
+            bodies += pad16(b"".join(head for head, _, _ in blocks))
+            bodies = pad16(bodies + b"".join(planes for _, planes, _ in blocks))
+            overflow += b"".join(more for _, _, more in blocks)
+            most += overflow_bytes(dtypes[leaf], n)
+    return pad16(bodies + overflow + bytes(most - len(overflow)))
+
+
+def read_lossless(pieces, dtypes, chunk):
+    at_byte, sizes_of = 0, [(leaf, at, n) for leaf, at, sizes, _ in pieces for n in sizes]
+    lengths = [lossless_bytes(dtypes[leaf], n) for leaf, _, n in sizes_of]
+    overflow = chunk[sum(length + -length % 16 for length in lengths) :]
+    for (leaf, at, n), length in zip(sizes_of, lengths):
+        dtype, number = dtypes[leaf], -(-n // 512)
+        planes = chunk[at_byte + 2 * number + -2 * number % 16 :]
+        found = []
+        for i in range(number):
+            head = chunk[at_byte + 2 * i :][:2]
+            size = min(512, n - 512 * i)
+            used = min(2 * head[1], most_bytes(dtype, size))
+            found.append(decode_block(dtype, size, head, planes[: plane_bytes(dtype, size)], overflow[:used]))
+            planes, overflow = planes[plane_bytes(dtype, size) :], overflow[used:]
+        yield leaf, at, None, widen(dtype, np.concatenate(found))
+        at_byte += length + -length % 16
+
+
 # TopK
 
 
@@ -568,6 +686,8 @@ def pieces_of(codec, leaves, chunks):
     size)]."""
     unit = bucket_size(codec) or 512
     weight_of = (lambda _, n, __: n) if codec["codec"] == "TopK" else code_bytes
+    if codec["codec"] == "Lossless":
+        codec = {"codec": "Raw"}
     meta = 4 * meta_of(codec) if bucket_size(codec) else 0
     skip = codec.get("skip_incomplete", False)
     rows, before = [], 0
@@ -611,6 +731,8 @@ def pad16(data):
 def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
     """numbers: each leaf in float32; bits: each leaf as its raw elements travel."""
     metas, bodies = b"", b""
+    if codec["codec"] == "Lossless":
+        return encode_lossless(pieces, dtypes, bits)
     for leaf, at, sizes, raw in pieces:
         body = b""
         for n in sizes:
@@ -638,6 +760,9 @@ def encode_chunk(codec, pieces, dtypes, numbers, bits, key, ids):
 
 def read_chunk(codec, pieces, dtypes, chunk):
     """Stretches of a chunk: (leaf, first element, base or None, terms); decoded: base + terms."""
+    if codec["codec"] == "Lossless":
+        yield from read_lossless(pieces, dtypes, chunk)
+        return
     metas = 4 * sum(len(sizes) for _, _, sizes, _ in pieces) * meta_of(codec)
     meta_at, at_byte = 0, metas + -metas % 16
     for leaf, at, sizes, raw in pieces:

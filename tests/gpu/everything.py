@@ -27,6 +27,7 @@ CODECS = [
     cgx.Sign(),
     cgx.Sign(9000),
     cgx.Raw(),
+    cgx.Lossless(),
     cgx.TopK(),
     cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"),
     cgx.TopK(0.5, cgx.Cast(), "fitted"),

@@ -7,8 +7,9 @@ everything: four processes run every collective over Tcp, and print the digests 
 they can't do, what rank 1 alone is told by `explain`, and what happened to means that cross programs. die, stay_away,
 raise, differ: in the middle of sums of the others, who print their error, the last one kills itself while a child of it
 lives, doesn't come, ends with an exception, or forms the mean. cross: the last one kills itself while a mean of the
-others crosses programs. connections: two processes with several connections, paced, print the digests of "several
-pieces" over these and over the plain axis, and the error of means that are never ended.
+others crosses programs. connections: two processes with several connections, paced, print what a
+lossless sum sent, the digests of "several pieces" over these and over the plain axis, and the error of means that are
+never ended.
 """
 
 import ctypes
@@ -127,6 +128,9 @@ CASES = {
         reduction(cgx.TopK(0.01, select="sampled", pull="top"), keyed=True, schedule="two_shot", fed=True),
     ),
     "sparse between nodes": (SHAPES, BOTH, reduction({"node": cgx.TopK(0.05), "local": cgx.Raw()}, fed=True)),
+    "lossless": (LARGE, "data", reduction(cgx.Lossless(), schedule="two_shot", fed=True)),
+    "lossless one_shot": (SHAPES, "data", reduction(cgx.Lossless(), schedule="one_shot")),
+    "lossless all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.Lossless())),
     "psum_scatter": (ROWS, "data", lambda axes, x: cgx.compressed_psum_scatter(x, axes, cgx.MaxMin(4))),
     "all_gather": (SHAPES, "data", lambda axes, x: cgx.compressed_all_gather(x, axes, cgx.MaxMin(4))),
     "all_to_all": (ROWS, "data", lambda axes, x: cgx.compressed_all_to_all(x, axes, 0, 0, NOISY, key=key())),
@@ -290,13 +294,25 @@ def over_connections():
         begin = lambda x, _: (x, cgx.begin_pmean(x, axis, cgx.MaxMin(4)))
         return lax.scan(begin, x["half"][:8], length=10_001)[1]
 
-    found = []
+    found = [bytes_sent(mesh, axis)]
     try:
         for function in lambda x: run(axis, x), lambda x: run("data", x), never_ended:
             found.append(digests(jax.block_until_ready(jax.jit(on_ranks(mesh, function))(x))))
     except jax.errors.JaxRuntimeError as error:
         found.append(str(error))
     return found
+
+
+def bytes_sent(mesh, axis):
+    """What TCP carries of a lossless sum, for each byte of the array."""
+    x = array(mesh, (2**20,), "bfloat16", 0)
+    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, axis, cgx.Lossless(), schedule="two_shot")))
+    compiled = program.lower(x).compile()  # connects
+    count = lambda: sum(each.bytes for each in connections.sent())
+    before = count()
+    jax.block_until_ready(compiled(x))
+    time.sleep(0.2)  # the last bytes are acknowledged
+    return (count() - before) / (x.nbytes / mesh.size)
 
 
 TRAINED = {

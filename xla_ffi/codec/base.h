@@ -40,7 +40,8 @@ enum class Kind : int32_t {
   kSign = 6,
   kTopK = 7,
   kEden = 8,
-  kMicro = 9
+  kMicro = 9,
+  kLossless = 10
 };
 
 // How TopK selects elements. Crosses the FFI boundary, too: jaxcgx/codecs/topk.py.

@@ -42,6 +42,7 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
     case Kind::kCast:
     case Kind::kTopK:
     case Kind::kEden:  // its levels are in a table
+    case Kind::kLossless:
       break;
   }
   __builtin_unreachable();

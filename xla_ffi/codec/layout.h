@@ -7,7 +7,8 @@
 //
 // A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece
 // are aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All gaps are
-// zero. A piece of TopK is one bucket without metadata; for cutting, it counts as its elements.
+// zero. The overflow of Lossless follows the last piece. A piece of TopK is one bucket without metadata; for cutting,
+// it counts as its elements.
 #pragma once
 
 #include <vector>
@@ -32,6 +33,7 @@ struct Piece {
   int64_t meta;    // where its metadata, codes and raw tail begin: bytes from the chunk's beginning
   int64_t codes;
   int64_t tail;
+  int64_t overflow;  // where its blocks begin in the overflow if all before them use the most
 };
 
 int64_t topk_bytes(const Codec& c, int64_t n);
@@ -49,6 +51,7 @@ struct Layout {
   std::vector<Piece> pieces;      // by chunk, then by leaf
   std::vector<int64_t> first;     // chunk c has pieces first[c] .. first[c + 1]
   std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
+  std::vector<int64_t> overflow;  // of chunk c: where its overflow begins, behind all pieces
   std::vector<int64_t> end;       // of chunk c: where it ends
   std::vector<int64_t> shares;    // of the parts, in proportion; empty: all chunks are alike
   int64_t chunk_bytes = 0;        // of the longest chunk
@@ -67,6 +70,7 @@ struct Layout {
     // One bucket for a whole piece: its metadata does not count when bytes are balanced.
     const bool sparse = is_sparse(codec.kind), whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
     const auto weight = [&](DType dtype, int64_t n) {
+      if (is_lossless(codec.kind)) return n * size_of(dtype);
       return sparse ? n : (whole ? 0 : meta_bytes) + code_bytes(codec, dtype, n);
     };
     struct Units {
@@ -117,7 +121,7 @@ struct Layout {
         p.bucket = whole ? p.coded : codec.bucket_size;
         p.meta = at;
         if (p.bucket > 0) at += div_up(p.coded, p.bucket) * meta_bytes;
-        p.codes = p.tail = 0;
+        p.codes = p.tail = p.overflow = 0;
         pieces.push_back(p);
       }
       meta_end.push_back(at);
@@ -130,6 +134,12 @@ struct Layout {
         p.tail = at;
         at = align16(at + p.raw * size_of(dtype));
       }
+      overflow.push_back(at);
+      for (size_t k = begin; k < pieces.size() && is_lossless(codec.kind); ++k) {
+        pieces[k].overflow = at;
+        at += lossless_overflow_bytes(leaves[static_cast<size_t>(pieces[k].leaf)].dtype, pieces[k].coded);
+      }
+      at = align16(at);
       first.push_back(static_cast<int64_t>(pieces.size()));
       end.push_back(at);
       if (at > chunk_bytes) chunk_bytes = at;

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codec/base.h"
-#include "codec/pack.h"
+#include "codec/lossless.h"
 
 namespace jaxcgx {
 
@@ -19,6 +19,7 @@ struct Traits {
   int meta_floats = 0;                // metadata of a bucket, at most; 0: no buckets
   int element_bytes = 0;              // of an element that travels as a number of another dtype; 0: it doesn't
   bool raw = false;                   // elements travel as they are
+  bool lossless = false;              // elements keep their bits (codec/lossless.h)
   bool sparse = false;                // a piece is a list of indices and a message of their values (codec/topk.h)
   bool whole = false;                 // bucket_size may be 0: a piece is one bucket
   bool stochastic = false;            // has stochastic rounding
@@ -80,6 +81,9 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
       t.meta_floats = 1;
       t.whole = t.scales = true;
       return t;
+    case Kind::kLossless:
+      t.lossless = true;
+      return t;
   }
   t.most_bits = -1;  // there is no such codec
   return t;
@@ -88,6 +92,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
 CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(kind).most_bits; }
 CGX_HD bool has_buckets(Kind kind) { return traits_of(kind).meta_floats > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
+CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
 
@@ -110,6 +115,7 @@ CGX_HD int64_t bucket_bytes(const Codec& c, int64_t n) {
 }
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
+  if (is_lossless(c.kind)) return lossless_bytes(leaf, n);
   const int bytes = traits_of(c.kind).element_bytes;
   return bytes > 0 ? n * bytes : bucket_bytes(c, is_rotated(c) ? padded(n) : n);
 }

@@ -1,3 +1,4 @@
+#include "cpu/lossless.h"
 #include "cpu/pages.h"
 #include "cpu/rotated.h"
 #include "cpu/spans.h"
@@ -17,10 +18,20 @@ void decode(const Decode& a, const Pool& pool, int64_t only) {
 
   const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
   const Spans spans(l, a.batch, [&](int64_t) { return first; }, chunks);
+  const auto chunk_of = [&](const Span& s) {
+    return a.payload + (s.row * chunks + s.piece->chunk - first) * l.chunk_bytes;
+  };
+  std::vector<int64_t> overflow;
+  if (is_lossless(l.codec.kind)) overflow = overflows(l, spans, chunk_of);
   spans.each(pool, [&](const Span& s) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     const DType dtype = l.leaves[i].dtype;
-    const uint8_t* chunk = a.payload + (s.row * chunks + s.piece->chunk - first) * l.chunk_bytes;
+    const uint8_t* chunk = chunk_of(s);
+    if (!overflow.empty()) {
+      return unpack_elements(l, *s.piece, s.begin, s.count, chunk,
+                             &overflow[static_cast<size_t>(&s - spans.spans.data())],
+                             at_element(a.leaves[i], dtype, s.row * l.leaves[i].size + s.piece->start + s.begin));
+    }
     const int meta_count = meta_floats(l.codec);
     const int64_t most = dtype == DType::kF32 || (rotated && !s.raw) ? kSpan : kTile;
     each_bucket(s, most, [&](int64_t index, int64_t offset, int64_t at, int64_t n) {

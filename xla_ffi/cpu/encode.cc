@@ -39,17 +39,22 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   for (int64_t row = 0; row < a.batch; ++row) {
     for (int64_t c = 0; c < chunks; ++c) clear_gaps(l, first + c, a.payload + (row * chunks + c) * l.chunk_bytes);
   }
-  if (!is_raw(l.codec.kind) || feedback) Encoder(target, fetch, keep, feedback).run(spans, pool);
-  if (feedback || !(is_raw(l.codec.kind) || l.codec.skip_incomplete)) return;
-  // Raw elements are copied as they are, including NaNs.
-  spans.each(pool, [&](const Span& s) {
-    if (!s.raw) return;
-    const auto i = static_cast<size_t>(s.piece->leaf);
-    const DType dtype = l.leaves[i].dtype;
-    std::memcpy(target.chunk(s) + plain_at(l, s, s.begin),
-                at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin)),
-                static_cast<size_t>(s.count * size_of(dtype)));
-  });
+  const bool lossless = is_lossless(l.codec.kind), as_is = !feedback && (is_raw(l.codec.kind) || lossless);
+  if (!as_is) Encoder(target, fetch, keep, feedback).run(spans, pool);
+  if (as_is || (l.codec.skip_incomplete && !feedback)) {
+    // Raw elements are copied as they are, including NaNs.
+    spans.each(pool, [&](const Span& s) {
+      if (!s.raw && !lossless) return;
+      const auto i = static_cast<size_t>(s.piece->leaf);
+      const DType dtype = l.leaves[i].dtype;
+      const void* const from = at_element(a.leaves[i], dtype, place(s, s.piece->start + s.begin));
+      if (lossless) return pack_elements(l, *s.piece, s.begin, s.count, from, target.chunk(s));
+      std::memcpy(target.chunk(s) + plain_at(l, s, s.begin), from, static_cast<size_t>(s.count * size_of(dtype)));
+    });
+  }
+  if (!lossless) return;
+  parallel_for(pool, a.batch * chunks,
+               [&](int64_t i) { close_up(l, first + i % chunks, a.payload + i * l.chunk_bytes); });
 }
 
 }  // namespace jaxcgx::cpu

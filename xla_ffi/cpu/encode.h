@@ -2,6 +2,7 @@
 #pragma once
 
 #include "codec/dispatch.h"
+#include "cpu/lossless.h"
 #include "cpu/rotated.h"
 #include "cpu/spans.h"
 
@@ -41,7 +42,7 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
     clear_to(p.tail);
     at = p.tail + p.raw * size_of(dtype);
   }
-  clear_to(l.chunk_bytes);
+  clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up does the rest
 }
 
 // The buffer of `fetch`: the numbers, and as many more for what `keep` needs besides them.
@@ -243,19 +244,22 @@ class Encoder {
     return noise + (at - first);
   }
 
-  // Raw and Cast: an element at a time, no buckets.
+  // Raw, Cast and Lossless: an element at a time, no buckets.
   void plain(const Span& s) const {
     const DType dtype = plain_dtype(t_.layout, s);
-    const CastFn cast = s.raw ? nullptr : k_.caster(codec_);
+    const bool lossless = is_lossless(codec_.kind), stored = s.raw || lossless;
+    const CastFn cast = stored ? nullptr : k_.caster(codec_);
     each_bucket(s, kTile, [&](int64_t, int64_t, int64_t at, int64_t n) {
-      alignas(64) float buffer[kBuffer], decoded[kTile];
+      alignas(64) float buffer[kBuffer], decoded[kTile], unpacked[kTile];
       alignas(64) uint16_t noise[kTile + 2 * kBlock];
       const float* x = fetch_(s, at, n, buffer);
-      uint8_t* out = t_.chunk(s) + plain_at(t_.layout, s, at - s.piece->start);
-      if (s.raw)
+      const int64_t place = at - s.piece->start;
+      void* const out = lossless ? static_cast<void*>(unpacked) : t_.chunk(s) + plain_at(t_.layout, s, place);
+      if (stored)
         k_.store(dtype, x, n, out);
       else
         cast(x, n, codec_.stochastic ? noise_of(s, at, n, noise) : nullptr, out);
+      if (lossless) pack_elements(t_.layout, *s.piece, place, n, out, t_.chunk(s));
       if (keeps_) {
         k_.load(dtype, out, n, decoded);
         keep_(s, at, n, x, decoded);

@@ -60,6 +60,11 @@ struct Kernels {
   // The codes of codec/eden.h of a rotated bucket, and its unit; `size` is padded(n). `codes` holds packed codes.
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
+  // A block of a Lossless piece, of n elements (512 at most), to its planes and to the overflow, of which it writes the
+  // number of bytes that it returns. `center` is the first byte of its head.
+  int64_t (*pack_block)(DType dtype, const void* x, int64_t n, uint8_t* center, uint8_t* planes, uint8_t* overflow);
+  void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
+                       int64_t bytes, void* x);
   EncodeFn (*encoder)(const Codec& codec);
   DecodeFn (*decoder)(const Codec& codec);
   CastFn (*caster)(const Codec& codec);

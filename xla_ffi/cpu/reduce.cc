@@ -20,7 +20,10 @@ class Reducer {
         k_(kernels()),
         decode_codes_(k_.decoder(l_.codec)),
         meta_count_(meta_floats(l_.codec)),
-        spans_(l_, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1) {}
+        spans_(l_, a.batch, [&](int64_t row) { return int64_t{a.where[2 * row]}; }, 1) {
+    for (int64_t r = 0; r < a.ranks && is_lossless(l_.codec.kind); ++r)
+      overflow_.push_back(overflows(l_, spans_, [&](const Span& s) { return payloads(s) + r * l_.chunk_bytes; }));
+  }
 
   void to_payload(const Pool& pool) const {
     for (int64_t row = 0; row < a_.batch; ++row) clear_gaps(l_, a_.where[2 * row], a_.payload + row * l_.chunk_bytes);
@@ -33,6 +36,9 @@ class Reducer {
     };
     Encoder(Target{l_, a_.payload, l_.chunk_bytes, true, a_.leaf_ids, a_.keys}, sum_in, keep, a_.residuals != nullptr)
         .run(spans_, pool);
+    if (overflow_.empty()) return;
+    parallel_for(pool, a_.batch,
+                 [&](int64_t row) { close_up(l_, a_.where[2 * row], a_.payload + row * l_.chunk_bytes); });
   }
 
   void to_leaves(const Pool& pool) const {
@@ -101,12 +107,20 @@ class Reducer {
   // Elements without buckets, of one rank after another.
   void sum_plain(const Stretch& x, float* out) const {
     const Span& s = x.span;
-    const uint8_t* const sent = payloads(s) + plain_at(l_, s, x.at - s.piece->start);
+    const int64_t place = x.at - s.piece->start;
     for (int64_t r = 0, own = own_rank(s); r < a_.ranks; ++r) {
-      if (r == own)
+      const uint8_t* const chunk = payloads(s) + r * l_.chunk_bytes;
+      if (r == own) {
         put(own_elements(x), leaf_of(s).dtype, x.n, r == 0, out);
-      else
-        put(sent + r * l_.chunk_bytes, plain_dtype(l_, s), x.n, r == 0, out);
+      } else if (overflow_.empty()) {
+        put(chunk + plain_at(l_, s, place), plain_dtype(l_, s), x.n, r == 0, out);
+      } else {
+        alignas(64) float unpacked[kTile];
+        int64_t at = overflow_[static_cast<size_t>(r)][static_cast<size_t>(&s - spans_.spans.data())];
+        at += overflow_of(l_, *s.piece, chunk, s.begin, place);
+        unpack_elements(l_, *s.piece, place, x.n, chunk, &at, unpacked);
+        put(unpacked, leaf_of(s).dtype, x.n, r == 0, out);
+      }
     }
   }
 
@@ -161,6 +175,7 @@ class Reducer {
   const DecodeFn decode_codes_;
   const int meta_count_;
   const Spans spans_;
+  std::vector<std::vector<int64_t>> overflow_;  // of Lossless: by rank, for each span where its overflow begins
 };
 
 }  // namespace

@@ -125,6 +125,14 @@ CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   return __builtin_popcount(m.v);
 }
 
+// The same of one vector.
+CGX_HD int compress(M m, I x, int32_t* to) {
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(m.v, x.v));
+  return __builtin_popcount(m.v);
+}
+// The reverse: the lanes of the mask, one after another from memory. The others are 0.
+CGX_HD I expand(M m, const int32_t* from) { return {_mm512_maskz_expandloadu_epi32(m.v, from)}; }
+
 #elif defined(__AVX2__)
 
 struct F {
@@ -450,6 +458,28 @@ CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   }
   return stored;
 }
+CGX_HD int compress(M m, I x, int32_t* to) {
+  int32_t b[16];
+  store_words(b, x);
+  const uint32_t all = lanes(m);
+  int stored = 0;
+  for (int i = 0; i < 16; ++i) {
+    to[stored] = b[i];
+    stored += static_cast<int>(all >> i & 1);
+  }
+  return stored;
+}
+CGX_HD I expand(M m, const int32_t* from) {
+  int32_t b[16];
+  const uint32_t all = lanes(m);
+  int taken = 0;
+  for (int i = 0; i < 16; ++i) {
+    const auto in = static_cast<int>(all >> i & 1);
+    b[i] = from[taken] & -in;
+    taken += in;
+  }
+  return load_words(b);
+}
 CGX_HD float lowest(F x) {
   float b[16];
   store(b, x);
@@ -465,6 +495,13 @@ CGX_HD float highest(F x) {
   return r;
 }
 #endif
+
+CGX_HD int32_t total(I x) {
+  int32_t b[16], sum = 0;
+  store_words(b, x);
+  for (int i = 0; i < 16; ++i) sum += b[i];
+  return sum;
+}
 
 // The number type of codec/*.h.
 struct Vector {

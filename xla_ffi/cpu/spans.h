@@ -27,7 +27,7 @@ struct Span {
   const Piece* piece;
   int64_t row;           // of the batch
   int64_t begin, count;  // elements, from the piece's first: whole buckets, or a part of one
-  int64_t bucket;        // elements of a bucket; 0: none (Raw, Cast, a raw tail)
+  int64_t bucket;        // elements of a bucket; 0: none (Raw, Cast, Lossless, a raw tail)
   bool raw;              // the raw tail of a leaf, or a Raw codec
   int64_t part_of;       // which big bucket this is a part of; -1: none
 };
@@ -114,7 +114,8 @@ inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
 }
 // The dtype of such elements on the wire.
 inline DType plain_dtype(const Layout& l, const Span& s) {
-  return s.raw ? l.leaves[static_cast<size_t>(s.piece->leaf)].dtype : static_cast<DType>(l.codec.bits);
+  const bool stays = s.raw || is_lossless(l.codec.kind);
+  return stays ? l.leaves[static_cast<size_t>(s.piece->leaf)].dtype : static_cast<DType>(l.codec.bits);
 }
 
 template <class T>

@@ -184,6 +184,7 @@ class Running : public std::enable_shared_from_this<Running> {
     e.digest = a_.digest;
     e.group = std::move(group);
     e.overtakes = a_.overtakes;
+    e.trims = true;
     for (int64_t piece = 0; piece < all_; ++piece) {
       for (int64_t part = 0; part < parts_; ++part) {
         const int64_t bytes = sent_bytes(part, piece);

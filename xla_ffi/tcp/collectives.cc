@@ -22,6 +22,7 @@ void run(const std::shared_ptr<Net>& net, Group group, const Collective& c, Done
   e.name = kNames[static_cast<int64_t>(c.operation)] + (" of " + std::to_string(c.bytes)) + " bytes";
   e.kind = static_cast<int64_t>(c.operation);
   e.digest = c.digest;
+  e.trims = true;
   std::vector<int64_t> others;  // the next rank first, so that not all send to the same one at once
   for (int64_t i = 1; i < ranks; ++i) {
     const int64_t other = (rank + i) % ranks;

@@ -28,6 +28,15 @@ std::string ended_or(int error) {
   return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
 }
 
+// The bytes up to the last one that is not 0.
+int64_t without_zeros(const uint8_t* data, int64_t bytes) {
+  constexpr int64_t kStep = 4096;
+  static constexpr uint8_t kZeros[kStep] = {};
+  while (bytes >= kStep && std::memcmp(data + bytes - kStep, kZeros, kStep) == 0) bytes -= kStep;
+  while (bytes > 0 && data[bytes - 1] == 0) --bytes;
+  return bytes;
+}
+
 bool nonblocking(int socket) { return fcntl(socket, F_SETFL, O_NONBLOCK) == 0; }
 
 // A socket would take as much as its buffer holds, and a slow connection would be late with that. So it takes the next
@@ -134,6 +143,7 @@ std::shared_ptr<Net::Running> Net::begin(Exchange exchange) {
 
 void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data,
                int64_t bytes) {
+  if (running->exchange.trims) bytes = without_zeros(data, bytes);
   post([=] {
     if (running->over) return;
     const auto r = static_cast<size_t>(rank);
@@ -293,7 +303,10 @@ bool Net::pull(Peer& peer, Lane& lane) {
     lane.of = nullptr;
     lane.header_bytes = lane.received = 0;
     if (--running->slices[lane.receive].missing > 0) return true;
-    const auto rank = static_cast<size_t>(running->exchange.receives[lane.receive].rank);
+    const Exchange::Receive& receive = running->exchange.receives[lane.receive];
+    if (lane.header.bytes < receive.bytes)
+      std::memset(receive.data + lane.header.bytes, 0, static_cast<size_t>(receive.bytes - lane.header.bytes));
+    const auto rank = static_cast<size_t>(receive.rank);
     if (--running->coming[rank] == 0) peer.open.erase(running->numbers[rank]);
     if (running->exchange.received) running->exchange.received(lane.receive);
     step(running);
@@ -319,9 +332,11 @@ bool Net::expect(Peer& peer, Lane& lane) {
     for (size_t i = 0; i < e.receives.size() && e.kind == h.kind; ++i) {
       const Exchange::Receive& r = e.receives[i];
       if (r.rank != open->second.rank || r.slot != h.slot) continue;
-      if (r.bytes == h.bytes && e.digest == h.digest) {
+      const bool fits = h.bytes == r.bytes || (e.trims && h.bytes >= 0 && h.bytes < r.bytes);
+      if (fits && e.digest == h.digest) {
         Running::Slices& s = running->slices[i];
-        if (h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) break;
+        if (s.taken.empty()) s.bytes = h.bytes;
+        if (h.bytes != s.bytes || h.at < 0 || h.at % kSlice != 0 || h.at / kSlice >= h.slices()) break;
         if (s.taken.empty()) s.taken.resize(static_cast<size_t>(s.missing = h.slices()));
         auto slice = s.taken[static_cast<size_t>(h.at / kSlice)];
         if (slice) break;
@@ -330,9 +345,8 @@ bool Net::expect(Peer& peer, Lane& lane) {
         lane.receive = i;
         return true;
       }
-      what = r.bytes == h.bytes
-                 ? "has other arrays, or another codec, schedule or divisor, of the same length"
-                 : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
+      what = fits ? "has other arrays, or another codec, schedule or divisor, of the same length"
+                  : "sent " + std::to_string(h.bytes) + " bytes where " + std::to_string(r.bytes) + " are expected";
     }
     if (e.kind != h.kind) what = "has another exchange";
     what += "; every process must run the same exchanges, in the same order";

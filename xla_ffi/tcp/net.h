@@ -94,6 +94,9 @@ struct Exchange {
   // What it sends goes before what earlier exchanges have not sent yet. The other ranks must begin it without having
   // ended these.
   bool overtakes = false;
+
+  // Zeros at the end of a message are not sent. The receiver writes them.
+  bool trims = false;
 };
 
 constexpr int64_t kMostProcesses = 1024;

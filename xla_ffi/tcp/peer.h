@@ -39,6 +39,7 @@ class Net::Running {
   struct Slices {
     std::vector<bool> taken;  // empty before the first
     int64_t missing = 0;
+    int64_t bytes = 0;  // of the message
   };
 
   Exchange exchange;

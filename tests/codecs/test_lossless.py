@@ -1,0 +1,158 @@
+"""Lossless: every bit as it is, in the bytes that docs/wire-format.md says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import KEY, as_bits, assert_same_bytes, normal, reference_decode, reference_encode
+from jax import lax
+from ranks import mesh, on_ranks
+
+import jaxcgx as cgx
+from jaxcgx.exchange import sums
+from jaxcgx.exchange.message import Message, Stage, Sum
+from jaxcgx.native import ops
+from jaxcgx.native.layout import Layout
+from jaxcgx.transports.xla import Axes
+
+DTYPES = "bfloat16", "float16", "float32"
+CODEC = cgx.Lossless()
+
+
+def used(x):
+    """The bytes of a payload without the zeros at its end, which Tcp does not send, for each byte of the array."""
+    return len(np.trim_zeros(np.asarray(cgx.encode(x, CODEC)), "b")) / x.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_every_number_of_sixteen_bits_keeps_its_bits(dtype):
+    """NaNs of every payload and sign, infinities, denormals and -0 among them."""
+    words = np.arange(2**16, dtype=np.uint16)
+    for order in (words, np.random.default_rng(0).permutation(words)):
+        x = lax.bitcast_convert_type(jnp.asarray(order), jnp.dtype(dtype))
+        assert_same_bytes(cgx.decode(cgx.encode(x, CODEC), CODEC, x.shape, dtype), x)
+        assert_same_bytes(cgx.roundtrip(x, CODEC), x)
+
+
+def test_random_words_keep_their_bits():
+    x = lax.bitcast_convert_type(
+        jnp.asarray(np.random.default_rng(0).integers(0, 2**32, 5000, dtype=np.uint32)), jnp.float32
+    )
+    assert_same_bytes(cgx.decode(cgx.encode(x, CODEC), CODEC, x.shape, "float32"), x)
+
+
+@pytest.mark.parametrize("dtype, share", [*zip(DTYPES, (0.68, 0.87, 0.84))])
+def test_normal_numbers_take_fewer_bytes(dtype, share):
+    for scale in (1e-3, 1.4e-3):
+        x = normal(2**17, dtype=dtype, scale=scale)
+        assert used(x) < share
+        assert abs(CODEC.likely_bytes(x.shape, dtype) / x.nbytes / used(x) - 1) < 0.02
+
+
+def test_gradients_take_fewer_bytes():
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.relu(x @ w)
+        return jnp.square(x).mean()
+
+    weights = [normal(shape, i, scale=0.1) for i, shape in enumerate(((64, 256), (256, 256), (256, 10)))]
+    grads = jax.grad(loss)(weights, normal((32, 64), 3))
+    assert used(jnp.concatenate([g.reshape(-1) for g in grads]).astype(jnp.bfloat16)) < 0.72
+
+
+def test_other_distributions_take_fewer_bytes():
+    rng = np.random.default_rng(0)
+    for x, share in (
+        (rng.laplace(size=2**16), 0.70),
+        (rng.standard_t(3, 2**16), 0.70),
+        (rng.standard_normal(2**16) * (rng.random(2**16) < 0.5), 0.79),  # zeros among them
+        (np.zeros(2**16), 0.001),
+    ):
+        assert used(jnp.asarray(x, jnp.bfloat16)) < share
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_array_takes_more_than_the_bound(dtype):
+    """Exponents that are not alike at all: as many bytes as the array has, and the heads of its blocks."""
+    x = lax.bitcast_convert_type(
+        jnp.asarray(
+            np.random.default_rng(0).integers(0, 2**16, 2**17 // jnp.dtype(dtype).itemsize * 2, dtype=np.uint16)
+        ).reshape(-1, jnp.dtype(dtype).itemsize // 2),
+        jnp.dtype(dtype),
+    ).reshape(-1)
+    assert 0.99 < used(x) <= CODEC.wire_bytes(x.shape, dtype) / x.nbytes <= 1 + 2 / 1024
+
+
+def test_wire_bytes():
+    """Written out: the heads of blocks, their planes, and the overflow, each on 16 bytes."""
+    assert CODEC.wire_bytes((512,), "bfloat16") == 16 + (128 + 512) + 384
+    assert CODEC.wire_bytes((512,), "float16") == 16 + (128 + 512 + 192) + 192
+    assert CODEC.wire_bytes((512,), "float32") == 16 + (128 + 3 * 512) + 384
+    assert CODEC.wire_bytes((4100,), "bfloat16") == 32 + 8 * 640 + 16 + 8 * 384 + 16
+    assert CODEC.wire_bytes((0,), "float32") == 0
+
+
+def test_kernels_and_reference_have_the_same_bytes():
+    """Blocks whose digits just fit, and just don't; short ones."""
+    rng = np.random.default_rng(0)
+    spread = lambda n, most: np.exp2(rng.uniform(0, most, n))
+    leaves = [
+        jnp.asarray(np.concatenate([spread(512, most) for most in range(4, 40, 2)]), jnp.float32),
+        jnp.asarray(spread(700, 12), jnp.float16),
+        jnp.asarray(spread(17, 100), jnp.bfloat16),
+    ]
+    layout = Layout.of(CODEC, leaves)
+    payload = ops.encode(layout, leaves)
+    assert_same_bytes(payload, reference_encode(layout)(leaves, None))
+    for got in ops.decode(layout, payload), reference_decode(layout)(payload):
+        for x, y in zip(leaves, got, strict=True):
+            assert_same_bytes(x, y)
+
+
+def test_any_bytes_decode_to_the_same_bits():
+    layout = Layout.of(CODEC, [jnp.zeros(700, dtype) for dtype in DTYPES])
+    for seed in range(4):
+        raw = np.random.default_rng(seed).integers(0, 256, (1, layout.chunk_bytes), dtype=np.uint8)
+        if seed % 2:  # digits without an end
+            raw[:, layout.overflows[0] :] = 255
+        for x, y in zip(ops.decode(layout, jnp.asarray(raw)), reference_decode(layout)(raw), strict=True):
+            np.testing.assert_array_equal(as_bits(x), as_bits(y))
+
+
+@pytest.mark.parametrize("schedule", ["two_shot", "one_shot", "ring"])
+def test_sums_are_those_of_raw(schedule):
+    """To the bit, also where partial sums are rounded to the leaf's dtype."""
+    shapes = {"float32": (4, 1030), "bfloat16": (4, 33, 17), "float16": (4, 600)}
+    leaves = [normal(shape, i, dtype, scale=3.0) for i, (dtype, shape) in enumerate(shapes.items())]
+    net = Axes(("a",))
+
+    def f(*leaves):
+        def total(codec, own):
+            stage = Stage(net, codec, schedule, backward=codec)
+            message = Message(tuple(range(len(leaves))), list(leaves))
+            return sums.psum(message, net=net, stages=(stage,), how=Sum(own, 3.0), tracked=False).leaves
+
+        # Raw's own parts are its encoded ones
+        return [total(CODEC, own) for own in ("raw", "encoded")], total(cgx.Raw(), "encoded")
+
+    ours, expected = on_ranks(f, mesh(4), check_vma=False)(*leaves)
+    for got in ours:
+        for x, y in zip(got, expected, strict=True):
+            assert_same_bytes(x, y)
+
+
+def test_feedback_gives_back_the_rounding_alone():
+    x, lost = normal(1000, dtype=jnp.bfloat16), normal(1000, 1, scale=0.1)
+    layout = Layout.of(CODEC, [x])
+    payload, (new,) = ops.encode_fed(layout, [x], [lost], KEY)
+    exact = x.astype(jnp.float32) + lost
+    assert_same_bytes(ops.decode(layout, payload)[0], exact.astype(jnp.bfloat16))
+    assert_same_bytes(new, exact - exact.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_in_a_plan():
+    x = {"w": normal((4, 64, 64), dtype=jnp.bfloat16)}
+    plan = cgx.Plan(CODEC, min_size=0)
+    f = lambda x: (cgx.compressed_pmean(x, "a", plan), lax.pmean(x["w"].astype(jnp.float32), "a"))
+    got, expected = on_ranks(f, mesh(4))(x)
+    assert_same_bytes(got["w"], expected.astype(jnp.bfloat16))

@@ -1,0 +1,98 @@
+// Lossless on a CPU: where the blocks of a chunk are, and whole stretches of elements (codec/lossless.h).
+#pragma once
+
+#include <cstring>
+
+#include "cpu/spans.h"
+
+namespace jaxcgx::cpu {
+
+inline DType dtype_of(const Layout& l, const Piece& p) { return l.leaves[static_cast<size_t>(p.leaf)].dtype; }
+
+// The bytes of the overflow that the blocks of elements begin .. end of a piece have; `begin` is that of a block.
+inline int64_t overflow_of(const Layout& l, const Piece& p, const uint8_t* chunk, int64_t begin, int64_t end) {
+  int64_t bytes = 0;
+  for (int64_t at = begin; at < end; at += kLosslessBlock) {
+    const int64_t n = std::min(kLosslessBlock, p.coded - at);
+    const int64_t half = chunk[p.codes + 2 * (at / kLosslessBlock) + 1];
+    bytes += std::min(2 * half, lossless_most_bytes(dtype_of(l, p), n));
+  }
+  return bytes;
+}
+
+// How many bytes of a chunk are used: all that decoding needs. A transport may send these alone.
+inline int64_t used_bytes(const Layout& l, int64_t c, const uint8_t* chunk) {
+  if (!is_lossless(l.codec.kind)) return l.end[static_cast<size_t>(c)];
+  int64_t end = l.overflow[static_cast<size_t>(c)];
+  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
+    const Piece& p = l.pieces[static_cast<size_t>(k)];
+    end += overflow_of(l, p, chunk, 0, p.coded);
+  }
+  return end;
+}
+
+inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64_t at) {
+  return chunk + p.codes + lossless_head_bytes(p.coded) +
+         at / kLosslessBlock * lossless_plane_bytes(dtype_of(l, p), kLosslessBlock);
+}
+
+// Packs `count` elements of a piece from `begin` on, the first of a block. What they have of the overflow is where it
+// is if all blocks have the most; close_up moves it.
+inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const void* x,
+                          uint8_t* chunk) {
+  const DType dtype = dtype_of(l, p);
+  for (int64_t at = begin; at < begin + count; at += kLosslessBlock) {
+    const int64_t n = std::min(kLosslessBlock, begin + count - at), block = at / kLosslessBlock;
+    uint8_t* const head = chunk + p.codes + 2 * block;
+    uint8_t* const overflow = chunk + p.overflow + block * lossless_most_bytes(dtype, kLosslessBlock);
+    const int64_t bytes =
+        kernels().pack_block(dtype, at_element(x, dtype, at - begin), n, head, planes_at(l, p, chunk, at), overflow);
+    head[1] = static_cast<uint8_t>(bytes / 2);
+  }
+}
+
+// The reverse. `overflow` is where that of the first block is, and becomes that of the next one.
+inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const uint8_t* chunk,
+                            int64_t* overflow, void* x) {
+  const DType dtype = dtype_of(l, p);
+  for (int64_t at = begin; at < begin + count; at += kLosslessBlock) {
+    const int64_t n = std::min(kLosslessBlock, begin + count - at), bytes = overflow_of(l, p, chunk, at, at + n);
+    kernels().unpack_block(dtype, n, chunk[p.codes + 2 * (at / kLosslessBlock)],
+                           planes_at(l, p, const_cast<uint8_t*>(chunk), at), chunk + *overflow, bytes,
+                           at_element(x, dtype, at - begin));
+    *overflow += bytes;
+  }
+}
+
+// Moves what the blocks of a packed chunk have of the overflow, one behind another, and clears the rest.
+inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
+  int64_t end = l.overflow[static_cast<size_t>(c)];
+  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
+    const Piece& p = l.pieces[static_cast<size_t>(k)];
+    std::memset(chunk + p.codes + 2 * div_up(p.coded, kLosslessBlock), 0,
+                static_cast<size_t>(lossless_head_bytes(p.coded) - 2 * div_up(p.coded, kLosslessBlock)));
+    const int64_t most = lossless_most_bytes(dtype_of(l, p), kLosslessBlock);
+    for (int64_t at = 0; at < p.coded; at += kLosslessBlock) {
+      const int64_t bytes = overflow_of(l, p, chunk, at, std::min(at + kLosslessBlock, p.coded));
+      std::memmove(chunk + end, chunk + p.overflow + at / kLosslessBlock * most, static_cast<size_t>(bytes));
+      end += bytes;
+    }
+  }
+  if (l.chunk_bytes > end) std::memset(chunk + end, 0, static_cast<size_t>(l.chunk_bytes - end));
+}
+
+// For each span where the overflow of its first block is. chunk_of(span): the chunk in a payload.
+template <class ChunkOf>
+std::vector<int64_t> overflows(const Layout& l, const Spans& spans, ChunkOf chunk_of) {
+  std::vector<int64_t> begins;
+  int64_t end = 0;
+  for (const Span& s : spans.spans) {
+    const auto c = static_cast<size_t>(s.piece->chunk);
+    if (s.begin == 0 && s.piece == &l.pieces[static_cast<size_t>(l.first[c])]) end = l.overflow[c];
+    begins.push_back(end);
+    end += overflow_of(l, *s.piece, chunk_of(s), s.begin, s.begin + s.count);
+  }
+  return begins;
+}
+
+}  // namespace jaxcgx::cpu
