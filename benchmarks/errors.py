@@ -34,6 +34,8 @@ FAMILIES = {
     "MaxMin, buckets of 128": [cgx.MaxMin(bits, 128) for bits in (2, 3, 4, 5)],
     "MaxMin, stochastic": [cgx.MaxMin(bits, rounding="stochastic") for bits in (2, 4, 8)],
     "MaxMin, correlated": [cgx.MaxMin(bits, rounding="correlated") for bits in (2, 4, 8)],
+    "MaxMin, rotated": [cgx.MaxMin(bits, rotate=True) for bits in (2, 3, 4, 5)],
+    "Eden": [cgx.Eden(bits) for bits in range(1, 7)],
     "AbsMax": [cgx.AbsMax(bits) for bits in (3, 4, 8)],
     "ByteGrad": [cgx.ByteGrad()],
     "Float8": [cgx.Float8()],
