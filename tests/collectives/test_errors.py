@@ -39,8 +39,9 @@ def psum(x, axis="a", codec=CODEC, **kwargs):
             lambda x, same: psum(x, ("a", "b"), {"a": CODEC, "c": CODEC}),
             ValueError,
             "compressed_psum: argument 'codec': expected a codec for each axis of ('a', 'b'), got {'a': MaxMin(bits=4, "
-            "bucket_size=512, rounding='nearest', skip_incomplete=False), 'c': MaxMin(bits=4, bucket_size=512, "
-            "rounding='nearest', skip_incomplete=False)} ('b' missing; 'c' not among them)",
+            "bucket_size=512, rounding='nearest', skip_incomplete=False, rotate=False), 'c': MaxMin(bits=4, "
+            "bucket_size=512, rounding='nearest', skip_incomplete=False, rotate=False)} ('b' missing; 'c' not among "
+            "them)",
         ),
         (
             lambda x, same: psum({"n": x.astype(jnp.int32)}, strict=True),

@@ -210,7 +210,7 @@ def test_a_saved_plan_is_readable(tmp_path):
     text = (tmp_path / "plan.toml").read_text()
     assert (
         'default = { node = { name = "MaxMin", bits = 4, bucket_size = 512, rounding = "nearest", skip_incomplete = '
-        'false }, local = { name = "Raw" } }' in text
+        'false, rotate = false }, local = { name = "Raw" } }' in text
     )
     assert tomllib.loads(text)["rules"] == [
         dict(codec=dict(name="Float8", format="e4m3", bucket_size=128), path="embed", priority=0, optional=False)

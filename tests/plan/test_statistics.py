@@ -144,7 +144,7 @@ def test_steps_add_up():
         (
             lambda: cgx.gradient_statistics(TREE, codecs=NOISY),
             ValueError,
-            says("gradient_statistics", "key", expected="random key MaxMin(bits=2 stochastically", got="None"),
+            says("gradient_statistics", "key", expected="random key MaxMin(bits=2 draws random bits", got="None"),
         ),
         (
             lambda: cgx.gradient_statistics({"n": jnp.ones(3, jnp.int32)}),
