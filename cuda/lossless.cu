@@ -194,10 +194,10 @@ CGX_D void unpack(const Block& b) {
   const bool raw = bytes == lossless_most_bytes(kType, b.n);
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
   // Element `at(i)` of the block has digit `of(i)`. Those of digit 3 have one more, in the next list.
-  const auto next = [&](int64_t count, auto at, auto of, int16_t* to) {
+  const auto next = [&](int32_t count, auto at, auto of, int16_t* to) {
     uint32_t found = 0;
-    for (int64_t first = 0; first < count; first += kThreads) {
-      const int64_t i = first + threadIdx.x;
+    for (int32_t first = 0; first < count; first += kThreads) {
+      const auto i = first + static_cast<int32_t>(threadIdx.x);
       const int32_t digit = i < count ? of(i) : 0;
       if (i < count) code[at(i)] = static_cast<int16_t>(code[at(i)] + (digit == 3 ? 4 : digit));
       uint32_t all;
@@ -206,21 +206,22 @@ CGX_D void unpack(const Block& b) {
       found += all;
     }
     __syncthreads();
-    return static_cast<int64_t>(found);
+    return static_cast<int32_t>(found);
   };
   if (!raw) {
     for (int64_t i = threadIdx.x; i < b.n; i += kThreads) code[i] = 0;
     __syncthreads();
-    int64_t left =
-        next(b.n, [](int64_t i) { return i; }, [&](int64_t i) { return get_packed<2>(b.planes, b.n, i); }, list[0]);
+    int32_t left = next(
+        static_cast<int32_t>(b.n), [](int32_t i) { return i; },
+        [&](int32_t i) { return get_packed<2>(b.planes, b.n, i); }, list[0]);
     int current = 0;
     for (int64_t at = 0; left > 0;) {
       const int16_t* const elements = list[current];
-      const int64_t count = left;
+      const int32_t count = left;
       current = 1 - current;
       left = next(
-          count, [&](int64_t i) { return int64_t{elements[i]}; },
-          [&](int64_t i) { return get_packed<2>(overflow + at, count, i, bytes - at); }, list[current]);
+          count, [&](int32_t i) { return int32_t{elements[i]}; },
+          [&](int32_t i) { return get_packed<2>(overflow + at, count, i, bytes - at); }, list[current]);
       at += packed_bytes(count, 2);
     }
   }

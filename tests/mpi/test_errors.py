@@ -225,8 +225,8 @@ def test_nodes_of_different_sizes():
         (lambda x: allreduce([x, x] if R == 1 else [x], CODEC, check=True), "leaf [1]: nothing on rank 0"),
         (
             lambda x: allreduce(x, cgx.MaxMin(4 + (R == 1)), check=True),
-            "argument 'codec': MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False, rotate=False) on "
-            "rank 0",
+            "argument 'codec': MaxMin(bits=4, bucket_size=512, rounding='nearest', skip_incomplete=False, "
+            "rotate=False) on rank 0",
         ),
         (lambda x: allreduce(x, cgx.Plan(CODEC, min_size=(R == 1 and 9) or 5), check=True), "argument 'codec': Plan("),
         (
