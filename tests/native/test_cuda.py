@@ -115,7 +115,7 @@ def test_feedback_overwrites_the_residuals():
     residuals = [x.astype(jnp.float32) for x in LEAVES]
     text = lower(lambda x, r: ops.encode_fed(layout, x, r, KEY), LEAVES, residuals, donate_argnums=1)
     _, attributes, operands, results = the_call(text)
-    assert operands == ["3x100xf32", "20000xbf16", "3x100xf32", "20000xf32", "2xui32"]
+    assert operands == ["3x100xf32", "20000xbf16", "3x100xf32", "20000xf32", "3xui32"]
     assert results == [f"1x{layout.chunk_bytes}xui8", "3x100xf32", "20000xf32", "144xui8"]  # the workspace comes last
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", attributes)
     assert aliases == [("1", "2"), ("2", "3")]
@@ -128,7 +128,7 @@ def test_reduce_overwrites_the_residuals():
     text = lower(lambda p, r: ops.reduce_fed(layout, p, r, key=KEY), payloads, residuals, donate_argnums=1)
     target, attributes, operands, results = the_call(text)
     assert target == "jaxcgx_reduce"
-    assert operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xf32", "2xui32"]
+    assert operands == [f"4x{layout.chunk_bytes}xui8", "2xi32", "3x100xf32", "20000xf32", "3xui32"]
     assert results == [f"{layout.chunk_bytes}xui8", "3x100xf32", "20000xf32", "144xui8"]  # the workspace comes last
     aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", attributes)
     assert aliases == [("1", "2"), ("2", "3")]
