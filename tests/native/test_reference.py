@@ -29,10 +29,10 @@ from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Reduce
 
 
-# Compiling the reference for a layout takes most of the time: by default a third of them. test_golden.py has every
+# Compiling the reference for a layout takes most of the time: by default a fifth of them. test_golden.py has every
 # codec.
 @pytest.mark.parametrize(
-    "layout", LAYOUTS if FULL else LAYOUTS[::3], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
+    "layout", LAYOUTS if FULL else LAYOUTS[::5], ids=lambda layout: f"{layout.codec}-{layout.chunks}"
 )
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.given(**spaces)
@@ -45,7 +45,7 @@ def test_encode_and_decode(layout, seed, exponent, special):
         assert_same_values(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::5], ids=lambda layout: f"{layout.codec}-{layout.chunks}")
+@pytest.mark.parametrize("layout", LAYOUTS[:: 5 if FULL else 7], ids=lambda layout: f"{layout.codec}-{layout.chunks}")
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 6)
 @hypothesis.given(**spaces, lost=st.integers(-150, 20))
 def test_encode_with_feedback(layout, seed, exponent, special, lost):
