@@ -86,7 +86,7 @@ NOTES = f"""\
 # Operations: each returns a step from carry to carry, its first carry, and the bytes that it must move.
 
 
-KEY = jnp.array([1, 2], jnp.uint32)
+KEY = np.array([1, 2], np.uint32)  # of NumPy: ranks that import this set up their devices later
 
 
 def encode(codec, leaves):
