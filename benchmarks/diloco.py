@@ -10,11 +10,8 @@ command are not measured again: a run that was cut off goes on. Remove the file 
 import argparse
 import contextlib
 import json
-import os
 import pathlib
-import random
 import re
-import subprocess
 import sys
 import tempfile
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import overlap
+import timeline
 import training_speed as speed
 import training_speed_data as data
 from hosts import Hosts
@@ -173,25 +171,12 @@ def times(rows, args):
 
 def picture(out):
     """Draws what a host does in two periods of streaming, on a link on which an exchange takes longer than a step."""
-    with contextlib.ExitStack() as stack:
-        path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "data.npz")
         data.write(path, "transformer", 2)
-        lab = stack.enter_context(Lab(2, speed.link(SLOW)))
-        settings = dict(address=f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", hosts=2)
-        running = []
-        for rank in range(2):
-            command = [
-                sys.executable,
-                speed.HERE / "diloco_trace.py",
-                json.dumps(settings | dict(rank=rank, path=str(path))),
-            ]
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-            running.append(lab.start(rank, command, stdout=output, text=True, env=environment))
-        output, _ = running[0].communicate(timeout=overlap.LIMIT)
-        (found,) = [line for line in output.splitlines() if line.startswith("RESULTS ")]
+        found = timeline.of_rank_0([speed.HERE / "diloco_trace.py"], speed.link(SLOW), overlap.LIMIT, path=str(path))
     title = f"Streaming at {SLOW} Mbit/s: an exchange goes on while later steps run"
-    overlap.draw(out / "diloco.png", json.loads(found.removeprefix("RESULTS ")), title)
+    timeline.draw(out / "diloco.png", found, title)
 
 
 def show(report):

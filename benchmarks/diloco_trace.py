@@ -1,6 +1,6 @@
 """What a host of diloco.py does when, in two periods of streaming: rank 0 prints it.
 
-python benchmarks/diloco_trace.py '{"address": "10.77.0.1:20000", "rank": 0, "hosts": 2, "path": ...}'
+python benchmarks/diloco_trace.py '{"address": "10.77.0.1:20000", "rank": 0, "processes": 2, "path": ...}'
 """
 
 import json
@@ -25,11 +25,11 @@ class Steps:
         self._program.run(2 * STREAMING["every"] // STREAMING["fragments"])
 
 
-def trace(address, rank, hosts, path):
+def trace(address, rank, processes, path):
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % os.cpu_count()]})
     jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(address, hosts, rank)
-    mesh = jax.make_mesh((hosts,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    jax.distributed.initialize(address, processes, rank)
+    mesh = jax.make_mesh((processes,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     print("RESULTS", json.dumps(overlap.events(Steps(mesh, path, rank))), flush=True)
 
 

@@ -10,10 +10,8 @@ import gzip
 import json
 import os
 import pathlib
-import random
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,9 +24,10 @@ from collectives import Call, Mesh
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from report import RESULTS, Report, header, line, mark, median, rounded
+from timeline import draw, of_rank_0
 
 import jaxcgx as cgx
-from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 16, 1024  # 64 MiB of parameters
 RATE = "1gbit"
@@ -139,24 +138,6 @@ def events(program):
     ]
 
 
-def measure(batch, repeats):
-    """What rank 0 prints."""
-    with Lab(2, RATE) as lab:
-        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
-        for rank in range(2):
-            worker = json.dumps(dict(address=address, rank=rank, processes=2, batch=batch, repeats=repeats))
-            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", worker]
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            running.append(
-                lab.start(rank, command, stdout=output, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-            )
-        output, _ = running[0].communicate(timeout=LIMIT)
-        for found in output.splitlines():
-            if found.startswith("RESULTS "):
-                return json.loads(found.removeprefix("RESULTS "))
-    raise RuntimeError("overlap.py: rank 0 failed")
-
-
 def figures(batch, ms):
     compute, end, overlapped = (np.array(ms[name]) for name in ("compute", "at the end", "overlapped"))
     ratio = median((end - compute) / compute)
@@ -170,22 +151,6 @@ def figures(batch, ms):
         ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
     )
     return found | (dict(reached=exposed <= EXPOSED) if ALIKE[0] <= ratio <= ALIKE[1] else {})
-
-
-def draw(path, spans, title):
-    """The picture of a step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
-    lanes = {"exchange": "tab:orange", "compute": "tab:blue"}
-    for y, (what, color) in enumerate(lanes.items()):
-        bars = [(start, max(end - start, 0.05)) for kind, start, end in spans if kind == what]
-        axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
-    axes.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms", title=title)
-    figure.savefig(path, dpi=120)
 
 
 def main():
@@ -207,7 +172,8 @@ def main():
     report.show("", *header("batch", *(f"{n} ms" for n in names), "exch./comp.", "exposed", "hidden", "goal", width=6))
     spans = {}
     for batch in args.batches:
-        found = measure(batch, args.repeats)
+        rank = [pathlib.Path(__file__).resolve(), "--rank"]
+        found = of_rank_0(rank, RATE, LIMIT, batch=batch, repeats=args.repeats)
         row, spans[batch] = figures(batch, found["ms"]), found["events"]
         report.data["rows"].append(row)
         shares = [f"{row[name]:.2f}" for name in ("exchange_over_compute", "exposed", "hidden")]

@@ -10,10 +10,8 @@ import gzip
 import json
 import os
 import pathlib
-import random
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +23,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from overlap import alone, exchanged
 from report import RESULTS, Report, header, line, mark, median, rounded
+from timeline import draw, of_rank_0
 
 import jaxcgx as cgx
-from jaxcgx.lab import Lab, signals_raise, why_not
+from jaxcgx.lab import signals_raise, why_not
 
 LAYERS, WIDTH = 8, 1024  # 32 MiB of parameters
 RATE = "50mbit"
@@ -135,23 +134,6 @@ def events(program):
     return [[what, round((start - first) / 1e3, 3), round((end - first) / 1e3, 3)] for what, start, end in spans]
 
 
-def measure(batch, repeats):
-    """What rank 0 prints."""
-    with Lab(2, RATE) as lab:
-        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
-        for rank in range(2):
-            worker = json.dumps(dict(address=address, rank=rank, processes=2, batch=batch, repeats=repeats))
-            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--rank", worker]
-            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-            running.append(lab.start(rank, command, stdout=output, text=True, env=environment))
-        output, _ = running[0].communicate(timeout=LIMIT)
-        for found in output.splitlines():
-            if found.startswith("RESULTS "):
-                return json.loads(found.removeprefix("RESULTS "))
-    raise RuntimeError("priority.py: rank 0 failed")
-
-
 def figures(batch, ms):
     compute, wire, late = (np.array(ms[name]) for name in ("compute", "communicate", "priority"))
     ratio, more = median(wire / compute), median(late / np.maximum(compute, wire) - 1)
@@ -166,23 +148,6 @@ def figures(batch, ms):
         ms_of_repetitions={name: rounded(each) for name, each in ms.items()},
     )
     return found | (dict(reached=more <= MORE) if ALIKE[0] <= ratio <= ALIKE[1] else {})
-
-
-def draw(path, spans, title):
-    """The picture of some steps: what computes, and when the gradient of each layer is on its way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(10, 3.4), layout="constrained")
-    lanes = [*sorted({what for what, *_ in spans} - {"compute"}, reverse=True), "compute"]
-    for y, lane in enumerate(lanes):
-        bars = [(start, max(end - start, 0.05)) for what, start, end in spans if what == lane]
-        color = "tab:blue" if lane == "compute" else "tab:orange"
-        axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
-    axes.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms", title=title)
-    figure.savefig(path, dpi=120)
 
 
 def main():
@@ -206,7 +171,8 @@ def main():
     )
     spans = {}
     for batch in args.batches:
-        found = measure(batch, args.repeats)
+        rank = [pathlib.Path(__file__).resolve(), "--rank"]
+        found = of_rank_0(rank, RATE, LIMIT, batch=batch, repeats=args.repeats)
         row, spans[batch] = figures(batch, found["ms"]), found["events"]
         report.data["rows"].append(row)
         shares = [f"{row[name]:.2f}" for name in ("communicate_over_compute", "more")]

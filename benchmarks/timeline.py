@@ -1,0 +1,52 @@
+"""What two hosts do when: runs a script in them, and draws what its rank 0 has found."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+from jaxcgx.lab import Lab
+
+
+def of_rank_0(command, rate, limit, **worker):
+    """What rank 0 prints behind "RESULTS ", as JSON.
+
+    Args:
+      command: the script and its arguments. What a rank is told comes behind them as JSON: `worker`, with its address,
+        rank and processes.
+      rate: of the hosts' links.
+      limit: the seconds after which it has failed.
+      **worker: what both ranks are told.
+    """
+    with Lab(2, rate) as lab:
+        address, running = f"{lab.address(0)}:{random.randrange(20_000, 32_000)}", []
+        for rank in range(2):
+            given = json.dumps(worker | dict(address=address, rank=rank, processes=2))
+            output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+            environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+            running.append(
+                lab.start(rank, [sys.executable, *command, given], stdout=output, text=True, env=environment)
+            )
+        output, _ = running[0].communicate(timeout=limit)
+    for found in output.splitlines():
+        if found.startswith("RESULTS "):
+            return json.loads(found.removeprefix("RESULTS "))
+    raise RuntimeError(f"{command[0]}: rank 0 failed")
+
+
+def draw(path, spans, title):
+    """The picture of spans [what, ms of its start, ms of its end]: a lane for each exchange, and one for "compute"."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lanes = [*sorted({what for what, *_ in spans} - {"compute"}, reverse=True), "compute"]
+    figure, axes = plt.subplots(figsize=(10, 1.9 + 0.17 * len(lanes)), layout="constrained")
+    for y, lane in enumerate(lanes):
+        bars = [(start, max(end - start, 0.05)) for what, start, end in spans if what == lane]
+        color = "tab:blue" if lane == "compute" else "tab:orange"
+        axes.broken_barh(bars, (y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.5)
+    axes.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms", title=title)
+    figure.savefig(path, dpi=120)
