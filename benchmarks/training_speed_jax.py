@@ -165,6 +165,7 @@ METHODS = {
         "MaxMin(4), Tcp": ours(TCP, plan=cgx.MaxMin(4)),
         "MaxMin(4), backward": ours(TCP, plan=cgx.MaxMin(4), overlap="backward"),
         "MaxMin(4), priority": ours(TCP, plan=cgx.MaxMin(4), overlap="priority"),
+        "Eden(4), Tcp": ours(TCP, plan=cgx.Eden(4)),
         "ByteGrad, Tcp": ours(TCP, plan=cgx.ByteGrad()),
         "DGC 1 %, Tcp": ours(TCP, momentum=False, compress=cgx.dgc, ratio=0.01),
         "PowerSGD(4), Gloo": ours(plan=cgx.PowerSGD(4)),
