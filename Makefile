@@ -106,7 +106,7 @@ test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
 test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository, in half an hour
-	@.venv/bin/python -m pytest -v tests/heavy_commands.py
+	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)

@@ -5,6 +5,9 @@ Its sources are those of the repository, as pages link to results. The README is
 
 import ast
 import pathlib
+import re
+import subprocess
+import sys
 
 import jaxcgx
 from jaxcgx.report import figures, results
@@ -19,6 +22,8 @@ PAGES = {
     "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
     "Inside": "api collectives error-bounds architecture wire-format references ../CONTRIBUTING",
 }
+
+TUTORIALS = "docs/first-step", "docs/two-centers"
 
 project, author, copyright = "jaxcgx", "the authors of jaxcgx", "the authors of jaxcgx"
 release = version = jaxcgx.__version__
@@ -38,9 +43,7 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # except tutorials, which say so; tests run the programs of other pages
-nb_execution_raise_on_error = True
-nb_execution_timeout = 600
+nb_execution_mode = "off"  # add_outputs runs the programs of tutorials, and tests those of other pages
 
 
 def add_contents(app, page, source):
@@ -48,6 +51,18 @@ def add_contents(app, page, source):
     for caption, pages in PAGES.items() if page == root_doc else ():
         names = "\n".join(f"docs/{name}" for name in pages.split())
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+
+
+def add_outputs(app, page, source):
+    """Runs the programs of a tutorial, in one process of their own, and puts behind each what it printed."""
+    if page in TUTORIALS:
+        block = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+        program = 'print("\\0")\n'.join(block.findall(source[0]))
+        done = subprocess.run([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+        outputs = iter(done.stdout.split("\0\n"))
+        source[0] = block.sub(
+            lambda match: match[0] + (f"\n```text\n{out}```\n" if (out := next(outputs)) else ""), source[0]
+        )
 
 
 def add_examples(app, page, source):
@@ -95,7 +110,7 @@ def write_index(app, error):
 
 
 def setup(app):
-    for added in (add_contents, add_examples, add_plots):
+    for added in (add_contents, add_outputs, add_examples, add_plots):
         app.connect("source-read", added)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon
     app.connect("build-finished", write_index)

@@ -25,7 +25,7 @@ def command(path):
 def main(names):
     environment = os.environ | {"PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
     for path in sorted(EXAMPLES.rglob("*.py")):
-        if path.stem in HELPERS or names and path.stem not in names:
+        if path.stem in HELPERS or (names and path.stem not in names):
             continue
         words, variables = command(path)
         shown = " ".join([*(f"{name}={value}" for name, value in variables.items()), *words])

@@ -29,7 +29,7 @@ NOT_RUN = {
     r"cuda1[23]|gpu": GPU,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile": CLUSTER,
     r"bench$|bench-(collectives|diloco|errors|failures|mpi|selection|training)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (test|mpich)|num_epochs=500": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|mpich|test)|num_epochs=500": LONG,
     r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^mpirun -[^n]": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
@@ -42,14 +42,23 @@ class Script(NamedTuple):
     text: str
 
     @property
+    def lines(self):
+        """Whole lines, without comments."""
+        return [re.sub(r"\s+#.*", "", line) for line in re.sub(r"\\\n\s*", "", self.text).splitlines()]
+
+    @property
     def commands(self):
-        """The words of each command, without what is before and behind it in its line."""
-        lines = re.sub(r"\\\n\s*", "", self.text).splitlines()
-        found = (COMMAND.match(line.strip()) for line in lines)
-        return [shlex.split(match[0], comments=True) for match in found if match]
+        """The words of each command."""
+        return [words for line in self.lines if (words := command_of(line))]
 
     def __str__(self):
-        return f"{self.page.relative_to(ROOT)}: {self.text.splitlines()[0].partition(' #')[0].strip()}"
+        return f"{self.page.relative_to(ROOT)}: {self.lines[0]}"
+
+
+def command_of(line):
+    """The words of the command of a line, if it has one."""
+    match = COMMAND.match(line.strip())
+    return shlex.split(match[0]) if match else []
 
 
 def scripts():

@@ -26,19 +26,19 @@ ROOTS = {  # as docs/mpi.md says
 
 
 def runnable():
-    """Every script once, without the lines that aren't run."""
+    """{text: param} of every script, without the lines that aren't run."""
     found = {}
     for script in commands.scripts():
-        if all(commands.why_not_run(words) for words in script.commands):
-            continue
-        lines = re.sub(r"\\\n\s*", "", script.text).splitlines()
-        kept = "\n".join(line for line in lines if not any(map(commands.why_not_run, of_line(script.page, line))))
-        found.setdefault(kept.partition(" #")[0].strip() if "\n" not in kept else kept, script)
-    return sorted(found.items(), key=lambda item: not item[0].startswith("pip"))
+        kept = [line for line in script.lines if not commands.why_not_run(commands.command_of(line))]
+        if any(map(commands.command_of, kept)):
+            found.setdefault("\n".join(kept), pytest.param("\n".join(kept), id=str(script)))
+    return dict(sorted(found.items(), key=lambda item: not item[0].startswith("pip")))
 
 
-def of_line(page, line):
-    return commands.Script(page, line).commands
+def others():
+    """{text: param} of every command that isn't run. The report says why."""
+    shown = {" ".join(words): commands.why_not_run(words) for each in commands.scripts() for words in each.commands}
+    return {text: pytest.param(text, marks=pytest.mark.skip(reason=why)) for text, why in shown.items() if why}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def write_readers_files(folder):
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("text", [pytest.param(text, id=str(script)) for text, script in runnable()])
+@pytest.mark.parametrize("text", [*runnable().values(), *others().values()])
 def test_it_works_as_printed(text, copy):
     folder, env = copy
     line = ["bash", "-e", "-c", text]

@@ -5,7 +5,6 @@
 
 import importlib.util
 import itertools
-import pathlib
 import re
 import subprocess
 import tomllib
@@ -71,7 +70,7 @@ def check_python(words, monkeypatch):
         for name in ("doctor", "tune", "plan", "lab", "report"):
             monkeypatch.setattr(__main__, name, lambda options: 0)
         if len(words) > 3 or words[2] == "doctor":
-            assert __main__.main([word for word in words[2:]]) == 0
+            assert __main__.main(words[2:]) == 0
         else:
             assert hasattr(__main__, words[2]), words
     elif words[:1] == ["-m"]:
