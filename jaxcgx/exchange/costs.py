@@ -137,8 +137,8 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     """The bytes that a rank sends to others when a message is summed, exactly; where ranks differ, the most.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it: its
-        sums are lax.psum's. So does Raw(), except in what goes over Tcp.
+      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it, as
+        its sums are lax.psum's. So does Raw(), except in what goes over Tcp.
       codec: the codec.
       leaves: anything with a shape, a size and a dtype.
       ranks: the number of ranks.
