@@ -104,7 +104,7 @@ test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with e
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
-test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository, in half an hour
+test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository; builds it several times
 	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py
 
 begin:

@@ -58,7 +58,9 @@ def copy(tmp_path_factory):
     write_readers_files(folder)
     python = pathlib.Path(sys.base_prefix) / "bin/python3"
     subprocess.run([python, "-m", "venv", home / "venv"], check=True)
-    path = f"{home}/venv/bin:{python.parent}:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
+    path = (
+        f"{home}/venv/bin:{python.parent}:/usr/sbin:/usr/bin:/sbin:/bin"  # no nvcc: its half takes minutes to compile
+    )
     cache = {"PIP_CACHE_DIR": str(pathlib.Path("~/.cache/pip").expanduser())}  # downloads are no part of the test
     pips = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     return folder, cache | pips | ROOTS | {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8"}
