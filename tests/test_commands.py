@@ -55,7 +55,7 @@ def check_make(words):
 
 
 def check_pip(words):
-    assert words[0] == "install"
+    assert words[0] in ("install", "-v")
     for word in words[1:]:
         extra = re.fullmatch(r"(?:\.|jaxcgx)\[(\w+)\]", word)
         assert extra is None or extra[1] in EXTRAS
