@@ -5,6 +5,7 @@
 namespace jaxcgx::test {
 namespace {
 
+// `make test` takes every second codec of a bucket size, the others of the next one.
 void every_codec() {
   Random r{1};
   size_t turn = 0;
@@ -26,12 +27,16 @@ void every_codec() {
     compare(k, r);
     ++turn;
   };
-  for (const int64_t bucket : {32, 64, 128, 256, 512, 1024, 2048, 4096}) {
-    for (const Codec& codec : codecs(bucket)) run(codec, 3000);
-  }
-  for (const int64_t bucket : {1, 7, 16, 100, 121, 300, 1000}) {
-    for (const Codec& codec : codecs(bucket)) run(codec, 1500);
-  }
+  const auto each = [&](const std::vector<int64_t>& buckets, int64_t largest) {
+    for (size_t i = 0; i < buckets.size(); ++i) {
+      const std::vector<Codec> all = codecs(buckets[i]);
+      for (size_t j = 0; j < all.size(); ++j) {
+        if (everything() || (i + j) % 2 == 0) run(all[j], largest);
+      }
+    }
+  };
+  each({32, 64, 128, 256, 512, 1024, 2048, 4096}, 3000);
+  each({1, 7, 16, 100, 121, 300, 1000}, 1500);
   for (int i = 0; i < 6; ++i) {
     for (const Codec& codec : codecs_without_buckets()) run(codec, 6000);
   }

@@ -62,9 +62,8 @@ using Place = void* [5];
 
 struct Thread {
   dim3 index;
-  ucontext_t context;  // at its start
-  Place place;         // later
-  bool started = false;
+  Place place;
+  bool started = false;  // once for all blocks: to make a context takes system calls
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   unsigned shuffles = 0;
@@ -101,17 +100,18 @@ struct Block {
     if (__builtin_setjmp(scheduler) != 0) return;
     if (t.started) __builtin_longjmp(t.place, 1);
     t.started = true;
-    setcontext(&t.context);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack = {t.stack.get(), 0, Thread::kStack};
+    makecontext(&context, enter, 0);
+    setcontext(&context);
   }
 
   static void enter();
   void start(Thread& t, unsigned index) {
     t.index = dim3(index);
-    t.started = t.done = false;
+    t.done = false;
     t.shuffles = 0;
-    getcontext(&t.context);
-    t.context.uc_stack = {t.stack.get(), 0, Thread::kStack};
-    makecontext(&t.context, enter, 0);
     ready.push_back(&t);
   }
   void run() {
@@ -135,9 +135,11 @@ struct Block {
 
 inline Block state;
 [[gnu::no_sanitize_address]] inline void Block::enter() {
-  state.kernel();
-  state.current->done = true;
-  __builtin_longjmp(state.scheduler, 1);
+  for (;;) {
+    state.kernel();
+    state.current->done = true;
+    state.wait();  // for another block
+  }
 }
 
 template <class T>
