@@ -51,6 +51,8 @@ CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false 
 # Unknown flags end a process: an XLA without these compiles as usual.
 CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null \
 	&& echo '$(CHEAP)')"
+# The tests that mpirun starts. Those of test_launch.py start it themselves.
+ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
@@ -116,17 +118,15 @@ build: $(INSTALLED) ## build and install into .venv
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
 	@$(PYTEST) --junitxml=$(TIMES)/python-1.xml $(USUAL)
-	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml --ignore tests/mpi $(USUAL:%=--ignore %)
+	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml $(ON_RANKS:%=--ignore %) $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
 mpi: ON_TWO = transforms
-mpi: ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
+mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations on 2)
 mpi-short: RANKS = 2 3
 mpi-short: ON_TWO = transforms train low_rank explain bounds
 mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
 mpi mpi-short: $(INSTALLED)
-	@echo "== MPI, launching"
-	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/launch.xml tests/mpi/test_launch.py
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="$(ON_TWO:%=--ignore tests/mpi/test_%.py)"; \

@@ -72,7 +72,7 @@ def why_no_gpu(config):
 
 def pytest_collection_modifyitems(items):
     """Tests that wait for processes of their own come first: others run meanwhile, and none is left for the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("multiprocess", "transports"))
+    items.sort(key=lambda item: item.path.parent.name not in ("mpi", "multiprocess", "transports"))
 
 
 def pytest_collection_finish():
