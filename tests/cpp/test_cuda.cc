@@ -86,21 +86,30 @@ void many_leaves() {
   }
 }
 
+// Calls on nothing launch a kernel, too: a graph must not be empty.
 void nothing() {
   const void* const in[2] = {};
   void* const out[2] = {};
   const int64_t ids[2] = {};
+  const auto run = [](auto operation, const auto& args) {
+    const unsigned before = cuda_emulator::launches;
+    check(cuda::run(operation, args, nullptr));
+    CHECK(cuda_emulator::launches == before + 1, describe(args.layout));
+  };
   const uint32_t key[kKeyWords] = {};
   const int32_t where[2] = {2, 1};
   for (const auto& shapes : {std::vector<Leaf>{}, std::vector<Leaf>{{0, DType::kF32}, {0, DType::kBF16}}}) {
     const Layout l({Kind::kMaxMin, 4, 512, false, false, false}, shapes, 3);
     for (const int64_t batch : {0, 1}) {
-      check(cuda::encode({l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr}, nullptr));
-      check(cuda::decode({l, batch, nullptr, out, nullptr}, nullptr));
-      check(
-          cuda::reduce({l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr}, nullptr));
+      run(cuda::encode, Encode{l, batch, in, ids, key, nullptr, nullptr, nullptr, nullptr});
+      run(cuda::decode, Decode{l, batch, nullptr, out, nullptr});
+      run(cuda::reduce, Reduce{l, batch, 2, nullptr, where, in, 1.0f, nullptr, nullptr, nullptr, ids, key, nullptr});
     }
   }
+  const Layout of_no_element(topk(0.0, Select::kExact, {Kind::kRaw, 0, 0, false, false, false}), {{1000, DType::kF32}},
+                             2);
+  const Memory workspace(cuda::workspace_bytes(of_no_element, 1, 1, false));
+  run(cuda::clear, Clear{of_no_element, 1, nullptr, out, workspace.data()});
 }
 
 // `where` is device memory that nobody has checked, and may name a chunk or an own rank that is out of range. Then the

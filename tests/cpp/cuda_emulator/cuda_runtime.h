@@ -211,6 +211,10 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
   return ballot;
 }
 
+namespace cuda_emulator {
+inline unsigned launches = 0;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
@@ -221,6 +225,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
     return cudaErrorInvalidConfiguration;
   }
+  ++cuda_emulator::launches;
   b.kernel = [&] { kernel(arguments...); };
   for (unsigned y = 0; y < b.grid.y; ++y) {
     for (unsigned x = 0; x < b.grid.x; ++x) {
