@@ -34,8 +34,9 @@ class Worker:
             port.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{port.getsockname()[1]}", os.getpid()
 
-    def train(self, arguments: list[str], world: dict[str, str]) -> dict[str, Any]:
-        """Trains as a rank of the world that these variables name."""
+    def train(self, arguments: list[str], folder: str, world: dict[str, str]) -> dict[str, Any]:
+        """Trains in a folder, as a rank of the world that these variables name."""
+        os.chdir(folder)
         os.environ |= world
         import launch  # and with it JAX, which reads the environment
         import train
@@ -59,7 +60,8 @@ class Team:
         print(f"{ranks} workers: processes {' '.join(str(number) for _, number in found)}", flush=True)
         world = dict(JAX_COORDINATOR_ADDRESS=found[0][0], JAX_NUM_PROCESSES=str(ranks))
         for i, worker in enumerate(self.workers):
-            self._calls.append(worker.train.remote(self._arguments, world | {"JAX_PROCESS_ID": str(i)}))
+            mine = world | {"JAX_PROCESS_ID": str(i)}
+            self._calls.append(worker.train.remote(self._arguments, os.getcwd(), mine))
 
     def done(self) -> bool:
         """Waits for a second. An error of any worker is one of all."""

@@ -1,6 +1,6 @@
-"""recipes/ray_train.py, whose workers write down what they restore and save. One kills itself after step 50.
+"""python ray_probe.py FOLDER ARGUMENTS: recipes/ray_train.py, whose workers write down what they restore and save.
 
-python tests/recipes/ray_probe.py FOLDER ARGUMENTS
+One worker kills itself after step 50.
 """
 
 import json
@@ -16,7 +16,7 @@ import ray_train
 
 
 class Probe(ray_train.Worker):
-    def train(self, arguments, world):
+    def train(self, arguments, folder, world):
         os.environ |= world
         import checkpoints
         import jax
@@ -61,7 +61,7 @@ class Probe(ray_train.Worker):
                 time.sleep(1)  # in which the world may grow
 
         checkpoints.Checkpoints.restore, checkpoints.Checkpoints.save = probed_restore, probed_save
-        return super().train(arguments, world)
+        return super().train(arguments, folder, world)
 
 
 FOLDER = pathlib.Path(sys.argv[1])
