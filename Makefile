@@ -55,11 +55,11 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
-	cuda-short matrix matrix-short wheels clean interpreter \
+.PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short mpich \
+	cpptest cuda cuda-short matrix matrix-short wheels clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
-	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
-	bench-training-speed bench-wan
+	bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-simulation bench-topology \
+	bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -105,6 +105,10 @@ test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with e
 
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
+
+test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
+	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,ray),'$(name)')
+	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
@@ -184,6 +188,9 @@ bench-simulation: $(INSTALLED) ## draw where each technique wins, by the planner
 
 bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))
+
+bench-recipes: $(INSTALLED) ## train recipes on real data with several compressions; goes on where it was cut off
+	@.venv/bin/python benchmarks/recipes.py
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py
