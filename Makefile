@@ -52,8 +52,8 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
 	cuda-short matrix matrix-short clean interpreter \
-	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
-	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
+	bench bench-selection bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab \
+	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -163,6 +163,9 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-decoupled: $(INSTALLED) ## train in four decoupled centers, of which one is killed or stopped for a minute
+	@.venv/bin/python benchmarks/decoupled.py
 
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
