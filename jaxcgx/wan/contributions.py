@@ -46,7 +46,7 @@ class Packing:
     """How outer gradients of some parameters become bytes and back. Frozen parameters don't travel."""
 
     leaves: tuple[Leaf, ...]
-    trained: Fragment  # all parameters that aren't frozen
+    trained: Fragment = dataclasses.field(compare=False)  # all parameters that aren't frozen
 
     @classmethod
     def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:

@@ -31,8 +31,8 @@ class Decoupled:
 
     Every center is a JAX program of its own: one process, or several with a `jax.distributed` world of their own. It
     trains with any model and optimizer. After `every` steps it sends its outer gradient, outer parameters - own
-    parameters, to all other centers. A round ends when all that are there have sent theirs, or `grace` seconds after a
-    `quorum` has. Then every center moves the same outer parameters, `member.params`, by the average.
+    parameters, to all other centers. A round ends when all that are there have sent theirs, or half of `grace` seconds
+    after a `quorum` has. Then every center moves the same outer parameters, `member.params`, by the average.
 
     Args:
       addresses: "host:port" of every center that may ever take part, the same list everywhere. It listens there.
@@ -42,8 +42,8 @@ class Decoupled:
         send theirs after the step that they are in.
       plan: a codec or a Plan, for outer gradients.
       quorum: the number of outer gradients that a round needs.
-      grace: seconds that a round waits for further centers once it has a quorum, and the longest time that a step
-        waits for a round.
+      grace: the longest time that a step waits for a round, in seconds. A round that has a quorum waits half of that
+        for further centers.
       overlap: the number of steps, less than `every`, that a center goes on before a step waits for the round. What it
         learns in them counts in the next round.
       weights: how much a center counts. "tokens": tokens^2 / steps, since it last took part. "steps": steps. None: all

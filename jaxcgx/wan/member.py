@@ -85,7 +85,7 @@ class Member:
                 raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
         self._given = given
         packing = Packing.of("Decoupled", given.plan, params, given.average)
-        self._moves = Moves(packing, given.outer, key=(given.seed % 2**32, given.place))
+        self._moves = Moves(packing, given.outer, given.seed % 2**32)
         outer = self._moves.copy(params)
         trained = packing.trained.take(outer)
         number = merged = 0
@@ -103,7 +103,8 @@ class Member:
         self.last: Round | None = None
         self.waited: float = 0.0
         self._changed = threading.Condition()  # guards what follows
-        self._assembly = Assembly(given.place, given.quorum, given.grace)
+        # A round waits for half of the grace, so that its end reaches those who wait for it.
+        self._assembly = Assembly(given.place, given.quorum, given.grace / 2)
         self._assembly.advance(self._held.version)
         self._outcome: dict[int, Contribution] = {}  # of the round that ends
         self._arrived: Frame | None = None  # a STATE
@@ -210,7 +211,8 @@ class Member:
     def _send(self, params: Any) -> Any:
         """Sends this center's outer gradient."""
         version, outer, _ = self._held
-        row, own, residuals = self._moves.encode(outer, params, self._residuals, np.int32(version.round))
+        numbers = np.int32([self._given.place, version.round])
+        row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
         contribution, steps, tokens = None, self._steps, self._tokens
         if self._peers:
             weight = float(WEIGHTS[self._given.weights](tokens, steps))

@@ -18,19 +18,19 @@ from jaxcgx.wan.rounds import choose, finite, wide
 program = functools.partial(jax.jit, static_argnums=0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Moves:
     """The programs for some parameters.
 
     Args:
       packing: how outer gradients travel.
       optimizer: the outer optimizer.
-      key: the numbers that the noise of this center depends on.
+      seed: the seed of noise.
     """
 
     packing: Packing
     optimizer: Any
-    key: tuple[int, int]
+    seed: int
 
     @program
     def copy(self, tree: Any) -> Any:
@@ -43,14 +43,19 @@ class Moves:
         return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
     @program
-    def encode(self, outer: Any, own: Any, residuals: Any, number: Any) -> tuple[jax.Array, Any, Any]:
-        """(bytes of the outer gradient, a copy of the own parameters, the residuals if it counts)."""
+    def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
+        """(bytes of the outer gradient, a copy of the own parameters, the residuals if it counts).
+
+        Args:
+          outer, own: the parameters.
+          residuals: those before; None without feedback.
+          numbers: the center's place and the round, which noise depends on.
+        """
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
         if residuals is not None:
             moved = jax.tree_util.tree_map(jnp.add, moved, residuals)
-        seed, place = self.key
-        row, arrives = self.packing.pack(moved, fold(jnp.array([0, seed], jnp.uint32), place, number))
+        row, arrives = self.packing.pack(moved, fold(jnp.array([0, self.seed], jnp.uint32), *numbers))
         if residuals is not None:
             lost = jax.tree_util.tree_map(jnp.subtract, moved, arrives)
             residuals = choose(finite(lost), lost, residuals)
