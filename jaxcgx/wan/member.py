@@ -90,7 +90,7 @@ class Member:
         trained = packing.trained.take(outer)
         number = merged = 0
         if state is None:
-            optimizer = init_outer("Decoupled", given.outer, trained)
+            optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
             self._residuals = self._moves.zeros(trained) if given.feedback else None
         else:
             number, merged = int(state.round), int(state.merged)

@@ -3,7 +3,11 @@
 import concurrent.futures
 import dataclasses
 import functools
+import os
+import pathlib
 import socket
+import subprocess
+import sys
 import time
 
 import jax
@@ -12,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, normal
+from helpers import assert_same_trees, load_script, normal
 
 import jaxcgx as cgx
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
@@ -21,6 +25,7 @@ from jaxcgx.wan.contributions import Packing
 # Numbers of few bits: sums and products of them are exact.
 PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
 TARGETS = np.round(4 * np.asarray(normal((3, 4), 3))) / 4  # one for each center
+RANK = pathlib.Path(__file__).with_name("decoupled_rank.py")
 SGD = optax.sgd(1.0)  # one object, so that programs are shared
 LIMIT = 60  # seconds, after which a center counts as hung
 A, B = Version(3, 9, 1), Version(4, 12, 2)
@@ -415,3 +420,34 @@ def test_parameters_of_a_step():
     with raises(ValueError, says("Member.step", "params", at="leaf ['w']", expected="float32[6, 4]", got="float32[6]")):
         member.step(params | {"w": params["w"][:, 0]})
     member.leave()
+
+
+# A center of several processes
+
+
+def test_a_center_of_two_processes(monkeypatch):
+    """It has one place, gets what the other center has, and both of its processes stay the same."""
+    rank = load_script(RANK, monkeypatch)
+    addresses = ports(3)
+    command = [sys.executable, RANK, addresses.pop().partition(":")[2]]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    running = [
+        subprocess.Popen(
+            [*command, str(number), *addresses],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(rank.RANKS)
+    ]
+    try:
+        params, member = rank.join(addresses, 0, rank.PARAMS)
+        with member:
+            expected = rank.train(params, member)
+        found = [process.communicate(timeout=5 * LIMIT)[0].split() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert found == [["RESULT", expected, "True"]] * rank.RANKS
