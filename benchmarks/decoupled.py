@@ -36,9 +36,10 @@ ROWS = {
 }
 CHARTS = [dict(table="rounds", title="Centers in a round", x="seconds", y=["centers"], by="row")]
 NOTES = f"""\
-- A byte-level transformer of one layer, 0.9 million parameters, learns the documentation that Python ships: Adam inside, SGD of
-  rate 1 outside, {EVERY} steps a round, {BITS} bits with feedback, quorum {QUORUM}, grace {GRACE:g} s. A step takes at
-  least {PACE:g} s. All runs end after the same number of rounds. At a quarter of them it happens to the last center.
+- A byte-level transformer of one layer, 0.9 million parameters, learns the documentation that Python ships: Adam
+  inside, SGD of rate 1 outside, {EVERY} steps a round, {BITS} bits with feedback, quorum {QUORUM}, grace {GRACE:g} s. A
+  step takes at least {PACE:g} s. All runs end after the same number of rounds. At a quarter of them it happens to the
+  last center.
 - longest wait: of any step of the three other centers for a round. Goal: at most the grace (and {LATE:g} s, in which
   the system wakes a process).
 - rounds of three: that ended without the last center. away: seconds from the event to the first round that has it

@@ -22,7 +22,7 @@ class Contribution(NamedTuple):
 
     version: Version  # from which it started
     weight: float
-    payload: bytes | bytearray
+    payload: bytes | memoryview
 
     @property
     def check(self) -> int:
@@ -109,7 +109,7 @@ class Assembly:
         decision, present = self._decided.get(self.version), self.present()
         if decision is None:
             return None
-        chosen = {place: present[place] for place, check in decision.members if place in present}
+        chosen = {place: present[place] for place, _ in decision.members if place in present}
         right = all(place in chosen and chosen[place].check == check for place, check in decision.members)
         return chosen if right else None
 

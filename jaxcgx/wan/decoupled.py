@@ -87,7 +87,7 @@ class Decoupled:
             raise wrong(OP, "average", "'mean', 'radial' or a function", repr(self.average))
         check_flag(OP, "feedback", self.feedback)
         check_integer(OP, "seed", self.seed)
-        if not isinstance(self.secret, str):
+        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
             raise wrong(OP, "secret", "a string", repr(self.secret), kind=TypeError)
         phase, *others = check_phases(OP, self.plan)
         if others:
@@ -123,4 +123,4 @@ class Decoupled:
           state: `member.state` of a training that goes on, whose `member.params` are the `params`.
         """
         member = Member(self, params=params, state=state)
-        return member.enter(), member
+        return member.params, member

@@ -19,7 +19,7 @@ from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
 from jaxcgx.wan.moves import Moves, digest
 from jaxcgx.wan.outer import init_outer
-from jaxcgx.wan.peers import Frame, Kind, Peers, Terms
+from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
@@ -120,11 +120,17 @@ class Member:
                 Kind.FETCH: [0],
                 Kind.STATE: [self._state_bytes],
             }
+            events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
             self._peers = Peers(
-                given.place, given.hosts, given.secret.encode(), terms=self._terms(), sizes=sizes, events=self
+                given.place, given.hosts, given.secret.encode(), terms=self._terms(), sizes=sizes, events=events
             )
             self._peers.start()
             threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
+        try:
+            self._begin()
+        except BaseException:
+            self.leave()
+            raise
 
     # What a user calls
 
@@ -173,17 +179,6 @@ class Member:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
-
-    def enter(self) -> Any:
-        """Meets the other centers, and gets what they have. Returns the parameters to go on with."""
-        try:
-            if self._peers:
-                self._meet()
-            params = self._moves.copy(self._held.outer)
-            return self._adopt(params) if self._agreed(self._arrived is not None and _Act.ADOPT) else params
-        except BaseException:
-            self.leave()
-            raise
 
     # What a step does
 
@@ -253,7 +248,8 @@ class Member:
             words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
             body[:] = np.frombuffer(self._arrived.body, np.uint8)
         words, body = self._shared((words, body))
-        version = Version(*(int(high) << 32 | int(low) for high, low in np.reshape(words, (3, 2))))
+        numbers: list[list[int]] = np.reshape(words, (3, 2)).tolist()
+        version = Version(*(high << 32 | low for high, low in numbers))
         _, outer, optimizer = self._held
         like = self._moves.packing.trained.take(outer), optimizer
         trained, optimizer = _from_bytes(like, np.asarray(body))
@@ -267,12 +263,12 @@ class Member:
             self._held, self._sent = _Held(version, outer, optimizer), None
             self._assembly.advance(version)
             if self._peers:
-                self._peers.send_all(self.beat())
+                self._peers.send_all(self._beat())
             self._changed.notify_all()
 
     # Among the processes of a center
 
-    def _agreed(self, act: Any) -> _Act:
+    def _agreed(self, act: _Act) -> _Act:
         """What the first process says."""
         return _Act(int(self._shared(np.int32(act))))
 
@@ -281,6 +277,13 @@ class Member:
         return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
     # Among centers
+
+    def _begin(self) -> None:
+        """Meets the other centers, and gets what they have."""
+        if self._peers:
+            self._meet()
+        if self._agreed(_Act.ADOPT if self._arrived else _Act.GO_ON) == _Act.ADOPT:
+            self._adopt(None)
 
     def _meet(self) -> None:
         """Waits for the others, and for what they have if that is more."""
@@ -346,25 +349,25 @@ class Member:
 
     # Events of `Peers`, in its threads
 
-    def beat(self) -> Frame:
+    def _beat(self) -> Frame:
         """Says that this center lives, and what it has."""
         return Frame(Kind.BEAT, self._held.version)
 
-    def came(self, place: int) -> None:
+    def _came(self, place: int) -> None:
         """A center is connected."""
         with self._changed:
-            self._peers.send(place, self.beat())
+            self._peers.send(place, self._beat())
             if own := self._assembly.present().get(self._given.place):
                 self._peers.send(place, _contribution(own))
 
-    def left(self, place: int) -> None:
+    def _left(self, place: int) -> None:
         """A center has gone."""
         with self._changed:
             self._assembly.others.pop(place, None)
             self._asked = None if self._asked == place else self._asked
             self._changed.notify_all()
 
-    def differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
+    def _differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
         """A center with other terms called, or was called."""
         argument, leaf, mine, theirs = difference
         where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
@@ -377,7 +380,7 @@ class Member:
             self._difference = error
             self._changed.notify_all()
 
-    def got(self, place: int, frame: Frame) -> None:
+    def _got(self, place: int, frame: Frame) -> None:
         """A frame has come."""
         kind, version, body = frame
         if kind == Kind.FETCH:

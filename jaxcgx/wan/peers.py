@@ -66,6 +66,16 @@ class Terms(NamedTuple):
         return None
 
 
+class Events(NamedTuple):
+    """What `Peers` calls, in its threads."""
+
+    beat: Callable[[], Frame]  # makes a frame that says that this center lives
+    came: Callable[[int], None]  # a center is connected
+    got: Callable[[int, Frame], None]  # a center has sent a frame
+    left: Callable[[int], None]  # a center has gone
+    differs: Callable[[int, tuple[str, str, str, str]], None]  # a center has other terms
+
+
 class Stranger(Exception):
     """The other end of a connection is no center of this training."""
 
@@ -79,8 +89,7 @@ class Peers:
       secret: what all know.
       terms: what all must have in common.
       sizes: the possible sizes of a body of each kind of frame.
-      events: its methods `came(place)`, `got(place, frame)`, `left(place)` and `differs(place, difference)` are
-        called in threads; `beat()` makes a frame that says that this center lives.
+      events: what happens.
     """
 
     def __init__(
@@ -91,7 +100,7 @@ class Peers:
         *,
         terms: Terms,
         sizes: dict[Kind, list[int]],
-        events: Any,
+        events: Events,
     ) -> None:
         self._place, self._addresses, self._secret, self._terms = place, addresses, secret, terms
         self._sizes, self._events = sizes, events
@@ -192,7 +201,7 @@ class Peers:
             return None
         return place
 
-    def _prove(self, first: bytes, second: bytes) -> bytes:
+    def _prove(self, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
         return hmac.digest(self._secret, first + second, "sha256")
 
     def _serve(self, sock: socket.socket, place: int) -> None:
