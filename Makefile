@@ -164,7 +164,7 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
 
-bench-decoupled: $(INSTALLED) ## train in four decoupled centers, of which one is killed or stopped for a minute
+bench-decoupled: $(INSTALLED) ## train in four decoupled centers, of which one is killed and comes back
 	@.venv/bin/python benchmarks/decoupled.py
 
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off

@@ -66,7 +66,7 @@ class Packing:
             wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
             codec = Raw() if guarded or why_raw(wide, [codec]) else codec
             radial = _how(op, average, path, x) == "radial"
-            found.append(Leaf(spell_path(path), x.shape, str(x.dtype), codec, radial))
+            found.append(Leaf(spell_path(path), x.shape, str(x.dtype), codec=codec, radial=radial))
         return cls(tuple(found), trained)
 
     @property

@@ -17,7 +17,7 @@ from jaxcgx.checks import callers_level, check_positive, spell_array, unexpected
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
 from jaxcgx.wan.contributions import WEIGHTS, Packing
-from jaxcgx.wan.moves import Moves, digest
+from jaxcgx.wan.moves import Moves, number_of
 from jaxcgx.wan.outer import init_outer
 from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 
@@ -95,7 +95,7 @@ class Member:
         else:
             number, merged = int(state.round), int(state.merged)
             optimizer, self._residuals = jax.tree_util.tree_map(jnp.asarray, (state.optimizer, state.residuals))
-        version = Version(number, merged, digest(self._moves.checksums(trained, optimizer)))
+        version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
         self._held = _Held(version, outer, optimizer)
         self._sent: _Sent | None = None
         self._waits = False
@@ -206,7 +206,7 @@ class Member:
     def _send(self, params: Any) -> Any:
         """Sends this center's outer gradient."""
         version, outer, _ = self._held
-        numbers = np.int32([self._given.place, version.round])
+        numbers = np.array([self._given.place, version.round], np.int32)
         row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
         contribution, steps, tokens = None, self._steps, self._tokens
         if self._peers:
@@ -238,7 +238,7 @@ class Member:
         params = self._moves.follow(params, outer, base) if self._steps else self._moves.copy(outer)
         members = tuple(int(place) for place in np.flatnonzero(weights))
         self.last = Round(version.round + 1, members)
-        self._hold(Version(version.round + 1, version.merged + len(members), digest(checksums)), outer, optimizer)
+        self._hold(Version(version.round + 1, version.merged + len(members), number_of(checksums)), outer, optimizer)
         return params
 
     def _adopt(self, params: Any) -> Any:

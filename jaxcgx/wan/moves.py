@@ -87,6 +87,6 @@ class Moves:
         return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
 
 
-def digest(checksums: Any) -> int:
+def number_of(checksums: Any) -> int:
     """Checksums as a number of 64 bits."""
     return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")
