@@ -55,11 +55,11 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short mpich \
-	cpptest cuda cuda-short matrix matrix-short wheels clean interpreter \
-	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
-	bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-simulation bench-topology \
-	bench-training bench-training-speed bench-wan
+.PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
+	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter \
+	bench bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab bench-long-links \
+	bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-selection \
+	bench-simulation bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -173,6 +173,9 @@ bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/re
 
 bench-collectives: $(INSTALLED) ## measure the collectives between processes and, as root, between hosts
 	@.venv/bin/python benchmarks/collectives.py
+
+bench-decoupled: $(INSTALLED) ## train in four decoupled centers, of which one is killed and comes back
+	@.venv/bin/python benchmarks/decoupled.py
 
 bench-diloco: $(INSTALLED) ## train with few exchanges: losses and bytes and, as root, times; goes on where it was cut off
 	@.venv/bin/python benchmarks/diloco.py $(if $(TORCH),--torch $(TORCH))
