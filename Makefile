@@ -29,8 +29,9 @@ BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
 MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" \
 	PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
-MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
+MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+MPIRUN := $(MPI_ENV) .venv/bin/mpirun
 
 # What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,7 +57,7 @@ ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
-	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter \
+	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
 	bench bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab bench-long-links \
 	bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-selection \
 	bench-simulation bench-topology bench-training bench-training-speed bench-wan
@@ -94,6 +95,9 @@ docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warni
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
 
+gallery: $(INSTALLED) ## run the examples, and write what they print to examples/output
+	@$(MPI_ENV) .venv/bin/python scripts/gallery.py
+
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
 # Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
@@ -106,9 +110,14 @@ test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with e
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
+<<<<<<< HEAD
 test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
 	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,ray),'$(name)')
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
+=======
+test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository, in half an hour
+	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py
+>>>>>>> site
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
