@@ -51,7 +51,7 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
-	cuda-short matrix matrix-short clean interpreter \
+	cuda-resources cuda-short matrix matrix-short clean interpreter \
 	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
 	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
 	bench-training-speed bench-wan
@@ -148,6 +148,9 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 
 cuda-short: $(INSTALLED) ## the same for one architecture
 	@.venv/bin/python scripts/cuda.py --short
+
+cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost; writes benchmarks/results
+	@.venv/bin/python scripts/cuda.py --short --write
 
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
