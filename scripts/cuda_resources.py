@@ -96,7 +96,7 @@ def differences(old, new):
         if kernel not in old or kernel not in new:
             yield f"{kernel}: {'new' if kernel in new else 'gone'}"
             continue
-        for what, value in new[kernel].items():
+        for what, value in sorted(new[kernel].items()):
             if value != old[kernel][what]:
                 yield f"{kernel}: {what} {value}, was {old[kernel][what]}"
 

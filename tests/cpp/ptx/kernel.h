@@ -19,19 +19,17 @@ using Operation = void (*)(Thread&, const Instruction&);
 // A register or a constant. Each has 64 bits, of which an instruction takes the low ones.
 enum Bank : uint32_t { kRegisters, kConstants };
 struct Operand {
-  Bank bank = kRegisters;
-  uint32_t index = 0;
+  uint32_t bank : 1, index : 31;
 };
 
 struct Instruction {
   static constexpr int kMostOperands = 6;
-  Operation operation = nullptr;
+  Operation operation;
+  int64_t offset;                   // of an address
   Operand operands[kMostOperands];  // in the order in which PTX has them
-  int64_t offset = 0;               // of an address
-  uint32_t target = 0;              // of a branch: the index of an instruction
+  uint32_t target;                  // of a branch: the index of an instruction
   Operand guard;                    // the instruction runs if this is `expected`
-  bool expected = true;
-  std::string_view text;
+  bool expected;
 };
 
 // Registers that a kernel finds filled.
@@ -40,6 +38,7 @@ enum Given : uint32_t { kSink, kThread, kThreads, kBlockX, kBlockY, kBlocksX, kB
 struct Kernel {
   std::string name;
   std::vector<Instruction> code;
+  std::vector<std::string_view> texts;  // of the instructions
   std::vector<uint64_t> constants;
   uint32_t parameters = 0, registers = 0;
   uint32_t shared_bytes = 0, local_bytes = 0;
@@ -75,8 +74,8 @@ struct Thread {
     registers[o.index] = bits;
   }
   [[noreturn]] void fail(const Instruction& i, const char* what) const {
-    std::fprintf(stderr, "ptx: %s: %.*s: %s\n", kernel->name.c_str(), static_cast<int>(i.text.size()), i.text.data(),
-                 what);
+    const std::string text(kernel->texts[&i - kernel->code.data()]);
+    std::fprintf(stderr, "ptx: %s: %s: %s\n", kernel->name.c_str(), text.c_str(), what);
     std::abort();
   }
 };

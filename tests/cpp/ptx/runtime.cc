@@ -80,11 +80,12 @@ void run_thread(Kernel& k, Memory& memory, void** arguments) {
   registers[kLocal] = reinterpret_cast<uint64_t>(memory.local[index].data());
   for (uint32_t i = 0; i < k.parameters; ++i) registers[kFirstParameter + i] = reinterpret_cast<uint64_t>(arguments[i]);
   Thread t{&k, memory.shared.data(), {registers, k.constants.data()}, registers, k.code.data()};
-  while (const Instruction* i = t.next) {
+  uint64_t count = 0;
+  for (; const Instruction* i = t.next; ++count) {
     t.next = i + 1;
-    ++k.instructions;
     if (t.get<bool>(i->guard) == i->expected) i->operation(t, *i);
   }
+  k.instructions += count;
 }
 
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* function, void** arguments) {

@@ -130,9 +130,10 @@ class Reader {
 
   // @%p1 ld.global.v2.f32 {%f1, %f2}, [%rd1+8]
   void instruct(Text statement) {
-    Instruction i;
-    i.text = statement;
+    Instruction i = {};
+    kernel_.texts.push_back(statement);
     i.guard = kAlways_;
+    i.expected = true;
     if (statement[0] == '@') {
       Text guard = take(statement, " \t").substr(1);
       i.expected = guard[0] != '!';
@@ -143,9 +144,9 @@ class Reader {
     if (name.rfind("mov", 0) == 0 && statement.find('{') != Text::npos)
       name += statement[0] == '{' ? " split" : " join";
     i.operation = operation_of(name);
-    if (i.operation == nullptr) fail("unknown instruction", i.text);
+    if (i.operation == nullptr) fail("unknown instruction", kernel_.texts.back());
     const std::vector<Text> operands = split(statement, ",{}|");
-    if (operands.size() > Instruction::kMostOperands) fail("too many operands", i.text);
+    if (operands.size() > Instruction::kMostOperands) fail("too many operands", kernel_.texts.back());
     for (size_t k = 0; k < operands.size(); ++k) {
       const Text s = operands[k];
       if (s[0] == '[') {
