@@ -58,6 +58,7 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
 	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
+	cuda-resources \
 	bench bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab bench-long-links \
 	bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-selection \
 	bench-simulation bench-topology bench-training bench-training-speed bench-wan
@@ -110,14 +111,12 @@ test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with e
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
-<<<<<<< HEAD
 test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
 	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,ray),'$(name)')
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
-=======
+
 test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository, in half an hour
 	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py
->>>>>>> site
 
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
@@ -164,6 +163,9 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 
 cuda-short: $(INSTALLED) ## the same for one architecture
 	@.venv/bin/python scripts/cuda.py --short
+
+cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost; writes benchmarks/results
+	@.venv/bin/python scripts/cuda.py --short --write
 
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
