@@ -52,9 +52,9 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
 	cuda-short matrix matrix-short clean interpreter \
-	bench bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab bench-long-links bench-mpi \
-	bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
-	bench-training-speed bench-wan
+	bench bench-accuracy bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab \
+	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation \
+	bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -157,6 +157,9 @@ matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
+
+bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; goes on where it was cut off
+	@.venv/bin/python benchmarks/accuracy.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
 	@.venv/bin/python benchmarks/selection.py
