@@ -52,8 +52,8 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
 	cuda-short matrix matrix-short clean interpreter \
-	bench bench-accuracy bench-selection bench-collectives bench-diloco bench-errors bench-failures bench-lab \
-	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation \
+	bench bench-accuracy bench-adam bench-selection bench-collectives bench-diloco bench-errors bench-failures \
+	bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation \
 	bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -160,6 +160,9 @@ bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 
 bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; goes on where it was cut off
 	@.venv/bin/python benchmarks/accuracy.py
+
+bench-adam: $(INSTALLED) ## what Adam makes of compressed gradients, leaf by leaf
+	@.venv/bin/python benchmarks/adam.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
 	@.venv/bin/python benchmarks/selection.py

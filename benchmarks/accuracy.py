@@ -189,7 +189,8 @@ def sent_bytes(exchange, weights):
 
 def train(task, run, feedback, seed):
     """What is measured on held-out data, and the bytes that a rank sends in a step after any warm-up."""
-    exchange = functools.partial(run.exchange, "data", feedback=feedback, seed=seed)
+    unmasked = dict(momentum_masking=False) if run.momentum and not feedback else {}  # masking is for what is sent late
+    exchange = functools.partial(run.exchange, "data", feedback=feedback, seed=seed, **unmasked)
     warm = dict(warmup_epochs=4, steps_per_epoch=task.steps // EPOCHS) if run.warm else {}
     transformation, optimizer = exchange(**warm), optimizer_of(task, run)
 
