@@ -59,9 +59,9 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 .PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
 	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
 	cuda-resources \
-	bench bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab bench-long-links \
-	bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-recipes bench-selection \
-	bench-simulation bench-topology bench-training bench-training-speed bench-wan
+	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-diloco bench-errors bench-failures \
+	bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority \
+	bench-recipes bench-selection bench-simulation bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -178,6 +178,12 @@ wheels: $(INSTALLED) ## make and test what a release uploads: dist/; CUDA=yes: w
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
+
+bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; goes on where it was cut off
+	@.venv/bin/python benchmarks/accuracy.py
+
+bench-adam: $(INSTALLED) ## what Adam makes of compressed gradients, leaf by leaf
+	@.venv/bin/python benchmarks/adam.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
 	@.venv/bin/python benchmarks/selection.py
