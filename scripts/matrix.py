@@ -109,9 +109,9 @@ def venv(python, folder, version):
     return inside
 
 
-def start_from_make(build):
-    """Puts into an empty build folder what `make` has compiled: CMake compiles again only what has other options."""
-    made = ROOT / "build/editable"
+def start_from(made, build):
+    """Puts into an empty build folder what another one has compiled: CMake compiles again only what has other
+    options."""
     if made.exists() and not build.exists():
         # What says where and with which Python a folder was configured; scikit-build-core would empty it.
         shutil.copytree(made, build, ignore=shutil.ignore_patterns("CMakeCache.txt", ".skbuild-info.json"))
@@ -128,7 +128,7 @@ def wheel(version, python):
         builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
         if output(builder, "-c", PROBE) != version:
             builder, build = venv(python, folder / "env", version), folder / "build"
-            start_from_make(build)
+            start_from(ROOT / "build/editable", build)
             pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):

@@ -22,8 +22,9 @@ needs_cmake = pytest.mark.skipif(not CMAKE, reason="there is no cmake on the PAT
 @pytest.mark.parametrize(
     ("value", "status", "words"),
     [
-        ("MAYBE", 1, "JAXCGX_CUDA: expected AUTO, ON or OFF, got 'MAYBE'"),
+        ("MAYBE", 1, "JAXCGX_CUDA: expected AUTO, ON, ALL or OFF, got 'MAYBE'"),
         ("ON", 1, "JAXCGX_CUDA=ON, but no CUDA compiler was found that works: put nvcc on the PATH"),
+        ("ALL", 1, "JAXCGX_CUDA=ALL, but no CUDA compiler was found that works: put nvcc on the PATH"),
         ("AUTO", 0, "CUDA half: none"),
         ("OFF", 0, "CUDA half: none"),
     ],
