@@ -356,6 +356,7 @@ class Member:
     def _came(self, place: int) -> None:
         """A center is connected."""
         with self._changed:
+            self._asked = None if self._asked == place else self._asked  # what it was asked is lost
             self._peers.send(place, self._beat())
             if own := self._assembly.present().get(self._given.place):
                 self._peers.send(place, _contribution(own))

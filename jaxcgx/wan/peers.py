@@ -187,19 +187,27 @@ class Peers:
             sock.sendall(self._prove(mine, theirs))
             if not hmac.compare_digest(_read(sock, PROOF), self._prove(theirs, mine)):
                 raise Stranger
-            text = json.dumps(self._terms).encode()
-            sock.sendall(struct.pack("!I", len(text)) + text)
-            (size,) = struct.unpack("!I", _read(sock, 4))
-            if size > MOST:
-                raise Stranger
-            options, leaves = json.loads(_read(sock, size))
-            if difference := self._terms.difference(Terms(options, leaves)):
+            if difference := self._terms.difference(self._tell(sock, first=expected is not None)):
                 self._events.differs(place, difference)
                 raise Stranger
-        except (OSError, Stranger, ValueError, AttributeError):
+        except (OSError, Stranger, ValueError, TypeError, AttributeError):
             sock.close()
             return None
         return place
+
+    def _tell(self, sock: socket.socket, first: bool) -> Terms:
+        """The other's terms, for this center's. One end speaks first: both at once may fill the connection."""
+        text = json.dumps(self._terms).encode()
+        mine = struct.pack("!I", len(text)) + text
+        if first:
+            sock.sendall(mine)
+        (size,) = struct.unpack("!I", _read(sock, 4))
+        if size > MOST:
+            raise Stranger
+        options, leaves = json.loads(_read(sock, size))
+        if not first:
+            sock.sendall(mine)
+        return Terms(options, leaves)
 
     def _prove(self, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
         return hmac.digest(self._secret, first + second, "sha256")
