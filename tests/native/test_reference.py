@@ -111,7 +111,7 @@ def test_reduce_with_feedback(layout, seed, exponent, special, lost):
             assert_same_values(a, b)
 
 
-# By default few of them: test_golden.py has the sums of every codec.
+# By default few of them: test_golden.py has sums of every kind of codec.
 @pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[:: 2 if FULL else 5], (False, True) * 12)), ids=str)
 def test_reduce_to_leaves(codec, with_own):
     layout = Layout(codec, ((40, 5), (9,)), (jnp.dtype("float32"), jnp.dtype("float16")))
