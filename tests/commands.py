@@ -29,7 +29,7 @@ NOT_RUN = {
     r"cuda1[23]|gpu": GPU,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile": CLUSTER,
     r"bench$|bench-(collectives|diloco|errors|failures|mpi|selection|training)|(collectives|errors|mpi)\.py --": LONG,
-    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|mpich|test)|num_epochs=500": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|num_epochs=500": LONG,
     r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^mpirun -[^n]": FILLED_IN,
     r"mpich": OTHER_MPI,
 }
