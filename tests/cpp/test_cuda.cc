@@ -10,7 +10,7 @@ int64_t step = 1;
 
 void every_codec() {
   Random r{1};
-  int64_t turn = 0;
+  int64_t turn = 0, pass = 0;
   const auto run = [&](const Codec& codec, int64_t largest) {
     if (++turn % step != 0) return;
     Case k{codec, {}};
@@ -22,7 +22,7 @@ void every_codec() {
                                              : r.below(largest);
       k.shapes.push_back({size, r.pick(kDTypes)});
     }
-    k.chunks = r.pick({1, 1, 2, 3, 7});
+    k.chunks = turn % 2 == 0 ? 1 : r.pick({1, 2, 3, 7});
     k.batch = 1 + (r.below(4) == 0) * 2;
     k.ranks = r.below(8) == 0 ? 9 : 1 + r.below(4);
     k.feedback = turn % 3 == 0;
@@ -30,8 +30,8 @@ void every_codec() {
     compare(k, r);
   };
   for (const int64_t bucket : {32, 64, 128, 256, 512, 1024, 2048, 4096}) {
+    turn = ++pass;  // each codec with and without feedback, and in one chunk
     for (const Codec& codec : codecs(bucket)) run(codec, 3000);
-    ++turn;  // the next size tests other codecs with feedback
   }
   for (const int64_t bucket : {1, 7, 16, 100, 121, 300, 1000}) {
     for (const Codec& codec : codecs(bucket)) run(codec, 1500);
