@@ -11,7 +11,7 @@ int64_t step = 1;
 // `make test` takes every second codec of a bucket size, the others of the next one.
 void every_codec() {
   Random r{1};
-  int64_t turn = 0;
+  int64_t turn = 0, pass = 0;
   const auto run = [&](const Codec& codec, int64_t largest) {
     if (++turn % step != 0) return;
     Case k{codec, {}};
@@ -23,7 +23,7 @@ void every_codec() {
                                              : r.below(largest);
       k.shapes.push_back({size, r.pick(kDTypes)});
     }
-    k.chunks = r.pick({1, 1, 2, 3, 7});
+    k.chunks = turn % 2 == 0 ? 1 : r.pick({1, 2, 3, 7});
     k.batch = 1 + (r.below(4) == 0) * 2;
     k.ranks = r.below(8) == 0 ? 9 : 1 + r.below(4);
     k.feedback = turn % 3 == 0;
@@ -32,6 +32,7 @@ void every_codec() {
   };
   const auto each = [&](const std::vector<int64_t>& buckets, int64_t largest) {
     for (size_t i = 0; i < buckets.size(); ++i) {
+      turn = ++pass;  // each codec with and without feedback, and in one chunk
       const std::vector<Codec> all = codecs(buckets[i]);
       for (size_t j = 0; j < all.size(); ++j) {
         if (everything() || (i + j) % 2 == 0) run(all[j], largest);

@@ -133,7 +133,7 @@ void add_bits(Table& table) {
       sets<uint32_t, uint32_t>([](uint32_t a) { return a == 0 ? 0xffffffffu : uint32_t(std::countl_zero(a)); });
 }
 
-// A number is less than a NaN's partner in these, and -0 is less than 0.
+// Of a number and a NaN, the number. -0 is less than 0.
 float smaller(float a, float b) {
   if (a != a || b != b) return arithmetic(a != a ? b : a);
   return a < b || (a == b && std::signbit(a)) ? a : b;
@@ -260,7 +260,7 @@ void add_choices(Table& table) {
   move(uint32_t(), ".f32"), move(uint64_t(), ".f64");  // as bits: NaNs stay as they are
   table["mov.pred"] = sets<bool, bool>([](bool a) { return a; });
 
-  // {high, low} and whole; translate.cc names them so.
+  // {low, high} and whole; translate.cc tells the two apart.
   table["mov.b32 join"] =
       sets<uint32_t, uint16_t, uint16_t>([](uint32_t low, uint32_t high) { return high << 16 | low; });
   table["mov.b64 join"] =
