@@ -138,6 +138,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   each_word<kBits>(w, l.lane, l.lanes,
                    [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
   if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
+  if (l.thread == 0 && l.bucket + 1 == e.count && l.part * kMostStaged + l.count == l.size)
+    pad(chunk, static_cast<int64_t>(e.codes) + l.codes(m) + bucket_bytes(m.codec, l.count));
   if (residual.old == nullptr) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -202,6 +202,11 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
   }
 }
 
+// Clears the padding of a chunk behind codes that end at byte `at`.
+CGX_D void pad(uint8_t* chunk, int64_t at) {
+  for (const int64_t end = align16(at); at < end; ++at) chunk[at] = 0;
+}
+
 // The words of a quad, to and from its block.
 template <int kBits>
 CGX_D void load_codes(const uint8_t* block, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
