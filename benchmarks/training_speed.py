@@ -55,7 +55,9 @@ NOTES = f"""\
 - steps: until the loss on held-out data reaches the target, on a straight line between two losses. The loss is measured
   every {EVERY} steps, and the mean of the last {SMOOTH} counts. It doesn't depend on the link, so every method is
   trained once for each number of hosts. seconds: steps x the median time of a step. "-": not reached.
-- There is one seed, so the steps of close methods differ by chance.
+- There is one seed, so the steps of close methods differ by chance. The transformer starts from weights that have
+  {data.MODELS["transformer"].begun} steps of one process behind them: when a loss leaves its first plateau, the
+  frequencies of bytes, is a matter of chance (60 to 110 steps of float32 with three orders of the same batches).
 - to float32, to bfloat16: how many times as soon as "psum, float32" and as "by hand, bfloat16" the method reaches the
   loss. Below 1 it is later.
 - All methods have the same first weights and batches, and their first losses agree to {AGREE:g}. Adam trains the

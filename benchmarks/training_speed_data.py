@@ -1,10 +1,14 @@
 """The models of training_speed.py as numbers: data, first weights and batches, the same for every framework."""
 
+import functools
+import gzip
+import pathlib
 import pydoc_data.topics
 from typing import NamedTuple
 
 import numpy as np
 
+FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples of the loss that is compared
 
 # The transformer: bytes in, bytes out.
@@ -18,10 +22,11 @@ class Model(NamedTuple):
     rate: float  # of learning; constant
     target: float  # the loss on held-out data that every method is to reach
     most: int  # steps after which that is given up
+    begun: int = 0  # steps without any exchange that the first weights have behind them
 
 
 MODELS = {
-    "transformer": Model(batch=4, rate=1e-3, target=2.7, most=300),
+    "transformer": Model(batch=4, rate=1e-3, target=2.45, most=300, begun=100),
     "ResNet-20": Model(batch=16, rate=0.02, target=1.0, most=300),
 }
 
@@ -77,27 +82,75 @@ def text(rng, shape, held_out):
     return windows(0, end, shape), windows(end, len(text), held_out)
 
 
-def images(rng, shape, held_out):
-    """Fashion-MNIST, or digits where it is missing."""
-    from training import FASHION, digits, fashion_mnist  # which needs JAX
+def digits():
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
+    data = load_digits()
+    images, test_images, labels, test_labels = train_test_split(
+        data.data / 16, data.target, test_size=0.25, random_state=0, stratify=data.target
+    )
+    return (images, labels), (test_images, test_labels)
+
+
+def fashion_mnist():
+    def read(name):
+        with gzip.open(FASHION / name) as file:
+            raw = file.read()
+        dimensions = raw[3]
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
+
+    return tuple(
+        (read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz"))
+        for part in ("train", "t10k")
+    )
+
+
+@functools.cache
+def normalized_images():
+    """((images [n, side, side, 1], labels), the same to test): Fashion-MNIST, or digits where it is missing."""
     train, test = fashion_mnist() if FASHION.is_dir() else digits()
     mean, std, side = train[0].mean(), train[0].std(), round(train[0].shape[1] ** 0.5)
+    return tuple(
+        (((pixels - mean) / std).reshape(-1, side, side, 1).astype(np.float32), labels.astype(np.int32))
+        for pixels, labels in (train, test)
+    )
 
-    def part(pixels, labels, chosen):
-        pixels = ((pixels[chosen] - mean) / std).reshape(*chosen.shape, side, side, 1)
-        return pixels.astype(np.float32), labels[chosen].astype(np.int32)
 
-    return part(*train, rng.integers(0, len(train[0]), shape)), part(*test, rng.integers(0, len(test[0]), held_out))
+def images(rng, shape, held_out):
+    """Batches of the images to train on, and some to test."""
+    train, test = normalized_images()
+    chosen, held = rng.integers(0, len(train[0]), shape), rng.integers(0, len(test[0]), held_out)
+    return tuple(part[chosen] for part in train), tuple(part[held] for part in test)
 
 
 MAKERS = {"transformer": (transformer_weights, text), "ResNet-20": (resnet_weights, images)}
 
 
+def begun(weights, model, batches):
+    """The weights after these batches, one after another, of one process."""
+    import jax
+    import optax
+    from training_speed_models import make_loss
+
+    optimizer, loss = optax.adam(MODELS[model].rate), make_loss(model)
+
+    def step(carry, batch):
+        weights, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(weights, batch), state, weights)
+        return (optax.apply_updates(weights, updates), state), None
+
+    carry, _ = jax.jit(lambda carry: jax.lax.scan(step, carry, batches))((weights, optimizer.init(weights)))
+    return {name: np.asarray(value) for name, value in carry[0].items()}
+
+
 def write(path, model, hosts):
     """Writes the first weights and all batches of a model for a number of hosts."""
     make_weights, make_batches = MAKERS[model]
-    rng = np.random.default_rng(0)
-    weights = {f"weights/{name}": value for name, value in make_weights(rng).items()}
-    batches, held_out = make_batches(rng, (MODELS[model].most, hosts * MODELS[model].batch), HELD_OUT[model])
+    rng, setting = np.random.default_rng(0), MODELS[model]
+    weights = make_weights(rng)
+    if setting.begun:
+        weights = begun(weights, model, make_batches(rng, (setting.begun, 2 * setting.batch), 1)[0])
+    weights = {f"weights/{name}": value for name, value in weights.items()}
+    batches, held_out = make_batches(rng, (setting.most, hosts * setting.batch), HELD_OUT[model])
     np.savez(path, inputs=batches[0], targets=batches[1], held_inputs=held_out[0], held_targets=held_out[1], **weights)

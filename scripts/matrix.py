@@ -109,9 +109,9 @@ def venv(python, folder, version):
     return inside
 
 
-def start_from_make(build):
-    """Puts into an empty build folder what `make` has compiled: CMake compiles again only what has other options."""
-    made = ROOT / "build/editable"
+def start_from(made, build):
+    """Puts into an empty build folder what another one has compiled: CMake compiles again only what has other
+    options."""
     if made.exists() and not build.exists():
         # What says where and with which Python a folder was configured; scikit-build-core would empty it.
         shutil.copytree(made, build, ignore=shutil.ignore_patterns("CMakeCache.txt", ".skbuild-info.json"))
@@ -128,7 +128,7 @@ def wheel(version, python):
         builder, build = ROOT / ".venv/build/bin/python", ROOT / "build/editable"
         if output(builder, "-c", PROBE) != version:
             builder, build = venv(python, folder / "env", version), folder / "build"
-            start_from_make(build)
+            start_from(ROOT / "build/editable", build)
             pip(builder, "install", *PYPROJECT["build-system"]["requires"], "cmake", "ninja")
         stamp.unlink(missing_ok=True)
         for old in folder.glob("*.whl"):
@@ -173,8 +173,9 @@ def known(python, flags):
     return flags if starts(flags) else " ".join(filter(starts, flags.split()))
 
 
-def test(version, age, inside, sessions):
-    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA)."""
+def test(version, age, inside, sessions, alone):
+    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA). alone: whether
+    no other environment is tested meanwhile."""
     row = {
         "python": version,
         "jax": age,
@@ -199,8 +200,15 @@ def test(version, age, inside, sessions):
         environ = os.environ | {"PYTHONSAFEPATH": "1"}
         if flags := known(inside, asked):
             environ["XLA_FLAGS"] = flags
-        pytest = [inside, "-m", "pytest", "-n", 2, "--dist", "worksteal", f"--junitxml={report}"]
-        result = run(*pytest, *arguments, cwd=ROOT, env=environ)
+        workers = ["-n", 2, "--dist", "worksteal"] if alone else ["-n", 0]
+        result = run(
+            *[inside, "-m", "pytest", f"--junitxml={report}", *workers, *arguments],
+            cwd=ROOT,
+            env=environ,
+            stdout=None if alone else subprocess.PIPE,
+            stderr=None if alone else subprocess.STDOUT,
+        )
+        print(result.stdout or "", end="", flush=True)
         row["ok"] &= result.returncode == 0  # not so when pytest finds no test at all
         if report.exists():
             suite = xml.parse(report).find("testsuite").attrib
@@ -261,7 +269,8 @@ def main():
     wheels = {version: wheel(version, found[version]) for version, _ in pairs}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # pip uses one core
         insides = list(pool.map(lambda pair: environment(pair[0], found[pair[0]], pair[1], wheels[pair[0]]), pairs))
-    rows = [test(*pair, inside, sessions) for pair, inside in zip(pairs, insides)]
+    with concurrent.futures.ThreadPoolExecutor(2 if short else 1) as pool:
+        rows = list(pool.map(lambda pair, inside: test(*pair, inside, sessions, alone=not short), pairs, insides))
     show(rows, missing)
     if not short:
         from jaxcgx.report import results  # of .venv, which runs this script

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
 from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_schedules, check_summable
 from jaxcgx.collectives.calls import Call, Route
@@ -17,6 +19,8 @@ from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.plan import Plan, why_raw
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
+
+SMALL = 2**16  # bytes of a leaf that shares a collective with others
 
 
 def compressed_psum(
@@ -126,8 +130,11 @@ def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route
     residuals = kept.arrays.get("residuals")
     if residuals is not None:
         reduction.check_feedback()
+    joined = reduction.joined(residuals)
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
+        if i in joined:
+            return checkpoint_name(joined[i], scopes.JOINED)  # where `explain` finds it
         if residuals is not None and residuals[i] is not None and not reduction.call.skipped[i]:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
         return reduction.plain(leaf, i)
@@ -214,11 +221,45 @@ class Reduction:
         """
         if self.call.skipped[i]:
             return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # where `explain` finds it
-        net, nets = self.call.net, [stage.net for stage in self.call.routes[i].stages]
-        if len(nets) == 1 or not leaf.size or not all(codec.raw for codec in self.call.codecs[i]):
-            return net.plain_pmean(leaf) if self.mean else net.plain_psum(leaf)
+        if self._at_once(i):
+            return self._plain(leaf)
+        nets = [stage.net for stage in self.call.routes[i].stages]
         total = hierarchy.plain_psum(nets, leaf, tracked=self.call.tracked)
         return total / self.call.size if self.mean else total
+
+    def joined(self, residuals: list[Any] | None) -> dict[int, jax.Array]:
+        """The sums or means of small leaves that travel as they are, by number. Leaves of one type share a collective.
+
+        Over Gloo a collective costs milliseconds however small it is, and one of several arrays as much for each.
+        """
+        call, mesh = self.call, jax.sharding.get_abstract_mesh()
+        found: dict[int, jax.Array] = {}
+        if not call.groups or set(mesh.axis_names) != set(mesh.manual_axes):
+            return found  # nothing is compressed: this is lax's program. Or: the compiler may cut leaves over its axes
+        alike: dict[Any, list[int]] = {}
+        for i in call.raw:
+            leaf = call.leaves[i]
+            fed = residuals is not None and residuals[i] is not None
+            if not call.skipped[i] and not fed and 0 < leaf.size * leaf.dtype.itemsize <= SMALL and self._at_once(i):
+                alike.setdefault((leaf.dtype, _compat.varying_axes(leaf)), []).append(i)
+        for ids in alike.values():
+            if len(ids) > 1:
+                paths = tuple(jax.tree_util.keystr(call.paths[i]) for i in ids)
+                leaves = [call.leaves[i] for i in ids]
+                flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+                with scopes.scope(scopes.MessageScope(call.op, call.net.names, paths, bytes=flat.nbytes)):
+                    total = self._plain(flat)
+                parts = jnp.split(total, np.cumsum([leaf.size for leaf in leaves[:-1]]))
+                found |= {i: part.reshape(leaf.shape) for i, part, leaf in zip(ids, parts, leaves)}
+        return found
+
+    def _at_once(self, i: int) -> bool:
+        """Whether leaf i, which travels as it is, is summed over all ranks at once."""
+        call = self.call
+        return len(call.routes[i].stages) == 1 or not call.leaves[i].size or not all(c.raw for c in call.codecs[i])
+
+    def _plain(self, leaf: jax.Array) -> jax.Array:
+        return self.call.net.plain_pmean(leaf) if self.mean else self.call.net.plain_psum(leaf)
 
     def compressed(self, message: Message, route: Route) -> Message:
         call, stages, send = self.call, self.stages[route], sums.psum

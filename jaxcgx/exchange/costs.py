@@ -133,15 +133,16 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
-def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int) -> int:
+def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int, mover: str | None = None) -> int:
     """The bytes that a rank sends to others when a message is summed, exactly; where ranks differ, the most.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring". A codec of low rank and Raw() ignore it: their sums are lax.psum's. Or
-        "tree" or an `Overlay`, over Tcp; only a codec of low rank ignores it.
+      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it, as
+        its sums are lax.psum's. So does Raw(), except in what goes over Tcp.
       codec: the codec.
       leaves: anything with a shape, a size and a dtype.
       ranks: the number of ranks.
+      mover: "tcp": over Tcp.
     """
     others = ranks - 1
     if schedule == "tree":
@@ -149,7 +150,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     if isinstance(schedule, Overlay) and not codec.low_rank:
         layout = dataclasses.replace(Layout.of(codec, leaves, chunks=len(schedule.trees)), shares=schedule.shares)
         return max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))
-    if codec.raw or codec.low_rank:
+    if codec.low_rank or (codec.raw and (mover, schedule) != ("tcp", "one_shot")):
         size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
         return round(2 * others / ranks * size)
     layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)

@@ -25,6 +25,7 @@ class MessageScope:
     function: str
     axes: tuple[Any, ...]
     leaves: tuple[str, ...]  # their paths
+    bytes: int = 0  # of leaves that travel as they are
 
     @property
     def name(self) -> str:
@@ -85,8 +86,8 @@ class ExchangeScope:
 
 # The named scope of a raw leaf's exchanges over inner axes, beside that over the outermost one.
 INNER = "jaxcgx.inner"
-# The name (jax.ad_checkpoint.checkpoint_name) of the sum of a leaf that a plan skips.
-SKIPPED = "jaxcgx.skipped"
+# Names (jax.ad_checkpoint.checkpoint_name) of the sum of a leaf that a plan skips, and of one that shared a collective.
+SKIPPED, JOINED = "jaxcgx.skipped", "jaxcgx.joined"
 Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
 _meaning: dict[str, Meaning] = {}  # by tag

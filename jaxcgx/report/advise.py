@@ -267,7 +267,7 @@ class Case:
         found = 0.0
         for each, leaves in shares:
             part = 1.0 if each.raw or each.low_rank else costs.wire(each, leaves, mover) / costs.wire(each, leaves)
-            found += part * costs.sent(schedule, each, leaves, self.nodes)
+            found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
         return round(found)
 
     def _load(self, codec: Codec, ids: Sequence[int], mover: str | None) -> Load:

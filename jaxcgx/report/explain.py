@@ -158,7 +158,7 @@ def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.Le
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
         sends = _SENDS.search(eqn.primitive.name) and scopes.INNER not in name
-        if sends or eqn.params.get("name") == scopes.SKIPPED:
+        if sends or eqn.params.get("name") in (scopes.SKIPPED, scopes.JOINED):
             raw += [meaning for _, meaning in scopes.read(name) if isinstance(meaning, scopes.LeafScope)]
         for param in eqn.params.values():
             for value in param if isinstance(param, tuple | list) else [param]:
@@ -248,7 +248,7 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
         saving /= 2  # a leader hands its result on, which sends half the bytes of a sum
     # The share of raw leaves that XLA joined to factors.
-    plain = sum(c.bytes for c in calls if isinstance(c, scopes.LeafScope)) / max(size, 1) if exchanges else 0
+    plain = sum(c.bytes for c in calls) / max(size, 1) if exchanges else 0
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
         operation=found.operation,

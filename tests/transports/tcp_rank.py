@@ -443,11 +443,12 @@ def adapted():
         topology.update()
         overlays.append(str(topology.overlay.trees))
     x = array(mesh, (4000,), "float32", 0)
-    make = lambda overlay: lambda x: cgx.compressed_psum(x, TCP, cgx.Raw(), schedule=overlay)
+    make = lambda schedule: lambda x: cgx.compressed_psum(x, TCP, cgx.Raw(), schedule=schedule)
     total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
     known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
     finite = bool(np.isfinite(total.addressable_data(0)).all())
-    explained = cgx.explain(jax.jit(on_ranks(mesh, make(UNEVEN))), x, show=False).bytes if known else None
+    sent = lambda schedule: cgx.explain(jax.jit(on_ranks(mesh, make(schedule))), x, show=False).bytes
+    explained = [sent(schedule) for schedule in (UNEVEN, "one_shot", "two_shot", "ring")] if known else None
     return overlays, topology.version, topology.probes, known, finite, explained
 
 

