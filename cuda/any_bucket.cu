@@ -62,12 +62,10 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
 
   float lo = INFINITY, hi = -INFINITY;
   if (m.stage <= kStats) {
-    float bad = 0.0f;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (r < l.rows) lo = fminf(lo, x[r]), hi = fmaxf(hi, x[r]), poison(x[r], &bad);
+      if (r < l.rows) lo = min_or_nan(lo, x[r]), hi = max_or_nan(hi, x[r]);
     }
-    spread_poison(bad, &lo, &hi);
     widen_bucket(l, m.threads, &lo, &hi);
     if (m.stage == kStats) {
       if (l.thread == 0) *reinterpret_cast<float2*>(work + kGridFloats + kRangeFloats * l.part) = {lo, hi};
@@ -140,6 +138,8 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   each_word<kBits>(w, l.lane, l.lanes,
                    [&](auto size, int32_t word, int32_t at) { store_word<decltype(size)>(codes + at, word); });
   if (l.thread == 0 && l.part == 0) store_meta(m, chunk, e.meta + l.bucket * m.meta, g);
+  if (l.thread == 0 && l.bucket + 1 == e.count && l.part * kMostStaged + l.count == l.size)
+    pad(chunk, static_cast<int64_t>(e.codes) + l.codes(m) + bucket_bytes(m.codec, l.count));
   if (residual.old == nullptr) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   const float2* range = reinterpret_cast<const float2*>(work + kGridFloats);
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = threadIdx.x; i * kMostStaged < n; i += blockDim.x)
-    lo = fminf(lo, range[i].x), hi = fmaxf(hi, range[i].y);
+    lo = min_or_nan(lo, range[i].x), hi = max_or_nan(hi, range[i].y);
   widen_stats(&lo, &hi, kWarpSize);
   __shared__ float of_warp[2][kMostThreads / kWarpSize];
   if (threadIdx.x % kWarpSize == 0) of_warp[0][threadIdx.x / kWarpSize] = lo, of_warp[1][threadIdx.x / kWarpSize] = hi;
@@ -201,7 +201,8 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  for (uint32_t i = 0; i < blockDim.x / kWarpSize; ++i) lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+  for (uint32_t i = 0; i < blockDim.x / kWarpSize; ++i)
+    lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
   float sum = 0.0f;
   if (needs_sums) {
     if (m.stage != kSums) {

@@ -13,7 +13,9 @@
 
 namespace jaxcgx::cuda {
 
-// For encoding numbers within +-2^22: adding 1.5 * 2^23 rounds to nearest even and leaves the integer in the low bits.
+// For encoding numbers within +-2^22: adding 1.5 * 2^23, whose bits are kMagic, rounds to nearest even and leaves the
+// integer in the low bits.
+constexpr uint32_t kMagic = 0x4b400000;
 struct SmallFloat {
   float v;
 };
@@ -22,7 +24,7 @@ CGX_D SmallFloat operator-(SmallFloat a, SmallFloat b) { return {a.v - b.v}; }
 CGX_D SmallFloat min(SmallFloat a, SmallFloat b) { return {fminf(a.v, b.v)}; }
 CGX_D SmallFloat max(SmallFloat a, SmallFloat b) { return {fmaxf(a.v, b.v)}; }
 CGX_D SmallFloat round(SmallFloat a) { return {jaxcgx::round(a.v)}; }
-CGX_D int32_t round_int(SmallFloat a) { return bits(a.v + 0x1.8p23f) - 0x4b400000; }
+CGX_D int32_t round_int(SmallFloat a) { return bits(a.v + 0x1.8p23f) - static_cast<int32_t>(kMagic); }
 
 struct Small {
   using F = SmallFloat;
@@ -30,6 +32,39 @@ struct Small {
   CGX_D static SmallFloat splat(float x) { return {x}; }
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
+
+// A number and its bucket's scale, of which MaxMin subtracts an origin: multiplied and subtracted in one instruction.
+// The product is exact, except for numbers far too small beside their bucket's largest to differ from 0 in its codes.
+struct Scaled {
+  float v, scale;
+};
+CGX_D float operator-(Scaled a, float b) { return __fmaf_rn(a.v, a.scale, -b); }
+CGX_D SmallFloat operator-(Scaled a, SmallFloat b) { return {a - b.v}; }
+
+template <class V>
+struct FromScaled : V {
+  using F = Scaled;
+};
+
+// NaN if one of them is; fminf and fmaxf drop NaNs.
+CGX_D float min_or_nan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
+CGX_D float max_or_nan(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
 
 // For decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit counts 1.
 // Constants are added to `magic`, at compile time if possible.
@@ -93,20 +128,30 @@ CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::
 
 template <class C, int kBits, bool kStochastic>
 CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
-  const float scaled = x * g.scale;
   if constexpr (std::is_same_v<C, Levels> && kStochastic) {
     // 16.16 fixed point: not small with 7 bits and more.
-    using V = std::conditional_t<kBits <= 6, Small, Scalar>;
-    return MaxMin::quantize<V, kBits>(V::splat(scaled), g, noise);
+    using V = FromScaled<std::conditional_t<kBits <= 6, Small, Scalar>>;
+    return MaxMin::quantize<V, kBits>({x, g.scale}, g, noise);
   } else if constexpr (kStochastic) {
-    return C::template quantize<Scalar, kBits>(scaled, g, noise);
+    return C::template quantize<Scalar, kBits>(x * g.scale, g, noise);
   } else if constexpr (std::is_same_v<C, Levels>) {
-    return MaxMin::quantize<Small, kBits>(Small::splat(scaled), g) + top;
+    return MaxMin::quantize<FromScaled<Small>, kBits>({x, g.scale}, g) + top;
   } else if constexpr (std::is_same_v<C, ByteGrad>) {
-    return ByteGrad::quantize<Small, kBits>(Small::splat(scaled), g);
+    return ByteGrad::quantize<Small, kBits>(Small::splat(x * g.scale), g);
   } else {
-    return C::template quantize<Scalar, kBits>(scaled, g);
+    return C::template quantize<Scalar, kBits>(x * g.scale, g);
   }
+}
+
+// Whether a code is one field of a word. Then words can be sums of codes that are all too large by the same `excess`,
+// from which it is taken once: kMagic - top is what code_of has to subtract from each code.
+template <int kBits>
+constexpr bool kOneField = (kBits & (kBits - 1)) == 0;
+template <int kBits>
+CGX_D void add_field(Words<Scalar, kBits>& w, int row, uint32_t code) {
+  static_assert(kOneField<kBits>, "");
+  int32_t& word = kBits == 8 ? row < 4 ? w.a : w.b : kBits == 4 ? w.a : kBits == 2 ? w.c : w.d;
+  word = static_cast<int32_t>(static_cast<uint32_t>(word) + (code << (kBits * row & 31)));
 }
 
 // so_far + unit * the value of a code; `scale`: of its block. Fused if the product is exact (codec/traits.h) and there

@@ -48,11 +48,14 @@ struct Metadata {
     if (own == kNowhere) return float_of(kNaNBits);
     if (floats < 2) return 0.0f;
     if (!m.sums) return first[1];
-    float base = 0.0f;
-#pragma unroll 4
-    for (uint32_t r = 0; r < m.ranks; ++r) {
-      const float b = first[r * next + 1];
-      if (r != own) base += b;
+    constexpr uint32_t kAhead = 8;  // loads under way
+    const float* at = first + 1;
+    float base = 0.0f, of[kAhead];
+    for (uint32_t rank = 0; rank < m.ranks; rank += kAhead) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i, at += next) of[i] = rank + i < m.ranks && rank + i != own ? *at : 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < kAhead; ++i) base += of[i];
     }
     return base;
   }
@@ -79,13 +82,16 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   const uint8_t* payloads = payloads_of(m, p);
   const Metadata meta(m, payloads, e.meta + (unit >> (m.log_bucket - 5)) * static_cast<int64_t>(m.meta));
   const int32_t top = top_of(m.codec);
-  const float base = meta.base(m, p.rank);
+  const auto begin = [&] {
+    const float base = meta.base(m, p.rank);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
+    for (int r = 0; r < kRows; ++r) x[r][0] = x[r][1] = x[r][2] = x[r][3] = base;
+  };
   const uint8_t* codes = payloads + e.codes + q.codes(kBits);
   if constexpr (!kSum) {
     Words<Scalar, kBits> lanes[4];
     load_codes<kBits>(codes, q, lanes);
+    begin();
     return plus_quad<C, kBits>(lanes, meta.unit(0), top, x);
   }
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
@@ -93,12 +99,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
                               : kBits <= 4             ? 4
                                                        : 1;  // payloads whose loads are under way at a time: registers
   for (uint32_t rank = 0; rank < m.ranks;) {
-    if (rank == p.rank) {
-      add_quad(e.leaf, static_cast<DType>(e.dtype), q, x);
-      ++rank, codes += m.chunk_bytes;
-      continue;
-    }
-    const uint32_t stop = rank < p.rank && p.rank < m.ranks ? p.rank : m.ranks;
+    const uint32_t stop = rank <= p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];
     float unit[kAhead];
     const uint8_t* from = codes;
@@ -108,10 +109,15 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
       load_codes<kBits>(from, q, lanes[i]);
       unit[i] = *reinterpret_cast<const float*>(from + to_meta);
     }
+    if (rank == 0) begin();  // its loads are under way together with the first codes'
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i, ++rank, codes += m.chunk_bytes) {
       if (rank >= stop) break;
       plus_quad<C, kBits>(lanes[i], unit[i], top, x);
+    }
+    if (rank == p.rank && rank < m.ranks) {
+      add_quad(e.leaf, static_cast<DType>(e.dtype), q, x);
+      ++rank, codes += m.chunk_bytes;
     }
   }
 }

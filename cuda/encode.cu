@@ -18,9 +18,13 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   const auto set = [&](int r, const float4& row) {
     x[r][0] = row.x, x[r][1] = row.y, x[r][2] = row.z, x[r][3] = row.w;
   };
-  if (there) load_quad(e.leaf, static_cast<DType>(e.dtype), q.element(), q.lanes, set);
+  const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
-    if (there) add_quad(t.residuals[p.index].old, DType::kF32, q, x);
+    // First, as nothing needs them before all loads of the leaf are under way, too.
+    if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);
+    if (there) add_quad(e.leaf, dtype, q, x);
+  } else {
+    if (there) load_quad(e.leaf, dtype, q.element(), q.lanes, set);
   }
   Words<Scalar, kBits> lanes[4];
   const Grid g = encode_quad<C, kBits, kStochastic>(t, p, unit, there, x, lanes);

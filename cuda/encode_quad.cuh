@@ -38,14 +38,9 @@ CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < kWarpSize; m *= 2) {
     if (m >= threads) break;
-    *lo = fminf(*lo, __shfl_xor_sync(kWholeWarp, *lo, m));
-    *hi = fmaxf(*hi, __shfl_xor_sync(kWholeWarp, *hi, m));
+    *lo = min_or_nan(*lo, __shfl_xor_sync(kWholeWarp, *lo, m));
+    *hi = max_or_nan(*hi, __shfl_xor_sync(kWholeWarp, *hi, m));
   }
-}
-// Minimum and maximum drop NaNs. A NaN or an infinity leaves a NaN here, which then makes the range infinite.
-CGX_D void poison(float x, float* so_far) { *so_far = __fmaf_rn(x, 0.0f, *so_far); }
-CGX_D void spread_poison(float poison, float* lo, float* hi) {
-  if (poison != poison) *lo = -INFINITY, *hi = INFINITY;
 }
 
 // The grid of this thread's bucket. Every thread of the block must call this.
@@ -53,13 +48,12 @@ template <class C>
 CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
   const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / kWarpSize,
                  first_warp = warp & ~(threads / kWarpSize - 1);
-  float lo = x[0][0], hi = lo, bad = 0.0f;
+  float lo = x[0][0], hi = lo;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) lo = fminf(lo, x[r][j]), hi = fmaxf(hi, x[r][j]), poison(x[r][j], &bad);
+    for (int j = 0; j < 4; ++j) lo = min_or_nan(lo, x[r][j]), hi = max_or_nan(hi, x[r][j]);
   }
-  spread_poison(bad, &lo, &hi);
   widen_stats(&lo, &hi, threads);
   if (threads > kWarpSize) {
     __shared__ float of_warp[2][kThreads / kWarpSize];
@@ -67,7 +61,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
     __syncthreads();
 #pragma unroll 1
     for (uint32_t i = first_warp; i < first_warp + threads / kWarpSize; ++i)
-      lo = fminf(lo, of_warp[0][i]), hi = fmaxf(hi, of_warp[1][i]);
+      lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
   if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h, which CUB doesn't promise
@@ -126,10 +120,16 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   const Quad q(unit, m.log_bucket);
   const Grid g = grid_of_quads<C>(x, m.log_bucket, m.codec);
   const int32_t top = top_of(m.codec);
+  constexpr bool kSums = std::is_same_v<C, Levels> && !kStochastic && kOneField<kBits>;
+  const uint32_t excess = kMagic - static_cast<uint32_t>(top);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     lanes[j].clear();
     if (!g.finite) continue;
+    if constexpr (kSums) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) add_field(lanes[j], r, -excess);
+    }
     int32_t word[4];
     uint32_t offset = 0;
     if constexpr (kStochastic) {
@@ -143,7 +143,11 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
     for (int r = 0; r < kRows; ++r) {
       int32_t noise = 0;
       if constexpr (kStochastic) noise = noise_of<Scalar>(word, r, offset);
-      lanes[j].put(r, code_of<C, kBits, kStochastic>(x[r][j], g, top, noise));
+      const int32_t code = code_of<C, kBits, kStochastic>(x[r][j], g, top, noise);
+      if constexpr (kSums)
+        add_field(lanes[j], r, static_cast<uint32_t>(code) + excess);
+      else
+        lanes[j].put(r, code);
     }
   }
   if (there) {

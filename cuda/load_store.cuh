@@ -37,6 +37,22 @@ CGX_D uint32_t narrow(DType dtype, float x) {
                                                     : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
 }
 
+// Two numbers as one word, the first in its low half. Instructions make 0x7fff of every NaN: the largest half as a
+// signed integer, where kNaN and all numbers are smaller or negative.
+CGX_D uint32_t narrow(DType dtype, float x, float y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t pair;
+  if (dtype == DType::kBF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return __vmins2(pair,
+                  dtype == DType::kBF16 ? Cast<DType::kBF16>::kNaN * 0x10001u : Cast<DType::kF16>::kNaN * 0x10001u);
+#else
+  return narrow(dtype, x) | narrow(dtype, y) << 16;
+#endif
+}
+
 CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
   return dtype == DType::kF32 ? __ldcs(static_cast<const float*>(leaf) + i)
                               : widen(dtype, __ldcs(static_cast<const uint16_t*>(leaf) + i));
@@ -125,12 +141,12 @@ CGX_D void copy_quad(const float (&from)[kRows][4], float (&to)[kRows][4]) {
   }
 }
 
-CGX_D void store_halves(uint16_t* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  if (aligned(p, 8)) {
-    __stcs(reinterpret_cast<uint2*>(p), uint2{a | b << 16, c | d << 16});
+CGX_D void store_halves(uint16_t* p, bool together, uint2 row) {
+  if (together) {
+    __stcs(reinterpret_cast<uint2*>(p), row);
   } else {
-    p[0] = static_cast<uint16_t>(a), p[1] = static_cast<uint16_t>(b), p[2] = static_cast<uint16_t>(c),
-    p[3] = static_cast<uint16_t>(d);
+    p[0] = static_cast<uint16_t>(row.x), p[1] = static_cast<uint16_t>(row.x >> 16), p[2] = static_cast<uint16_t>(row.y),
+    p[3] = static_cast<uint16_t>(row.y >> 16);
   }
 }
 CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, const float (&x)[kRows][4]) {
@@ -146,10 +162,11 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
     }
   } else {
     uint16_t* p = static_cast<uint16_t*>(leaf) + element;
+    const bool together = aligned(p, 8);
     const auto each = [&](DType d) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r)
-        store_halves(p + r * lanes, narrow(d, x[r][0]), narrow(d, x[r][1]), narrow(d, x[r][2]), narrow(d, x[r][3]));
+        store_halves(p + r * lanes, together, uint2{narrow(d, x[r][0], x[r][1]), narrow(d, x[r][2], x[r][3])});
     };
     if (dtype == DType::kBF16)
       each(DType::kBF16);
@@ -183,6 +200,11 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(at)[i] = w[i];
   }
+}
+
+// Clears the padding of a chunk behind codes that end at byte `at`.
+CGX_D void pad(uint8_t* chunk, int64_t at) {
+  for (const int64_t end = align16(at); at < end; ++at) chunk[at] = 0;
 }
 
 // The words of a quad, to and from its block.

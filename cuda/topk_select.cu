@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   const uint32_t prefix = digit == 0 ? 0 : s.state->prefix;
   __shared__ uint32_t bins[kBins];
   begin_bins(bins);
-  s.each_segment(p.tile, [&](uint32_t segment) {
-    s.each_candidate(segment, [&](bool there, float x, uint32_t) {
+  s.with_candidates(p.tile, [&](uint32_t, auto each) {
+    each([&](bool there, float x, uint32_t) {
       if (there) count_digit(bins, magnitude_of(x), digit, prefix);
     });
   });
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
   if (p.tile >= blocks) return;
   const uint32_t smallest = s.state->prefix;
   uint2 mine = {0, 0}, all;
-  s.each_segment(p.tile, [&](uint32_t segment) {
+  s.with_candidates(p.tile, [&](uint32_t segment, auto each) {
     uint2 count = {0, 0};
-    s.each_candidate(segment, [&](bool there, float x, uint32_t) {
+    each([&](bool there, float x, uint32_t) {
       const uint32_t magnitude = magnitude_of(x);
       count.x += static_cast<uint32_t>(__popc(__ballot_sync(kWholeWarp, there && magnitude > smallest)));
       count.y += static_cast<uint32_t>(__popc(__ballot_sync(kWholeWarp, there && magnitude == smallest)));
@@ -159,10 +159,10 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   }
   const uint2 of_group = s.groups()[p.tile];
   const uint2 before = {of_group.x + sum.x - count.x, of_group.y + sum.y - count.y};
-  s.each_segment(p.tile, [&](uint32_t segment) {
+  const auto pick = [&](uint32_t segment, auto each) {
     uint32_t above = __shfl_sync(kWholeWarp, before.x, segment % kGroupSegments),
              equal = __shfl_sync(kWholeWarp, before.y, segment % kGroupSegments);
-    const auto place = [&](bool there, float x, uint32_t i) {
+    each([&](bool there, float x, uint32_t i) {
       const uint32_t magnitude = magnitude_of(x);
       const uint32_t larger = __ballot_sync(kWholeWarp, there && magnitude > smallest),
                      same = __ballot_sync(kWholeWarp, there && magnitude == smallest);
@@ -175,14 +175,18 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
       }
       above += static_cast<uint32_t>(__popc(larger)), equal += static_cast<uint32_t>(__popc(same));
       return sent;
-    };
-    if (lost == nullptr) {
-      s.each_candidate(segment, place);
-    } else {
+    });
+  };
+  if (lost == nullptr) {
+    s.with_candidates(p.tile, pick);
+    return;
+  }
+  s.each_segment(p.tile, [&](uint32_t segment) {
+    pick(segment, [&](auto place) {
       s.each_element(segment, [&](bool there, float undivided, uint32_t i) {
         if (!place(there, s.divided(undivided), i) && there) lost[i] = is_finite(undivided) ? undivided : s.old[i];
       });
-    }
+    });
   });
 }
 

@@ -105,9 +105,43 @@ struct Selection {
       });
       return;
     }
-    for (uint32_t i = threadIdx.x % kWarpSize; i - threadIdx.x % kWarpSize < found; i += kWarpSize) {
+    each_kept(segment, 0, found, f);
+  }
+  // The same for those that were kept, from one of them on.
+  template <class Fn>
+  CGX_D void each_kept(uint32_t segment, uint32_t from, uint32_t found, Fn f) const {
+    for (; from < found; from += kWarpSize) {
+      const uint32_t i = from + threadIdx.x % kWarpSize;
       const uint2 candidate = i < found ? candidates(segment)[i] : uint2{0, 0};
       f(i < found, float_of(candidate.x), candidate.y);
+    }
+  }
+  // Calls f(segment, each) for the segments of a group that are this warp's; each(g) calls g as each_candidate does. If
+  // all candidates were kept, the first of every segment are under way before any is used.
+  template <class Fn>
+  CGX_D void with_candidates(uint32_t group, Fn f) const {
+    constexpr uint32_t kMine = kGroupSegments / kSelectWarps;
+    const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, first = group * kGroupSegments;
+    const uint32_t of_lane = (first + lane) * kSegment < n ? memory[words.found + first + lane] : 0;
+    if (state->reread || __ballot_sync(kWholeWarp, of_lane > words.room) != 0) {
+      each_segment(group, [&](uint32_t segment) { f(segment, [&](auto g) { each_candidate(segment, g); }); });
+      return;
+    }
+    uint32_t found[kMine];
+    uint2 head[kMine];
+#pragma unroll
+    for (uint32_t a = 0; a < kMine; ++a) {
+      found[a] = __shfl_sync(kWholeWarp, of_lane, a * kSelectWarps + warp);
+      head[a] = lane < found[a] ? candidates(first + a * kSelectWarps + warp)[lane] : uint2{0, 0};
+    }
+#pragma unroll
+    for (uint32_t a = 0; a < kMine; ++a) {
+      const uint32_t segment = first + a * kSelectWarps + warp;
+      if (segment * kSegment >= n) break;
+      f(segment, [&](auto g) {
+        if (found[a] > 0) g(lane < found[a], float_of(head[a].x), head[a].y);
+        each_kept(segment, kWarpSize, found[a], g);
+      });
     }
   }
   // Calls f(segment) for the segments of a group that are this warp's.
@@ -120,16 +154,17 @@ struct Selection {
 };
 
 // Whether this block is the last of `blocks` to call this. It then sees everything that the others have written.
+// The fences of thread 0 are for the whole block: barriers order what its threads do before and behind them.
 CGX_D bool is_last(State* s, int64_t blocks) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
+    __threadfence();
     last = atomicAdd(&s->blocks, 1u) + 1 == blocks;
     if (last) s->blocks = 0;
+    __threadfence();
   }
   __syncthreads();
-  if (last) __threadfence();
   return last;
 }
 
@@ -159,19 +194,20 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
 CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   constexpr uint32_t kEach = kBins / kSelectThreads;
   uint32_t* bins = s->bins + kBins - kEach * (threadIdx.x + 1);
-  uint32_t sum = 0, all;
+  uint32_t counts[kEach], sum = 0, all;
 #pragma unroll
-  for (uint32_t i = 0; i < kEach; ++i) sum += bins[i];
+  for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[i];
+#pragma unroll
+  for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[i] = 0;
   uint32_t above = sum_before(sum, &all);
 #pragma unroll
   for (uint32_t i = kEach; i-- > 0;) {
-    const uint32_t count = bins[i];
+    const uint32_t count = counts[i];
     if (above < rank && rank <= above + count) {
       s->prefix = prefix << kDigitBits | (kBins - kEach * (threadIdx.x + 1) + i);
       s->rank = rank - above;
     }
     above += count;
-    bins[i] = 0;
   }
   if (rank == 0 && threadIdx.x == 0) s->prefix = kMagnitude >> shift_of(digit), s->rank = 0;
   __syncthreads();

@@ -1,4 +1,5 @@
-// Elements without buckets: Cast, Raw and raw tails. Also the gaps of a chunk, which are zero.
+// Elements without buckets: Cast, Raw and raw tails. Also the gaps of a chunk, which are zero, except for the padding
+// that others write behind their codes.
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
 #include "cuda/launchers.cuh"
@@ -93,13 +94,16 @@ __global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __gri
   const Entry& e = t.entries[p.index];
   const Extra& extra = t.extras[p.index];
   const Residual& residual = t.residuals[p.index];
-  uint8_t* to = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes + e.codes;
+  uint8_t* chunk = m.payload + (m.where != nullptr ? p.row : p.slot) * m.chunk_bytes;
+  uint8_t* to = chunk + e.codes;
   if (extra.work == kGap) {
     const int64_t first = p.tile * kTile;
     for (int64_t i = first + threadIdx.x; i < extra.last && i < first + kTile; i += kThreads) to[i] = 0;
     return;
   }
   const DType wire = wire_of(m, e, extra);
+  if (threadIdx.x == 0 && (p.tile + 1) * kTile >= extra.last)
+    pad(chunk, static_cast<int64_t>(e.codes) + extra.last * size_of(wire));
   if (extra.work == kRaw && m.payloads == nullptr && residual.old == nullptr)
     return copy_tile(e.leaf, to, wire, p.tile, extra.last);
 
@@ -200,9 +204,11 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
         if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
+        // Only the fast kernels leave the padding behind their codes: none, unless buckets are very small.
+        if (!is_fast(c) || p.coded % p.bucket != 0) at = align16(at);
         add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
         clear_to(p.tail);
-        at = p.tail + p.raw * size_of(dtype);
+        at = align16(p.tail + p.raw * size_of(dtype));
       }
       clear_to(l.chunk_bytes);
     }

@@ -63,6 +63,12 @@ T shift_right(T x, uint32_t by) {
 }
 
 void add_integers(Table& table) {
+  table["min.s16x2"] = sets<uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) {
+    const auto half = [&](int shift) {
+      return static_cast<uint16_t>(std::min(static_cast<int16_t>(a >> shift), static_cast<int16_t>(b >> shift)));
+    };
+    return static_cast<uint32_t>(half(16)) << 16 | half(0);
+  });
   each_integer([&](auto zero) {
     using T = decltype(zero);
     const std::string type = suffix<T>();
@@ -219,6 +225,8 @@ void add_conversions(Table& table) {
   table["cvt.rn.bf16.f32"] = sets<uint16_t, float>([](float a) { return to_brain(a); });
   table["cvt.rn.bf16x2.f32"] = sets<uint32_t, float, float>(
       [](float high, float low) { return static_cast<uint32_t>(to_brain(high)) << 16 | to_brain(low); });
+  table["cvt.rn.f16x2.f32"] = sets<uint32_t, float, float>(
+      [](float high, float low) { return static_cast<uint32_t>(to_half(high)) << 16 | to_half(low); });
   for (const char* name : {"cvta.to.global.u64", "cvta.global.u64", "cvta.local.u64", "cvta.param.u64"})
     table[name] = sets<uint64_t, uint64_t>([](uint64_t a) { return a; });
 }
