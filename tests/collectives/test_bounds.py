@@ -1,4 +1,4 @@
-"""The error of a sum is within the bound that docs/collectives.md derives from the codec and the schedule."""
+"""The error of a sum is within the bound that docs/error-bounds.md derives from the codec and the schedule."""
 
 import jax
 import numpy as np

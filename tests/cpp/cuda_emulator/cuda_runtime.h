@@ -91,14 +91,15 @@ struct Block {
     std::fprintf(stderr, "cuda_emulator: block (%u, %u): %s\n", index.x, index.y, what);
     std::abort();
   }
-  // A function that calls __builtin_setjmp must keep its frame, and AddressSanitizer knows of no stack but its
-  // thread's.
-  [[gnu::noinline, gnu::no_sanitize_address]] void wait() {
-    if (__builtin_setjmp(current->place) == 0) __builtin_longjmp(scheduler, 1);
+  // The compiler must not see that a jump leaves the function: it would drop what comes back to __builtin_setjmp. And
+  // AddressSanitizer knows of no stack but its thread's.
+  [[gnu::noipa, gnu::no_sanitize_address]] static void jump(Place& to) { __builtin_longjmp(to, 1); }
+  [[gnu::noipa, gnu::no_sanitize_address]] void wait() {
+    if (__builtin_setjmp(current->place) == 0) jump(scheduler);
   }
-  [[gnu::noinline, gnu::no_sanitize_address]] void go_on(Thread& t) {
+  [[gnu::noipa, gnu::no_sanitize_address]] void go_on(Thread& t) {
     if (__builtin_setjmp(scheduler) != 0) return;
-    if (t.started) __builtin_longjmp(t.place, 1);
+    if (t.started) jump(t.place);
     t.started = true;
     ucontext_t context;
     getcontext(&context);
@@ -140,6 +141,30 @@ inline Block state;
     state.current->done = true;
     state.wait();  // for another block
   }
+}
+
+inline unsigned launches = 0;
+
+// Runs `thread` in every thread of a grid, block after block, and `begin` before each block.
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& begin,
+                          std::function<void()> thread) {
+  Block& b = state;
+  b.grid = config.gridDim, b.block = config.blockDim;
+  b.threads = b.block.x;
+  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
+      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
+    return cudaErrorInvalidConfiguration;
+  }
+  ++launches;
+  b.kernel = std::move(thread);
+  for (unsigned y = 0; y < b.grid.y; ++y) {
+    for (unsigned x = 0; x < b.grid.x; ++x) {
+      b.index = dim3(x, y);
+      begin();
+      b.run();
+    }
+  }
+  return cudaSuccess;
 }
 
 template <class T>
@@ -214,21 +239,7 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  auto& b = cuda_emulator::state;
-  b.grid = config->gridDim, b.block = config->blockDim;
-  b.threads = b.block.x;
-  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
-      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
-    return cudaErrorInvalidConfiguration;
-  }
-  b.kernel = [&] { kernel(arguments...); };
-  for (unsigned y = 0; y < b.grid.y; ++y) {
-    for (unsigned x = 0; x < b.grid.x; ++x) {
-      b.index = dim3(x, y);
-      b.run();
-    }
-  }
-  return cudaSuccess;
+  return cuda_emulator::launch(*config, [] {}, [&] { kernel(arguments...); });
 }
 
 // Threads switch only where they wait, so that every function here is atomic.
