@@ -112,7 +112,7 @@ def test_reduce_with_feedback(layout, seed, exponent, special, lost):
 
 
 # By default few of them: test_golden.py has sums of every kind of codec.
-@pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[:: 2 if FULL else 5], (False, True) * 12)), ids=str)
+@pytest.mark.parametrize(("codec", "with_own"), list(zip(CODECS[:: 2 if FULL else 6], (False, True) * 12)), ids=str)
 def test_reduce_to_leaves(codec, with_own):
     layout = Layout(codec, ((40, 5), (9,)), (jnp.dtype("float32"), jnp.dtype("float16")))
     ranks = [values(layout, seed, 0, "none") for seed in range(5)]
