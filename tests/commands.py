@@ -18,6 +18,7 @@ INLINE = re.compile(r"`([^`]+)`")
 FOREIGN = "is another system's"
 ROOT_NEEDED = "needs root"
 GPU = "needs a GPU"
+COMPILER = "needs nvcc"
 CLUSTER = "needs several hosts or a scheduler"
 LONG = "takes longer than a few minutes"
 FILLED_IN = "is a name, or has words that the reader fills in"
@@ -27,8 +28,9 @@ NOT_RUN = {
     r"^sudo |--measure|MEASURE=|\d hosts|(training_speed|wan)\.py": ROOT_NEEDED,
     r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
     r"cuda1[23]|gpu": GPU,
+    r"make cuda": COMPILER,
     r"^(srun|sbatch|kubectl|mpiexec)|hostfile": CLUSTER,
-    r"bench$|bench-(collectives|diloco|errors|failures|mpi|selection|training)|(collectives|errors|mpi)\.py --": LONG,
+    r"bench$|bench-(?!simulation|prediction)|(collectives|errors|mpi)\.py --": LONG,
     r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|num_epochs=500": LONG,
     r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^(pip|mpirun) -[^n]": FILLED_IN,
     r"mpich": OTHER_MPI,

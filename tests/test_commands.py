@@ -57,8 +57,8 @@ def check_make(words):
 def check_pip(words):
     assert words[0] in ("install", "-v")
     for word in words[1:]:
-        extra = re.fullmatch(r"(?:\.|jaxcgx)\[(\w+)\]", word)
-        assert extra is None or extra[1] in EXTRAS
+        extras = re.fullmatch(r"\.\[(.*)\]", word)
+        assert extras is None or set(extras[1].split(",")) <= set(EXTRAS)
         setting = re.fullmatch(r"-Ccmake\.define\.(\w+)=.*", word)
         assert setting is None or setting[1] in (ROOT / "CMakeLists.txt").read_text()
 
@@ -85,7 +85,9 @@ def check_script(path, words, monkeypatch):
     if path.parent.name == "recipes":
         pytest.importorskip("ml_collections", reason="needs the extra `recipes`")
         monkeypatch.chdir(ROOT)
-        load_script(ROOT / "recipes/config.py", monkeypatch).parse([word for word in words if "..." not in word])
+        own = path.read_text()
+        others = [word for word in words if "..." not in word and f'"{word.partition("=")[0]}"' not in own]
+        load_script(ROOT / "recipes/config.py", monkeypatch).parse(others)
         return
     code = "".join(near.read_text() for near in (path, path.parent / "common.py") if near.is_file())
     for word in words:
