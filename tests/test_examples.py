@@ -89,3 +89,17 @@ def test_wide_area_demonstration(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "float16" in result.stdout and "loss at end" in result.stdout
     assert (tmp_path / "fp16.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_decoupled_centers(capsys, monkeypatch):
+    """One of three programs trains while the others are missing."""
+    pytest.importorskip("sklearn", reason="needs the extra `examples`")
+    monkeypatch.syspath_prepend(EXAMPLES / "wan")
+    import common
+
+    monkeypatch.setattr(common, "SIZES", (64, 128, 128, 10))
+    with jax.numpy_dtype_promotion("standard"):
+        load_script(EXAMPLES / "wan/decoupled.py", monkeypatch).train(
+            [f"127.0.0.1:{port}" for port in (28760, 28761)], 0, 41
+        )
+    assert "center 0: round 1 of (0,), loss" in capsys.readouterr().out

@@ -63,7 +63,7 @@ def _words(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> jax.Array:
     """uint32[2]: two checksums of the bits and their places.
 
     The first changes with any single element, because odd factors are invertible modulo 2^32. The second mixes the bits
@@ -90,7 +90,7 @@ def check_replicas(tree: Any, axis_name: Any) -> Replicas:
     net = check_axes("check_replicas", axis_name)
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = tuple(jax.tree_util.keystr(path) for path, _ in found)
-    sums = [_checksum(jnp.asarray(leaf)) for _, leaf in found]
+    sums = [checksum(jnp.asarray(leaf)) for _, leaf in found]
     if not sums:
         return Replicas(jnp.zeros((0, net.size), bool), (), axis_name)
     every = _compat.vary(jnp.stack(_compat.match_varying(*sums)), _compat.tracked_axes(net.names))

@@ -144,7 +144,7 @@ class Diloco:
         if others:
             raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
         object.__setattr__(self, "plan", phase.plan)
-        self._warn_of_few_bits()
+        warn_of_few_bits(OP, self.plan, self.feedback)
 
     @property
     def period(self) -> int:
@@ -160,16 +160,6 @@ class Diloco:
             expected = f"less than every / fragments = {self.period} steps, as a fragment ends before the next begins"
             remedy = f"pass overlap={self.period - 1}, fewer fragments, or a larger every"
             raise wrong(OP, "overlap", expected, self.overlap, remedy)
-
-    def _warn_of_few_bits(self) -> None:
-        if self.feedback:
-            return
-        if few := [codec for codec in self.plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]:
-            warnings.warn(
-                f"{OP}: argument 'feedback': {spell(few[0])} loses too much of outer gradients to train without "
-                "feedback; leave feedback=False out, or take 4 bits",
-                stacklevel=callers_level(),
-            )
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
         """The `Centers` of a mesh, for make_train_step.
@@ -204,6 +194,17 @@ class Diloco:
     def between(self, axis: Any) -> Between:
         """The exchange between the centers of a mesh over these axes."""
         return Between(axis, self.plan, feedback=self.feedback, seed=self.seed, options=self.options)
+
+
+def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
+    """Warns of outer gradients that lose too much for training."""
+    few = [codec for codec in plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]
+    if few and not feedback:
+        warnings.warn(
+            f"{op}: argument 'feedback': {spell(few[0])} loses too much of outer gradients to train without feedback; "
+            "leave feedback=False out, or take 4 bits",
+            stacklevel=callers_level(),
+        )
 
 
 def _bits(codec: Codec) -> float:

@@ -75,7 +75,7 @@ class Rounds:
         if self.crosses:
             return both, exchange._replace(sent=sent, waiting=PerRank(ticket))
         mean, sent = self._received(ticket, sent)
-        return both, exchange._replace(sent=_choose(_finite(mean), sent, exchange.sent), waiting=mean)
+        return both, exchange._replace(sent=choose(finite(mean), sent, exchange.sent), waiting=mean)
 
     def end(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean, and the center's own to them.
@@ -83,12 +83,12 @@ class Rounds:
         After a mean that isn't finite the center goes back to the outer parameters, which stay as they are.
         """
         mean, exchange = self._arrived(exchange)
-        finite = _finite(mean)
-        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=finite)
+        good = finite(mean)
+        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=good)
         own = after
         if self.alpha:
-            mix = lambda x, y: (self.alpha * _wide(x) + (1 - self.alpha) * _wide(y)).astype(x.dtype)
-            own = _choose(finite, jax.tree_util.tree_map(mix, fragment.take(both.own), after), after)
+            mix = lambda x, y: (self.alpha * wide(x) + (1 - self.alpha) * wide(y)).astype(x.dtype)
+            own = choose(good, jax.tree_util.tree_map(mix, fragment.take(both.own), after), after)
         return both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own)), done
 
     def at_once(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
@@ -109,10 +109,10 @@ class Rounds:
         """
         moved = _moved(fragment, both)
         mean, exchange = self._arrived(exchange)
-        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=_finite(mean) & ~first)
+        after, done = self._move(fragment.take(both.outer), exchange, mean=mean, good=finite(mean) & ~first)
         part = jax.tree_util.tree_map(lambda d, x: (d / self.between.centers).astype(x.dtype), moved, after)
         ahead = import_optax(OP).apply_updates(after, self.outer.update(part, done.outer, after)[0])
-        start = _choose(_finite(moved), ahead, after)
+        start = choose(finite(moved), ahead, after)
         _, begun = self.begin(fragment, both, done)
         return Both(fragment.put(both.outer, after), *(fragment.put(x, start) for x in both[1:])), begun
 
@@ -137,22 +137,25 @@ class Rounds:
         done = exchange._replace(outer=state)
         if exchange.telemetry is not None:
             done = done._replace(before=mean, telemetry=measure(mean, step, exchange.before))
-        return _choose(good, (import_optax(OP).apply_updates(before, step), done), (before, exchange))
+        return choose(good, (import_optax(OP).apply_updates(before, step), done), (before, exchange))
 
 
 def _moved(fragment: Fragment, both: Both) -> Any:
     """A center's outer gradients."""
     start = fragment.take(both.outer if both.start is None else both.start)
-    return jax.tree_util.tree_map(lambda x, y: _wide(x) - _wide(y), start, fragment.take(both.own))
+    return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, fragment.take(both.own))
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def wide(x: jax.Array) -> jax.Array:
+    """An array in float32."""
     return x.astype(jnp.float32)
 
 
-def _finite(tree: Any) -> jax.Array:
+def finite(tree: Any) -> jax.Array:
+    """Whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
 
 
-def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+def choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+    """One of two trees."""
     return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)

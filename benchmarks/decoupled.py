@@ -1,0 +1,222 @@
+"""Measures cgx.wan.Decoupled: four centers, of which one is killed and comes back after a minute.
+
+    python benchmarks/decoupled.py [--seeds 1] [--rounds 24] [--out DIR]
+
+Each center is a process of its own, without jax.distributed. All are on this host.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+from report import RESULTS, Report, mark
+
+CENTERS, VICTIM = 4, 3
+EVERY, QUORUM, GRACE, BITS = 10, 2, 5.0, 4
+BATCH, RATE = 8, 2e-3  # windows of a center in a step; of Adam
+SEEN, WIDTH, HIDDEN, BYTES = 6, 16, 128, 256  # bytes before the one that is predicted, their embedding; the network
+PACE = 0.6  # seconds that a step takes at least
+AWAY = 60.0  # seconds
+LIMIT = 3000.0  # seconds of a run
+LATE = 0.1  # seconds that the system may take to wake a process
+WORSE = 0.02  # goal: more loss than undisturbed
+HELD_OUT = 256  # windows
+ROWS = {"undisturbed": "undisturbed", "killed": f"killed, started anew {AWAY:g} s later"}
+CHARTS = [dict(table="rounds", title="Centers in a round", x="seconds", y=["centers"], by="row")]
+NOTES = f"""\
+- A network of one hidden layer predicts bytes of the documentation that Python ships from the {SEEN} before them: Adam
+  inside, SGD of rate 1 outside, {EVERY} steps a round, {BITS} bits with feedback, quorum {QUORUM}, grace {GRACE:g} s. A
+  step takes at least {PACE:g} s. Both runs end after the same number of rounds. At a quarter of them the last center is
+  killed (kill -9). The process that takes its place has compiled its step before, and has no other state.
+- longest wait: of any step of the three other centers for a round. Goal: at most the grace (and {LATE:g} s, in which
+  the system wakes a process).
+- rounds of three: that ended without the last center. away: seconds from the event to the first round that has it
+  again, of which it was away {AWAY:g} itself.
+- loss: of the outer parameters on held-out text in the end. Goal: at most {WORSE:.0%} more than undisturbed, the mean
+  over seeds. agree: whether all four have the same outer parameters in the end, to the bit.
+"""
+
+
+# A center
+
+
+def center_main(folder, place, life, seed, rounds, addresses):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import training_speed_data as data
+
+    import jaxcgx as cgx
+
+    rng = np.random.default_rng(seed)
+    shapes = {"embed": (BYTES, WIDTH), "up": (SEEN * WIDTH, HIDDEN), "down": (HIDDEN, BYTES)}
+    weights = {name: np.float32(0.05 * rng.standard_normal(shape)) for name, shape in shapes.items()}
+    inner = optax.adam(RATE)
+    batches, _ = data.text(np.random.default_rng([seed, place, life]), (4000, BATCH), 1)
+    _, held_out = data.text(np.random.default_rng(0), (1, 1), HELD_OUT)
+
+    def loss(w, batch):
+        inputs, targets = batch
+        before = jnp.concatenate([w["embed"][jnp.roll(inputs, shift, 1)] for shift in range(SEEN)], -1)
+        logits = jax.nn.gelu(before @ w["up"]) @ w["down"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)[:, SEEN:].mean()
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = inner.update(jax.grad(loss)(params, batch), state)
+        return optax.apply_updates(params, updates), state
+
+    decoupled = cgx.wan.Decoupled(
+        addresses=addresses, place=place, outer="sgd", every=EVERY, plan=cgx.MaxMin(BITS), quorum=QUORUM, grace=GRACE
+    )
+    state = jax.jit(inner.init)(weights)
+    jax.block_until_ready(
+        step(jax.tree.map(jnp.asarray, weights), state, tuple(each[0] for each in batches))
+    )  # compiles
+    while life and not (folder / "go").exists():
+        time.sleep(0.1)
+    params, member = decoupled.join(weights)
+    with member, open(folder / f"center-{place}", "a") as out:
+        t = 0
+        while member.last is None or member.last.number < rounds:
+            start = time.monotonic()
+            batch = tuple(each[t % len(each)] for each in batches)
+            params, state = jax.block_until_ready(step(params, state, batch))
+            computed, last = time.monotonic(), member.last
+            params = member.step(params, tokens=BATCH * data.CONTEXT)
+            ended = time.monotonic()
+            line = dict(at=ended, computed=computed - start, exchanged=ended - computed, waited=member.waited)
+            if member.last != last:
+                line |= dict(round=member.last.number, centers=member.last.centers)
+            print(json.dumps(line), file=out, flush=True)
+            time.sleep(max(0.0, PACE - (time.monotonic() - start)))
+            t += 1
+        bits = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(member.params))).hexdigest()
+        final = float(jax.jit(loss)(member.params, held_out)) if place == 0 else None
+        print(json.dumps(dict(bits=bits, loss=final, round=member.last.number)), file=out, flush=True)
+
+
+# All of them
+
+
+def free_addresses():
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(CENTERS)]
+        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+
+
+def lines(folder, place):
+    """What a center has written until now. The last line may not be complete."""
+    path = folder / f"center-{place}"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def measure(row, seed, rounds):
+    """(what the centers wrote, when it happened)."""
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as files:
+        folder, addresses = pathlib.Path(name), free_addresses()
+
+        def start(place, life):
+            words = [sys.executable, __file__, "--center", folder, place, life, seed, rounds, *addresses]
+            environment = os.environ | dict(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1")
+            return subprocess.Popen(list(map(str, words)), env=environment, stdin=subprocess.DEVNULL)
+
+        running = [start(place, 0) for place in range(CENTERS)]
+        spare = start(VICTIM, 1) if row == "killed" else None
+        if spare:
+            files.callback(lambda: (spare.kill(), spare.wait()))
+        files.callback(lambda: [(process.kill(), process.wait()) for process in running])
+        deadline, event = time.monotonic() + LIMIT, None
+        while any(process.poll() is None for process in running):
+            time.sleep(0.2)
+            if time.monotonic() > deadline or any(process.poll() for process in running[:VICTIM]):
+                sys.exit(f"{row}: a center failed, or takes too long")
+            if spare and event is None and any(line.get("round", 0) >= rounds // 4 for line in lines(folder, 0)):
+                event = time.monotonic()
+                running[VICTIM].kill()
+                running[VICTIM].wait()
+                time.sleep(AWAY)
+                (folder / "go").touch()
+                running[VICTIM] = spare
+        return [lines(folder, place) for place in range(CENTERS)], event
+
+
+def main():
+    if sys.argv[1:2] == ["--center"]:
+        folder, *numbers = sys.argv[2:7]
+        place, life, seed, rounds = map(int, numbers)
+        return center_main(pathlib.Path(folder), place, life, seed=seed, rounds=rounds, addresses=sys.argv[7:])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    args = parser.parse_args()
+    report = Report("make bench-decoupled", rows=[], rounds=[], goal=WORSE, charts=CHARTS)
+    for seed in range(args.seeds):
+        with concurrent.futures.ThreadPoolExecutor() as pool:  # both at the same time
+            each = list(pool.map(lambda row, seed=seed: measure(row, seed, args.rounds), ROWS))
+        for row, (found, event) in zip(ROWS, each):
+            report.data["rows"].append(summary(row, seed, found, event))
+            print(json.dumps(report.data["rows"][-1]), file=sys.stderr, flush=True)
+            if seed == 0:
+                start = found[0][0]["at"]
+                report.data["rounds"] += [
+                    dict(row=row, seconds=round(line["at"] - start, 1), centers=len(line["centers"]))
+                    for line in found[0]
+                    if "centers" in line
+                ]
+    show(report)
+    report.write(args.out, "decoupled")
+    return None
+
+
+def summary(row, seed, found, event):
+    """A row of the report's data, from what the centers wrote."""
+    steps = [line for each in found[:VICTIM] for line in each if "waited" in line]
+    rounds = [line for line in found[0] if "centers" in line]
+    back = [line["at"] for line in rounds if event and line["at"] > event + AWAY and VICTIM in line["centers"]]
+    ends = [each[-1] for each in found]
+    return dict(
+        row=row,
+        seed=seed,
+        loss=round(ends[0]["loss"], 4),
+        seconds=round(found[0][-2]["at"] - found[0][0]["at"], 1),
+        waited=round(max(line["waited"] for line in steps), 3),
+        exchanged=round(max(line["exchanged"] for line in steps), 3),
+        rounds=len(rounds),
+        without=sum(VICTIM not in line["centers"] for line in rounds),
+        away=round(back[0] - event, 1) if back else None,
+        agree=len({(end["bits"], end["round"]) for end in ends}) == 1,
+    )
+
+
+def show(report):
+    """The table."""
+    rows = report.data["rows"]
+    losses = {name: [row["loss"] for row in rows if row["row"] == name] for name in ROWS}
+    means = {name: sum(each) / len(each) for name, each in losses.items()}
+    cells = ("the last center", "seed", "loss", "seconds", "rounds", "of three", "away, s", "longest wait, s", "agree")
+    report.show("", f"| {' | '.join(cells)} |", f"|---{'|---:' * (len(cells) - 1)}|")
+    for row in rows:
+        waited = f"{row['waited']:.2f} {mark(row['waited'] <= GRACE + LATE)}"
+        away = "" if row["away"] is None else f"{row['away']:.0f}"
+        values = (ROWS[row["row"]], row["seed"], row["loss"], f"{row['seconds']:.0f}", row["rounds"], row["without"])
+        report.show(f"| {' | '.join(map(str, (*values, away, waited, mark(row['agree']))))} |")
+    more = means["killed"] / means["undisturbed"] - 1
+    report.show("", f"Loss with the last center killed, over that undisturbed: {more:+.1%} {mark(more <= WORSE)}")
+    report.show("", NOTES.rstrip())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The outer gradients of decoupled centers as bytes, and the averages of several."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcgx.checks import wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.checks import check_encodes
+from jaxcgx.codecs.coding import decode, encode
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.exchange.keys import fold
+from jaxcgx.optim.leaves import flatten
+from jaxcgx.plan import Plan
+from jaxcgx.plan.leaves import spell_path, why_raw
+from jaxcgx.wan.fragments import Fragment, cut
+
+TINY = 2.0**-126
+WEIGHTS: dict[str | None, Callable[[float, float], float]] = {  # of a center, by its tokens and steps since the last
+    "tokens": lambda tokens, steps: tokens**2 / steps,
+    "steps": lambda tokens, steps: steps,
+    None: lambda tokens, steps: 1.0,
+}
+
+
+class Leaf(NamedTuple):
+    """How a parameter's outer gradient travels."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # of the parameter. Its outer gradient is float32.
+    codec: Codec
+    radial: bool  # how it is averaged
+
+    @property
+    def bytes(self) -> int:
+        return self.codec.wire_bytes(self.shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How outer gradients of some parameters become bytes and back. Frozen parameters don't travel."""
+
+    leaves: tuple[Leaf, ...]
+    trained: Fragment = dataclasses.field(compare=False)  # all parameters that aren't frozen
+
+    @classmethod
+    def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
+        """The packing of these parameters. `Decoupled` explains the arguments, and `op` is what errors name."""
+        trained = cut(op, params, plan.skipped(op, "plan", params), 1)[0]
+        whole = flatten(params)
+        assigned = plan.assign(op, "plan", paths=whole.paths, leaves=whole.values)
+        found = []
+        for path, x, at, (codec, guarded) in zip(whole.paths, whole.values, trained.rows, assigned):
+            if at is None:
+                continue
+            if not isinstance(codec, Codec):
+                raise wrong(
+                    op, "plan", "one codec for a parameter", "one for each axis", "leave out the axes", path=path
+                )
+            check_encodes(op, codec, "plan")
+            wide = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+            codec = Raw() if guarded or why_raw(wide, [codec]) else codec
+            radial = _how(op, average, path, x) == "radial"
+            found.append(Leaf(spell_path(path), x.shape, str(x.dtype), codec=codec, radial=radial))
+        return cls(tuple(found), trained)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all outer gradients of a center."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    def pack(self, moved: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+        """(uint8[bytes], what other centers will make of it). moved: the outer gradients."""
+        found = flatten(moved)
+        keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
+        rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(found.values, self.leaves, keys)]
+        row = jnp.concatenate([jnp.zeros(0, jnp.uint8), *rows])
+        return row, found.tree(self._unpack(row))
+
+    def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        """(the average of each leaf, whether there is one).
+
+        Every center adds in the same order, so that all get the same bits.
+
+        Args:
+          rows: uint8[centers, bytes].
+          weights: float32[centers]; 0 for a center that doesn't take part. One whose numbers aren't finite counts as 0.
+        """
+
+        def add(total: Any, given: Any) -> tuple[Any, None]:
+            row, weight = given
+            parts = self._unpack(row)
+            finite = jnp.stack([jnp.isfinite(x).all() for x in parts]).all()
+            return jax.tree_util.tree_map(
+                lambda x, y: jnp.where(finite, x + y, x), total, self._terms(parts, weight)
+            ), None
+
+        def step(total: Any, given: Any) -> tuple[Any, None]:
+            return lax.cond(given[1] > 0, add, lambda total, _: (total, None), total, given)
+
+        zeros = [jnp.zeros(leaf.shape, jnp.float32) for leaf in self.leaves]
+        start = jax.tree_util.tree_map(jnp.zeros_like, self._terms(zeros, jnp.float32(0)))
+        (weight, norms, sums), _ = lax.scan(step, start, (rows, weights))
+        least = jnp.maximum(weight, TINY)
+        means = [
+            _unit(x) * (norm / least) if leaf.radial else x / least for leaf, norm, x in zip(self.leaves, norms, sums)
+        ]
+        return means, weight > 0
+
+    def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[Any, list[Any], list[Any]]:
+        """What a center adds: (its weight, weighted norms of its leaves, weighted leaves or their unit vectors)."""
+        norms = [weight * _norm(x) if leaf.radial else jnp.float32(0) for leaf, x in zip(self.leaves, parts)]
+        return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
+
+    def _unpack(self, row: jax.Array) -> list[jax.Array]:
+        found, at = list[jax.Array](), 0
+        for leaf in self.leaves:
+            found.append(decode(row[at : at + leaf.bytes], leaf.codec, leaf.shape, jnp.float32))
+            at += leaf.bytes
+        return found
+
+
+def _how(op: str, average: Any, path: Any, x: Any) -> str:
+    """How a parameter is averaged, "mean" or "radial"."""
+    name = spell_path(path)
+    if average == "radial":
+        return "mean" if "embed" in name.lower() else "radial"
+    found = average(name, x) if callable(average) else average
+    if found not in ("mean", "radial"):
+        place = f"the function's answer {found!r}" if callable(average) else repr(average)
+        raise wrong(op, "average", "'mean', 'radial' or a function that returns one of them", place)
+    return found
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt((x * x).sum())
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """The vector of length 1 in the same direction; 0 for 0."""
+    norm = _norm(x)
+    return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1), 0)

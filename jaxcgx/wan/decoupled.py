@@ -1,0 +1,126 @@
+"""Decoupled: centers that are programs of their own exchange outer gradients, and none of them waits for another."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxcgx.checks import check_flag, check_integer, check_number, wrong
+from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.raw import Raw
+from jaxcgx.optim.phases import check_phases
+from jaxcgx.plan import Plan
+from jaxcgx.wan.contributions import WEIGHTS
+from jaxcgx.wan.diloco import warn_of_few_bits
+from jaxcgx.wan.member import DecoupledState, Member
+from jaxcgx.wan.outer import check_outer
+
+OP = "Decoupled"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Decoupled:
+    """Low-communication training (DiLoCo) of centers that start, stop and die on their own.
+
+        train = cgx.make_train_step(loss_fn, optimizer, mesh)  # or any other step
+        params, opt_state = train.init(params)
+        decoupled = cgx.wan.Decoupled(addresses=["a.example:7000", "b.example:7000"], place=0, every=100)
+        params, member = decoupled.join(params)
+        for batch in batches:
+            params, opt_state, metrics = train.step(params, opt_state, batch)
+            params = member.step(params)
+
+    Every center is a JAX program of its own: one process, or several with a `jax.distributed` world of their own. It
+    trains with any model and optimizer. After `every` steps it sends its outer gradient, outer parameters - own
+    parameters, to all other centers. A round ends when all that are there have sent theirs, or half of `grace` seconds
+    after a `quorum` has. Then every center moves the same outer parameters, `member.params`, by the average.
+
+    Args:
+      addresses: "host:port" of every center that may ever take part, the same list everywhere. It listens there.
+      place: the index of this center in `addresses`.
+      outer: the outer optimizer, as in `diloco`.
+      every: the number of steps after which a center sends its outer gradient. As soon as a quorum has sent, others
+        send theirs after the step that they are in.
+      plan: a codec or a Plan, for outer gradients.
+      quorum: the number of outer gradients that a round needs.
+      grace: the longest time that a step waits for a round, in seconds. A round that has a quorum waits half of that
+        for further centers.
+      overlap: the number of steps, less than `every`, that a center goes on before a step waits for the round. What it
+        learns in them counts in the next round.
+      weights: how much a center counts. "tokens": tokens^2 / steps, since it last took part. "steps": steps. None: all
+        count the same.
+      average: "mean"; or "radial", for each parameter the mean of norms times the direction of the mean of directions,
+        except parameters with "embed" in their path; or a function (path, parameter) that returns "mean" or "radial".
+      feedback: keep what compression loses of outer gradients, and send it later.
+      seed: the seed of the noise of codecs that round stochastically.
+      secret: what all centers know. A program that doesn't know it is turned away. Nothing is encrypted.
+    """
+
+    addresses: Sequence[str]
+    place: int
+    outer: Any = "nesterov"
+    every: int = 500
+    plan: Codec | Plan = Raw()
+    quorum: int = 1
+    grace: float = 10.0
+    overlap: int = 0
+    weights: str | None = "tokens"
+    average: str | Callable[[str, Any], str] = "mean"
+    feedback: bool = True
+    seed: int = 0
+    secret: str = ""
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)
+        count = len(self.hosts)
+        check_integer(OP, "place", self.place, 0, count - 1)
+        put("outer", check_outer(OP, self.outer))
+        check_integer(OP, "every", self.every, 1)
+        check_integer(OP, "quorum", self.quorum, 1, count)
+        check_number(OP, "grace", self.grace, lambda x: x >= 0, "seconds, at least 0")
+        check_integer(OP, "overlap", self.overlap, 0)
+        if self.overlap >= self.every:
+            remedy = f"pass overlap={self.every - 1}"
+            raise wrong(OP, "overlap", f"less than every = {self.every} steps", self.overlap, remedy)
+        if self.weights not in WEIGHTS:
+            raise wrong(OP, "weights", "'tokens', 'steps' or None", repr(self.weights))
+        if self.average not in ("mean", "radial") and not callable(self.average):
+            raise wrong(OP, "average", "'mean', 'radial' or a function", repr(self.average))
+        check_flag(OP, "feedback", self.feedback)
+        check_integer(OP, "seed", self.seed)
+        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
+            raise wrong(OP, "secret", "a string", repr(self.secret), kind=TypeError)
+        phase, *others = check_phases(OP, self.plan)
+        if others:
+            raise wrong(OP, "plan", "one plan for the whole training", "a schedule of plans", "pass one of them")
+        put("plan", phase.plan)
+        warn_of_few_bits(OP, phase.plan, self.feedback)
+
+    @property
+    def hosts(self) -> list[tuple[str, int]]:
+        """(host, port) of every center."""
+        expected = "a list of 'host:port', one for each of several centers"
+        if isinstance(self.addresses, str) or len(self.addresses) < 2:
+            raise wrong(OP, "addresses", expected, repr(self.addresses))
+        found = list[tuple[str, int]]()
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise wrong(OP, "addresses", expected, repr(address))
+            found.append((host.strip("[]"), int(port)))
+        if len(set(found)) < len(found):
+            raise wrong(OP, "addresses", "another address for each center", repr(list(self.addresses)))
+        return found
+
+    def join(self, params: Any, state: DecoupledState | None = None) -> tuple[Any, Member]:
+        """(parameters to go on with, this center's `Member`).
+
+        It waits up to `grace` seconds for the other centers. If they are already training, this center gets the outer
+        parameters and the outer optimizer's state from one of them. If all begin, they begin with the parameters of the
+        first one. An error says so if the others have other shapes or options.
+
+        Args:
+          params: the parameters. In every process of this center they are whole.
+          state: `member.state` of a training that goes on, whose `member.params` are the `params`.
+        """
+        member = Member(self, params=params, state=state)
+        return member.params, member

@@ -1,0 +1,420 @@
+"""A center's part in decoupled training: what it holds, sends and applies."""
+
+import enum
+import math
+import struct
+import threading
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxcgx.checks import callers_level, check_positive, spell_array, unexpected, wrong
+from jaxcgx.optim.leaves import check_arrays
+from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
+from jaxcgx.wan.contributions import WEIGHTS, Packing
+from jaxcgx.wan.moves import Moves, number_of
+from jaxcgx.wan.outer import init_outer
+from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
+
+OP = "Decoupled.join"
+WEIGHT = struct.Struct("!d")
+NAMED = struct.Struct("!II")  # of a decision: a place, a checksum
+TICK = 0.02  # seconds between two looks at a round that gathers
+
+
+class DecoupledState(NamedTuple):
+    """What a center needs besides `member.params` to go on after all centers have stopped."""
+
+    round: Any  # int32[]: the number of rounds until now
+    merged: Any  # int32[]: the number of outer gradients in them
+    optimizer: Any  # the state of the outer optimizer
+    residuals: Any  # this center's, like the parameters; None without feedback
+
+
+class Round(NamedTuple):
+    """A round that has ended."""
+
+    number: int
+    centers: tuple[int, ...]  # the places of those whose outer gradients are in it
+
+
+class _Held(NamedTuple):
+    """What all centers of a version have."""
+
+    version: Version
+    outer: Any
+    optimizer: Any
+
+
+class _Sent(NamedTuple):
+    """What this center has sent for the next round."""
+
+    contribution: Contribution | None  # None in processes that send nothing
+    own: Any  # its parameters then
+    residuals: Any  # if the contribution counts
+    steps: int
+    tokens: float
+
+
+class _Act(enum.IntEnum):
+    """What a step has to do."""
+
+    GO_ON = 0
+    SEND = 1
+    MOVE = 2
+    ADOPT = 3
+
+
+class Member:
+    """A center in decoupled training. `Decoupled.join` makes it. `with` leaves in the end.
+
+    Attributes:
+      last: the last `Round` that this center applied, or None.
+      waited: the seconds that the last `step` waited for others.
+    """
+
+    def __init__(self, given: Any, params: Any, state: DecoupledState | None) -> None:
+        params = jax.tree_util.tree_map(jnp.asarray, check_arrays(OP, "params", params))
+        for path, x in jax.tree_util.tree_flatten_with_path(params)[0]:
+            if not (x.is_fully_addressable or x.is_fully_replicated):
+                raise wrong(OP, "params", "parameters that every process has whole", "shards", path=path)
+        self._given = given
+        packing = Packing.of("Decoupled", given.plan, params, given.average)
+        self._moves = Moves(packing, given.outer, given.seed % 2**32)
+        outer = self._moves.copy(params)
+        trained = packing.trained.take(outer)
+        number = merged = 0
+        if state is None:
+            optimizer = jax.jit(lambda tree: init_outer("Decoupled", given.outer, tree))(trained)
+            self._residuals = self._moves.zeros(trained) if given.feedback else None
+        else:
+            number, merged = int(state.round), int(state.merged)
+            optimizer, self._residuals = jax.tree_util.tree_map(jnp.asarray, (state.optimizer, state.residuals))
+        version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
+        self._held = _Held(version, outer, optimizer)
+        self._sent: _Sent | None = None
+        self._waits = False
+        self._steps, self._tokens = 0, 0.0  # since this center last took part
+        self.last: Round | None = None
+        self.waited: float = 0.0
+        self._changed = threading.Condition()  # guards what follows
+        # A round waits for half of the grace, so that its end reaches those who wait for it.
+        self._assembly = Assembly(given.place, given.quorum, given.grace / 2)
+        self._assembly.advance(self._held.version)
+        self._outcome: dict[int, Contribution] = {}  # of the round that ends
+        self._arrived: Frame | None = None  # a STATE
+        self._asked: int | None = None  # whom for one
+        self._difference: Exception | None = None
+        self._joined = self._closed = False
+        self._peers: Any = None  # Peers in the first process
+        if jax.process_index() == 0:
+            sizes = {
+                Kind.BEAT: [0],
+                Kind.CONTRIBUTION: [WEIGHT.size + packing.bytes],
+                Kind.DECISION: [NAMED.size * count for count in range(1, len(given.hosts) + 1)],
+                Kind.FETCH: [0],
+                Kind.STATE: [self._state_bytes],
+            }
+            events = Events(self._beat, self._came, self._got, left=self._left, differs=self._differs)
+            self._peers = Peers(
+                given.place, given.hosts, given.secret.encode(), terms=self._terms(), sizes=sizes, events=events
+            )
+            self._peers.start()
+            threading.Thread(target=self._preside, name="jaxcgx-preside", daemon=True).start()
+        try:
+            self._begin()
+        except BaseException:
+            self.leave()
+            raise
+
+    # What a user calls
+
+    @property
+    def params(self) -> Any:
+        """The outer parameters, the same in all centers: evaluate and save these."""
+        return self._moves.copy(self._held.outer)
+
+    @property
+    def state(self) -> DecoupledState:
+        """What `join` needs, with `params`, to go on later."""
+        version, _, optimizer = self._held
+        return DecoupledState(np.int32(version.round), np.int32(version.merged), optimizer, self._residuals)
+
+    @property
+    def centers(self) -> tuple[int, ...]:
+        """The places of the centers that are connected, and this one's."""
+        with self._changed:
+            return tuple(sorted([self._given.place, *self._assembly.others]))
+
+    def step(self, params: Any, tokens: float = 1.0) -> Any:
+        """The parameters to go on with. Call it after each step of the inner optimizer.
+
+        Args:
+          params: this center's parameters after the step.
+          tokens: the number of tokens, or examples, of the step's batch in all of this center.
+        """
+        self._check(params)
+        check_positive("Member.step", "tokens", tokens)
+        self._steps, self._tokens, self.waited = self._steps + 1, self._tokens + float(tokens), 0.0
+        acts = {_Act.SEND: self._send, _Act.MOVE: self._move, _Act.ADOPT: self._adopt}
+        while (act := self._agreed(self._next())) != _Act.GO_ON:
+            params = acts[act](params)
+        return params
+
+    def leave(self) -> None:
+        """Ends this center's connections. The others go on without it."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._peers:
+            self._peers.close()
+
+    def __enter__(self) -> "Member":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    # What a step does
+
+    def _next(self) -> _Act:
+        """What has to be done now. It waits for the others if it is time for that."""
+        if not self._peers:
+            return _Act.GO_ON  # the first process says
+        given, assembly = self._given, self._assembly
+        with self._changed:
+            now = time.monotonic()
+            if self._sent and self._waits and self._steps - self._sent.steps >= given.overlap:
+                self._waits = False
+                self._changed.wait_for(lambda: self._arrived or assembly.outcome(), given.grace)
+                self.waited += time.monotonic() - now
+            if assembly.must_fetch(now):
+                self._ask()
+            if self._arrived:
+                return _Act.ADOPT
+            if outcome := assembly.outcome():
+                self._outcome = outcome
+                return _Act.MOVE
+            due = self._steps >= given.every or (self._steps > 0 and assembly.gathers(now))
+            return _Act.SEND if due and not self._sent else _Act.GO_ON
+
+    def _send(self, params: Any) -> Any:
+        """Sends this center's outer gradient."""
+        version, outer, _ = self._held
+        numbers = np.array([self._given.place, version.round], np.int32)
+        row, own, residuals = self._moves.encode(outer, params, self._residuals, numbers)
+        contribution, steps, tokens = None, self._steps, self._tokens
+        if self._peers:
+            weight = float(WEIGHTS[self._given.weights](tokens, steps))
+            contribution = Contribution(version, weight, np.asarray(row).tobytes())
+            with self._changed:
+                self._assembly.contribute(self._given.place, contribution)
+                self._peers.send_all(_contribution(contribution))
+                self._changed.notify_all()
+        self._sent, self._waits = _Sent(contribution, own, residuals, steps=steps, tokens=tokens), True
+        return params
+
+    def _move(self, params: Any) -> Any:
+        """Moves the outer parameters by the average of a round, and this center's own with them."""
+        rows = np.zeros((len(self._given.addresses), self._moves.packing.bytes), np.uint8)
+        weights, included = np.zeros(len(rows), np.float32), False
+        for place, each in self._outcome.items():
+            rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
+        if self._sent and self._sent.contribution:
+            included = self._outcome.get(self._given.place) is self._sent.contribution
+        rows, weights, included = self._shared((rows, weights, included))
+        version, before, optimizer = self._held
+        outer, optimizer, checksums = self._moves.move(before, optimizer, rows, weights)
+        base = before
+        if self._sent and included:
+            self._residuals, base = self._sent.residuals, self._sent.own
+            self._steps, self._tokens = self._steps - self._sent.steps, self._tokens - self._sent.tokens
+        # What a center has learnt beyond the base, it keeps, and sends in the next round.
+        params = self._moves.follow(params, outer, base) if self._steps else self._moves.copy(outer)
+        members = tuple(int(place) for place in np.flatnonzero(weights))
+        self.last = Round(version.round + 1, members)
+        self._hold(Version(version.round + 1, version.merged + len(members), number_of(checksums)), outer, optimizer)
+        return params
+
+    def _adopt(self, params: Any) -> Any:
+        """Goes on from what another center has sent."""
+        words, body = np.zeros(6, np.uint32), np.zeros(self._state_bytes, np.uint8)
+        if self._peers and self._arrived:
+            words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
+            body[:] = np.frombuffer(self._arrived.body, np.uint8)
+        words, body = self._shared((words, body))
+        numbers: list[list[int]] = np.reshape(words, (3, 2)).tolist()
+        version = Version(*(high << 32 | low for high, low in numbers))
+        _, outer, optimizer = self._held
+        like = self._moves.packing.trained.take(outer), optimizer
+        trained, optimizer = _from_bytes(like, np.asarray(body))
+        outer = self._moves.packing.trained.put(outer, trained)
+        self._steps, self._tokens, self._arrived = 0, 0.0, None
+        self._hold(version, outer, optimizer)
+        return self._moves.copy(outer)
+
+    def _hold(self, version: Version, outer: Any, optimizer: Any) -> None:
+        with self._changed:
+            self._held, self._sent = _Held(version, outer, optimizer), None
+            self._assembly.advance(version)
+            if self._peers:
+                self._peers.send_all(self._beat())
+            self._changed.notify_all()
+
+    # Among the processes of a center
+
+    def _agreed(self, act: _Act) -> _Act:
+        """What the first process says."""
+        return _Act(int(self._shared(np.int32(act))))
+
+    def _shared(self, tree: Any) -> Any:
+        """What the first process has."""
+        return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+    # Among centers
+
+    def _begin(self) -> None:
+        """Meets the other centers, and gets what they have."""
+        if self._peers:
+            self._meet()
+        if self._agreed(_Act.ADOPT if self._arrived else _Act.GO_ON) == _Act.ADOPT:
+            self._adopt(None)
+
+    def _meet(self) -> None:
+        """Waits for the others, and for what they have if that is more."""
+        with self._changed:
+            others = len(self._given.addresses) - 1
+            met = lambda: self._difference or len(self._assembly.others) == others
+            self._changed.wait_for(met, self._given.grace)
+            self._changed.wait_for(self._ready)
+            if self._difference:
+                raise self._difference
+            self._joined = True
+
+    def _ready(self) -> bool:
+        """Whether this center has what the chair has, or gets it."""
+        assembly = self._assembly
+        same = assembly.others.get(assembly.chair, assembly.version) == assembly.version
+        if not same and not self._difference and not self._arrived:
+            self._ask()
+        return bool(same or self._difference or self._arrived)
+
+    def _ask(self) -> None:
+        """Asks the chair for what it has, once."""
+        assembly = self._assembly
+        if self._asked is None:
+            self._asked = assembly.chair
+            assembly.fetching = assembly.others[assembly.chair].round
+            self._peers.send(assembly.chair, Frame(Kind.FETCH, assembly.version))
+
+    def _preside(self) -> None:
+        """Ends rounds, where this center is the chair."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                if decision := self._assembly.decide(now):
+                    named = b"".join(NAMED.pack(*each) for each in decision.members)
+                    self._peers.send_all(Frame(Kind.DECISION, decision.version, named))
+                    self._changed.notify_all()
+                self._changed.wait(TICK if self._assembly.gathers(now) else None)
+
+    def _terms(self) -> Terms:
+        given, held = self._given, self._held
+        leaves = {
+            leaf.name: f"{leaf.dtype}{list(leaf.shape)} in {leaf.codec}, average {'radial' if leaf.radial else 'mean'}"
+            for leaf in self._moves.packing.leaves
+        }
+        for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
+            leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
+        return Terms({"addresses": f"{len(given.addresses)} centers", "weights": repr(given.weights)}, leaves)
+
+    @property
+    def _state_bytes(self) -> int:
+        like = self._moves.packing.trained.take(self._held.outer), self._held.optimizer
+        return sum(x.nbytes for x in jax.tree_util.tree_leaves(like))
+
+    def _check(self, params: Any) -> None:
+        """Checks that parameters are like those that this center joined with."""
+        (found, structure), (wanted, expected) = map(jax.tree_util.tree_flatten_with_path, (params, self._held.outer))
+        if structure != expected:
+            raise wrong("Member.step", "params", f"the structure {expected}", structure)
+        for (path, x), (_, y) in zip(found, wanted):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise wrong("Member.step", "params", spell_array(y), spell_array(x), path=path)
+
+    # Events of `Peers`, in its threads
+
+    def _beat(self) -> Frame:
+        """Says that this center lives, and what it has."""
+        return Frame(Kind.BEAT, self._held.version)
+
+    def _came(self, place: int) -> None:
+        """A center is connected."""
+        with self._changed:
+            self._asked = None if self._asked == place else self._asked  # what it was asked is lost
+            self._peers.send(place, self._beat())
+            if own := self._assembly.present().get(self._given.place):
+                self._peers.send(place, _contribution(own))
+
+    def _left(self, place: int) -> None:
+        """A center has gone."""
+        with self._changed:
+            self._assembly.others.pop(place, None)
+            self._asked = None if self._asked == place else self._asked
+            self._changed.notify_all()
+
+    def _differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
+        """A center with other terms called, or was called."""
+        argument, leaf, mine, theirs = difference
+        where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
+        expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
+        error = unexpected(where, expected, mine, "give all centers the same model, plan and options")
+        with self._changed:
+            if self._joined:
+                warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())
+                return
+            self._difference = error
+            self._changed.notify_all()
+
+    def _got(self, place: int, frame: Frame) -> None:
+        """A frame has come."""
+        kind, version, body = frame
+        if kind == Kind.FETCH:
+            held = self._held
+            like = self._moves.packing.trained.take(held.outer), held.optimizer
+            state = b"".join(np.asarray(x).tobytes() for x in jax.tree_util.tree_leaves(like))
+            self._peers.send(place, Frame(Kind.STATE, held.version, state))
+        with self._changed:
+            self._assembly.others[place] = version
+            if kind == Kind.CONTRIBUTION:
+                (weight,) = WEIGHT.unpack_from(body)
+                if math.isfinite(weight) and weight > 0:
+                    self._assembly.contribute(place, Contribution(version, weight, memoryview(body)[WEIGHT.size :]))
+            elif kind == Kind.DECISION:
+                self._assembly.learn(Decision(version, tuple(NAMED.iter_unpack(body))))
+            elif kind == Kind.STATE:
+                self._asked, own = None, self._assembly.version
+                if version.merged >= own.merged and version != own:
+                    self._arrived = frame
+            self._changed.notify_all()
+
+
+def _contribution(contribution: Contribution) -> Frame:
+    body = WEIGHT.pack(contribution.weight) + contribution.payload
+    return Frame(Kind.CONTRIBUTION, contribution.version, body)
+
+
+def _from_bytes(like: Any, body: np.ndarray) -> Any:
+    """A tree of arrays like others, with other numbers."""
+    leaves, structure = jax.tree_util.tree_flatten(like)
+    found, at = [], 0
+    for x in leaves:
+        value = body[at : at + x.nbytes].view(x.dtype).reshape(x.shape)
+        found.append(jax.device_put(value, x.sharding) if x.committed else jnp.asarray(value))
+        at += x.nbytes
+    return structure.unflatten(found)

@@ -1,0 +1,92 @@
+"""The compiled programs of a decoupled center: what it sends, and how parameters move."""
+
+import dataclasses
+import functools
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcgx.collectives.replicas import checksum
+from jaxcgx.exchange.keys import fold
+from jaxcgx.optim.require import import_optax
+from jaxcgx.wan.contributions import Packing
+from jaxcgx.wan.rounds import choose, finite, wide
+
+_program = functools.partial(jax.jit, static_argnums=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """The programs for some parameters.
+
+    Args:
+      packing: how outer gradients travel.
+      optimizer: the outer optimizer.
+      seed: the seed of noise.
+    """
+
+    packing: Packing
+    optimizer: Any
+    seed: int
+
+    @_program
+    def copy(self, tree: Any) -> Any:
+        """The same in other memory: a step may donate its arguments."""
+        return jax.tree_util.tree_map(jnp.copy, tree)
+
+    @_program
+    def zeros(self, tree: Any) -> Any:
+        """Residuals before the first round."""
+        return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
+
+    @_program
+    def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
+        """(bytes of the outer gradient, a copy of the own parameters, the residuals if it counts).
+
+        Args:
+          outer, own: the parameters.
+          residuals: those before; None without feedback.
+          numbers: the center's place and the round, which noise depends on.
+        """
+        take = self.packing.trained.take
+        moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
+        if residuals is not None:
+            moved = jax.tree_util.tree_map(jnp.add, moved, residuals)
+        row, arrives = self.packing.pack(moved, fold(jnp.array([0, self.seed], jnp.uint32), *numbers))
+        if residuals is not None:
+            lost = jax.tree_util.tree_map(jnp.subtract, moved, arrives)
+            residuals = choose(finite(lost), lost, residuals)
+        return row, jax.tree_util.tree_map(jnp.copy, own), residuals
+
+    @_program
+    def move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
+        """(the outer parameters after a round, the outer optimizer's state, checksums of both)."""
+        before = self.packing.trained.take(outer)
+        means, some = self.packing.average(rows, weights)
+        leaves, structure = jax.tree_util.tree_flatten(before)
+        mean = structure.unflatten([d.astype(x.dtype) for d, x in zip(means, leaves)])
+        step, after = self.optimizer.update(mean, state, before)
+        trained, state = choose(some, (import_optax("Decoupled").apply_updates(before, step), after), (before, state))
+        return self.packing.trained.put(outer, trained), state, self.checksums(trained, state)
+
+    @_program
+    def checksums(self, trained: Any, state: Any) -> jax.Array:
+        """Checksums of what all centers have: the outer parameters and the outer optimizer's state."""
+        return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
+
+    @_program
+    def follow(self, own: Any, outer: Any, base: Any) -> Any:
+        """Own parameters, moved as far as the outer ones are from the base; the outer ones if they aren't finite."""
+        take = self.packing.trained.take
+        moved = jax.tree_util.tree_map(
+            lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
+        )
+        return self.packing.trained.put(own, choose(finite(moved), moved, take(outer)))
+
+
+def number_of(checksums: Any) -> int:
+    """Checksums as a number of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")

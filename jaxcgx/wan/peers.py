@@ -1,0 +1,296 @@
+"""The connections of a decoupled center to the others, in threads of their own: frames, signs of life, new tries.
+
+A center listens at its address and calls those of lower places, again and again. Both ends of a connection prove that
+they know the secret, by an HMAC of what both have said, and tell their terms: what all centers must have in common.
+After that they send frames: a header and a body, whose size is checked before it is read. Nothing is unpickled.
+"""
+
+import contextlib
+import enum
+import hmac
+import json
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxcgx.wan.assembly import Version
+
+HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, bytes of the body
+MAGIC = b"cgx\x01"  # the version of this protocol
+HELLO = struct.Struct("!4sI32s")  # magic, place, nonce
+PROOF = 32  # bytes of an HMAC-SHA256
+MOST = 64 << 20  # bytes of terms
+PIECE = 256 << 10  # bytes that are sent at a time
+SILENCE = 10.0  # seconds after which a silent center counts as gone
+AGAIN = 0.5  # seconds after which a center is called again
+WAITING = 16  # frames that may wait for a center
+STRANGERS = 16  # connections that prove themselves at a time
+
+
+class Kind(enum.IntEnum):
+    """What a frame has in its body."""
+
+    BEAT = 0  # nothing: the sender lives
+    CONTRIBUTION = 1  # a weight and the bytes of an outer gradient
+    DECISION = 2  # places and checksums
+    FETCH = 3  # nothing: the sender wants a STATE
+    STATE = 4  # outer parameters and the outer optimizer's state
+
+
+class Frame(NamedTuple):
+    """What one center sends another."""
+
+    kind: Kind
+    version: Version  # of the sender, or of what it sends
+    body: Any = b""
+
+
+class Terms(NamedTuple):
+    """What all centers must have in common."""
+
+    options: dict[str, str]
+    leaves: dict[str, str]  # by name
+
+    def difference(self, theirs: "Terms") -> tuple[str, str, str, str] | None:
+        """The first difference: (argument, leaf or "", what is here, what is there)."""
+        for name in {**self.options, **theirs.options}:
+            if (mine := self.options.get(name, "none")) != (other := theirs.options.get(name, "none")):
+                return name, "", mine, other
+        for name in {**self.leaves, **theirs.leaves}:
+            if (mine := self.leaves.get(name, "none")) != (other := theirs.leaves.get(name, "none")):
+                return "params", name, mine, other
+        return None
+
+
+class Events(NamedTuple):
+    """What `Peers` calls, in its threads."""
+
+    beat: Callable[[], Frame]  # makes a frame that says that this center lives
+    came: Callable[[int], None]  # a center is connected
+    got: Callable[[int, Frame], None]  # a center has sent a frame
+    left: Callable[[int], None]  # a center has gone
+    differs: Callable[[int, tuple[str, str, str, str]], None]  # a center has other terms
+
+
+class Stranger(Exception):
+    """The other end of a connection is no center of this training."""
+
+
+class Peers:
+    """The connections to other centers.
+
+    Args:
+      place: that of this center among `addresses`.
+      addresses: (host, port) of all centers.
+      secret: what all know.
+      terms: what all must have in common.
+      sizes: the possible sizes of a body of each kind of frame.
+      events: what happens.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        addresses: list[tuple[str, int]],
+        secret: bytes,
+        *,
+        terms: Terms,
+        sizes: dict[Kind, list[int]],
+        events: Events,
+    ) -> None:
+        self._place, self._addresses, self._secret, self._terms = place, addresses, secret, terms
+        self._sizes, self._events = sizes, events
+        self._links: dict[int, _Link] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._strangers = threading.BoundedSemaphore(STRANGERS)
+        host, port = addresses[place]
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self._listener.settimeout(AGAIN)
+        self._acceptor = threading.Thread(target=self._accept, name="jaxcgx-accept", daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen and to call."""
+        self._acceptor.start()
+        for place in range(self._place):
+            self._start(self._call, place)
+
+    def send(self, place: int, frame: Frame) -> None:
+        """Sends a frame soon, if the center is connected."""
+        with self._lock:
+            link = self._links.get(place)
+        if link:
+            link.put(frame)
+
+    def send_all(self, frame: Frame) -> None:
+        """Sends a frame to all connected centers."""
+        for place in range(len(self._addresses)):
+            self.send(place, frame)
+
+    def close(self) -> None:
+        """Ends all connections, after what waits to be sent."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join()  # the address is free again
+        with self._lock:
+            links = list(self._links.values())
+        for link in links:
+            link.finish()
+
+    def _start(self, run: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=run, args=args, name=f"jaxcgx-{run.__name__}", daemon=True).start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._closed.is_set():
+                with contextlib.suppress(OSError):
+                    sock, _ = self._listener.accept()
+                    if self._strangers.acquire(timeout=SILENCE):
+                        self._start(self._welcome, sock)
+                    else:
+                        sock.close()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        try:
+            place = self._meet(sock, None)
+        finally:
+            self._strangers.release()
+        if place is not None:
+            self._serve(sock, place)
+
+    def _call(self, place: int) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(self._addresses[place], timeout=SILENCE)
+                if self._meet(sock, place) is not None:
+                    self._serve(sock, place)
+            self._closed.wait(AGAIN)
+
+    def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
+        """The place of the center at the other end; None if there is none."""
+        try:
+            sock.settimeout(SILENCE)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            mine = HELLO.pack(MAGIC, self._place, secrets.token_bytes(32))
+            sock.sendall(mine)
+            theirs = _read(sock, HELLO.size)
+            magic, place, _ = HELLO.unpack(theirs)
+            fits = place == expected if expected is not None else self._place < place < len(self._addresses)
+            if magic != MAGIC or not fits:
+                raise Stranger
+            sock.sendall(self._prove(mine, theirs))
+            if not hmac.compare_digest(_read(sock, PROOF), self._prove(theirs, mine)):
+                raise Stranger
+            if difference := self._terms.difference(self._tell(sock, first=expected is not None)):
+                self._events.differs(place, difference)
+                raise Stranger
+        except (OSError, Stranger, ValueError, TypeError, AttributeError):
+            sock.close()
+            return None
+        return place
+
+    def _tell(self, sock: socket.socket, first: bool) -> Terms:
+        """The other's terms, for this center's. One end speaks first: both at once may fill the connection."""
+        text = json.dumps(self._terms).encode()
+        mine = struct.pack("!I", len(text)) + text
+        if first:
+            sock.sendall(mine)
+        (size,) = struct.unpack("!I", _read(sock, 4))
+        if size > MOST:
+            raise Stranger
+        options, leaves = json.loads(_read(sock, size))
+        if not first:
+            sock.sendall(mine)
+        return Terms(options, leaves)
+
+    def _prove(self, first: bytes | bytearray, second: bytes | bytearray) -> bytes:
+        return hmac.digest(self._secret, first + second, "sha256")
+
+    def _serve(self, sock: socket.socket, place: int) -> None:
+        """Reads what a center sends, until it has gone."""
+        link = _Link(sock, self._events.beat)
+        with self._lock:
+            old, self._links[place] = self._links.get(place), link
+        if old:
+            old.close()  # it has come again
+        self._events.came(place)
+        try:
+            while not self._closed.is_set():
+                self._events.got(place, self._read_frame(sock))
+        except (OSError, Stranger):
+            pass
+        finally:
+            link.close()
+            sock.close()
+            with self._lock:
+                gone = self._links.get(place) is link
+                if gone:
+                    del self._links[place]
+            if gone:
+                self._events.left(place)
+
+    def _read_frame(self, sock: socket.socket) -> Frame:
+        magic, kind, *version, size = HEADER.unpack(_read(sock, HEADER.size))
+        if magic != MAGIC or kind not in self._sizes or size not in self._sizes[kind]:
+            raise Stranger
+        return Frame(Kind(kind), Version(*version), _read(sock, size))
+
+
+class _Link:
+    """What one center sends another: a queue, and a thread that empties it."""
+
+    def __init__(self, sock: socket.socket, beat: Callable[[], Frame]) -> None:
+        self._socket, self._beat = sock, beat
+        self._queue = queue.Queue[Frame | None](WAITING)
+        self._thread = threading.Thread(target=self._write, name="jaxcgx-write", daemon=True)
+        self._thread.start()
+
+    def put(self, frame: Frame | None) -> None:
+        try:
+            self._queue.put_nowait(frame)
+        except queue.Full:  # it is too slow. It comes again, and fetches.
+            self.close()
+
+    def finish(self) -> None:
+        """Closes the connection after all frames."""
+        self.put(None)
+        self._thread.join(SILENCE)
+        self.close()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                try:
+                    frame = self._queue.get(timeout=SILENCE / 4)
+                except queue.Empty:
+                    frame = self._beat()
+                if frame is None:
+                    return
+                view = memoryview(frame.body)
+                self._socket.sendall(HEADER.pack(MAGIC, frame.kind, *frame.version, len(view)))
+                for at in range(0, len(view), PIECE):
+                    self._socket.sendall(view[at : at + PIECE])
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+
+def _read(sock: socket.socket, size: int) -> bytearray:
+    """Exactly so many bytes. An OSError if they don't come."""
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        if not (count := sock.recv_into(view)):
+            raise ConnectionResetError
+        view = view[count:]
+    return found

@@ -1,0 +1,457 @@
+"""Decoupled: against a transcription in NumPy, to the bit; who decides, who is waited for; deaths, joins, bad input."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from errors import raises, says
+from helpers import assert_same_trees, load_script, normal
+
+import jaxcgx as cgx
+from jaxcgx.wan.assembly import Assembly, Contribution, Decision, Version
+from jaxcgx.wan.contributions import Packing
+
+# Numbers of few bits: sums and products of them are exact.
+PARAMS = {"w": jnp.round(4 * normal((6, 4), 1)) / 4 + 0, "b": jnp.round(4 * normal((4,), 2)) / 4 + 0}
+TARGETS = np.round(4 * np.asarray(normal((3, 4), 3))) / 4  # one for each center
+RANK = pathlib.Path(__file__).with_name("decoupled_rank.py")
+SGD = optax.sgd(1.0)  # one object, so that programs are shared
+LIMIT = 60  # seconds, after which a center counts as hung
+A, B = Version(3, 9, 1), Version(4, 12, 2)
+
+
+# Agreement, without a network
+
+
+def assembly(place=0, quorum=2, version=A, others=(1, 2)):
+    made = Assembly(place, quorum, grace=5)
+    made.advance(version)
+    made.others = dict.fromkeys(others, version)
+    return made
+
+
+def sent(place, version=A):
+    return Contribution(version, 1.0, bytes([place]))
+
+
+def test_the_chair_decides_when_all_have_sent():
+    found = assembly()
+    found.contribute(0, sent(0))
+    found.contribute(2, sent(2))
+    assert found.decide(now=0) is None
+    found.contribute(1, sent(1))
+    decision = found.decide(now=1)
+    assert [place for place, _ in decision.members] == [0, 1, 2]
+    assert list(found.outcome()) == [0, 1, 2]
+    assert found.decide(now=2) is None  # once
+
+
+def test_a_round_waits_for_its_quorum_and_then_as_long_as_the_grace():
+    found = assembly()
+    found.contribute(0, sent(0))
+    assert not found.gathers(now=0) and found.decide(now=100) is None
+    found.contribute(2, sent(2))
+    assert found.gathers(now=100)
+    assert found.decide(now=104.9) is None
+    assert [place for place, _ in found.decide(now=105).members] == [0, 2]
+
+
+def test_nobody_waits_for_a_center_that_has_gone_or_is_far_behind():
+    found = assembly(others=(1, 2, 3))
+    del found.others[1]
+    found.others[3] = Version(1, 3, 7)
+    found.contribute(0, sent(0))
+    found.contribute(2, sent(2))
+    assert [place for place, _ in found.decide(now=0).members] == [0, 2]
+
+
+def test_the_chair_is_the_center_with_the_most_contributions():
+    found = assembly(place=1, others=(0, 2))
+    assert found.chair == 0
+    found.others[0] = Version(5, 5, 7)  # alone, it has had more rounds, but fewer contributions
+    assert found.chair == 1
+    found.others[2] = B
+    assert found.chair == 2
+    for place in range(3):
+        found.contribute(place, sent(place))
+    assert found.decide(now=0) is None  # that is another one's to do
+
+
+def test_a_decision_counts_where_all_contributions_are_there():
+    found = assembly(place=2, others=(0, 1))
+    found.learn(Decision(A, ((0, sent(0).check), (1, sent(1).check))))
+    found.contribute(0, sent(0))
+    assert found.outcome() is None
+    found.contribute(1, sent(1)._replace(payload=b"other"))
+    assert found.outcome() is None
+    found.contribute(1, sent(1))
+    assert list(found.outcome()) == [0, 1]
+
+
+def test_a_center_that_cannot_follow_fetches():
+    found = assembly(place=2, others=(0, 1))
+    assert not found.must_fetch(now=0)
+    found.others[0] = B
+    assert not found.must_fetch(now=0) and not found.must_fetch(now=5) and found.must_fetch(now=5.1)
+    found.advance(B)
+    assert not found.must_fetch(now=20)
+    found.others[0] = B._replace(digest=3)  # as many contributions, but other ones
+    assert not found.must_fetch(now=20) and found.must_fetch(now=26)
+
+
+def test_contributions_to_the_next_round_are_kept():
+    found = assembly(place=2, others=(0, 1))
+    found.contribute(0, sent(0, B))
+    found.contribute(1, sent(1, Version(6, 20, 4)))  # too far ahead
+    assert not found.present()
+    found.advance(B)
+    assert list(found.present()) == [0]
+
+
+# Averages
+
+SHAPES = {"w": (6, 4), "embed": (5, 3), "b": (4,)}
+OUTER = [{name: np.float32(normal(shape, 10 + i)) for name, shape in SHAPES.items()} for i in range(4)]
+
+
+@functools.lru_cache
+def averaged(average, spoil=False):
+    """The average of OUTER[0] and OUTER[2] with weights 3 and 1; 1 doesn't take part."""
+    packing = Packing.of("test", cgx.Plan(cgx.Raw()), {n: jnp.zeros(s) for n, s in SHAPES.items()}, average)
+    rows = [packing.pack({name: jnp.asarray(x) for name, x in each.items()}, None)[0] for each in OUTER]
+    if spoil:
+        rows[3] = packing.pack({name: jnp.full(x.shape, jnp.nan) for name, x in OUTER[3].items()}, None)[0]
+    weights = jnp.float32([3, 0, 1, 5 if spoil else 0])
+    means, some = jax.jit(packing.average)(jnp.stack(rows), weights)
+    assert some
+    return dict(zip(sorted(SHAPES), map(np.asarray, means)))
+
+
+def mean(name):
+    return (3 * OUTER[0][name] + OUTER[2][name]) / 4
+
+
+def test_mean():
+    for name, found in averaged("mean").items():
+        np.testing.assert_allclose(found, mean(name), rtol=1e-6)
+
+
+def test_radial_average():
+    found = averaged("radial")
+    for name in ("w", "b"):
+        norms = [np.linalg.norm(each[name]) for each in OUTER]
+        direction = (3 * OUTER[0][name] / norms[0] + OUTER[2][name] / norms[2]) / 4
+        expected = (3 * norms[0] + norms[2]) / 4 * direction / np.linalg.norm(direction)
+        np.testing.assert_allclose(found[name], expected, rtol=2e-6)
+    np.testing.assert_allclose(found["embed"], mean("embed"), rtol=1e-6)
+
+
+def test_an_outer_gradient_that_is_not_finite_does_not_count():
+    for name, found in averaged("mean", spoil=True).items():
+        np.testing.assert_array_equal(found, averaged("mean")[name])
+
+
+# Centers, as threads
+
+
+def ports(count):
+    socks = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    found = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in socks]
+    for sock in socks:
+        sock.close()
+    return found
+
+
+def decoupled(count, **options):
+    addresses, options = ports(count), dict(every=2, outer=SGD, quorum=count, grace=LIMIT) | options
+    return [cgx.wan.Decoupled(addresses=addresses, place=place, **options) for place in range(count)]
+
+
+def at_once(*functions):
+    """The results of functions that run at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+        return [each.result(LIMIT) for each in [pool.submit(f) for f in functions]]
+
+
+def join(centers, params=PARAMS):
+    """[(params, member)] of centers that begin together."""
+    return at_once(*(functools.partial(center.join, params) for center in centers))
+
+
+def learn(params, place):
+    """A step of a center's inner optimizer."""
+    return {"w": params["w"] - (params["w"] - TARGETS[place]) / 4, "b": params["b"] * 0.75}
+
+
+def steps(params, member, place, count=2, tokens=1):
+    for _ in range(count):
+        params = member.step(learn(params, place), tokens)
+    return params, member
+
+
+def together(joined, places=(0, 1, 2), count=2, tokens=(1, 1, 1)):
+    """[(params, member)] after steps of all centers at the same time."""
+    each = [
+        functools.partial(steps, params, member, place, count, tokens[place])
+        for (params, member), place in zip(joined, places)
+    ]
+    return at_once(*each)
+
+
+def leave(joined):
+    at_once(*(member.leave for _, member in joined))
+
+
+def assert_agree(joined):
+    versions = {member._held.version for _, member in joined}
+    assert len(versions) == 1
+    for _, member in joined[1:]:
+        assert_same_trees(member.params, joined[0][1].params)
+
+
+def test_like_numpy():
+    """Three centers, the outer SGD with Nesterov's momentum, weights by tokens."""
+    outer, tokens, rounds = optax.sgd(0.5, momentum=0.5, nesterov=True), (1, 2, 1), 2
+    joined = join(decoupled(3, outer=outer))
+    for _ in range(rounds):
+        joined = together(joined, tokens=tokens)
+    shared = {name: np.array(x) for name, x in PARAMS.items()}
+    velocity = {name: np.zeros_like(x) for name, x in shared.items()}
+    for _ in range(rounds):
+        own = [shared] * 3
+        for _ in range(2):
+            own = [learn(each, place) for place, each in enumerate(own)]
+        weights = [(2 * t) ** 2 / 2 for t in tokens]  # 2, 8, 2
+        for name in shared:
+            total = sum(np.float32(w) * (shared[name] - each[name]) for w, each in zip(weights, own))
+            moved = np.float32(total / np.float32(sum(weights)))
+            velocity[name] = np.float32(0.5 * velocity[name] + moved)
+            shared = shared | {
+                name: np.float32(shared[name] - np.float32(0.5) * (moved + np.float32(0.5) * velocity[name]))
+            }
+    for params, member in joined:
+        assert member.last == (2, (0, 1, 2))
+        for name, x in shared.items():
+            np.testing.assert_allclose(params[name], x, rtol=1e-6)
+            np.testing.assert_array_equal(params[name], member.params[name])
+    assert_agree(joined)
+    leave(joined)
+
+
+def test_a_center_comes_late_dies_and_comes_back():
+    """Its outer gradient that nobody waited for is not lost; the others go on; a new one has what they have."""
+    given = decoupled(3, quorum=1, grace=1.0, plan=cgx.MaxMin(4, 8), average="radial")
+
+    def rounds(joined, *members):
+        """Steps until the last round of all is the same, and has these centers."""
+        number = max(member.last.number if member.last else 0 for _, member in joined)
+
+        def done(now):
+            (last, *others) = {member.last for _, member in now}
+            settled = not others and all(member._steps == 0 for _, member in now)
+            return settled and last and last.number > number and last.centers == members
+
+        return until(lambda: together(joined, [member._given.place for _, member in joined], count=1), done)
+
+    joined = rounds(join(given), 0, 1, 2)
+    assert_agree(joined)
+    (own, late), two = joined[2], joined[:2]  # the third center is in a long step
+    before, residuals = late.params, late.state.residuals
+    two = together(two)
+    until(lambda: None, lambda _: late._assembly.outcome())
+    params = late.step(learn(own, 2))
+    assert late.last.centers == (0, 1)
+    for name, x in late.params.items():
+        np.testing.assert_allclose(params[name], x + learn(own, 2)[name] - before[name], rtol=1e-5, atol=1e-6)
+    assert_same_trees(late.state.residuals, residuals)
+    late.leave()
+    until(lambda: None, lambda _: all(member.centers == (0, 1) for _, member in two))
+    two = rounds(two, 0, 1)
+    params, member = given[2].join(jax.tree.map(jnp.zeros_like, PARAMS))
+    assert_same_trees(params, two[0][1].params)
+    joined = rounds([*two, (params, member)], 0, 1, 2)
+    assert_agree(joined)
+    (_, chair), *two = joined
+    chair.leave()
+    two = rounds(two, 1, 2)
+    assert_agree(two)
+    leave(two)
+
+
+def until(act, done):
+    """What `act` returned when that was enough."""
+    deadline = time.monotonic() + LIMIT
+    while not done(found := act()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def test_a_quorum_is_needed():
+    ((params, member),) = join(decoupled(2, grace=0.01)[:1])
+    params, _ = steps(params, member, 0, count=6)
+    assert member.last is None
+    expected = PARAMS
+    for _ in range(6):
+        expected = learn(expected, 0)
+    assert_same_trees(params, expected)  # it trains on its own
+    assert_same_trees(member.params, PARAMS)
+    member.leave()
+
+
+def alone(**options):
+    """The first of two centers, of which the other one never comes."""
+    given, _ = decoupled(2, quorum=1, grace=0.01, overlap=1, **options)
+    return given
+
+
+def decided(params, member):
+    """The parameters, when the round that a center has sent for is decided."""
+    until(lambda: None, lambda _: member._assembly.outcome())
+    return params
+
+
+def test_an_overlap():
+    """A round ends while the center goes on, and what it learns meanwhile is kept."""
+    params, member = alone().join(PARAMS)
+    own = learn(learn(PARAMS, 0), 0)
+    params = decided(*steps(params, member, 0))
+    params = member.step(learn(params, 0))
+    assert_same_trees(member.params, own)  # SGD of rate 1, one center
+    assert member.last == (1, (0,))
+    assert_same_trees(params, learn(own, 0))
+    member.leave()
+
+
+def test_a_training_goes_on_from_its_state():
+    given = alone(outer="nesterov", plan=cgx.MaxMin(4))
+    params, member = given.join(PARAMS)
+    decided(*steps(params, member, 0))
+    params = member.step(member._sent.own)
+    outer, state = member.params, member.state
+    params = decided(member.step(learn(outer, 0)), member)
+    params = member.step(params)
+    member.leave()
+    again, other = given.join(outer, state)
+    other.step(again)
+    again = decided(other.step(learn(again, 0)), other)
+    again = other.step(again)
+    assert_same_trees(other.params, member.params)
+    assert other.last == (2, (0,)) and other.state.round == 2
+    other.leave()
+
+
+# Bad input
+
+
+def test_a_center_with_other_shapes_is_told():
+    first, second = decoupled(2, quorum=1, grace=0.1)
+    params, member = first.join(PARAMS)
+    says_so = says(
+        "Decoupled.join",
+        "params",
+        at="leaf 'w'",
+        expected="float32[6, 4] in Raw() which center 0 has",
+        got="float32[6, 5] in Raw()",
+        remedy="give all centers the same model",
+    )
+    with pytest.warns(UserWarning, match="turned away"), raises(ValueError, says_so):
+        dataclasses.replace(second, grace=LIMIT).join(PARAMS | {"w": jnp.zeros((6, 5))})
+    until(lambda: member.step(params), lambda _: member.last)  # it goes on
+    member.leave()
+
+
+def test_a_center_without_the_secret_is_a_stranger():
+    first, second = decoupled(2, quorum=1, grace=0.3)
+    (_, member), (_, stranger) = join([first, dataclasses.replace(second, secret="other")])
+    assert member.centers == (0,) and stranger.centers == (1,)
+    member.leave()
+    stranger.leave()
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(addresses=["a:1"]), says("Decoupled", "addresses", expected="several centers", got="['a:1']")),
+        (dict(addresses=["a:1", "b"]), says("Decoupled", "addresses", expected="'host:port'", got="'b'")),
+        (dict(addresses=["a:1", "a:1"]), says("Decoupled", "addresses", expected="another address")),
+        (dict(place=2), says("Decoupled", "place", expected="from 0 to 1", got="2")),
+        (dict(quorum=3), says("Decoupled", "quorum", expected="from 1 to 2", got="3")),
+        (dict(grace=-1), says("Decoupled", "grace", expected="at least 0", got="-1")),
+        (dict(every=2, overlap=2), says("Decoupled", "overlap", expected="less than 2", got="2", remedy="overlap=1")),
+        (dict(weights="bytes"), says("Decoupled", "weights", expected="'tokens', 'steps' or None", got="'bytes'")),
+        (dict(average="median"), says("Decoupled", "average", expected="'mean', 'radial'", got="'median'")),
+        (dict(plan={0: cgx.Raw(), 5: cgx.MaxMin(4)}), says("Decoupled", "plan", expected="one plan")),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_input(wrong, words):
+    with raises(ValueError, words):
+        cgx.wan.Decoupled(**dict(addresses=["a:1", "b:1"], place=0) | wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(plan=cgx.PowerSGD(2)), says("Decoupled", "plan", expected="a codec that makes bytes")),
+        (dict(average=lambda path, x: "median"), says("Decoupled", "average", got="the function's answer 'median'")),
+    ],
+    ids=("plan", "average"),
+)
+def test_bad_input_at_the_start(wrong, words):
+    with raises(ValueError, words):
+        cgx.wan.Decoupled(addresses=ports(2), place=0, **wrong).join(PARAMS)
+
+
+def test_few_bits_without_feedback():
+    with pytest.warns(UserWarning, match=r"MaxMin\(bits=2\).* without feedback"):
+        cgx.wan.Decoupled(addresses=["a:1", "b:1"], place=0, plan=cgx.MaxMin(2), feedback=False)
+
+
+def test_parameters_of_a_step():
+    ((params, member),) = join(decoupled(2, grace=0.01)[:1])
+    with raises(ValueError, says("Member.step", "params", at="leaf ['w']", expected="float32[6, 4]", got="float32[6]")):
+        member.step(params | {"w": params["w"][:, 0]})
+    member.leave()
+
+
+# A center of several processes
+
+
+def test_a_center_of_two_processes(monkeypatch):
+    """It has one place, gets what the other center has, and both of its processes stay the same."""
+    rank = load_script(RANK, monkeypatch)
+    addresses = ports(3)
+    command = [sys.executable, RANK, addresses.pop().partition(":")[2]]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    running = [
+        subprocess.Popen(
+            [*command, str(number), *addresses],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(rank.RANKS)
+    ]
+    try:
+        params, member = rank.join(addresses, 0, rank.PARAMS)
+        with member:
+            expected = rank.train(params, member)
+        found = [process.communicate(timeout=5 * LIMIT)[0].split()[-3:] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert found == [["RESULT", expected, "True"]] * rank.RANKS
