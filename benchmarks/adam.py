@@ -38,7 +38,8 @@ NOTES = f"""\
 - gradient: |mean that ranks get - true mean|² / |true mean|². update: the same of Adam's updates, from all means until
   then. Means over the last {COUNTED} of {STEPS} steps.
 - length: of the update, against that from the true means.
-- An embedding has a row for each byte. Rows of frequent bytes have large gradients, those of others small ones or none.
+- An embedding has a row for each byte. Rows of frequent bytes have large gradients, others
+  small ones or none. The head has columns for bytes.
 """
 
 
