@@ -29,11 +29,16 @@ BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
 MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" \
 	PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
-MPIRUN := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
-	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe .venv/bin/mpirun
+MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
+	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+MPIRUN := $(MPI_ENV) .venv/bin/mpirun
 
 # What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
+
+# XLA compiles in threads. With glibc's heap for each thread, pages that come and go would take up to a third of the
+# processor time of the tests.
+export MALLOC_ARENA_MAX := 1
 
 # Where each part of the tests says how long each test took.
 TIMES := $(CURDIR)/build/tests
@@ -46,15 +51,17 @@ CHEAP := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false 
 # Unknown flags end a process: an XLA without these compiles as usual.
 CHEAP_FLAGS = XLA_FLAGS="$$(XLA_FLAGS='$(CHEAP)' .venv/bin/python -c 'import jax; jax.devices()' 2>/dev/null \
 	&& echo '$(CHEAP)')"
+# The tests that mpirun starts. Those of test_launch.py start it themselves.
+ON_RANKS := $(filter-out tests/mpi/test_launch.py,$(wildcard tests/mpi/test_*.py))
 # Three at a time on two cores, as tests of processes wait for these.
 PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 
-.PHONY: help demo recipe check docs test test-full test-recipes begin slowest build pytest mpi mpi-short mpich cpptest cuda \
-	cuda-short matrix matrix-short wheels clean interpreter \
-	bench bench-selection bench-collectives bench-decoupled bench-diloco bench-errors bench-failures bench-lab \
-	bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority bench-simulation \
-	bench-topology bench-training \
-	bench-training-speed bench-wan
+.PHONY: help demo recipe check docs test test-full test-ray test-recipes begin slowest build pytest mpi mpi-short \
+	mpich cpptest cuda cuda-short matrix matrix-short wheels clean interpreter gallery test-commands \
+	cuda-resources \
+	bench bench-accuracy bench-adam bench-collectives bench-decoupled bench-diloco bench-errors bench-failures \
+	bench-lab bench-long-links bench-mpi bench-overlap bench-powersgd bench-prediction bench-priority \
+	bench-recipes bench-selection bench-simulation bench-topology bench-training bench-training-speed bench-wan
 # Every target shares .venv.
 .NOTPARALLEL:
 # A target whose recipe failed must not look made.
@@ -89,6 +96,9 @@ docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warni
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
 
+gallery: $(INSTALLED) ## run the examples, and write what they print to examples/output
+	@$(MPI_ENV) .venv/bin/python scripts/gallery.py
+
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
 # Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
@@ -101,6 +111,13 @@ test-full: begin cpptest pytest mpi mpich cuda matrix slowest ## the same with e
 test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
+test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
+	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,ray),'$(name)')
+	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
+
+test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository, in half an hour
+	@.venv/bin/python -m pytest -v -rs tests/heavy_commands.py
+
 begin:
 	@rm -rf $(TIMES) && mkdir -p $(TIMES)
 
@@ -112,17 +129,15 @@ build: $(INSTALLED) ## build and install into .venv
 pytest: $(INSTALLED) ## the Python tests
 	@echo "== Python tests"
 	@$(PYTEST) --junitxml=$(TIMES)/python-1.xml $(USUAL)
-	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml --ignore tests/mpi $(USUAL:%=--ignore %)
+	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/python-2.xml $(ON_RANKS:%=--ignore %) $(USUAL:%=--ignore %)
 
 mpi: RANKS = 1 2 3 4
 mpi: ON_TWO = transforms
-mpi: ## the Python tests over MPI: what starts mpirun itself, and on 1 to 4 ranks (transformations on 2)
+mpi: ## the Python tests over MPI on 1 to 4 ranks (transformations on 2)
 mpi-short: RANKS = 2 3
-mpi-short: ON_TWO = transforms train low_rank explain
-mpi-short: ## the same on 2 and 3 ranks, and training on 2
+mpi-short: ON_TWO = transforms train low_rank explain bounds
+mpi-short: ## the same on 2 and 3 ranks, and training and bounds on 2
 mpi mpi-short: $(INSTALLED)
-	@echo "== MPI, launching"
-	@$(CHEAP_FLAGS) $(PYTEST) --junitxml=$(TIMES)/launch.xml tests/mpi/test_launch.py
 	@export $(CHEAP_FLAGS); for n in $(RANKS); do \
 		echo "== MPI, mpirun -n $$n"; \
 		[ $$n = 2 ] && some= || some="$(ON_TWO:%=--ignore tests/mpi/test_%.py)"; \
@@ -149,6 +164,9 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 cuda-short: $(INSTALLED) ## the same for one architecture
 	@.venv/bin/python scripts/cuda.py --short
 
+cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost; writes benchmarks/results
+	@.venv/bin/python scripts/cuda.py --short --write
+
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between
 	@.venv/bin/python scripts/matrix.py --flags='$(CHEAP)' --usual $(USUAL)
 
@@ -160,6 +178,12 @@ wheels: $(INSTALLED) ## make and test what a release uploads: dist/; CUDA=yes: w
 
 bench: $(INSTALLED) ## measure the kernels; writes benchmarks/results
 	@.venv/bin/python benchmarks/kernels.py
+
+bench-accuracy: $(INSTALLED) ## train with every codec, with feedback and without; goes on where it was cut off
+	@.venv/bin/python benchmarks/accuracy.py
+
+bench-adam: $(INSTALLED) ## what Adam makes of compressed gradients, leaf by leaf
+	@.venv/bin/python benchmarks/adam.py
 
 bench-selection: $(INSTALLED) ## measure TopK's selections; writes benchmarks/results
 	@.venv/bin/python benchmarks/selection.py
@@ -184,6 +208,9 @@ bench-simulation: $(INSTALLED) ## draw where each technique wins, by the planner
 
 bench-powersgd: $(INSTALLED) ## as root, measure PowerSGD between hosts, against the PyTorch of the Python TORCH
 	@.venv/bin/python benchmarks/powersgd.py $(if $(TORCH),--torch $(TORCH))
+
+bench-recipes: $(INSTALLED) ## train recipes on real data with several compressions; goes on where it was cut off
+	@.venv/bin/python benchmarks/recipes.py
 
 bench-training: $(INSTALLED) ## train with compressed gradients and without; the accuracies
 	@.venv/bin/python benchmarks/training.py

@@ -3,7 +3,7 @@
 The method is that of the CPU (kernels.py): compiled loops, copy and operation taking turns, the share formed within
 each turn. One pass over an input is far larger than the L2 cache. Small leaves come in several sets, in turn, which
 together are larger, too. Other quantizers are measured where their packages are installed, with the bytes that their
-own formats must move.
+own formats must move. The file that --out names is written after every row, and a run that was cut off goes on there.
 
     python benchmarks/gpu_kernels.py [--rows REGEX] [--repeats 9] [--size 1024] [--out FILE.json]
 """
@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_mi
 import argparse
 import ctypes
 import functools
+import json
 import pathlib
 import re
 import shlex
@@ -268,12 +269,7 @@ def measured(copy, copied, run, moved, sets, repeats):
 
 def lines(data):
     """The tables of the measured data."""
-    out = [
-        f"{data['size_bytes'] >> 20} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of "
-        f"{data['repeats']} repetitions.",
-        "",
-        *kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", ""),
-    ]
+    out = [*kernels.header("operation", "copy GB/s", "ms", "GB/s", "share", "goal", "")] if data["rows"] else []
     missing = lambda r, cells: f"| {r['name']} | not measured: {r['why_not']} |" + " |" * cells
     for r in data["rows"]:
         if "why_not" in r:
@@ -292,7 +288,8 @@ def lines(data):
                 ]
             )
         )
-    out += ["", *kernels.header("other quantizers", "copy GB/s", "ms", "GB/s", "share")]
+    if data["rivals"]:
+        out += [""] * bool(out) + kernels.header("other quantizers", "copy GB/s", "ms", "GB/s", "share")
     for r in data["rivals"]:
         if "why_not" in r:
             out.append(missing(r, 3))
@@ -308,7 +305,7 @@ def lines(data):
                     ]
                 )
             )
-    return [*out, "", *NOTES.splitlines()]
+    return out
 
 
 def reason(error):
@@ -317,12 +314,37 @@ def reason(error):
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}".replace("|", "/")
 
 
-def attempt(row, make, *args):
-    """`row` with the figures that `make` returns, or with the reason why there are none."""
+def attempt(row, run):
+    """`row` with the figures that `run` returns, or with the reason why there are none."""
     try:
-        return row | make(*args)
+        return row | run()
     except Exception as error:  # a row that can't run says why, and the others go on
         return row | dict(why_not=reason(error))
+
+
+def begin(out, new):
+    """The data to go on with: the file's, if it was measured alike on the same device."""
+    data = json.loads(out.read_text()) if out and out.exists() else {}
+    alike = all(data.get(key) == value for key, value in new.items() if key not in ("command", "date"))
+    return data | new | ({} if alike else dict(rows=[], rivals=[]))
+
+
+def measure(data, jobs, write):
+    """Measures what the data lacks, and writes it before and after. A job is (rows or rivals, row, function).
+
+    `now` is what the row will be if the process dies of it, `left` what else is to measure."""
+    done = {row["name"] for row in data["rows"] + data["rivals"]}
+    left = [job for job in jobs if job[1]["name"] not in done]
+    while left:
+        kind, row, run = left[0]
+        data["left"] = [row["name"] for _, row, _ in left]
+        data["now"] = dict(kind=kind, row=row | dict(why_not="it did not end"))
+        write()
+        data[kind].append(attempt(row, run))
+        print(row["name"], data[kind][-1].get("share", "was not measured"), flush=True)
+        left.pop(0)
+    data |= dict(left=[], now=None)
+    write()
 
 
 def parse():
@@ -354,28 +376,41 @@ def main():
         repeats=args.repeats,
         iterations=ITERATIONS,
         bucket_size=BUCKET,
-        rows=[],
-        rivals=[],
+        notes=[
+            f"{args.size} MiB of float32 (half of it for bfloat16), buckets of {BUCKET}. Medians of {args.repeats} "
+            "repetitions.",
+            "",
+            *NOTES.splitlines(),
+        ],
     )
+    data = begin(args.out, data)
     copy = Copy(size)
 
-    def run(make, operation, codec, dtype):
-        x = jnp.asarray(np.random.default_rng(0).standard_normal(size // 4, np.float32), dtype)
-        return measured(copy, size, *make(operation, codec, x), args.repeats)
+    @functools.cache  # making it takes seconds
+    def x(dtype):
+        return jnp.asarray(np.random.default_rng(0).standard_normal(size // 4, np.float32), dtype)
 
-    for name, (*what, goal) in rows().items():
-        if re.search(args.rows, name):
-            data["rows"].append(attempt(dict(name=name, goal=goal), run, *what))
-            print(name, data["rows"][-1].get("share", "was not measured"), flush=True)
-    for name, make in rivals().items():
-        if re.search(args.rows, name):
-            data["rivals"].append(
-                attempt(dict(name=name), lambda make: measured(copy, size, *make(size // 4), 1, args.repeats), make)
-            )
-    data["table"] = lines(data)
-    print("", *data["table"], sep="\n")
-    if args.out:
-        results.write(args.out, data)
+    def own(make, operation, codec, dtype):
+        return measured(copy, size, *make(operation, codec, x(dtype)), args.repeats)
+
+    def rival(make):
+        return measured(copy, size, *make(size // 4), 1, args.repeats)
+
+    def write():
+        data["table"] = lines(data)
+        if args.out:
+            results.write(new := args.out.with_suffix(".new"), data)
+            new.replace(args.out)
+
+    jobs = [
+        *(
+            ("rows", dict(name=name, goal=goal), functools.partial(own, *what))
+            for name, (*what, goal) in rows().items()
+        ),
+        *(("rivals", dict(name=name), functools.partial(rival, make)) for name, make in rivals().items()),
+    ]
+    measure(data, [job for job in jobs if re.search(args.rows, job[1]["name"])], write)
+    print("", *data["table"], "", *data["notes"], sep="\n")
     if missing := [r["name"] for r in data["rows"] if "why_not" in r]:
         sys.exit(f"gpu_kernels.py: not measured: {', '.join(missing)}")
 

@@ -8,7 +8,6 @@ data-parallel on virtual CPU devices. All runs of a seed begin with the same wei
 
 import argparse
 import functools
-import gzip
 import pathlib
 import re
 import sys
@@ -20,10 +19,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 from report import RESULTS, Report, header, line, mark
+from training_speed_data import FASHION, digits, fashion_mnist
 
 import jaxcgx as cgx
 
-FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HIDDEN = 256, 128
 LEAST = 1.0  # points of accuracy that few bits without feedback lose at least, on data that shows it
 CHARTS = [dict(table="rows", title="Accuracy in percent", x="run", y=["accuracies"], panel="data")]
@@ -83,30 +82,6 @@ TABLES = {
         "elements. The others, and biases, travel raw.",
     ),
 }
-
-
-def digits():
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    data = load_digits()
-    images, test_images, labels, test_labels = train_test_split(
-        data.data / 16, data.target, test_size=0.25, random_state=0, stratify=data.target
-    )
-    return (images, labels), (test_images, test_labels)
-
-
-def fashion_mnist():
-    def read(name):
-        with gzip.open(FASHION / name) as file:
-            raw = file.read()
-        dimensions = raw[3]
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
-
-    return tuple(
-        (read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz"))
-        for part in ("train", "t10k")
-    )
 
 
 # name: the data, epochs, and whether the accuracy shows a difference with and without feedback

@@ -1,10 +1,14 @@
 """The models of training_speed.py as numbers: data, first weights and batches, the same for every framework."""
 
+import functools
+import gzip
+import pathlib
 import pydoc_data.topics
 from typing import NamedTuple
 
 import numpy as np
 
+FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
 HELD_OUT = {"transformer": 64, "ResNet-20": 512}  # examples of the loss that is compared
 
 # The transformer: bytes in, bytes out.
@@ -78,18 +82,46 @@ def text(rng, shape, held_out):
     return windows(0, end, shape), windows(end, len(text), held_out)
 
 
-def images(rng, shape, held_out):
-    """Fashion-MNIST, or digits where it is missing."""
-    from training import FASHION, digits, fashion_mnist  # which needs JAX
+def digits():
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
 
+    data = load_digits()
+    images, test_images, labels, test_labels = train_test_split(
+        data.data / 16, data.target, test_size=0.25, random_state=0, stratify=data.target
+    )
+    return (images, labels), (test_images, test_labels)
+
+
+def fashion_mnist():
+    def read(name):
+        with gzip.open(FASHION / name) as file:
+            raw = file.read()
+        dimensions = raw[3]
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions)
+
+    return tuple(
+        (read(f"{part}-images-idx3-ubyte.gz").reshape(-1, 784) / 255, read(f"{part}-labels-idx1-ubyte.gz"))
+        for part in ("train", "t10k")
+    )
+
+
+@functools.cache
+def normalized_images():
+    """((images [n, side, side, 1], labels), the same to test): Fashion-MNIST, or digits where it is missing."""
     train, test = fashion_mnist() if FASHION.is_dir() else digits()
     mean, std, side = train[0].mean(), train[0].std(), round(train[0].shape[1] ** 0.5)
+    return tuple(
+        (((pixels - mean) / std).reshape(-1, side, side, 1).astype(np.float32), labels.astype(np.int32))
+        for pixels, labels in (train, test)
+    )
 
-    def part(pixels, labels, chosen):
-        pixels = ((pixels[chosen] - mean) / std).reshape(*chosen.shape, side, side, 1)
-        return pixels.astype(np.float32), labels[chosen].astype(np.int32)
 
-    return part(*train, rng.integers(0, len(train[0]), shape)), part(*test, rng.integers(0, len(test[0]), held_out))
+def images(rng, shape, held_out):
+    """Batches of the images to train on, and some to test."""
+    train, test = normalized_images()
+    chosen, held = rng.integers(0, len(train[0]), shape), rng.integers(0, len(test[0]), held_out)
+    return tuple(part[chosen] for part in train), tuple(part[held] for part in test)
 
 
 MAKERS = {"transformer": (transformer_weights, text), "ResNet-20": (resnet_weights, images)}

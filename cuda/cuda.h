@@ -48,4 +48,17 @@ Status decode(const Decode& args, cudaStream_t stream);
 Status reduce(const Reduce& args, cudaStream_t stream);
 Status clear(const Clear& args, cudaStream_t stream);
 
+// How many kernels this thread has launched.
+inline thread_local uint64_t launched = 0;
+Status launch_nothing(cudaStream_t stream);
+
+// Runs one of the operations, and launches an empty kernel if it launched none. A captured call would otherwise make an
+// empty graph, which is an error in XLA before May 2026.
+template <class Args>
+Status run(Status (*operation)(const Args&, cudaStream_t), const Args& args, cudaStream_t stream) {
+  const uint64_t before = launched;
+  const Status s = operation(args, stream);
+  return s.call == nullptr && launched == before ? launch_nothing(stream) : s;
+}
+
 }  // namespace jaxcgx::cuda

@@ -317,8 +317,7 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, c
   config.gridDim = dim3(static_cast<uint32_t>(blocks));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, given...);
-  return error == cudaSuccess ? Status() : Status{name, error};
+  return cuda::launch(config, kernel, name, given...);
 }
 
 // What the steps of an operation share, in its workspace. A line is a chunk that is packed or unpacked.

@@ -8,6 +8,14 @@
 
 namespace jaxcgx::cuda {
 
+template <class... Parameters, class... Arguments>
+Status launch(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), const char* name,
+              Arguments&&... arguments) {
+  ++launched;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error == cudaSuccess ? Status() : Status{name, error};
+}
+
 constexpr int kSlotBits = 30;
 
 // A piece, or the part of one that a kernel handles. `slot` is row * chunks + chunk.
@@ -236,9 +244,8 @@ class Launches {
     const uint32_t lines = line(table_.entries[table_.count - 1].slot) - table_.first + 1;
     if (status_.call == nullptr) {
       config_.gridDim = dim3(static_cast<uint32_t>(widest_), lines);
-      const cudaError_t error =
-          widest_ > INT32_MAX ? cudaErrorInvalidConfiguration : cudaLaunchKernelEx(&config_, kernel_, table_);
-      if (error != cudaSuccess) status_ = {name_, error};
+      status_ = widest_ > INT32_MAX ? Status{name_, cudaErrorInvalidConfiguration}
+                                    : cuda::launch(config_, kernel_, name_, table_);
     }
     table_.count = 0;
   }

@@ -94,15 +94,15 @@ Status encode_topk(const TopkWork& work, const Call& given) {
       dim3(static_cast<uint32_t>(std::min(kMostBlocks, div_up(std::max(bytes / 16, work.states / 4), kSelectThreads))));
   config.blockDim = dim3(kSelectThreads);
   config.stream = call.stream;
-  const cudaError_t error = cudaLaunchKernelEx(&config, clear_kernel, reinterpret_cast<uint4*>(m.payload), bytes / 16,
-                                               reinterpret_cast<uint4*>(m.workspace), work.states / 4);
-  if (error != cudaSuccess) return {"clear kernel", error};
+  Status status = launch(config, clear_kernel, "clear kernel", reinterpret_cast<uint4*>(m.payload), bytes / 16,
+                         reinterpret_cast<uint4*>(m.workspace), work.states / 4);
+  if (status.call != nullptr) return status;
   SelectionLaunches launches(work, call);
   const auto of_list = [](int64_t, int64_t k, Item&) { return div_up(k, kSelectThreads); };
   launch_threshold(launches);
   launch_selection(launches);
   launches.launch(list_kernel, "list kernel", 0, of_list);
-  Status status = launches.status;
+  status = launches.status;
   if (status.call != nullptr) return status;
 
   const auto part = [&](int64_t SelectionWords::* of) {

@@ -3,18 +3,27 @@
 Its sources are those of the repository, as pages link to results. The README is the first page.
 """
 
+import ast
 import pathlib
+import re
+import subprocess
+import sys
 
 import jaxcgx
+from jaxcgx.report import figures, results
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 # The pages of docs/, in the order of the contents.
 PAGES = {
-    "Start": "recipes convert training codecs plans explain mpi",
-    "Networks": "collectives meshes wan diloco failures security gpu",
+    "Start": "first-step two-centers recipes convert training codecs plans explain mpi gallery",
+    "Guides": "feedback sparse hierarchies fsdp overlap checkpoints meshes wan diloco failures security gpu",
     "Coming from": "migration from-bagua from-dgc from-geomx from-ddp-hooks from-deepspeed from-horovod",
-    "Does it pay?": "when-not planner simulation lab speed",
-    "Inside": "api architecture wire-format references",
+    "Does it pay?": "when-not planner simulation lab speed results ../benchmarks/README",
+    "Inside": "api collectives error-bounds architecture wire-format references ../CONTRIBUTING",
 }
+
+TUTORIALS = "docs/first-step", "docs/two-centers"
 
 project, author, copyright = "jaxcgx", "the authors of jaxcgx", "the authors of jaxcgx"
 release = version = jaxcgx.__version__
@@ -34,7 +43,7 @@ autodoc_default_options = {"members": True, "undoc-members": False}
 myst_enable_extensions = ["dollarmath"]
 myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # tests run the programs of pages
+nb_execution_mode = "off"  # add_outputs runs the programs of tutorials, and tests those of other pages
 
 
 def add_contents(app, page, source):
@@ -42,6 +51,47 @@ def add_contents(app, page, source):
     for caption, pages in PAGES.items() if page == root_doc else ():
         names = "\n".join(f"docs/{name}" for name in pages.split())
         source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{names}\n```\n"
+
+
+def add_outputs(app, page, source):
+    """Runs the programs of a tutorial, in one process of their own, and puts behind each what it printed."""
+    if page in TUTORIALS:
+        block = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+        program = 'print("\\0")\n'.join(block.findall(source[0]))
+        done = subprocess.run([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+        outputs = iter(done.stdout.split("\0\n"))
+        source[0] = block.sub(
+            lambda match: match[0] + (f"\n```text\n{out}```\n" if (out := next(outputs)) else ""), source[0]
+        )
+
+
+def add_examples(app, page, source):
+    """Appends every example to the gallery: its docstring, its code, and what it printed (`make gallery`)."""
+    for path in sorted((ROOT / "examples").rglob("*.py")) if page == "docs/gallery" else ():
+        name, text = path.relative_to(ROOT / "examples"), path.read_text()
+        printed = ROOT / "examples/output" / f"{path.stem}.txt"
+        app.env.note_dependency(path)
+        app.env.note_dependency(printed)
+        code = "\n".join(text.splitlines()[ast.parse(text).body[0].end_lineno :]).strip()
+        source[0] += f"\n## {name}\n\n{ast.get_docstring(ast.parse(text))}\n\n"
+        if printed.is_file():
+            source[0] += f"```text\n{printed.read_text()}```\n\n"
+        source[0] += f"```python\n{code}\n```\n"
+
+
+def add_plots(app, page, source):
+    """Appends the plots of all results, as `python -m jaxcgx report` draws them. They are written to build/plots."""
+    folder = ROOT / "build/plots"
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")) if page == "docs/results" else ():
+        data = results.read(path)
+        app.env.note_dependency(path)
+        source[0] += (
+            f"\n## {path.stem}\n\n{figures.spell_origin(data)} [Tables](../benchmarks/results/{path.stem}.md).\n"
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (title, png) in enumerate(figures.plots(data).items()):
+            (folder / f"{path.stem}-{number}.png").write_bytes(png)
+            source[0] += f"\n![{title}](/build/plots/{path.stem}-{number}.png)\n"
 
 
 def mark_code(app, what, name, thing, options, lines):
@@ -60,6 +110,7 @@ def write_index(app, error):
 
 
 def setup(app):
-    app.connect("source-read", add_contents)
+    for added in (add_contents, add_outputs, add_examples, add_plots):
+        app.connect("source-read", added)
     app.connect("autodoc-process-docstring", mark_code, priority=100)  # before napoleon
     app.connect("build-finished", write_index)

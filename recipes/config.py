@@ -20,7 +20,7 @@ SECTIONS = "compression", "data", "model", "optimizer", "schedule", "train"
 class Command(NamedTuple):
     """What a command line says."""
 
-    config: ConfigDict
+    config: Any  # a ConfigDict
     name: str  # of the run: its config's, its compression's and its suffix
     file: str  # of the config
     devices: int
@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> Command:
     changes = _changes(rest)
     if known.compression is not None:
         changes["compression"] = known.compression
-    config = make_config(known.config, changes)
+    config: Any = make_config(known.config, changes)
     path = pathlib.Path(known.config)
     name = "-".join(filter(None, (path.parent.name, path.stem, config.compression.word, known.suffix)))
     return Command(config, name, known.config, devices=known.devices, launch=known.launch, runs=known.runs)

@@ -81,7 +81,7 @@ def start(how: str, devices: int) -> World:
     return over_devices(jax.devices())
 
 
-def over_devices(devices: list[jax.Device]) -> World:
+def over_devices(devices: list[Any]) -> World:
     """The world of these devices, of one or several processes."""
     mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))

@@ -14,9 +14,9 @@ import sys
 import time
 from typing import Any
 
-import compression
 import config
 import data
+import exchanges
 import jax
 import jax.numpy as jnp
 import launch
@@ -78,9 +78,9 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     schedule = optimizers.make_schedule(each, settings.num_epochs, **sections["schedule"])
     kind = sections["compression"]["kind"]
     optimizer, moved = optimizers.make(
-        schedule, compression.has_momentum(kind), clips=kind == "dgc", **sections["optimizer"]
+        schedule, exchanges.has_momentum(kind), clips=kind == "dgc", **sections["optimizer"]
     )
-    exchange = compression.make(compression.Around(optimizer, moved, each), **sections["compression"])
+    exchange = exchanges.make(exchanges.Around(optimizer, moved, each), **sections["compression"])
     make_step = functools.partial(
         cgx.make_train_step, model.loss, optimizer, world.mesh, data_axis=world.data_axis, model_state="mean"
     )
@@ -102,7 +102,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         if isinstance(rest, PerRank):  # each center's
             rest = jax.tree.map(lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0], rest.rows)
         batches = tested(dataset.test, settings.batch_size, share, most=settings.test_examples)
-        sums = sum(world.total(score(params, rest, world.put(batch))) for batch in batches)
+        sums = np.sum([world.total(score(params, rest, world.put(batch))) for batch in batches], axis=0)
         return dict(test_loss=float(sums[0] / sums[2]), test_accuracy=float(sums[1] / sums[2]))
 
     batches = trained(dataset.train, settings.batch_size, share, seed=settings.seed, start=start, stop=stop)
@@ -139,10 +139,10 @@ def _score(score: Any, params: Any, state: Any, batch: Any) -> jax.Array:
     return jnp.stack([(losses * weights).sum(), (right * weights).sum(), weights.sum()])
 
 
-def _bytes(compiled: Any, make_step: Any, exchange: compression.Exchange, args: tuple[Any, ...]) -> dict[str, float]:
+def _bytes(compiled: Any, make_step: Any, exchange: exchanges.Exchange, args: tuple[Any, ...]) -> dict[str, float]:
     """What a rank sends in a step, after any warm-up, and what it would send without compression."""
-    settled = exchange.settled and make_step(**exchange.settled).step.lower(*args)
-    found = cgx.explain(settled or compiled, show=False)
+    step = make_step(**exchange.settled).step.lower(*args) if exchange.settled else compiled
+    found = cgx.explain(step, show=False)
     return dict(bytes=found.bytes / exchange.every, raw_bytes=found.raw_bytes)
 
 

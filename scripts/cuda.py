@@ -1,8 +1,9 @@
 """Builds jaxcgx with its CUDA half, and checks what needs no GPU (`make cuda`).
 
-It makes a wheel with code for every architecture (`make cuda-short`: for one), warnings as errors; checks the
-compiler's report on registers, spills and stack frames; and runs the tests of the CUDA half that need no GPU. If there
-is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or with
+It makes a wheel with code for every architecture (`make cuda-short`: for one), warnings as errors; compares what the
+kernels cost, their registers, memory and instructions, with benchmarks/results/cuda-resources.json
+(`make cuda-resources` writes it); and runs the tests of the CUDA half that need no GPU, also those that run nvcc's PTX.
+If there is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or with
 JAXCGX_REQUIRE_CUDA=1 an error. All results are in build/cuda or build/cuda-short.
 """
 
@@ -88,6 +89,26 @@ def architectures(report):
     return ",".join("sm_" + a.removesuffix("-real") for a in found.split(";") if not a.endswith("-virtual"))
 
 
+def keep_ptx(folder):
+    """Copies the PTX that the build made for compute_90, a file for each in cuda/, into one folder."""
+    made, ptx = folder / "make/ptx", folder / "ptx"
+    shutil.rmtree(ptx, ignore_errors=True)
+    ptx.mkdir()
+    for source in (ROOT / "cuda").glob("*.cu"):
+        of_several = made / f"{source.stem}.compute_90.ptx"  # nvcc's name where there are other architectures
+        shutil.copy(of_several if of_several.exists() else made / f"{source.stem}.ptx", ptx / f"{source.stem}.ptx")
+    return ptx
+
+
+def count_instructions(folder, ptx):
+    """What the kernels' threads run, as tests/cpp/ptx/count.cc prints it."""
+    counts = folder / "counts.txt"
+    with counts.open("w") as out:
+        program = folder / "make/tests/cpp/ptx/ptx_count"
+        matrix.run(program, stdout=out, env=os.environ | {"JAXCGX_PTX": str(ptx)}, check=True)
+    return counts
+
+
 def environment(folder, wheel):
     """The Python of an environment in `folder` that has the wheel, and all packages of the Python that runs this."""
     inside = folder / "env/bin/python"
@@ -99,32 +120,38 @@ def environment(folder, wheel):
     return inside
 
 
-def test(inside, *arguments):
+def test(inside, *arguments, **variables):
     """Runs pytest in an environment; the repository's own jaxcgx/, which has no native module, must not be found
     first."""
-    return (
-        matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode
-        == 0
-    )
+    env = os.environ | {"PYTHONSAFEPATH": "1"} | variables
+    return matrix.run(inside, "-m", "pytest", *arguments, cwd=ROOT, env=env).returncode == 0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="one architecture")
-    short = parser.parse_args().short
+    parser.add_argument("--write", action="store_true", help="only write what the kernels cost anew")
+    args = parser.parse_args()
+    short = args.short
     compiler = nvcc() or nvcc_from_pypi()
     if not compiler:
         return
     folder = ROOT / ("build/cuda-short" if short else "build/cuda")
     print(f"== CUDA: compiling for {'one architecture' if short else 'all architectures'} with {compiler}", flush=True)
     few = {"CMAKE_CUDA_ARCHITECTURES": "90"} if short else {}
-    wheel, report = build(folder, BUILD_ENV / "bin/python", compiler, JAXCGX_WERROR="ON", **few)
-    print("== CUDA: registers, spills and stack frames", flush=True)
-    if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", architectures(report), report).returncode:
+    tests = {"JAXCGX_WERROR": "ON", "JAXCGX_PTX_TESTS": "ON"}
+    wheel, report = build(folder, BUILD_ENV / "bin/python", compiler, **tests, **few)
+    print("== CUDA: what the kernels cost", flush=True)
+    ptx = keep_ptx(folder)
+    resources = [architectures(report), report, count_instructions(folder, ptx), *["--write"] * args.write]
+    if matrix.run(sys.executable, ROOT / "scripts/cuda_resources.py", *resources).returncode:
         sys.exit(1)
+    if args.write:
+        return
     print("== CUDA: tests without a GPU", flush=True)
     inside = environment(folder, wheel)
-    if not test(inside, "tests/native/test_cuda.py", f"--junitxml={matrix.TIMES / 'cuda.xml'}"):
+    files = "tests/native/test_cuda.py", "tests/native/test_ptx.py"
+    if not test(inside, *files, f"--junitxml={matrix.TIMES / 'cuda.xml'}", JAXCGX_CUDA_BUILD=str(folder)):
         sys.exit(1)
 
 

@@ -173,8 +173,9 @@ def known(python, flags):
     return flags if starts(flags) else " ".join(filter(starts, flags.split()))
 
 
-def test(version, age, inside, sessions):
-    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA)."""
+def test(version, age, inside, sessions, alone):
+    """One row of the table: the tests in one environment. sessions: (arguments of pytest, flags of XLA). alone: whether
+    no other environment is tested meanwhile."""
     row = {
         "python": version,
         "jax": age,
@@ -199,8 +200,15 @@ def test(version, age, inside, sessions):
         environ = os.environ | {"PYTHONSAFEPATH": "1"}
         if flags := known(inside, asked):
             environ["XLA_FLAGS"] = flags
-        pytest = [inside, "-m", "pytest", "-n", 2, "--dist", "worksteal", f"--junitxml={report}"]
-        result = run(*pytest, *arguments, cwd=ROOT, env=environ)
+        workers = ["-n", 2, "--dist", "worksteal"] if alone else ["-n", 0]
+        result = run(
+            *[inside, "-m", "pytest", f"--junitxml={report}", *workers, *arguments],
+            cwd=ROOT,
+            env=environ,
+            stdout=None if alone else subprocess.PIPE,
+            stderr=None if alone else subprocess.STDOUT,
+        )
+        print(result.stdout or "", end="", flush=True)
         row["ok"] &= result.returncode == 0  # not so when pytest finds no test at all
         if report.exists():
             suite = xml.parse(report).find("testsuite").attrib
@@ -261,7 +269,8 @@ def main():
     wheels = {version: wheel(version, found[version]) for version, _ in pairs}
     with concurrent.futures.ThreadPoolExecutor(2) as pool:  # pip uses one core
         insides = list(pool.map(lambda pair: environment(pair[0], found[pair[0]], pair[1], wheels[pair[0]]), pairs))
-    rows = [test(*pair, inside, sessions) for pair, inside in zip(pairs, insides)]
+    with concurrent.futures.ThreadPoolExecutor(2 if short else 1) as pool:
+        rows = list(pool.map(lambda pair, inside: test(*pair, inside, sessions, alone=not short), pairs, insides))
     show(rows, missing)
     if not short:
         from jaxcgx.report import results  # of .venv, which runs this script

@@ -1,4 +1,4 @@
-"""The bound of a sum's error that docs/collectives.md derives from the codec, a MaxMin, and the schedule.
+"""The bound of a sum's error that docs/error-bounds.md derives from the codec, a MaxMin, and the schedule.
 
 x: float64[ranks, elements]. Bounds are of buckets."""
 

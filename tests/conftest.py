@@ -2,6 +2,7 @@
 GPUs are for `pytest -m gpu` alone."""
 
 import functools
+import gc
 import hashlib
 import os
 import pathlib
@@ -71,7 +72,12 @@ def why_no_gpu(config):
 
 def pytest_collection_modifyitems(items):
     """Tests that wait for processes of their own come first: others run meanwhile, and none is left for the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("multiprocess", "transports"))
+    items.sort(key=lambda item: item.path.parent.name not in ("mpi", "multiprocess", "transports"))
+
+
+def pytest_collection_finish():
+    """What lives as long as the tests need not be looked at in each collection of garbage."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -150,3 +150,32 @@ def test_the_report_on_registers(tmp_path, monkeypatch, spills, missing, words):
         text=True,
     )
     assert result.returncode == (words is not None) and (words or "") in result.stderr, result.stderr
+
+
+def test_what_the_kernels_cost_is_compared(tmp_path, monkeypatch, capsys):
+    resources = load_script(ROOT / "scripts/cuda_resources.py", monkeypatch)
+    monkeypatch.setattr(resources, "RESULT", tmp_path / "cuda-resources.json")
+    kernel, log, counts = "_ZN6jaxcgx4cuda13encode_kernelEi", tmp_path / "log.txt", tmp_path / "counts.txt"
+
+    def measure(registers, instructions, compiler="13.0.88", *options):
+        names = ("decode", "reduce", "find", "pick", "scatter", "pack", "unpack")
+        log.write_text(
+            f"-- CUDA half: toolkit {compiler}, architectures 90\n"
+            + "".join(entry("sm_90", f"{name}_kernel") for name in names)
+            + entry("sm_90", "encode_kernel")
+            .replace("_Z6encode_kernelIiE", kernel)
+            .replace("56 reg", f"{registers} reg")
+        )
+        counts.write_text(f"4 elements\nptx: {kernel}: {8 * instructions} instructions in 2 launches\n")
+        monkeypatch.setattr(sys, "argv", ["cuda_resources", "sm_90", str(log), str(counts), *options])
+        resources.main()
+
+    measure(56, 18, "13.0.88", "--write")
+    measure(56, 18)
+    words = (
+        "encode_kernel: instructions 19.0, was 18.0\nencode_kernel: registers 60, was 56\nIf that is meant, run `make"
+    )
+    with pytest.raises(SystemExit, match=words):
+        measure(60, 19)
+    measure(60, 19, "13.1.0")
+    assert "that is of nvcc 13.0.88, this is 13.1.0" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""scripts/gpu_check without a GPU, and the report that it writes, of invented measurements."""
+"""scripts/gpu_check without a GPU: its parts with small tests, and rows of invented measurements."""
 
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import load_script, normal, one_nan
+from helpers import FULL, load_script, normal, one_nan
 
 import jaxcgx as cgx
 from jaxcgx.native import ops
@@ -24,6 +25,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 @pytest.fixture
 def gpu_check(monkeypatch):
     return load_script(ROOT / "scripts/gpu_check", monkeypatch)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch):
+    return load_script(ROOT / "scripts/gpu_machine.py", monkeypatch)
 
 
 @pytest.fixture
@@ -40,8 +46,8 @@ def run(*arguments):
 @pytest.mark.parametrize(
     ("script", "arguments", "status", "words"),
     [
-        ("scripts/gpu_check", [], 1, "gpu_check: no GPU: "),
-        ("scripts/gpu_check", ["everything"], 2, "PART: expected test or bench, got everything"),
+        ("scripts/gpu_check", [], 1, "gpu_check: "),
+        ("scripts/gpu_check", ["everything"], 2, "PART: expected some of build, kernel, "),
         ("benchmarks/gpu_kernels.py", [], 1, "gpu_kernels.py: no GPU: "),
         ("benchmarks/gpu_kernels.py", ["--size", "0"], 2, "--repeats and --size: expected at least 1"),
     ],
@@ -49,99 +55,179 @@ def run(*arguments):
 def test_what_is_refused(script, arguments, status, words):
     result = run(ROOT / script, *arguments)
     assert result.returncode == status and words in result.stderr and "Traceback" not in result.stderr
+    if (script, arguments) == ("scripts/gpu_check", []):  # every assumption is named, not only the first that is wrong
+        for name in ("GPU: none; no GPU: ", "nvcc: ", "to build: ", "compute-sanitizer: ", "compute mode: "):
+            assert name in result.stdout
 
 
-def test_missing_tools_are_named(gpu_check, monkeypatch):
-    monkeypatch.setattr(gpu_check, "PACKAGES", ["no-such-package"])
-    monkeypatch.setattr(gpu_check.cuda, "nvcc", lambda: None)
-    monkeypatch.setattr(gpu_check.shutil, "which", lambda *args, **kwargs: None)
-    with pytest.raises(SystemExit) as error:
-        gpu_check.find_tools()
-    for words in ("pip install no-such-package", "nvcc on the PATH", "cmake on the PATH"):
-        assert words in str(error.value)
-
-
-TESTS = """<testsuites><testsuite name="pytest" tests="4" time="12.34">
-<testcase classname="tests.gpu.test_bytes" name="test_one" time="1"/>
-<testcase classname="tests.gpu.test_bytes" name="test_two" time="1"><failure message="differs">...</failure></testcase>
-<testcase classname="tests.gpu.test_bytes" name="test_three" time="1"><error message="broken">...</error></testcase>
-<testcase classname="tests.gpu.test_execution" name="test_four" time="0"><skipped message="mpi4jax is not installed"/></testcase>
-</testsuite></testsuites>"""  # noqa: E501 (what pytest writes)
-ABOUT = dict(
-    date="2026-01-02",
-    commit="abc1234",
-    checksum="1",
-    device="NVIDIA H200",
-    compute_capability="9.0",
-    versions=dict(python="3.12.3", jax="0.11.2"),
-)
-
-
-def test_the_report(gpu_check, gpu_kernels, tmp_path):
-    (tmp_path / "tests.xml").write_text(TESTS)
-    tests = gpu_check.read_tests(tmp_path / "tests.xml")
-    assert tests["passed"] == 1 and len(tests["failed"]) == 2
-
-    times = iter([[[0.5, 0.25], [0.5, 0.25], [0.6, 0.3]], [[0.5, 1.0]] * 3])  # of a copy and of an operation
-    gpu_kernels.kernels = types.SimpleNamespace(
-        **vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array(next(times)))
+def test_what_is_wrong_with_a_machine(gpu_machine, monkeypatch):
+    monkeypatch.setattr(gpu_machine.shutil, "which", lambda *args, **kwargs: None)
+    wrong = lambda assumptions: [a.wrong for a in assumptions if a.wrong]
+    assert gpu_machine.packages("to test", ("no-such-package",)).wrong == (
+        "no no-such-package (pip install no-such-package)"
     )
-    size = 1 << 30
-    fast, slow = (gpu_kernels.measured(None, size, None, moved=size, sets=1, repeats=3) for _ in range(2))
-    assert fast["share"] == 1.0 and slow["share"] == 0.25 and fast["bytes"] == size
-    bench = dict(
-        size_bytes=size,
-        repeats=3,
-        rows=[
-            dict(name="encode MaxMin 4", goal=0.9) | fast,
-            dict(name="decode MaxMin 4", goal=0.9) | slow,
-            dict(name="encode Sign", goal=0.9, why_not="RuntimeError: XLA copies"),
-        ],
-        rivals=[
-            dict(name="jnp: encode MaxMin 4") | slow,
-            dict(name="Triton: encode MaxMin 4", why_not="ModuleNotFoundError: No module named 'torch'"),
-        ],
-    )
-    bench |= dict(ok=False, table=gpu_kernels.lines(bench))
+    assert gpu_machine.program("cmake", "pip install cmake").wrong == "there is none on the PATH (pip install cmake)"
+    probed = dict(device="NVIDIA H200", compute_capability="7.0", gpus=2, release="12.4", free=3.2)
+    assert wrong(gpu_machine.gpu(probed, "")) == [
+        "older than 7.5",
+        "16 GiB are needed: end the other processes on the GPU",
+    ]
+    assert wrong(gpu_machine.gpu(None, "no plugin")) == [f"no GPU: {sys.executable} says: no plugin"]
+    said = {"--version": "Cuda compilation tools, release 13.0, V13.0.88", "--list-gpu-code": "sm_75\nsm_90"}
+    monkeypatch.setattr(gpu_machine.matrix, "output", lambda *command: said.get(command[-1], "580.1"))
+    assert wrong(gpu_machine.compiler("nvcc", probed)) == [
+        "it doesn't know sm_70: install a newer one",
+        "nvcc is of CUDA 13.0: update the driver, or install nvcc 12.4",
+    ]
+    assert not wrong(gpu_machine.compiler("nvcc", probed | dict(compute_capability="9.0", release="13.0")))
+    assert wrong(gpu_machine.compiler(None, probed)) == [
+        "there is none on the PATH, in CUDACXX or in /usr/local/cuda/bin"
+    ]
+    one, all_parts = (gpu_machine.Assumption("x", "none", "there is none", parts) for parts in (("mpi",), ()))
+    machine = lambda *assumptions: gpu_machine.Machine("H200", "9.0", {}, assumptions)
+    assert machine(one).why_not("mpi") == "x: there is none" and machine(one).why_not("nccl") is None
+    assert machine(all_parts).why_not("nccl")
 
-    first = gpu_check.write(tmp_path / "results", ABOUT | dict(tests=tests | dict(ok=False)))
-    assert first.name == "gpu-nvidia-h200.md" and "encode MaxMin 4" not in first.read_text()
-    path = gpu_check.write(tmp_path / "results", ABOUT | dict(kernels=bench))  # keeps the tests of the same sources
-    text = path.read_text()
+
+def test_every_test_and_row_is_in_one_part(gpu_check, gpu_kernels):
+    tests = [
+        f"tests/gpu/{path.name}::{name}"
+        for path in (ROOT / "tests/gpu").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
+    assert sorted(test for part in gpu_check.PARTS.values() for test in part.tests) == sorted(tests)
+    for name in [*gpu_kernels.rows(), *gpu_kernels.rivals()]:
+        assert sum(bool(part.rows and re.search(part.rows, name)) for part in gpu_check.PARTS.values()) == 1, name
+    assert all(part.timeout < part.limit < 600 for part in gpu_check.PARTS.values() if part.tests)
+
+
+TESTS = """
+import pathlib, pytest, subprocess, time
+pytestmark = pytest.mark.gpu
+
+def test_first():
+    pass
+
+def test_hangs():
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    time.sleep(600)
+
+def test_fails():
+    assert 1 == 2
+
+def test_skips():
+    pytest.skip("there is no mpirun")
+
+@pytest.mark.parametrize("n", range(2))
+def test_slow(n):
+    if n == 1 and pathlib.Path(__file__).with_name("slow").exists():
+        pathlib.Path(__file__).with_name("over").touch()
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def parts(gpu_check, gpu_machine, monkeypatch, tmp_path):
+    """gpu_check with parts of small tests; parts(*arguments) runs it: the exit status, and the data of the parts."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/gpu/conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (tmp_path / "test_small.py").write_text(TESTS)
+    Part = gpu_check.Part
+
+    class Popen(subprocess.Popen):
+        def wait(self, timeout=None):
+            """The time is over when a test says so, and not earlier on a machine that is busy."""
+            while self.poll() is None:
+                if (tmp_path / "over").exists():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.05)
+            return self.returncode
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Popen)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than these tests
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
+    for name, value in dict(
+        ROOT=tmp_path,
+        FOLDER=tmp_path / "build",
+        INSIDE=pathlib.Path(sys.executable),
+        BUILD="print('built')",
+        PARTS=dict(
+            build=Part(60),
+            good=Part(60, ("test_small.py::test_first",)),
+            bad=Part(60, ("test_small.py::test_hangs", "test_small.py::test_fails", "test_small.py::test_skips"), 3),
+            skipped=Part(60, ("test_small.py::test_skips",)),
+            slow=Part(60, ("test_small.py::test_slow",)),
+            mpi=Part(60, ("test_small.py::test_first",)),
+        ),
+        about=lambda machine: dict(
+            date="2026-01-02",
+            commit="abc1234",
+            device="NVIDIA H200",
+            compute_capability="9.0",
+            versions=dict(python="3.12.3"),
+            assumptions=[dict(name="nvcc", found="13.0", wrong=None)],
+        ),
+    ).items():
+        monkeypatch.setattr(gpu_check, name, value)
+    monkeypatch.setattr(gpu_check.matrix, "checksum", lambda *paths: "1")
+    assumption = gpu_machine.Assumption("mpirun", "none", "there is none on the PATH", ("mpi",))
+    machine = gpu_check.gpu_machine.Machine("NVIDIA H200", "9.0", {}, [assumption])
+    monkeypatch.setattr(gpu_check.gpu_machine, "look", lambda: machine)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "out"), *arguments])
+        with pytest.raises(SystemExit) as end:
+            gpu_check.main()
+        found = (tmp_path / "out/gpu-nvidia-h200").glob("*.json")
+        return end.value.code, {path.stem: json.loads(path.read_text()) for path in found}
+
+    return run
+
+
+def test_parts_end_and_go_on(parts, gpu_check, tmp_path):
+    (tmp_path / "slow").touch()
+    status, found = parts()
+    assert status == 1
+    assert {name: data["state"] for name, data in found.items()} == dict(
+        build="passed", good="passed", bad="failed", skipped="not run", slow="unfinished", mpi="not run"
+    )
+    bad = found["bad"]["tests"]
+    assert bad["test_small.py::test_hangs"] == dict(outcome="failed", why="it did not end")
+    assert bad["test_small.py::test_fails"]["why"] == "assert 1 == 2"  # it ran behind the one that hangs
+    assert bad["test_small.py::test_skips"]["why"] == "there is no mpirun"
+    slow = found["slow"]["tests"]
+    assert slow["test_small.py::test_slow[0]"]["outcome"] == "passed" and slow["test_small.py::test_slow[1]"] == {}
+    assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))  # all processes have ended
+    report = (tmp_path / "out/gpu-nvidia-h200.md").read_text()
     for words in (
-        "NVIDIA H200 (compute capability 9.0), python 3.12.3, jax 0.11.2, commit abc1234.",
-        "Tests: 1 passed, 2 failed, 1 skipped in 12 s.",
-        "- FAILED: tests.gpu.test_bytes::test_two",
-        "- skipped: tests.gpu.test_execution::test_four: mpi4jax is not installed",
-        "| encode Sign | not measured: RuntimeError: XLA copies | | | | | |",
-        "not measured: ModuleNotFoundError",
+        "NVIDIA H200 (compute capability 9.0), python 3.12.3, commit abc1234.",
+        "| nvcc | 13.0 |  |",
+        "| good | passed | 1 |  |  |  |",
+        "| bad | failed |  | 2 | 1 |  |",
+        "| slow | unfinished | 1 |  |  | 1 |",
+        "it ran for 60 s |",
+        "| mpi | not run |  |  |  |  |  | mpirun: there is none on the PATH |",
+        "- FAILED: test_small.py::test_hangs: it did not end",
+        "- not run: test_small.py::test_skips: there is no mpirun",
     ):
-        assert words in text
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
-    assert ["encode MaxMin 4", "4295", "0.2500", "4295", "1.000", "0.90", "✓"] in rows
-    assert ["decode MaxMin 4", "4295", "1.0000", "1074", "0.250", "0.90", "✗"] in rows
-    assert json.loads(path.with_suffix(".json").read_text())["kernels"]["rows"][0]["share"] == 1.0
-    other = gpu_check.write(
-        tmp_path / "results", ABOUT | dict(checksum="2", kernels=dict(ok=False, error="out of memory"))
-    )
-    assert "The benchmark failed: out of memory" in other.read_text() and "Tests:" not in other.read_text()
+        assert words in report, report
 
-
-@pytest.mark.parametrize(
-    ("passed", "skipped", "ok"),
-    [
-        (3, {}, True),
-        (3, {"a": "mpi4jax is not installed"}, True),
-        (0, {"a": "mpi4jax is not installed"}, False),
-        (0, {}, False),
-        (3, {"a": "JAX sees no GPU (unknown backend)"}, False),
-    ],
-)
-def test_a_run_that_tested_nothing_is_no_success(gpu_check, monkeypatch, tmp_path, passed, skipped, ok):
-    monkeypatch.setattr(gpu_check, "FOLDER", tmp_path)
-    monkeypatch.setattr(gpu_check.cuda, "test", lambda *_: (tmp_path / "tests.xml").touch() is None)
-    monkeypatch.setattr(gpu_check, "read_tests", lambda _: dict(passed=passed, skipped=skipped))
-    assert gpu_check.run_tests("python")["ok"] == ok
+    # What has ended stays. What is left goes on: the slow test would pass now.
+    (tmp_path / "slow").unlink()
+    (tmp_path / "over").unlink()
+    before = {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in ("good", "bad")}
+    status, found = parts()
+    assert found["slow"]["state"] == "passed" and status == 1  # mpi
+    assert before == {name: (tmp_path / f"out/gpu-nvidia-h200/{name}.json").read_text() for name in before}
+    # A part that is named runs again, and -k goes to pytest.
+    assert parts("good")[0] == 0
+    chosen = parts("bad", "-k", "fails")[1]["bad"]["tests"]
+    assert [test["outcome"] for test in chosen.values()] == [test["outcome"] for test in bad.values()]
+    assert "1 failed, 2 deselected" in (tmp_path / "build/bad.log").read_text()
+    # A build that fails stops everything but the report.
+    gpu_check.BUILD = "import sys; sys.exit('no compiler')"
+    status, found = parts("build", "good")
+    assert status == 1 and found["build"]["why"] == "no compiler" and found["good"]["why"] == "there is no build"
 
 
 def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch, tmp_path):
@@ -155,32 +241,71 @@ def test_the_environment_has_every_package_of_this_python(gpu_check, monkeypatch
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).touch()
     wheel = shutil.make_archive(tmp_path / "made", "zip", tmp_path / "wheel")
-    inside = gpu_check.cuda.environment(tmp_path, wheel)
+    inside = gpu_check.gpu_machine.cuda.environment(tmp_path, wheel)
     subprocess.run([inside, "-P", "-c", "import of_the_first, of_the_second, of_the_wheel"], check=True, timeout=60)
 
 
-def test_a_row_that_fails_is_recorded_and_the_others_measured(gpu_kernels, monkeypatch, tmp_path):
+def test_a_limit_ends_all_that_a_command_started(gpu_check, tmp_path):
+    command = ["bash", "-c", "setsid sleep 600 & echo begun; wait"]
+    assert gpu_check.limited(command, 1, tmp_path / "log") is None
+    assert not list(gpu_check.marked(f"GPU_CHECK={os.getpid()}."))
+    assert gpu_check.limited(["bash", "-c", "exit 7"], 600, tmp_path / "log") == 7
+
+
+def test_rows_are_measured_one_by_one(gpu_kernels, monkeypatch, tmp_path):
+    out, began = tmp_path / "out.json", []
+
     def fail(*_):
         raise RuntimeError("XLA copies an array\nof any shape")
 
-    times = types.SimpleNamespace(**vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array([[0.5, 0.5]])))
-    make = lambda *_: (None, 1 << 20, 1)
+    def measured(name):
+        def make(*_):
+            began.append(name)
+            if name == "slow" and began.count(name) == 1:
+                raise KeyboardInterrupt  # the run is cut off
+            return None, (2 << 20) if name == "good" else (1 << 20), 1
+
+        return make
+
+    times = types.SimpleNamespace(**vars(gpu_kernels.kernels) | dict(measure=lambda *_: np.array([[0.5, 0.5]] * 3)))
     for attribute, value in dict(
         Copy=lambda size: None,
         kernels=times,
-        rivals=dict,
+        rivals=lambda: {"jnp: good": fail},
         registration=types.SimpleNamespace(MODULE=types.SimpleNamespace(build_info=lambda: {"cuda": "13.0"})),
         rows=lambda: {
-            name: (m, None, None, "float32", 0.9) for name, m in dict(good=make, bad=fail, better=make).items()
+            name: (fail if name == "bad" else measured(name), None, None, "float32", 0.9)
+            for name in ("good", "bad", "slow", "last")
         },
     ).items():
         monkeypatch.setattr(gpu_kernels, attribute, value)
     monkeypatch.setattr(gpu_kernels.jax, "devices", lambda platform: [types.SimpleNamespace(device_kind="NVIDIA H200")])
-    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--size", "1", "--out", str(tmp_path / "out.json")])
+    monkeypatch.setattr(sys, "argv", ["gpu_kernels.py", "--size", "1", "--repeats", "3", "--out", str(out)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_kernels.main()
+    data = json.loads(out.read_text())
+    assert [row["name"] for row in data["rows"]] == ["good", "bad"] and data["left"] == ["slow", "last", "jnp: good"]
+    assert data["now"] == dict(kind="rows", row=dict(name="slow", goal=0.9, why_not="it did not end"))
+    out.write_text(json.dumps(data | dict(checksum="of another program")))
     with pytest.raises(SystemExit, match="gpu_kernels.py: not measured: bad$"):
         gpu_kernels.main()
-    good, bad, better = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert good["share"] == better["share"] == 0.5 and bad["why_not"] == "RuntimeError: XLA copies an array"
+    assert began == ["good", "slow", "slow", "last"]  # the good one once
+    data = json.loads(out.read_text())
+    assert data["left"] == [] and data["now"] is None and data["checksum"] == "of another program"
+    good, bad, *_ = data["rows"]
+    assert good["share"] == 1.0 and bad["why_not"] == "RuntimeError: XLA copies an array"
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in data["table"]]
+    assert ["good", "4", "0.5000", "4", "1.000", "0.90", "✓"] in cells
+    assert ["last", "4", "0.5000", "2", "0.500", "0.90", "✗"] in cells
+    assert ["bad", "not measured: RuntimeError: XLA copies an array", *[""] * 5] in cells
+
+
+def test_a_row_that_kills_its_process_counts_as_failed(gpu_check):
+    row = dict(name="slow", why_not="it did not end")
+    data = dict(rows=[], left=["slow", "last"], now=dict(kind="rows", row=row))
+    gpu_check.settle(data)
+    assert data == dict(rows=[row], left=["last"])
+    assert gpu_check.counts(data) == dict(passed=0, failed=1, skipped=0, left=1)
 
 
 @pytest.mark.parametrize("codec", [cgx.Raw(), cgx.MaxMin(4, 64, skip_incomplete=True)], ids=repr)
@@ -214,6 +339,17 @@ def test_only_the_bits_of_nans_in_raw_floats_are_left_open(codec):
 def test_which_runs_are_for_the_gpu(pytestconfig, expression, expected):
     conftest = next(p for p in pytestconfig.pluginmanager.get_plugins() if hasattr(p, "for_gpu"))
     assert conftest.for_gpu(types.SimpleNamespace(option=types.SimpleNamespace(markexpr=expression))) == expected
+
+
+def test_everything_runs_on_the_cpu(monkeypatch):
+    """The program that tests start on a GPU; all of it in the full tests."""
+    everything = load_script(ROOT / "tests/gpu/everything.py", monkeypatch)
+    execution = load_script(ROOT / "tests/gpu/test_execution.py", monkeypatch)
+    assert execution.each_group.args == ("group", tuple(everything.GROUPS))
+    on = everything.on
+    monkeypatch.setattr(everything, "on", lambda platform, *args: on("cpu", *args))
+    for group in everything.GROUPS if FULL else ():
+        everything.main(group)
 
 
 def test_processes_end_with_all_that_they_started(monkeypatch, tmp_path):

@@ -19,7 +19,20 @@ def test_every_page_is_in_the_contents():
         for node in ast.parse((DOCS / "conf.py").read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGES"
     ]
-    assert sorted(" ".join(pages.values()).split()) == sorted(path.stem for path in DOCS.glob("*.md"))
+    names = " ".join(pages.values()).split()
+    assert sorted((DOCS / f"{name}.md").resolve() for name in names) == sorted(
+        [*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "benchmarks/README.md"]
+    )
+
+
+def test_outputs_are_those_of_examples():
+    """`make gallery` makes them."""
+    examples = DOCS.parent / "examples"
+    printed = {path.stem: path.read_text() for path in (examples / "output").glob("*.txt")}
+    assert len(printed) >= 5 and set(printed) <= {path.stem for path in examples.rglob("*.py")}
+    for name, text in printed.items():
+        first, _, rest = text.partition("\n")
+        assert first.startswith(("$ python examples/", "$ CGX_")) and f"{name}.py" in first and len(rest) > 50, name
 
 
 def test_the_api_page_has_every_public_name():

@@ -107,7 +107,7 @@ class Ranks:
                     "params",
                     f"parameters that are whole on every rank of {self._spelled()}",
                     f"one sharded as {tuple(sharding.spec)}",
-                    "docs/meshes.md shows how to train weights that are sharded over it",
+                    "docs/fsdp.md shows how to train weights that are sharded over it",
                     path=path,
                 )
             return self._over(sharding.spec, self.others)

@@ -15,7 +15,7 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.wan.contributions import Packing
 from jaxcgx.wan.rounds import choose, finite, wide
 
-program = functools.partial(jax.jit, static_argnums=0)
+_program = functools.partial(jax.jit, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +32,17 @@ class Moves:
     optimizer: Any
     seed: int
 
-    @program
+    @_program
     def copy(self, tree: Any) -> Any:
         """The same in other memory: a step may donate its arguments."""
         return jax.tree_util.tree_map(jnp.copy, tree)
 
-    @program
+    @_program
     def zeros(self, tree: Any) -> Any:
         """Residuals before the first round."""
         return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
-    @program
+    @_program
     def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
         """(bytes of the outer gradient, a copy of the own parameters, the residuals if it counts).
 
@@ -61,7 +61,7 @@ class Moves:
             residuals = choose(finite(lost), lost, residuals)
         return row, jax.tree_util.tree_map(jnp.copy, own), residuals
 
-    @program
+    @_program
     def move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
         """(the outer parameters after a round, the outer optimizer's state, checksums of both)."""
         before = self.packing.trained.take(outer)
@@ -72,12 +72,12 @@ class Moves:
         trained, state = choose(some, (import_optax("Decoupled").apply_updates(before, step), after), (before, state))
         return self.packing.trained.put(outer, trained), state, self.checksums(trained, state)
 
-    @program
+    @_program
     def checksums(self, trained: Any, state: Any) -> jax.Array:
         """Checksums of what all centers have: the outer parameters and the outer optimizer's state."""
         return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
 
-    @program
+    @_program
     def follow(self, own: Any, outer: Any, base: Any) -> Any:
         """Own parameters, moved as far as the outer ones are from the base; the outer ones if they aren't finite."""
         take = self.packing.trained.take

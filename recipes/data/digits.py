@@ -1,7 +1,7 @@
 """The handwritten digits of scikit-learn: 1,797 images of 8 x 8 pixels."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from checks import Wrong
@@ -24,7 +24,7 @@ class Digits:
             from sklearn.datasets import load_digits
         except ImportError:
             raise Wrong("config.data.name: digits come with scikit-learn; pip install scikit-learn") from None
-        found = load_digits()
+        found: Any = load_digits()
         order = np.random.default_rng(0).permutation(len(found.target))
         images = (found.images[order, :, :, None] * 15.9375).astype(np.uint8)  # 16 to 255
         labels = found.target[order]

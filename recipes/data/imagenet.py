@@ -13,8 +13,8 @@ from PIL import Image, UnidentifiedImageError
 from data.images import synthetic
 from data.split import Split
 
-MEAN = np.float32([123.675, 116.28, 103.53])
-STD = np.float32([58.395, 57.12, 57.375])
+MEAN = np.array([123.675, 116.28, 103.53], np.float32)
+STD = np.array([58.395, 57.12, 57.375], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ImageNet:
         if not found:
             raise Wrong(f"config.data.folder: there are no images in {folder}")
         paths, labels = zip(*found)
-        return Files(list(paths), np.int32(labels), self.size, threads)
+        return Files(list(paths), np.array(labels, np.int32), self.size, threads)
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -42,7 +42,7 @@ def trained(
       stop: the last step and 1.
     """
     each = len(split) // batch_size
-    order: tuple[int, Any] = (-1, None)
+    order = -1, np.empty(0, int)
 
     def make(epoch: int, order: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
         i = step % each

@@ -1,22 +1,22 @@
-"""Text from any files, as bytes."""
+"""Text from any files, as bytes or as tokens of a byte-pair encoding."""
 
 import dataclasses
 import glob
 import pathlib
 import pydoc_data.topics
-from typing import ClassVar
 
 import numpy as np
 from checks import Wrong
 
+from data import bpe
 from data.split import Split
 
-HELD_OUT = 10  # one byte of so many is for the test
+HELD_OUT = 10  # the last one of so many parts is for the test
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Windows of `context` bytes, each with the bytes that follow. Training windows begin anywhere in theirs."""
+    """Windows of `context` tokens, each with the tokens that follow. Training windows begin anywhere in theirs."""
 
     text: np.ndarray
     context: int
@@ -34,17 +34,25 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """The bytes of files.
+    """The bytes of files, or tokens that are learned from the part for training.
 
     Args:
       files: a pattern of paths, as in a shell: "books/**/*.txt". "": the documentation that Python has of its language.
-      context: the number of bytes that a model sees.
+      context: the number of tokens that a model sees.
+      tokens: 256 for bytes, or up to 4096, of which the others are frequent sequences of bytes.
     """
 
     files: str
     context: int
+    tokens: int
 
-    classes: ClassVar[int] = 256
+    def __post_init__(self) -> None:
+        if not bpe.BYTES <= self.tokens <= bpe.MOST:
+            raise ValueError(f"expected from {bpe.BYTES} to {bpe.MOST} tokens, got {self.tokens}")
+
+    @property
+    def classes(self) -> int:
+        return self.tokens
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,18 +61,24 @@ class Text:
     def load(self) -> tuple[Split, Split]:
         paths = sorted(glob.glob(self.files or pydoc_data.topics.__file__, recursive=True))
         content = b"".join(path.read_bytes() for path in map(pathlib.Path, paths) if path.is_file())
-        if len(content) <= HELD_OUT * (self.context + 1):
+        train, test = _parts(np.frombuffer(content, np.uint8))
+        if len(content):
+            pairs = bpe.learn(train, self.tokens)
+            train, test = bpe.encode(train, pairs), bpe.encode(test, pairs)
+        if len(test) <= self.context:
             raise Wrong(
-                f"config.data.files: {self.files!r} is {len(paths)} files with {len(content):,} bytes; expected more "
-                f"than {HELD_OUT} times config.data.context={self.context}"
+                f"config.data.files: {self.files!r} is {len(paths)} files with {len(content):,} bytes; expected more, "
+                f"as a {HELD_OUT}th of them is for the test and config.data.context={self.context}"
             )
-        return self._splits(np.frombuffer(content, np.uint8))
+        return Windows(train, self.context), Windows(test, self.context)
 
     def stand_in(self) -> tuple[Split, Split]:
-        # Bytes that often follow one another, so that there is something to learn.
+        # Tokens that often follow one another, so that there is something to learn.
         steps = np.random.default_rng(0).choice([1, 2, 3, 100], 2**20, p=[0.7, 0.1, 0.1, 0.1])
-        return self._splits(np.cumsum(steps).astype(np.uint8))
+        train, test = _parts((np.cumsum(steps) % self.tokens).astype(np.uint16))
+        return Windows(train, self.context), Windows(test, self.context)
 
-    def _splits(self, text: np.ndarray) -> tuple[Split, Split]:
-        end = len(text) - len(text) // HELD_OUT
-        return Windows(text[:end], self.context), Windows(text[end:], self.context)
+
+def _parts(text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    end = len(text) - len(text) // HELD_OUT
+    return text[:end], text[end:]

@@ -1,4 +1,4 @@
-"""The error of a sum is within the bound that docs/collectives.md derives from the codec and the schedule."""
+"""The error of a sum is within the bound that docs/error-bounds.md derives from the codec and the schedule."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ SIZES = (1, 2, 7, 17, 511, 513, 1_000_003)
 CODEC = cgx.MaxMin(4)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 2, 3, 5, 8))
+@pytest.mark.parametrize("ranks", range(1, 9) if FULL else (1, 3, 8))
 def test_four_bits(ranks):
     """Skewed numbers, of another magnitude on every rank and in every bucket."""
     leaves = [normal((ranks, n), seed=n) ** 3 * (1 + np.arange(ranks, dtype=np.float32))[:, None] for n in SIZES]

@@ -526,7 +526,7 @@ def split_by(**specs):
                 at="leaf [0]",
                 expected="whole 'data'",
                 got="one sharded",
-                remedy="docs/meshes.md",
+                remedy="docs/fsdp.md",
             ),
         ),
         (

@@ -88,7 +88,9 @@ inline void compare(const Case& k, Random& r) {
                       k.feedback ? old.pointers<const float>().data() : nullptr,
                       k.feedback ? results.pointers<float>().data() : nullptr, payload.data(), work(0, true).data()},
                      nullptr));
-  CHECK(payload == expected, context);
+  // Raw elements with feedback may be the NaN of a sum.
+  const bool raw = is_raw(k.codec.kind) || k.codec.skip_incomplete;
+  CHECK(payload == expected || (k.feedback && raw && same_numbers(DType::kF32, payload, expected)), context);
   for (size_t i = 0; i < lost.size(); ++i) {
     CHECK(same_numbers(DType::kF32, results.copy(i), lost[i]), context + " in place " + std::to_string(in_place));
   }

@@ -3,17 +3,13 @@
 
 #include <vector>
 
+#include "sent.h"
 #include "shm/ring.h"
 
 namespace jaxcgx::test {
 
-// The byte at a place that rank `from` sends to rank `to`, in the exchange of a number. Only in an all_to_all does it
-// depend on `to`.
-inline uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) {
-  return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5 + (at >> 16) * 11);
-}
-
-// Runs an exchange. Returns its error, or "wrong bytes", or "".
+// Runs an exchange. Returns its error, or "wrong bytes", or "". Only in an all_to_all do the bytes depend on who gets
+// them.
 inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, int64_t argument, int64_t bytes,
                        int64_t number = 0) {
   const int64_t ranks = ring.ranks();
@@ -21,17 +17,13 @@ inline std::string run(shm::Ring& ring, int64_t rank, shm::Operation operation, 
              from_each = to_each || operation == shm::Operation::kAllGather;
   // Exact sizes, so that AddressSanitizer sees one byte too many.
   std::vector<uint8_t> in((to_each ? ranks : 1) * bytes), out((from_each ? ranks : 1) * bytes, 0xee);
-  for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) {
-    for (int64_t at = 0; at < bytes; ++at) in[to * bytes + at] = sent(number, rank, to, at);
-  }
+  for (int64_t to = 0; to < (to_each ? ranks : 1); ++to) sent(number, rank, to, 0, in.data() + to * bytes, bytes);
   if (const Status error = ring.run({operation, argument, bytes, in.data(), out.data()})) return error->message;
   for (int64_t row = 0; row < (from_each ? ranks : 1); ++row) {
     const int64_t from = from_each                             ? row
                          : operation == shm::Operation::kShift ? (rank + ranks - argument) % ranks
                                                                : argument;
-    for (int64_t at = 0; at < bytes; ++at) {
-      if (out[row * bytes + at] != sent(number, from, to_each ? rank : 0, at)) return "wrong bytes";
-    }
+    if (!are_sent(number, from, to_each ? rank : 0, out.data() + row * bytes, bytes)) return "wrong bytes";
   }
   return "";
 }

@@ -22,6 +22,9 @@
 
 namespace jaxcgx::test {
 
+// `make test` leaves out what differs little from the rest.
+inline bool everything() { return std::getenv("JAXCGX_TEST_FULL") != nullptr; }
+
 inline const char* const kIsas[] = {"portable", "avx2", "avx512"};
 
 // Exactly `size` bytes, filled with garbage. On the heap, AddressSanitizer sees accesses around them, except those of

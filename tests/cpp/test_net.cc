@@ -12,6 +12,7 @@
 #include <random>
 
 #include "check.h"
+#include "sent.h"
 #include "tcp/net.h"
 #include "tcp/threads.h"
 #include "tcp/workspaces.h"
@@ -115,10 +116,6 @@ void together(int64_t processes, const std::function<void(Net&, int64_t)>& body,
   for (auto& thread : threads) thread.join();
 }
 
-uint8_t sent(int64_t number, int64_t from, int64_t to, int64_t at) {
-  return static_cast<uint8_t>(number * 31 + from * 7 + to * 3 + at + (at >> 8) * 5);
-}
-
 // From every rank to every other, in slots that are sent in another order than they are received in.
 struct AllToAll {
   Waiter waiter;
@@ -139,7 +136,7 @@ struct AllToAll {
                     overtakes};
     for (int64_t i = 0; i < ranks * slots; ++i) {
       in.emplace_back(bytes), out.emplace_back(bytes, 0xee);
-      for (int64_t at = 0; at < bytes; ++at) in.back()[at] = sent(number + i % slots, rank, i / slots, at);
+      test::sent(number + i % slots, rank, i / slots, 0, in.back().data(), bytes);
       if (i / slots != rank) e.receives.push_back({i / slots, i % slots, out.back().data(), bytes});
     }
     const auto running = net.begin(std::move(e));
@@ -150,9 +147,9 @@ struct AllToAll {
   std::string result() {
     if (std::string error = waiter.wait(); !error.empty()) return error;
     for (int64_t i = 0; i < ranks * slots; ++i) {
-      for (size_t at = 0; at < out[i].size() && i / slots != rank; ++at) {
-        if (out[i][at] != sent(number + i % slots, i / slots, rank, at)) return "wrong bytes";
-      }
+      const auto bytes = static_cast<int64_t>(out[i].size());
+      if (i / slots != rank && !test::are_sent(number + i % slots, i / slots, rank, out[i].data(), bytes))
+        return "wrong bytes";
     }
     return "";
   }

@@ -234,7 +234,7 @@ void garbage() {
     Processes processes;
     for (int64_t rank = 0; rank < 2; ++rank) {
       processes.start([=] {
-        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(2000));
+        shm::Ring ring(memory, rank, 2, std::chrono::milliseconds(500));
         if (ring.join({getpid(), getpid()})) return std::string("not joined");
         std::string message;
         if (rank == 0) {

@@ -1,4 +1,6 @@
-"""A small program that runs every operation on the GPU and compares with the CPU: python everything.py [repetitions]"""
+"""A small program that runs every operation of some codecs on the GPU and compares with the CPU.
+
+python everything.py GROUP [repetitions]"""
 
 import sys
 
@@ -10,38 +12,45 @@ import jaxcgx as cgx
 from jaxcgx.native import ops
 from jaxcgx.native.layout import Layout
 
-CODECS = [
-    *(cgx.MaxMin(bits, 512) for bits in range(1, 9)),
-    cgx.MaxMin(4, 512, "stochastic"),
-    cgx.MaxMin(4, 33),
-    cgx.MaxMin(4, 9000),
-    cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
-    cgx.ByteGrad(),
-    cgx.AbsMax(8, 256),
-    cgx.AbsMax(3, 64),
-    cgx.Float8(),
-    cgx.Float8("e5m2", 33),
-    *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
-    cgx.Cast("bfloat16"),
-    cgx.Cast("float16", "stochastic"),
-    cgx.Sign(),
-    cgx.Sign(9000),
-    cgx.Raw(),
-    cgx.Lossless(),
-    cgx.TopK(),
-    cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"),
-    cgx.TopK(0.5, cgx.Cast(), "fitted"),
-]
-LEAVES = [
-    np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(dtype))
-    for i, (n, dtype) in enumerate([(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")])
-]
+GROUPS = {
+    "fast": [
+        *(cgx.MaxMin(bits, 512) for bits in range(1, 9)),
+        cgx.MaxMin(4, 512, "stochastic"),
+        cgx.AbsMax(8, 256),
+        cgx.AbsMax(3, 64),
+        cgx.Float8(),
+        cgx.Sign(),
+    ],
+    "other": [
+        cgx.MaxMin(4, 33),
+        cgx.MaxMin(4, 9000),
+        cgx.MaxMin(3, 100, "stochastic", skip_incomplete=True),
+        cgx.ByteGrad(),
+        cgx.Float8("e5m2", 33),
+        *map(cgx.Micro, ("nvfp4", "mxfp4", "mxfp8")),
+        cgx.Sign(9000),
+    ],
+    "rotated": [cgx.Eden(4), cgx.MaxMin(4, 256, rotate=True), cgx.MaxMin(3, 128, "stochastic", rotate=True)],
+    "floats": [cgx.Cast("bfloat16"), cgx.Cast("float16", "stochastic"), cgx.Raw(), cgx.Lossless()],
+    "topk": [
+        cgx.TopK(),
+        cgx.TopK(0),
+        cgx.TopK(0.1, cgx.MaxMin(4, 64, "stochastic"), "sampled", "top"),
+        cgx.TopK(0.5, cgx.Cast(), "fitted"),
+    ],
+}
+SHAPES = [(20_000, "float32"), (1_001, "bfloat16"), (7, "float16"), (4_096, "float32")]
+MESSAGES = [SHAPES, [(0, "float32"), (0, "bfloat16")]]  # calls on nothing may be captured, too
 
 
-def step(codec):
+def leaves_of(shapes):
+    return [np.random.RandomState(i).standard_normal(n).astype(jnp.dtype(t)) for i, (n, t) in enumerate(shapes)]
+
+
+def step(codec, like):
     """Two rounds of everything in one program; the second is of what the first left. No arithmetic but the
     operations'."""
-    layout = Layout.of(codec, LEAVES, chunks=2)
+    layout = Layout.of(codec, like, chunks=2)
 
     def run(leaves, residuals, key):
         for _ in range(2):
@@ -50,23 +59,27 @@ def step(codec):
             summed = ops.reduce_encoded(layout, payloads, chunk=1, own=ops.Own(leaves, 1), divisor=3, key=key)
             summed_too, residuals = ops.reduce_fed(layout, payloads, residuals, chunk=1, divisor=3, key=key)
             leaves = ops.decode(layout, payload)
-            if codec.whole:
+            if codec.sparse:
                 residuals = ops.clear(Layout.of(codec, residuals, chunks=2), payload, residuals)
         return payload, summed, summed_too, residuals, leaves
 
     return jax.jit(run if codec.stochastic else lambda leaves, residuals, _: run(leaves, residuals, None))
 
 
-def on(platform, repetitions=1):
-    args = jax.device_put(
-        (LEAVES, [np.full(x.shape, 0.01, np.float32) for x in LEAVES], np.array([1, 2], np.uint32)),
-        jax.devices(platform)[0],
-    )
-    return [[jax.tree.map(np.asarray, f(*args)) for _ in range(repetitions)] for f in map(step, CODECS)]
+def on(platform, codecs, repetitions=1):
+    results = []
+    for leaves in map(leaves_of, MESSAGES):
+        residuals = [np.full(x.shape, 0.01, np.float32) for x in leaves]
+        args = jax.device_put((leaves, residuals, np.array([1, 2], np.uint32)), jax.devices(platform)[0])
+        programs = [step(codec, leaves) for codec in codecs]
+        results += [[jax.tree.map(np.asarray, f(*args)) for _ in range(repetitions)] for f in programs]
+    return results
 
 
-def main(repetitions):
-    for codec, (expected,), results in zip(CODECS, on("cpu"), on("gpu", repetitions)):
+def main(group, repetitions=1):
+    codecs = GROUPS[group]
+    both = on("cpu", codecs), on("gpu", codecs, int(repetitions))
+    for codec, (expected,), results in zip(codecs * len(MESSAGES), *both, strict=True):
         for got in results:
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
                 assert a.tobytes() == b.tobytes(), codec
@@ -74,4 +87,4 @@ def main(repetitions):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(*sys.argv[1:])

@@ -27,6 +27,7 @@ from jaxcgx.native.layout import Layout
 
 pytestmark = pytest.mark.gpu
 EVERYTHING = pathlib.Path(__file__).parent / "everything.py"
+each_group = pytest.mark.parametrize("group", ("fast", "other", "rotated", "floats", "topk"))  # of everything.py
 
 
 def start(*command, **env):
@@ -41,7 +42,7 @@ def start(*command, **env):
     return process
 
 
-def finish(*processes, timeout=300):
+def finish(*processes, timeout=150):
     """Their output; None where it comes too late. They and all that they started are stopped."""
     end, late, outputs = time.monotonic() + timeout, False, []
     try:
@@ -60,12 +61,13 @@ def finish(*processes, timeout=300):
     return None if late else outputs
 
 
-def test_cuda_graphs(tmp_path):
+@each_group
+def test_cuda_graphs(tmp_path, group):
     """Every operation may be captured, and the graph replayed, also when its buffers have moved."""
     flags = (
         f"--xla_gpu_enable_command_buffer=FUSION,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1 --xla_dump_to={tmp_path}"
     )
-    process = start(sys.executable, "-P", EVERYTHING, 8, XLA_FLAGS=flags)
+    process = start(sys.executable, "-P", EVERYTHING, group, 8, XLA_FLAGS=flags)
     (output,) = finish(process) or ["it did not end"]
     assert process.returncode == 0 and "the same bytes" in output, output
     thunks = [p.read_text() for p in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
@@ -171,9 +173,8 @@ print("rank", rank, "agrees")
 """
 
 
-def test_two_nccl_ranks_on_one_gpu(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(NCCL)
+def two_nccl_ranks(program):
+    """Runs a program as both ranks, which print that they agree."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
@@ -183,34 +184,64 @@ def test_two_nccl_ranks_on_one_gpu(tmp_path):
         NCCL_MAX_CTAS="4",
         CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     )
-    outputs = finish(*(start(sys.executable, "-P", program, r, address, **env) for r in range(2)), timeout=180)
+    outputs = finish(*(start(sys.executable, "-P", program, r, address, **env) for r in range(2)))
     if outputs is None:
-        pytest.skip("two NCCL ranks on one GPU did not end in 180 s")
+        pytest.skip("two NCCL ranks on one GPU did not end in 150 s")
     if any(re.search("duplicate gpu|ncclInvalidUsage|invalid usage", o, re.IGNORECASE) for o in outputs):
         pytest.skip("this NCCL does not allow two ranks on one GPU")
     for r, output in enumerate(outputs):
         assert f"rank {r} agrees" in output, output
 
 
-@pytest.mark.parametrize("tool", ("memcheck", "racecheck"))
-def test_sanitizer(tool):
+def test_two_nccl_ranks_on_one_gpu(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(NCCL)
+    two_nccl_ranks(program)
+
+
+def test_two_nccl_ranks_train_on_one_gpu():
+    for package in ("flax", "optax"):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"needs {package}")
+    two_nccl_ranks(EVERYTHING.with_name("training.py"))
+
+
+def sanitize(tool, group, *options):
+    """Runs everything under a tool of compute-sanitizer, which looks at our kernels alone: XLA's take most of the
+    time."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if not sanitizer:
         pytest.skip("there is no compute-sanitizer")
-    # XLA probes the driver with calls that may fail: only what kernels do counts.
-    options = ["--report-api-errors=no"] if tool == "memcheck" else []
     # An allocation for each buffer: within a pool, writing past one into another would be no error.
     process = start(
         sanitizer,
         f"--tool={tool}",
         "--error-exitcode=9",
+        "--kernel-name",
+        "kns=jaxcgx",
         *options,
         sys.executable,
         "-P",
         EVERYTHING,
+        group,
         XLA_PYTHON_CLIENT_ALLOCATOR="platform",
     )
-    (output,) = finish(process, timeout=550) or [f"{tool} did not end in 550 s"]
+    (output,) = finish(process, timeout=200) or [f"{tool} did not end in 200 s"]
     if "Device not supported" in output:
         pytest.skip("compute-sanitizer does not support this device")
     assert process.returncode == 0 and "the same bytes" in output, output
+
+
+@each_group
+def test_memcheck(group):
+    sanitize("memcheck", group, "--report-api-errors=no")  # XLA probes the driver with calls that may fail
+
+
+@each_group
+def test_racecheck(group):
+    sanitize("racecheck", group)
+
+
+@each_group
+def test_synccheck(group):
+    sanitize("synccheck", group)

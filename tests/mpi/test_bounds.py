@@ -1,4 +1,4 @@
-"""CGX's own checks over MPI: constant arrays are summed exactly, others within the bound that docs/collectives.md
+"""CGX's own checks over MPI: constant arrays are summed exactly, others within the bound that docs/error-bounds.md
 derives.
 
 Of sizes that leave ranks without a bucket or with a few elements, of every width and bucket, of every dtype."""

@@ -259,8 +259,8 @@ def test_shard_specs():
 
 
 def test_what_a_step_sends():
-    """The table of docs/training.md."""
-    page = (pathlib.Path(__file__).parents[2] / "docs/training.md").read_text()
+    """The table of docs/fsdp.md."""
+    page = (pathlib.Path(__file__).parents[2] / "docs/fsdp.md").read_text()
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
     codecs = dict(plan=cgx.MaxMin(4), gather=cgx.MaxMin(8))
     for options, row in (

@@ -5,6 +5,7 @@ import pytest
 LARGE = {
     "cifar/resnet20": {},
     "cifar/resnet56": {},
+    "digits/resnet20": {},
     "fashion_mnist/mlp": {},
     "fashion_mnist/resnet20": {},
     "imagenet/resnet50": {"data.size": 32, "compression": "cgx4"},

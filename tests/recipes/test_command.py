@@ -1,12 +1,16 @@
 """The command itself, in a process of its own."""
 
+import json
 import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-RECIPES = pathlib.Path(__file__).parents[2] / "recipes"
+ROOT = pathlib.Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
 
 
 def test_a_first_run(train, tmp_path):
@@ -26,12 +30,37 @@ def test_a_first_run(train, tmp_path):
     assert following == f"next: python recipes/train.py {config} --compression=none"
 
 
-def test_errors_are_one_line(train, tmp_path):
+def test_errors_are_one_line(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(train.launch, "start", lambda *args: None)  # errors come before the world is used
     config = f"--config={RECIPES}/configs/digits/mlp.py"
+    cifar = f"--config={RECIPES}/configs/cifar/resnet20.py", f"--config.data.folder={tmp_path}"
     for arguments, starts in (
         ([config, "--config.train.stepz=1"], "train.py: config.train.stepz: there is no such key"),
         ([config, f"--config={tmp_path}/none.py"], "train.py: --config: there is no file"),
+        (cifar, f"train.py: config.data.folder: there is no {tmp_path}"),
     ):
         with pytest.raises(SystemExit) as ended:
             train.main(arguments)
         assert ended.value.code.startswith(starts) and "\n" not in ended.value.code
+
+
+def test_files_for_clusters(train):
+    """Their commands are some that train.py and the shell know; their extras exist."""
+    import yaml
+
+    jobset = yaml.safe_load((RECIPES / "launching/jobset.yaml").read_text())
+    pods = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    python, script, *arguments = container["command"]
+    assert (python, (ROOT / script).is_file()) == ("python", True)
+    found = train.config.parse([each.replace("=recipes", f"={RECIPES}") for each in arguments])
+    assert (found.launch, found.name) == ("distributed", "cifar-resnet20-dgc")
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["JAX_NUM_PROCESSES"] == str(pods["parallelism"]) == str(pods["completions"])
+    name, job = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
+    assert variables["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-{job}-0-0.{name}:")
+    subprocess.run(["bash", "-n", RECIPES / "launching/slurm.sh"], check=True)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for names in re.findall(r"\.whl\)\[(.*?)\]", (ROOT / "Dockerfile").read_text()):
+        assert set(names.split(",")) <= extras.keys()
+    json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())

@@ -9,7 +9,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "recipes/configs"
 TINY = {"cifar/resnet20": {"model.depth": 8, "compression": "cgx4"}, "digits/mlp": {}}
 # heavy_configs.py has the others, as they are or nearly so.
 HEAVY = {"cifar/resnet20", "cifar/resnet56", "imagenet/resnet50", "imagenet/vgg16"}
-HEAVY |= {"fashion_mnist/mlp", "fashion_mnist/resnet20"}
+HEAVY |= {"digits/resnet20", "fashion_mnist/mlp", "fashion_mnist/resnet20"}
 RESUMED = {"text/gpt"}  # in test_resume.py
 WORDS = sorted(path.stem for path in (CONFIGS / "compression").glob("*.py"))
 
@@ -50,7 +50,10 @@ def test_compressions(word, run):
         ({"train.batch_size": 5000}, r"config\.train\.batch_size: expected at most 1347 examples of synthetic digits"),
         ({"compression": "dgcc"}, r"config\.compression: there is no file .*dgcc\.py; its folder has bsc, .*none"),
         ({"data": "mnist"}, r"config\.data\.name: expected one of cifar10, .*, got 'mnist'"),
-        ({"data.name": "text", "data.synthetic": False}, r"config\.data: .*missing.* 'files' and 'context'"),
+        (
+            {"data.name": "text", "data.synthetic": False},
+            r"config\.data: .*missing.* 'files', 'context',? and 'tokens'",
+        ),
         ({"data.name": "imagenet"}, r"config\.data: .*missing.* 'folder', 'size',? and 'threads'"),
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.momentum: nothing reads it; .* has b1, b2, weight_decay"),

@@ -78,7 +78,8 @@ def test_fashion_mnist(train, tmp_path):
 
 def test_text(train, tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(200)) * 10)
-    load = lambda files, context: train.data.load(name="text", synthetic=False, files=str(files), context=context)
+    options = dict(name="text", synthetic=False)
+    load = lambda files, context: train.data.load(files=str(files), context=context, tokens=256, **options)
     found = load(tmp_path / "*.txt", 16)
     for inputs, labels in (batch(found.train), batch(found.train, np.full((4, 5), 0.5, np.float32))):
         assert inputs.shape == labels.shape == (4, 16)
@@ -86,6 +87,31 @@ def test_text(train, tmp_path):
     assert len(found.train) == 1800 // 16
     with pytest.raises(train.Wrong, match=r"config\.data\.files: .* is 1 files with 2,000 bytes; expected more"):
         load(tmp_path / "*.txt", 1000)
+    with pytest.raises(train.Wrong, match=r"config\.data\.files: .* is 0 files with 0 bytes; expected more"):
+        load(tmp_path / "*.md", 16)
+
+
+def test_byte_pairs(train, tmp_path):
+    bpe = train.data.text.bpe
+    text = np.frombuffer(b"aaab" * 4 + b"cdcd" + b"aaaaa", np.uint8)
+    pairs = bpe.learn(text, 258)
+    assert pairs == [(97, 97), (256, 97)]  # aa, and then aaa
+    assert bpe.encode(text, pairs).tolist() == [257, 98] * 4 + [99, 100] * 2 + [256, 257]
+    assert bpe.learn(np.arange(9, dtype=np.uint8), 300) == []  # no pair comes twice
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
+    load = lambda tokens: train.data.load(
+        name="text", synthetic=False, files=str(tmp_path / "*.txt"), context=8, tokens=tokens
+    )
+    few = load(280)
+    assert few.classes == 280 and 256 <= few.train.text.max() < 280 and 2 * len(few.train) < len(load(256).train)
+    whole = np.frombuffer((tmp_path / "a.txt").read_bytes(), np.uint8)
+    pairs = bpe.learn(whole, 280)
+    spelled = [bytes([i]) for i in range(256)]
+    for left, right in pairs:
+        spelled.append(spelled[left] + spelled[right])
+    assert b"".join(spelled[token] for token in bpe.encode(whole, pairs)) == whole.tobytes()
+    with pytest.raises(train.Wrong, match=r"config\.data: expected from 256 to 4096 tokens, got 100"):
+        load(100)
 
 
 def test_shares(train):

@@ -407,21 +407,21 @@ def test_vmap_counts_every_row():
     assert found.raw_bytes == pytest.approx(3 * 2 * 7 / 8 * 4000, abs=2)
 
 
-def test_a_thousand_leaves():
-    tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(500)}
+def test_many_leaves():
+    tree = {f"layer{i}": {"w": np.zeros(17 + i, np.float32), "b": np.zeros(3, np.float32)} for i in range(150)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC, schedule="two_shot"), FLAT), tree)
     assert [(c.operation, len(c.leaves), c.bytes) for c in found.collectives] == [
-        (o, 1000, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")
+        (o, 300, 7 * chunk(CODEC, tree, 8)) for o in ("all-to-all", "all-gather")
     ]
     assert found.collectives[0].leaves == tuple(
         jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
     )
     assert all(len(c.name) < 200 for c in found.collectives)
-    assert "['layer0']['b'] and 999 more" in str(found)
+    assert "['layer0']['b'] and 299 more" in str(found)
 
 
-def test_a_thousand_raw_leaves():
-    tree = {f"count{i:03}": jnp.zeros(1 + i % 3, jnp.int32) for i in range(1000)}
+def test_many_raw_leaves():
+    tree = {f"count{i:03}": jnp.zeros(1 + i % 3, jnp.int32) for i in range(300)}
     found = quiet(on(lambda x: cgx.compressed_psum(x, "data", CODEC), FLAT), tree)
     assert [leaf.path for leaf in found.raw] == [f"['{name}']" for name in tree]
     assert found.bytes == 2 * 7 * 4 * sum(x.size for x in tree.values()) // 8

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import load_script
+from helpers import FULL, load_script
 from ranks import mesh, on_ranks
 
 from jaxcgx import _compat
@@ -99,7 +99,8 @@ def test_everything_on_three_ranks(monkeypatch):
         assert processes.results() == on_a_mesh(3, monkeypatch)
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), 4])
+# tests/cpp/test_segment.cc has 1 to 4 ranks.
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.short), *([4] * FULL)])
 def test_exchanges(size):
     with Processes("exchanges", size) as processes:
         assert processes.results() == [None] * size

@@ -19,15 +19,17 @@ struct Cuda {
   static ffi::Error check_where(const int32_t*, const Message&, int64_t, bool) { return ffi::Error::Success(); }
 
   static ffi::Error encode(Context stream, const Encode& args) {
-    return error_of("encode", cuda::encode(args, stream));
+    return error_of("encode", cuda::run(cuda::encode, args, stream));
   }
   static ffi::Error decode(Context stream, const Decode& args) {
-    return error_of("decode", cuda::decode(args, stream));
+    return error_of("decode", cuda::run(cuda::decode, args, stream));
   }
   static ffi::Error reduce(Context stream, const Reduce& args) {
-    return error_of("reduce", cuda::reduce(args, stream));
+    return error_of("reduce", cuda::run(cuda::reduce, args, stream));
   }
-  static ffi::Error clear(Context stream, const Clear& args) { return error_of("clear", cuda::clear(args, stream)); }
+  static ffi::Error clear(Context stream, const Clear& args) {
+    return error_of("clear", cuda::run(cuda::clear, args, stream));
+  }
 
   static ffi::Error error_of(const std::string& op, cuda::Status status) {
     switch (status.error) {
@@ -37,6 +39,12 @@ struct Cuda {
       case cudaErrorInvalidDeviceFunction:
         return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                           no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
+      case cudaErrorInsufficientDriver:
+      case cudaErrorUnsupportedPtxVersion: {
+        int driver = 0;  // it answers without a GPU, too; 0: there is none
+        cudaDriverGetVersion(&driver);
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
+      }
       default:
         return ffi::Error::Internal(
             failed_call_message(op, status.call, cudaGetErrorName(status.error), cudaGetErrorString(status.error)));

@@ -12,6 +12,16 @@ inline std::string no_code_message(const std::string& op, const std::string& bui
          "CMAKE_CUDA_ARCHITECTURES";
 }
 
+// The versions as CUDA writes them, such as 13000 and 12040. The driver has to know the release that a build was made
+// with: for machine code its major number, for PTX all of it.
+inline std::string old_driver_message(const std::string& op, int built, int driver) {
+  const auto release = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  return "jaxcgx_" + op + ": this build is of CUDA " + release(built) + "; this machine's driver is for CUDA " +
+         release(driver) + " at most: update the driver, or build jaxcgx with nvcc " + release(driver) + " or earlier";
+}
+
 inline std::string failed_call_message(const std::string& op, const std::string& call, const std::string& name,
                                        const std::string& words) {
   return "jaxcgx_" + op + ": " + call + " failed with " + name + " (" + words + ")";

@@ -1,4 +1,4 @@
-"""A byte-level transformer on text, with GPT-2's initialization and GPT-3's optimizer."""
+"""A transformer on the bytes of text, with GPT-2's initialization and GPT-3's optimizer."""
 
 import configs
 from ml_collections import ConfigDict
@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 def get_config() -> ConfigDict:
     config = configs.get_config()
     # The default is the documentation that Python has of its own language.
-    config.data = ConfigDict(dict(name="text", synthetic=False, files="", context=128))
+    config.data = ConfigDict(dict(name="text", synthetic=False, files="", context=128, tokens=256))
     config.model = ConfigDict(dict(name="gpt", layers=4, width=256, heads=4, dropout=0.1))
     config.optimizer = ConfigDict(dict(name="adamw", b1=0.9, b2=0.95, weight_decay=0.1, clip=1.0))
     config.schedule = ConfigDict(dict(name="cosine", rate=1e-3, warmup_epochs=0.5))

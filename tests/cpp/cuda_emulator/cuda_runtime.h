@@ -62,9 +62,8 @@ using Place = void* [5];
 
 struct Thread {
   dim3 index;
-  ucontext_t context;  // at its start
-  Place place;         // later
-  bool started = false;
+  Place place;
+  bool started = false;  // once for all blocks: to make a context takes system calls
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   unsigned shuffles = 0;
@@ -92,26 +91,28 @@ struct Block {
     std::fprintf(stderr, "cuda_emulator: block (%u, %u): %s\n", index.x, index.y, what);
     std::abort();
   }
-  // A function that calls __builtin_setjmp must keep its frame, and AddressSanitizer knows of no stack but its
-  // thread's.
-  [[gnu::noinline, gnu::no_sanitize_address]] void wait() {
-    if (__builtin_setjmp(current->place) == 0) __builtin_longjmp(scheduler, 1);
+  // The compiler must not see that a jump leaves the function: it would drop what comes back to __builtin_setjmp. And
+  // AddressSanitizer knows of no stack but its thread's.
+  [[gnu::noipa, gnu::no_sanitize_address]] static void jump(Place& to) { __builtin_longjmp(to, 1); }
+  [[gnu::noipa, gnu::no_sanitize_address]] void wait() {
+    if (__builtin_setjmp(current->place) == 0) jump(scheduler);
   }
-  [[gnu::noinline, gnu::no_sanitize_address]] void go_on(Thread& t) {
+  [[gnu::noipa, gnu::no_sanitize_address]] void go_on(Thread& t) {
     if (__builtin_setjmp(scheduler) != 0) return;
-    if (t.started) __builtin_longjmp(t.place, 1);
+    if (t.started) jump(t.place);
     t.started = true;
-    setcontext(&t.context);
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack = {t.stack.get(), 0, Thread::kStack};
+    makecontext(&context, enter, 0);
+    setcontext(&context);
   }
 
   static void enter();
   void start(Thread& t, unsigned index) {
     t.index = dim3(index);
-    t.started = t.done = false;
+    t.done = false;
     t.shuffles = 0;
-    getcontext(&t.context);
-    t.context.uc_stack = {t.stack.get(), 0, Thread::kStack};
-    makecontext(&t.context, enter, 0);
     ready.push_back(&t);
   }
   void run() {
@@ -135,9 +136,35 @@ struct Block {
 
 inline Block state;
 [[gnu::no_sanitize_address]] inline void Block::enter() {
-  state.kernel();
-  state.current->done = true;
-  __builtin_longjmp(state.scheduler, 1);
+  for (;;) {
+    state.kernel();
+    state.current->done = true;
+    state.wait();  // for another block
+  }
+}
+
+inline unsigned launches = 0;
+
+// Runs `thread` in every thread of a grid, block after block, and `begin` before each block.
+inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& begin,
+                          std::function<void()> thread) {
+  Block& b = state;
+  b.grid = config.gridDim, b.block = config.blockDim;
+  b.threads = b.block.x;
+  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
+      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
+    return cudaErrorInvalidConfiguration;
+  }
+  ++launches;
+  b.kernel = std::move(thread);
+  for (unsigned y = 0; y < b.grid.y; ++y) {
+    for (unsigned x = 0; x < b.grid.x; ++x) {
+      b.index = dim3(x, y);
+      begin();
+      b.run();
+    }
+  }
+  return cudaSuccess;
 }
 
 template <class T>
@@ -212,21 +239,7 @@ inline unsigned __ballot_sync(unsigned mask, bool yes) {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  auto& b = cuda_emulator::state;
-  b.grid = config->gridDim, b.block = config->blockDim;
-  b.threads = b.block.x;
-  if (b.threads == 0 || b.threads > 1024 || b.block.y != 1 || b.block.z != 1 || b.grid.x == 0 ||
-      b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
-    return cudaErrorInvalidConfiguration;
-  }
-  b.kernel = [&] { kernel(arguments...); };
-  for (unsigned y = 0; y < b.grid.y; ++y) {
-    for (unsigned x = 0; x < b.grid.x; ++x) {
-      b.index = dim3(x, y);
-      b.run();
-    }
-  }
-  return cudaSuccess;
+  return cuda_emulator::launch(*config, [] {}, [&] { kernel(arguments...); });
 }
 
 // Threads switch only where they wait, so that every function here is atomic.

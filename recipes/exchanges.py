@@ -1,4 +1,4 @@
-"""What a config's section `compression` is to make_train_step."""
+"""What a config's section `compression` is to make_train_step. (Python 3.14 has a module `compression`.)"""
 
 from typing import Any, NamedTuple
 

@@ -1,0 +1,32 @@
+# Images with jaxcgx and its recipes. Nobody has built them yet.
+#
+#     docker build --target cpu -t jaxcgx:cpu .
+#     docker build --target cuda -t jaxcgx:cuda .
+#     docker run --gpus all --shm-size=1g -v $PWD/runs:/jaxcgx/runs jaxcgx:cuda \
+#         --config=recipes/configs/digits/mlp.py --compression=dgc
+
+FROM python:3.12-slim AS cpu-wheel
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make
+COPY . /jaxcgx
+RUN pip wheel --no-deps --wheel-dir /wheel /jaxcgx -Ccmake.define.JAXCGX_CUDA=OFF
+
+# Ubuntu 24.04 has Python 3.12, too.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda-wheel
+RUN apt-get update && apt-get install -y --no-install-recommends g++ make python3-dev python3-pip
+COPY . /jaxcgx
+RUN pip wheel --no-deps --wheel-dir /wheel /jaxcgx -Ccmake.define.JAXCGX_CUDA=ON
+
+FROM python:3.12-slim AS cpu
+WORKDIR /jaxcgx
+RUN --mount=from=cpu-wheel,source=/wheel,target=/wheel \
+    pip install --no-cache-dir "$(echo /wheel/*.whl)[recipes,ray]"
+COPY recipes recipes
+ENTRYPOINT ["python", "recipes/train.py"]
+
+# CUDA's libraries come with JAX. The driver is the host's, 580 or later.
+FROM python:3.12-slim AS cuda
+WORKDIR /jaxcgx
+RUN --mount=from=cuda-wheel,source=/wheel,target=/wheel \
+    pip install --no-cache-dir "$(echo /wheel/*.whl)[cuda13,recipes,ray]"
+COPY recipes recipes
+ENTRYPOINT ["python", "recipes/train.py"]

@@ -1,0 +1,332 @@
+"""Measures what compressed gradients cost in accuracy or loss after equal steps, with feedback and without.
+
+    python benchmarks/accuracy.py [--tasks REGEX] [--runs REGEX] [--seeds 3] [--kept DIR] [--out DIR]
+
+The ranks are an axis of vmap: what is lost doesn't depend on who moves the bytes. All runs of a seed begin with the
+same weights and see the same batches. What a run found is kept in a file of its own as soon as it ends, and not
+measured again: a measurement that was cut off goes on. The tables are of all runs that are kept. Remove these files to
+measure all again.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import training_speed_data as data
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from report import RESULTS, Report, header, line, mark
+from training_speed_models import PREDICT
+
+import jaxcgx as cgx
+
+RANKS = 4
+HIDDEN = 256, 128  # of the network of the first task
+DENSE = "float32"
+WITH = {True: "with feedback", False: "without feedback"}
+EPOCHS = 10  # as DGC's warm-up counts them; it takes 4
+PART = 250  # held-out examples that are evaluated at once
+KEPT = pathlib.Path("build/accuracy")
+CHARTS = [dict(table="rows", title="Lost against float32", x="run", y=["lost"], by="feedback", panel="task")]
+
+
+class Task(NamedTuple):
+    predict: Callable
+    weights: Callable  # from a generator of random numbers
+    batches: Callable  # (generator, steps, batch, held_out) -> (an iterator of batches, held-out examples)
+    steps: int
+    batch: int  # of all ranks
+    held_out: int
+    rate: float  # the highest of a cosine
+    adam: bool  # in place of SGD with momentum
+    most: dict  # {bits: what may be lost with feedback}, in points of accuracy or in % of the loss
+    begun: int = 0  # float32 steps that the first weights have behind them
+
+
+class Run(NamedTuple):
+    exchange: Callable  # (axis, options of compress_gradients) -> a transformation of optax
+    bits: int | None = None  # of an element, where there is a goal
+    momentum: bool = False  # whether it has its own
+    warm: bool = False  # whether it has a warm-up
+
+
+def plan(codec):
+    return functools.partial(cgx.compress_gradients, plan=codec)
+
+
+def layers(weights, images):
+    x = images.reshape(len(images), -1)
+    for i in range(len(HIDDEN)):
+        x = jax.nn.relu(x @ weights[f"{i}_w"] + weights[f"{i}_bias"])
+    return x @ weights["last_w"] + weights["last_bias"]
+
+
+def layers_weights(rng):
+    found, inputs = {}, data.normalized_images()[0][0][0].size
+    for name, outputs in zip((*range(len(HIDDEN)), "last"), (*HIDDEN, data.CLASSES)):
+        found[f"{name}_w"] = (rng.standard_normal((inputs, outputs)) * (2 / inputs) ** 0.5).astype(np.float32)
+        found[f"{name}_bias"], inputs = np.zeros(outputs, np.float32), outputs
+    return found
+
+
+def image_batches(rng, steps, batch, held_out, side=None):
+    """Dark pixels around an image make it as large as `side`."""
+    train, test = data.normalized_images()
+
+    def padded(images):
+        more = 0 if side is None else side - images.shape[1]
+        around = more // 2, more - more // 2
+        return np.pad(images, ((0, 0), around, around, (0, 0)), constant_values=train[0].min())
+
+    def some():
+        for chosen in rng.integers(0, len(train[0]), (steps, batch)):
+            yield padded(train[0][chosen]), train[1][chosen]
+
+    return some(), (padded(test[0][:held_out]), test[1][:held_out])
+
+
+def text_batches(rng, steps, batch, held_out):
+    batches, held = data.text(rng, (steps, batch), held_out)
+    return zip(*batches), held
+
+
+POINTS, PERCENT = {4: 0.3, 2: 1.0}, {4: 0.5, 2: 1.5}
+TASKS = {
+    "Fashion-MNIST": Task(layers, layers_weights, image_batches, 1880, 128, 10_000, 0.1, False, POINTS),
+    "transformer": Task(
+        PREDICT["transformer"], data.transformer_weights, text_batches, 200, 8, 128, 2e-3, True, PERCENT, 100
+    ),
+    "ResNet-20": Task(
+        PREDICT["ResNet-20"],
+        data.resnet_weights,
+        functools.partial(image_batches, side=32),
+        250,
+        32,
+        2000,
+        0.05,
+        False,
+        POINTS,
+    ),
+}
+SPARSE = dict(threshold=0.01, size_bound=10_000)
+RUNS = {
+    DENSE: Run(plan(cgx.Raw())),
+    "MaxMin, 4 bits": Run(plan(cgx.MaxMin(4)), 4),
+    "MaxMin, 2 bits": Run(plan(cgx.MaxMin(2)), 2),
+    "Eden, 4 bits": Run(plan(cgx.Eden(4)), 4),
+    "Eden, 2 bits": Run(plan(cgx.Eden(2)), 2),
+    "NVFP4": Run(plan(cgx.Micro("nvfp4")), 4),
+    "ByteGrad": Run(plan(cgx.ByteGrad())),
+    "PowerSGD, rank 4": Run(plan(cgx.PowerSGD(4))),
+    "DGC, 0.1 %": Run(functools.partial(cgx.dgc, ratio=0.001), momentum=True, warm=True),
+    "BSC, 1 %": Run(functools.partial(cgx.bsc, **SPARSE), momentum=True),
+    "MPQ, 1 %": Run(functools.partial(cgx.mpq, **SPARSE), momentum=True),
+    "Sign": Run(plan(cgx.Sign())),
+    "Eden, 1 bit": Run(plan(cgx.Eden(1))),
+    "MaxMin, 8 bits": Run(plan(cgx.MaxMin(8))),
+    "bfloat16": Run(plan(cgx.Cast("bfloat16"))),
+}
+
+
+NOTES = """\
+- lost: against float32 with the same seed, the mean over seeds: points of accuracy, or % of the loss. spread: the
+  standard deviation over seeds. Goals are those of 4 bits (0.3 points, 0.5 %) and of 2 bits (1 point, 1.5 %) with
+  feedback.
+- bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: times
+  fewer than float32.
+- DGC, BSC and MPQ have momentum of their own, and the optimizer behind has none (Adam: b1=0). DGC's ratio decreases to
+  0.1 % in the first 40 % of the steps. BSC and MPQ take weights of more than 10,000 elements.
+- Fashion-MNIST: a network with hidden layers of 256 and 128. transformer: byte-level, on the documentation that Python
+  ships. Its first weights have 100 steps of float32 behind them, as when a loss leaves its first plateau is a matter of
+  chance. ResNet-20 has group norms, and sees Fashion-MNIST with dark pixels around, as 32 x 32 images: CIFAR-10 is not
+  where this is measured. What it shows of these images is not what it would show of CIFAR-10.
+"""
+# (paper, method, what, float32, compressed)
+PUBLISHED = [
+    ("CGX, arXiv 2111.08617", "MaxMin, 4 bits", "ResNet-50", "75.8 %", "75.9 %"),
+    ("", "in buckets of 1024", "ViT-B", "79.2 %", "78.6 %"),
+    ("", "", "Transformer-XL, perplexity", "22.81", "22.9"),
+    ("", "", "GPT-2, perplexity", "14.1", "13.9"),
+    ("DGC, arXiv 1712.01887", "0.1 %", "ResNet-110, CIFAR-10", "93.75 %", "93.87 %"),
+    ("", "", "ResNet-50", "75.96 %", "76.15 %"),
+    ("", "", "LSTM, PTB, perplexity", "72.30", "72.24"),
+    ("PowerSGD, arXiv 1905.13727", "rank 4", "ResNet-18, CIFAR-10", "94.3 %", "94.5 %"),
+    ("", "", "LSTM, WikiText-2, perplexity", "91", "91"),
+    ("DynamiQ, arXiv 2602.08923", "about 5 bits", "language models", "bfloat16", "99.9 % of it"),
+]
+UNPUBLISHED = "Of ByteGrad, Eden, Sign, BSC, MPQ, and NVFP4 between ranks we know no figure of this kind."
+
+
+def optimizer_of(task, run):
+    rate = optax.warmup_cosine_decay_schedule(0.0, task.rate, task.steps // 20, task.steps)
+    if task.adam:
+        return optax.adam(rate, b1=0.0 if run.momentum else 0.9)
+    return optax.sgd(rate, momentum=None if run.momentum else 0.9)
+
+
+def cross_entropy(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def sent_bytes(exchange, weights):
+    """What a rank sends in a step, as jaxcgx.explain finds it in a compiled program of the exchange."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
+    transformation = exchange(axis_size=RANKS)
+    state = jax.eval_shape(transformation.init, weights)
+    specs = P(), cgx.state_specs(state, "data"), P()
+    mapped = jax.shard_map(transformation.update, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
+    return cgx.explain(jax.jit(mapped), weights, state, weights, show=False).bytes
+
+
+@functools.cache
+def first_weights(name, seed):
+    task, rng = TASKS[name], np.random.default_rng(1000 + seed)
+    weights = task.weights(rng)
+    if not task.begun:
+        return weights
+    return data.begun(weights, name, data.text(rng, (task.begun, task.batch), 1)[0])
+
+
+def train(name, run, feedback, seed):
+    """What is measured on held-out data, and the bytes that a rank sends in a step after any warm-up."""
+    task, rng = TASKS[name], np.random.default_rng(seed)
+    unmasked = dict(momentum_masking=False) if run.momentum and not feedback else {}  # masking is for what is sent late
+    exchange = functools.partial(run.exchange, "data", feedback=feedback, seed=seed, **unmasked)
+    warm = dict(warmup_epochs=4, steps_per_epoch=task.steps // EPOCHS) if run.warm else {}
+    transformation, optimizer = exchange(**warm), optimizer_of(task, run)
+
+    def loss_fn(weights, batch):
+        return cross_entropy(task.predict(weights, batch[0]), batch[1])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(weights, state, kept, batch):
+        def of_rank(kept, part):
+            return transformation.update(jax.grad(loss_fn)(weights, part), kept, weights)
+
+        parts = jax.tree.map(lambda x: x.reshape(RANKS, -1, *x.shape[1:]), batch)
+        means, kept = jax.vmap(of_rank, axis_name="data")(kept, parts)
+        updates, state = optimizer.update(jax.tree.map(lambda x: x[0], means), state, weights)
+        return optax.apply_updates(weights, updates), state, kept
+
+    weights = jax.tree.map(jnp.array, first_weights(name, seed))
+    sent = sent_bytes(exchange, weights)
+    kept = jax.vmap(lambda _: transformation.init(weights), axis_name="data")(jnp.arange(RANKS))
+    batches, (inputs, targets) = task.batches(rng, task.steps, task.batch, task.held_out)
+    state = optimizer.init(weights)
+    for batch in batches:
+        weights, state, kept = step(weights, state, kept, batch)
+    parts = np.split(inputs, len(inputs) // min(len(inputs), PART))
+    logits = np.concatenate([jax.jit(task.predict)(weights, part) for part in parts])
+    found = dict(loss=float(cross_entropy(logits, targets)), sent_bytes=sent)
+    if not task.adam:
+        found["accuracy"] = 100 * float((logits.argmax(-1) == targets).mean())
+    return found
+
+
+def measure(args):
+    """Trains what is not kept, and returns {(task, run, feedback): {seed: what was found}} of all that is."""
+    found = {}
+    for seed, name, run, feedback in itertools.product(range(args.seeds), TASKS, RUNS, (True, False)):
+        if run == DENSE and feedback:
+            continue
+        path = args.kept / f"{name}, {run}, {WITH[feedback]}, seed {seed}.json".replace("/", " ")
+        if not path.exists() and re.search(args.tasks, name) and re.search(args.runs, run):
+            start = time.process_time()
+            row = train(name, RUNS[run], feedback, seed)
+            path.write_text(json.dumps(row | dict(processor_seconds=round(time.process_time() - start, 1))))
+            print(path.name, path.read_text(), file=sys.stderr, flush=True)
+        if path.exists():
+            found.setdefault((name, run, feedback), {})[seed] = json.loads(path.read_text())
+    return found
+
+
+def lost(name, found, key):
+    """What a run lost against float32, by seed: points of accuracy, or % of the loss."""
+    dense = found.get((name, DENSE, False), {})
+    return {
+        seed: 100 * (row["loss"] / dense[seed]["loss"] - 1)
+        if TASKS[name].adam
+        else dense[seed]["accuracy"] - row["accuracy"]
+        for seed, row in found[key].items()
+        if seed in dense
+    }
+
+
+def show(report, found):
+    for name, task in TASKS.items():
+        kind = "loss" if task.adam else "accuracy"
+        keys = [key for key in found if key[0] == name and lost(name, found, key)]
+        if not keys:
+            report.show("", f"{name}: not measured yet.")
+            continue
+        size = sum(w.size for w in task.weights(np.random.default_rng(0)).values())
+        report.show(
+            "",
+            f"{name}: {size:,} weights, {task.steps:,} steps of {task.batch} examples, "
+            f"{'Adam' if task.adam else 'SGD with momentum 0.9'}, a rate of at most {task.rate:g}. "
+            f"{'Loss' if task.adam else 'Accuracy in %'} of {task.held_out:,} held-out examples.",
+            "",
+            *header("gradients", "feedback", kind, "of seeds", "lost", "spread", "goal", "", "bytes/step", "fewer"),
+        )
+        raw = found[name, DENSE, False][0]["sent_bytes"]
+        for key in sorted(keys, key=lambda key: (list(RUNS).index(key[1]), not key[2])):
+            _, run, feedback = key
+            rows, less = found[key], lost(name, found, key)
+            mean, most = float(np.mean([*less.values()])), task.most.get(RUNS[run].bits) if feedback else None
+            values, sent = [row[kind] for row in rows.values()], next(iter(rows.values()))["sent_bytes"]
+            digits = 3 if task.adam else 2
+            report.data["rows"].append(
+                dict(
+                    task=name,
+                    run=run,
+                    feedback=WITH[feedback],
+                    lost=[*less.values()],
+                    **{kind: values},
+                    sent_bytes=sent,
+                )
+            )
+            cells = [run, "" if run == DENSE else "yes" if feedback else "no", f"{np.mean(values):.{digits}f}"]
+            cells += [
+                " ".join(f"{value:.{digits}f}" for value in values),
+                f"{mean:+.2f}",
+                f"{np.std([*less.values()]):.2f}",
+            ]
+            cells += ["" if most is None else f"<= {most:g}", "" if most is None else mark(mean <= most)]
+            report.show(line([*cells, f"{sent:,}", f"{raw / sent:.1f}"]))
+    report.show("", *NOTES.splitlines(), "", "What papers say, of longer training of larger networks:", "")
+    report.show(*header("paper", "method", "what", "float32", "compressed"), *map(line, PUBLISHED), "", UNPUBLISHED)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tasks", default="", metavar="REGEX", help="train only these of " + ", ".join(TASKS))
+    parser.add_argument("--runs", default="", metavar="REGEX", help="train only with these of the gradients")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="how many (default: 3)")
+    parser.add_argument("--kept", type=pathlib.Path, default=KEPT, metavar="DIR", help="what runs found")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the tables are")
+    args = parser.parse_args()
+    if not data.FASHION.is_dir():
+        parser.error(f"no {data.FASHION}: Debian and Ubuntu have it as the package dataset-fashion-mnist")
+    args.kept.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", RANKS)
+    jax.config.update("jax_compilation_cache_dir", str(args.kept.resolve() / "programs"))  # for the next seeds
+    found = measure(args)
+    report = Report("make bench-accuracy", ranks=RANKS, rows=[], charts=CHARTS)
+    show(report, found)
+    report.write(args.out, "accuracy")
+
+
+if __name__ == "__main__":
+    main()

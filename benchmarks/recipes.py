@@ -1,0 +1,154 @@
+"""Runs the recipes as users do, and tells what compression costs: accuracy or loss, bytes and hours.
+
+    python benchmarks/recipes.py [--runs REGEX] [--folder DIR] [--out DIR]
+
+Each row is a command, with a folder of its own in DIR (build/bench-recipes). A run that was cut off goes on, and one
+that has ended isn't run again. The table has all rows that have ended, of whatever call.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+from report import RESULTS, Report, header, line
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RANKS = 4
+
+
+class Task(NamedTuple):
+    """A config with a name, what is changed of it, and the words for --compression that are run."""
+
+    config: str
+    changes: dict
+    words: dict  # of each word, what else is changed
+    published: dict  # of a word: what its authors have
+    text: bool = False  # is judged by its perplexity
+
+
+WARM = {"compression.warmup_epochs": 1}
+TASKS = {
+    "ResNet-20 on digits": Task(
+        "digits/resnet20",
+        {"train.num_epochs": 12},
+        {"none": {}, "cgx4": {}, "bytegrad": {}, "dgc": {}, "dgc-wm0": {}, "powersgd": {}},
+        {
+            "dgc": "DGC, CIFAR-10, ResNet-110: 93.75 to 93.87",
+            "cgx4": "CGX, ImageNet, ResNet-50: 75.8 to 75.9; VGG-16: 69.1 to 68.9",
+        },
+    ),
+    "transformer on Python's documentation": Task(
+        "text/gpt",
+        {"model.layers": 2, "model.width": 128, "train.num_epochs": 6},
+        {"none": {}, "cgx4": {}, "eden4": {}, "dgc": WARM, "diloco": {}},
+        {
+            "dgc": "DGC, Penn Treebank, LSTM: 72.30 to 72.24",
+            "cgx4": "CGX, GPT-2: 14.1 to 13.9; Transformer-XL: 22.81 to 22.9",
+        },
+        text=True,
+    ),
+    "ResNet-20 on Fashion-MNIST": Task(
+        "fashion_mnist/resnet20", {"train.num_epochs": 2}, {"none": {}, "cgx4": {}, "dgc": WARM}, {}
+    ),
+}
+NOTES = f"""\
+- Each row is `python recipes/train.py --config=recipes/configs/CONFIG.py --compression=WORD` with the changes that its
+  table names, on {RANKS} virtual devices of one process. It is one seed, and differences of a point are within the
+  spread of seeds ([training.md](training.md) has several).
+- lost: points of accuracy against `none`; of text, what perplexity (of a byte) grows by, in %.
+- bytes: what a rank sends in a step after any warm-up, as jaxcgx.explain finds it in the compiled step, and how many
+  times fewer than uncompressed. They have the loss and the statistics of batch norm, too, which travel as they are.
+- hours: of the steps alone, without compiling and testing. Other programs ran on the same cores: hours show the size
+  of a run, and don't compare methods.
+- published: from float32 to compressed, in the papers of DGC and CGX, as accuracy in % or perplexity. They differ from
+  these rows in the data, in the networks (all have more parameters), the epochs (about 90 to 164 on images) and the
+  ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are
+  larger; CGX's 4 bits are 8 times fewer.
+- not run: `make bench-recipes` runs what is missing. CIFAR-10, as DGC's own recipe has it, must be downloaded first:
+  `--config=recipes/configs/cifar/resnet20.py --compression=dgc`."""
+
+
+def folder_name(task, word):
+    return f"{task.config.replace('/', '-')}-{word}-bench"
+
+
+def train(task, word, folder):
+    """Runs a row, or what is missing of it."""
+    changes = {"train.save_every": 100} | task.changes | task.words[word]
+    subprocess.run(
+        [sys.executable, ROOT / "recipes/train.py", f"--config={ROOT}/recipes/configs/{task.config}.py"]
+        + [f"--compression={word}", "--suffix=bench", f"--runs={folder}", f"--devices={RANKS}", "--launch=local"]
+        + [f"--config.{key}={value}" for key, value in changes.items()],
+        check=True,
+    )
+
+
+def result(task, word, folder):
+    """What a run has in its folder: None where it hasn't ended."""
+    path = folder / folder_name(task, word)
+    if not (path / "plot.png").exists():  # the last that a run writes
+        return None
+    lines = [json.loads(text) for text in (path / "metrics.jsonl").read_text().splitlines()]
+    batch = json.loads((path / "config.json").read_text())["train"]["batch_size"]
+    found, seconds, before = {}, 0.0, 0
+    for each in lines:
+        if "examples_per_second" in each:
+            seconds += (each["step"] - before) * batch / each["examples_per_second"]
+            before = each["step"]
+        found |= each
+    names = "test_loss", "test_accuracy", "bytes", "raw_bytes"
+    return {name: found[name] for name in names} | dict(steps=found["step"], epochs=found["epoch"], seconds=seconds)
+
+
+def table(report, name, task, folder):
+    changed = ", ".join(f"{key}={value}" for key, value in task.changes.items()) or "nothing"
+    measure, lost = ("perplexity", "lost in %") if task.text else ("accuracy", "lost")
+    report.show("", f"{name}: `{task.config}`, changed: {changed}.", "")
+    report.show(*header("compression", "epochs", measure, lost, "bytes", "fewer", "hours", "published"))
+    float32 = None
+    for word, changes in task.words.items():
+        title = " ".join([word, *(f"{key.partition('.')[2]}={value}" for key, value in changes.items())])
+        found = result(task, word, folder)
+        if found is None:
+            report.show(line([title, *["not run"] * 6, task.published.get(word, "")]))
+            continue
+        value = math.exp(found["test_loss"]) if task.text else 100 * found["test_accuracy"]
+        if word == "none":
+            float32 = value
+        lost = None
+        if float32 is not None:
+            lost = 100 * (value / float32 - 1) if task.text else float32 - value
+        fewer = found["raw_bytes"] / found["bytes"]
+        report.data["rows"].append(
+            dict(task=name, compression=title, **found, value=round(value, 4), lost=lost and round(lost, 4))
+        )
+        cells = [title, f"{found['epochs']:.0f}", f"{value:.3f}" if task.text else f"{value:.2f}"]
+        cells += ["" if lost is None else f"{lost:.2f}", f"{found['bytes']:,.0f}", f"{fewer:.1f}"]
+        report.show(line([*cells, f"{found['seconds'] / 3600:.3f}", task.published.get(word, "")]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", default="", help="a regular expression: only rows whose 'CONFIG WORD' has it are run")
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build/bench-recipes")
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
+    args = parser.parse_args()
+    for task in TASKS.values():
+        for word in task.words:
+            if re.search(args.runs, f"{task.config} {word}") and not result(task, word, args.folder):
+                train(task, word, args.folder)
+    charts = [dict(table="rows", title="Accuracy in %, or perplexity", x="compression", y=["value"], panel="task")]
+    report = Report("make bench-recipes", ranks=RANKS, rows=[], charts=charts)
+    for name, task in TASKS.items():
+        table(report, name, task, args.folder)
+    report.show("", NOTES)
+    report.write(args.out, "recipes")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""ResNet-20 on the digits of scikit-learn: real images, few and small enough for minutes on a CPU."""
+
+from configs.digits import mlp
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = mlp.get_config()
+    config.model = ConfigDict(dict(name="resnet", depth=20))
+    config.schedule = ConfigDict(dict(name="cosine", rate=0.1, warmup_epochs=1.0))
+    config.train.num_epochs = 30
+    return config

@@ -1,0 +1,45 @@
+"""A small byte-pair encoding: tokens are bytes, and the pairs of tokens that were most frequent."""
+
+import numpy as np
+
+BYTES = 256
+MOST = 4096  # tokens: all pairs of them are counted in memory
+LEARNED = 2**22  # bytes from which pairs are learned
+
+
+def learn(text: np.ndarray, tokens: int) -> list[tuple[int, int]]:
+    """The pairs that become tokens 256, 257 and so on.
+
+    Args:
+      text: uint8[n]. Its first 4 MiB count.
+      tokens: how many tokens there will be. If no pair is in the text twice, there are fewer.
+    """
+    text, pairs = text[:LEARNED].astype(np.int32), []
+    for token in range(BYTES, tokens):
+        counts = np.bincount(text[:-1] * token + text[1:])
+        first = int(counts.argmax())
+        if counts[first] < 2:
+            break
+        pairs.append(divmod(first, token))
+        text = _merge(text, pairs[-1], token)
+    return pairs
+
+
+def encode(text: np.ndarray, pairs: list[tuple[int, int]]) -> np.ndarray:
+    """uint16[m], the tokens of uint8[n]."""
+    text = text.astype(np.uint16)
+    for i, pair in enumerate(pairs):
+        text = _merge(text, pair, BYTES + i)
+    return text
+
+
+def _merge(text: np.ndarray, pair: tuple[int, int], token: int) -> np.ndarray:
+    """The text with a token in place of a pair, from left to right."""
+    found = (text[:-1] == pair[0]) & (text[1:] == pair[1])
+    places = np.flatnonzero(found)
+    if pair[0] == pair[1] and len(places):  # of aaa, the first two: every other place of a run
+        begins = np.maximum.accumulate(np.where(np.diff(places, prepend=-2) > 1, np.arange(len(places)), 0))
+        places = places[(np.arange(len(places)) - begins) % 2 == 0]
+    text = text.copy()
+    text[places] = token
+    return np.delete(text, places + 1)

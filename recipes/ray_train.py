@@ -1,0 +1,135 @@
+"""Trains on Ray: each rank is an actor, a process that jax.distributed joins with the others.
+
+    pip install ".[recipes,ray]"
+    python recipes/ray_train.py --workers=4 --config=recipes/configs/digits/mlp.py --compression=dgc
+
+When a worker dies, its world ends, and one with a rank fewer goes on from the last checkpoint. After a checkpoint of
+its own it grows again, to as many workers as Ray has room for. RAY_ADDRESS names a cluster; without it, Ray starts
+here. All hosts need this folder at the same path, and must see --runs.
+"""
+
+import argparse
+import os
+import pathlib
+import socket
+import sys
+import time
+from typing import Any
+
+import config
+import ray
+from checks import Wrong
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+HERE = pathlib.Path(__file__).resolve().parent
+PATIENCE = 120  # seconds in which a worker starts, or Ray knows that it died
+
+
+class Worker:
+    """A rank. It ends with its world, as a process joins jax.distributed once."""
+
+    def find(self) -> tuple[str, int]:
+        """An address of this host for the others, and the number of this process."""
+        with socket.socket() as port:
+            port.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{port.getsockname()[1]}", os.getpid()
+
+    def train(self, arguments: list[str], folder: str, world: dict[str, str]) -> dict[str, Any]:
+        """Trains in a folder, as a rank of the world that these variables name."""
+        os.chdir(folder)
+        os.environ |= world
+        import launch  # and with it JAX, which reads the environment
+        import train
+
+        return train.train(config.parse(arguments), launch.start("distributed", 1))
+
+
+class Team:
+    """The workers of a world."""
+
+    def __init__(self, ranks: int, resource: str, arguments: list[str]) -> None:
+        """resource: what each worker has one of, "CPU" or "GPU"."""
+        one = ray.remote(**{f"num_{resource.lower()}s": 1})(Worker)
+        self.workers: list[Any] = [one.remote() for _ in range(ranks)]
+        self._arguments, self._calls = arguments, []
+
+    def start(self) -> None:
+        """Begins to train when all workers run."""
+        found = ray.get([worker.find.remote() for worker in self.workers], timeout=PATIENCE)
+        ranks = len(found)
+        print(f"{ranks} workers: processes {' '.join(str(number) for _, number in found)}", flush=True)
+        world = dict(JAX_COORDINATOR_ADDRESS=found[0][0], JAX_NUM_PROCESSES=str(ranks))
+        for i, worker in enumerate(self.workers):
+            mine = world | {"JAX_PROCESS_ID": str(i)}
+            self._calls.append(worker.train.remote(self._arguments, os.getcwd(), mine))
+
+    def done(self) -> bool:
+        """Waits for a second. An error of any worker is one of all."""
+        ended, left = ray.wait(self._calls, num_returns=len(self._calls), timeout=1)
+        ray.get(ended)
+        return not left
+
+    def lost(self) -> bool:
+        """Whether a worker has died. Errors of the others come from that: their exchanges and checkpoints fail."""
+        until = time.monotonic() + PATIENCE
+        left = self._calls
+        while left and time.monotonic() < until:
+            ended, left = ray.wait(left, timeout=1)
+            try:
+                ray.get(ended)
+            except RayActorError:
+                return True
+            except RayError:
+                pass
+        return False
+
+    def end(self) -> None:
+        """Ends the workers, whatever they do: without the others they would wait for minutes."""
+        for worker in self.workers:
+            ray.kill(worker)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--workers", type=int, required=True, help="the number of ranks; other arguments: train.py's")
+    wanted, rest = parser.parse_known_args(arguments)
+    command = config.parse(rest)
+    folder = command.runs / command.name / "checkpoints"
+    last = lambda: max((int(path.name) for path in folder.glob("*") if path.name.isdigit()), default=0)
+    here = {} if "RAY_ADDRESS" in os.environ else dict(num_cpus=wanted.workers, include_dashboard=False)
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": path}}, **here)
+    resource = "GPU" if "GPU" in ray.cluster_resources() else "CPU"
+    room = lambda ranks: min(wanted.workers, ranks + int(ray.available_resources().get(resource, 0)))
+
+    ranks = wanted.workers
+    while ranks > 0:
+        team, begun = Team(ranks, resource, rest), last()
+        try:
+            team.start()
+            while not team.done():
+                if (more := room(ranks)) > ranks and last() > begun:
+                    ranks = more
+                    print(f"room for {ranks} workers: they go on from step {last()}", flush=True)
+                    break
+            else:
+                return
+        except RayError as error:
+            if isinstance(error, RayTaskError) and not team.lost():  # it would come again
+                raise Wrong(str(error.cause)) from error
+            ranks -= 1
+            print(f"a worker died ({type(error).__name__}): {ranks} go on from step {last()}", flush=True)
+        finally:
+            team.end()
+    raise Wrong("no worker is left")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Wrong as error:
+        sys.exit(f"ray_train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("ray_train.py: interrupted; the same command goes on from the last checkpoint")

@@ -1,0 +1,94 @@
+"""The commands that the pages print, and why some of them are not run."""
+
+import pathlib
+import re
+import shlex
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+PROGRAMS = r"make|pip|sudo|mpirun|mpiexec|srun|sbatch|kubectl|(?:\.venv/bin/)?python|scripts/\w+|\.ci/run"
+COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?= |$).*")
+FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
+INLINE = re.compile(r"`([^`]+)`")
+
+# Why `make test-commands` doesn't run a command: the first pattern that is found in it.
+FOREIGN = "is another system's"
+ROOT_NEEDED = "needs root"
+GPU = "needs a GPU"
+CLUSTER = "needs several hosts or a scheduler"
+LONG = "takes longer than a few minutes"
+FILLED_IN = "is a name, or has words that the reader fills in"
+OTHER_MPI = "would take the place of Open MPI"
+NOT_RUN = {
+    r"bagua|pytorch-cgx|mpirun -np \d+ (python train.py|\.\.\.)": FOREIGN,
+    r"^sudo |--measure|MEASURE=|\d hosts|(training_speed|wan)\.py": ROOT_NEEDED,
+    r"bench-(lab|long-links|overlap|powersgd|priority|topology|training-speed|wan)": ROOT_NEEDED,
+    r"cuda1[23]|gpu": GPU,
+    r"^(srun|sbatch|kubectl|mpiexec)|hostfile": CLUSTER,
+    r"bench$|bench-(collectives|diloco|errors|failures|mpi|selection|training)|(collectives|errors|mpi)\.py --": LONG,
+    r"kernels\.py --(kernels|size)|\.ci/run|make (gallery|matrix|mpich|test|wheels)|num_epochs=500": LONG,
+    r"\.\.\.|FILE|SECONDS|^python -m (mpi4py|jaxcgx (lab|plan|tune))$|^mpirun -[^n]": FILLED_IN,
+    r"mpich": OTHER_MPI,
+}
+
+
+class Script(NamedTuple):
+    """A block of a page, or `words` in its text, whose lines are for a shell."""
+
+    page: pathlib.Path
+    text: str
+
+    @property
+    def lines(self):
+        """Whole lines, without comments."""
+        return [re.sub(r"\s+#.*", "", line) for line in re.sub(r"\\\n\s*", "", self.text).splitlines()]
+
+    @property
+    def commands(self):
+        """The words of each command."""
+        return [words for line in self.lines if (words := command_of(line))]
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}: {self.lines[0]}"
+
+
+def command_of(line):
+    """The words of the command of a line, if it has one."""
+    match = COMMAND.match(line.strip())
+    return shlex.split(match[0]) if match else []
+
+
+def scripts():
+    """All of them, in the order of the pages."""
+    return [script for page in PAGES for script in of_page(page)]
+
+
+def of_page(page):
+    text = page.read_text()
+    blocks = [(match.start(), match[3]) for match in FENCE.finditer(text) if not match[2]]
+    text = FENCE.sub(lambda match: "~" * len(match[0]), text)
+    blocks += [(match.start(), match[0]) for match in INDENTED.finditer(text)]
+    found = [(start, shell) for start, block in blocks if (shell := for_shell(block))]
+    for match in INLINE.finditer(INDENTED.sub(lambda match: "~" * len(match[0]), text)):
+        words = " ".join(match[1].split())
+        if COMMAND.fullmatch(words) and (" " in words or "/" in words):
+            found.append((match.start(), words))
+    return [Script(page, shell) for _, shell in sorted(found)]
+
+
+def for_shell(block):
+    """What of a block is for a shell: behind prompts where it has some, else all if it begins with a command."""
+    lines = [line.strip() for line in block.strip().splitlines()]
+    prompts = [line[2:] for line in lines if line.startswith("$ ")]
+    if not prompts and not COMMAND.match(lines[0]) and not lines[0].startswith("for "):
+        return None
+    return "\n".join(prompts or lines)
+
+
+def why_not_run(words):
+    """None: it is run."""
+    command = " ".join(words)
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), None)

@@ -1,0 +1,54 @@
+// Runs every kernel on a large aligned leaf: the runtime then prints how many instructions its threads ran, and
+// scripts/cuda_resources.py divides them by the elements.
+#include "cuda_message.h"
+
+namespace jaxcgx::test {
+namespace {
+
+constexpr int64_t kElements = 8192, kRanks = 4;
+
+void count(const Codec& codec) {
+  Random r{1};
+  Message m(codec, {{kElements, DType::kF32}}, 1, 1, r);
+  for (int64_t i = 0; i < kElements; ++i) m.leaves[0].floats()[i] = r.uniform();
+  const Layout& l = m.layout;
+  const Memory residual(4 * kElements, 0), out(4 * kElements), work(cuda::workspace_bytes(l, 1, 0, true)),
+      sum_work(cuda::workspace_bytes(l, 1, kRanks, true));
+  const Memory payload(kRanks * l.chunk_bytes, 0), sum(of_sum(l, kRanks).chunk_bytes);
+  const void* const leaf = m.leaves[0].data();
+  float* const residuals[] = {residual.floats()};
+  float* const result[] = {out.floats()};
+  void* const decoded = out.data();
+  const int32_t where[] = {0, -1};
+  for (const bool feedback : {true, false}) {
+    check(cuda::encode({l, 1, &leaf, m.ids.data(), m.keys.data(), feedback ? residuals : nullptr,
+                        feedback ? residuals : nullptr, payload.data(), work.data()},
+                       nullptr));
+  }
+  for (int64_t i = 1; i < kRanks; ++i)
+    std::memcpy(payload.data() + i * l.chunk_bytes, payload.data(), static_cast<size_t>(l.chunk_bytes));
+  check(cuda::decode({l, 1, payload.data(), &decoded, sum_work.data()}, nullptr));
+  const auto reduce = [&](float* const* to, uint8_t* to_payload, float* const* lost) {
+    check(cuda::reduce({l, 1, kRanks, payload.data(), where, nullptr, 4.0f, to, to_payload, lost, m.ids.data(),
+                        m.keys.data(), sum_work.data()},
+                       nullptr));
+  };
+  reduce(result, nullptr, nullptr);
+  reduce(nullptr, sum.data(), nullptr);
+  reduce(nullptr, sum.data(), residuals);
+  if (is_sparse(codec.kind)) check(cuda::clear({l, 1, payload.data(), &decoded, sum_work.data()}, nullptr));
+}
+
+}  // namespace
+}  // namespace jaxcgx::test
+
+int main() {
+  using namespace jaxcgx::test;
+  for (const int64_t bucket : {512, 1000}) {
+    for (const auto& codec : codecs(bucket)) count(codec);
+  }
+  for (const auto& codec : codecs_without_buckets()) count(codec);
+  for (const auto& codec : sparse_codecs()) count(codec);
+  std::printf("%lld elements\n", static_cast<long long>(kElements));
+  return finish();
+}

@@ -1,0 +1,65 @@
+"""What nvcc made of the CUDA kernels gives the bytes of the CPU kernels: tests/cpp/ptx runs its launchers and its PTX.
+
+`make cuda` and `make cuda-short` run this with their build.
+"""
+
+import collections
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+BUILD = pathlib.Path(os.environ.get("JAXCGX_CUDA_BUILD", ""))
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("JAXCGX_CUDA_BUILD"), reason="needs nvcc's PTX, and programs that run it (`make cuda`)"
+)
+
+
+FEW = "16"  # tests a 16th of the codecs
+STEP = ["1"] if BUILD.name == "cuda" else [FEW]
+
+
+def start(ptx, program, *arguments):
+    # By lines: a test that needs one failure only ends the program at its first.
+    command = ["stdbuf", "-oL", BUILD / "make/tests/cpp/ptx" / program, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"JAXCGX_PTX": str(ptx)})
+
+
+def test_the_bytes_are_those_of_the_cpu():
+    launches = collections.Counter()
+    for command in (["ptx_test_cuda", *STEP], ["ptx_test_cuda_topk"]):
+        with start(BUILD / "ptx", *command) as process:
+            output = process.stdout.read()
+        assert process.returncode == 0, output
+        print(command, re.search(r"\d+ passed", output)[0])
+        for kernel, count in re.findall(r"^ptx: (\w+): \d+ instructions in (\d+) launches$", output, re.MULTILINE):
+            launches[kernel] += int(count)
+    assert launches.total()
+    if STEP != [FEW]:
+        assert not [kernel for kernel, count in launches.items() if count == 0]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "broken"),
+    [
+        (r"(lop3\.b32\s[^;]*, )\w+;", r"\g<1>0;"),
+        (r"fma\.rn\.f32\s+([^,]+), ([^,]+), ([^,]+), ([^;]+);", r"mul.rn.f32 \1, \2, \3; add.rn.f32 \1, \1, \4;"),
+    ],
+    ids=("lop3 whose table is 0", "fma in two"),
+)
+def test_a_broken_instruction_is_noticed(tmp_path, instruction, broken):
+    for file in (BUILD / "ptx").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    decode = tmp_path / "decode.ptx"
+    before, kernel, after = decode.read_text().partition("decode_kernelINS0_6LevelsELi4ELb0E")
+    after, count = re.subn(instruction, broken, after, count=1)
+    assert kernel and count == 1
+    decode.unlink()
+    decode.write_text(before + kernel + after)
+    with start(tmp_path, "ptx_test_cuda", FEW) as process:
+        noticed = any(".h:" in line for line in process.stdout)
+        process.kill()
+    assert noticed

@@ -1,0 +1,63 @@
+"""recipes/ray_train.py on this machine: `make test-ray`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.timeout(1800)
+
+HERE = pathlib.Path(__file__).parent
+RECIPES = HERE.parents[1] / "recipes"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_worker_dies(tmp_path):
+    """Of 4 workers one is killed: 3 go on from the last checkpoint, and then 4 again."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    changes = {"compression": "cgx4", "model.hidden": (32,), "train.save_every": 25, "train.log_every": 25}
+    changes |= {"train.num_epochs": 15, "train.test_every": 100}
+    changes = [f"--config.{key}={value}" for key, value in changes.items()]
+    config = f"--config={RECIPES}/configs/digits/mlp.py"
+    line = [sys.executable, HERE / "ray_probe.py", tmp_path, "--workers=4", config, f"--runs={tmp_path}", *changes]
+    done = subprocess.run([str(word) for word in line], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    worlds = [text.partition(" workers: ")[0] for text in done.stdout.splitlines() if " workers: processes " in text]
+    assert worlds == ["4", "3", "4"], done.stdout
+    assert "a worker died" in done.stdout and "room for 4 workers" in done.stdout
+
+    events = lines(tmp_path / "probe.jsonl")
+    assert all(event["agree"] for event in events)
+    restored = [event for event in events if event["event"] == "restore"]
+    assert [event["ranks"] for event in restored] == [4, 3, 4]
+    assert 0 == restored[0]["step"] < restored[1]["step"] < restored[2]["step"]
+    for event in restored[1:]:  # the sums of residuals are those that another number of ranks saved
+        before = events[: events.index(event)]
+        saved = [each for each in before if (each["event"], each["step"]) == ("save", event["step"])][-1]
+        assert event["ranks"] != saved["ranks"]
+        largest = np.abs(saved["sums"]).max()
+        assert largest > 0
+        np.testing.assert_allclose(event["sums"], saved["sums"], rtol=0, atol=1e-5 * largest)
+
+    metrics = lines(tmp_path / "digits-mlp-cgx4/metrics.jsonl")
+    losses = {line["step"]: line["loss"] for line in metrics if "loss" in line}
+    assert list(losses) == [*range(25, 315, 25), 315]
+    for event in restored[1:]:  # the loss goes on: it doesn't begin again
+        assert losses[event["step"] + 25] < 0.7 * losses[25]
+    assert metrics[-1]["test_accuracy"] > 0.9
+
+
+def test_errors_are_one_line(tmp_path):
+    """Errors of workers that another world would have, too."""
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    config = f"--config={RECIPES}/configs/fashion_mnist/mlp.py"
+    line = [sys.executable, RECIPES / "ray_train.py", "--workers=1", config, f"--config.data.folder={tmp_path}"]
+    done = subprocess.run([*line, f"--runs={tmp_path}"], capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"ray_train.py: config.data.folder: there is no {tmp_path}")

@@ -1,0 +1,105 @@
+"""Every command that a page prints is one that exists: its programs, files, targets, options.
+
+`make test-commands` runs them (heavy_commands.py).
+"""
+
+import importlib.util
+import itertools
+import re
+import subprocess
+import tomllib
+
+import commands
+import pytest
+from commands import ROOT
+from helpers import load_script
+
+from jaxcgx import __main__
+
+SHOWN = [
+    pytest.param(words, id=f"{script.page.stem}: {' '.join(words)}")
+    for script in commands.scripts()
+    for words in script.commands
+    if commands.why_not_run(words) != commands.FOREIGN
+]
+READERS = "train.py", "hosts"  # files that the reader has
+VARIABLE = re.compile(r"([A-Z_]+)=")
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_what_it_names_exists(words, monkeypatch):
+    words = list(itertools.dropwhile(lambda word: word == "sudo" or VARIABLE.match(word), words))
+    words = words[: words.index("...")] if "..." in words else words
+    program, *rest = words
+    if program in ("mpirun", "mpiexec", "srun"):
+        python = next((i for i, word in enumerate(rest) if word.endswith("python")), None)
+        program, *rest = ["python"] if python is None else rest[python:]
+    if program == "make":
+        check_make(rest)
+    elif program == "pip":
+        check_pip(rest)
+    elif program.endswith("python"):
+        check_python([word for word in rest if word != "&"], monkeypatch)
+    elif "/" in program:
+        assert (ROOT / program).is_file()
+    else:
+        assert all((ROOT / word).is_file() for word in rest if "/" in word), "sbatch, kubectl"
+
+
+def check_make(words):
+    text = (ROOT / "Makefile").read_text()
+    for word in words:
+        variable = VARIABLE.match(word)
+        assert f"$({variable[1]})" in text or f"{variable[1]} " in text if variable else f"\n{word}:" in text, word
+
+
+def check_pip(words):
+    assert words[0] == "install"
+    for word in words[1:]:
+        extra = re.fullmatch(r"(?:\.|jaxcgx)\[(\w+)\]", word)
+        assert extra is None or extra[1] in EXTRAS
+        setting = re.fullmatch(r"-Ccmake\.define\.(\w+)=.*", word)
+        assert setting is None or setting[1] in (ROOT / "CMakeLists.txt").read_text()
+
+
+def check_python(words, monkeypatch):
+    while words[:2] == ["-m", "mpi4py"]:
+        words = words[2:]
+    if words[:2] == ["-m", "jaxcgx"]:
+        for name in ("doctor", "tune", "plan", "lab", "report"):
+            monkeypatch.setattr(__main__, name, lambda options: 0)
+        if len(words) > 3 or words[2] == "doctor":
+            assert __main__.main(words[2:]) == 0
+        else:
+            assert hasattr(__main__, words[2]), words
+    elif words[:1] == ["-m"]:
+        assert importlib.util.find_spec(words[1])
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+    elif words and words[0] not in READERS:
+        check_script(ROOT / words[0], words[1:], monkeypatch)
+
+
+def check_script(path, words, monkeypatch):
+    assert path.is_file()
+    if path.parent.name == "recipes":
+        pytest.importorskip("ml_collections", reason="needs the extra `recipes`")
+        monkeypatch.chdir(ROOT)
+        load_script(ROOT / "recipes/config.py", monkeypatch).parse([word for word in words if "..." not in word])
+        return
+    code = "".join(near.read_text() for near in (path, path.parent / "common.py") if near.is_file())
+    for word in words:
+        assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in code, word
+
+
+def test_make_lists_every_target():
+    """`make help` shows whatever can be made."""
+    help_ = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {words[1] for words in map(str.split, help_.splitlines())} >= {"demo", "test", "test-commands"}
+
+
+def test_the_table_of_reasons():
+    """It has no row that nothing needs."""
+    shown = [" ".join(words) for script in commands.scripts() for words in script.commands]
+    assert all(any(re.search(pattern, command) for command in shown) for pattern in commands.NOT_RUN)
+    assert sum(commands.why_not_run(command.split()) is None for command in shown) > 30
