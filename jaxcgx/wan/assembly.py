@@ -5,6 +5,8 @@ most contributions, and among equals the one of the lowest place. Everyone appli
 parameters. A center that can't, because it misses a contribution or has other ones, fetches them from the chair.
 """
 
+import dataclasses
+import functools
 import zlib
 from typing import NamedTuple
 
@@ -17,15 +19,17 @@ class Version(NamedTuple):
     digest: int = 0  # of their bits and those of the outer optimizer's state
 
 
-class Contribution(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Contribution:
     """What a center sends in a round."""
 
     version: Version  # from which it started
     weight: float
     payload: bytes | memoryview
 
-    @property
+    @functools.cached_property
     def check(self) -> int:
+        """The checksum of the payload."""
         return zlib.crc32(self.payload)
 
 

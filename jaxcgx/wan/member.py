@@ -97,6 +97,7 @@ class Member:
             optimizer, self._residuals = jax.tree_util.tree_map(jnp.asarray, (state.optimizer, state.residuals))
         version = Version(number, merged, number_of(self._moves.checksums(trained, optimizer)))
         self._held = _Held(version, outer, optimizer)
+        self._compile()
         self._sent: _Sent | None = None
         self._waits = False
         self._steps, self._tokens = 0, 0.0  # since this center last took part
@@ -221,8 +222,7 @@ class Member:
 
     def _move(self, params: Any) -> Any:
         """Moves the outer parameters by the average of a round, and this center's own with them."""
-        rows = np.zeros((len(self._given.addresses), self._moves.packing.bytes), np.uint8)
-        weights, included = np.zeros(len(rows), np.float32), False
+        (rows, weights), included = self._nothing(), False
         for place, each in self._outcome.items():
             rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
         if self._sent and self._sent.contribution:
@@ -265,6 +265,18 @@ class Member:
             if self._peers:
                 self._peers.send_all(self._beat())
             self._changed.notify_all()
+
+    def _compile(self) -> None:
+        """Runs its programs, before others wait for it."""
+        _, outer, optimizer = self._held
+        self._moves.encode(outer, outer, self._residuals, np.array([self._given.place, 0], np.int32))
+        self._moves.move(outer, optimizer, *self._nothing())
+        self._moves.follow(outer, outer, outer)
+
+    def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
+        """(the bytes, the weights) of a round before anything is in it."""
+        count = len(self._given.addresses)
+        return np.zeros((count, self._moves.packing.bytes), np.uint8), np.zeros(count, np.float32)
 
     # Among the processes of a center
 

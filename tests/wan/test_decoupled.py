@@ -93,7 +93,7 @@ def test_a_decision_counts_where_all_contributions_are_there():
     found.learn(Decision(A, ((0, sent(0).check), (1, sent(1).check))))
     found.contribute(0, sent(0))
     assert found.outcome() is None
-    found.contribute(1, sent(1)._replace(payload=b"other"))
+    found.contribute(1, dataclasses.replace(sent(1), payload=b"other"))
     assert found.outcome() is None
     found.contribute(1, sent(1))
     assert list(found.outcome()) == [0, 1]
