@@ -164,7 +164,7 @@ cuda: $(INSTALLED) ## compile the CUDA half for every architecture; check what c
 cuda-short: $(INSTALLED) ## the same for one architecture
 	@.venv/bin/python scripts/cuda.py --short
 
-cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost; writes benchmarks/results
+cuda-resources: $(INSTALLED) ## write what the CUDA kernels cost, scripts/cuda-resources.json
 	@.venv/bin/python scripts/cuda.py --short --write
 
 matrix: $(INSTALLED) ## the Python tests on Python 3.11 to 3.13 with the oldest and newest JAX, and once in between

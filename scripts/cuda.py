@@ -1,7 +1,7 @@
 """Builds jaxcgx with its CUDA half, and checks what needs no GPU (`make cuda`).
 
 It makes a wheel with code for every architecture (`make cuda-short`: for one), warnings as errors; compares what the
-kernels cost, their registers, memory and instructions, with benchmarks/results/cuda-resources.json
+kernels cost, their registers, memory and instructions, with scripts/cuda-resources.json
 (`make cuda-resources` writes it); and runs the tests of the CUDA half that need no GPU, also those that run nvcc's PTX.
 If there is no CUDA compiler, it installs one from PyPI into .venv/build. If that fails, the check is skipped, or with
 JAXCGX_REQUIRE_CUDA=1 an error. All results are in build/cuda or build/cuda-short.

@@ -1,4 +1,4 @@
-"""What the CUDA kernels cost, compared with benchmarks/results/cuda-resources.json (`make cuda-resources` writes it).
+"""What the CUDA kernels cost, compared with scripts/cuda-resources.json (`make cuda-resources` writes it).
 
     python scripts/cuda_resources.py sm_80,sm_90 LOG [COUNTS] [--write]
 
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 
-RESULT = pathlib.Path(__file__).resolve().parent.parent / "benchmarks/results/cuda-resources.json"
+RESULT = pathlib.Path(__file__).resolve().parent / "cuda-resources.json"
 COMPARED = "sm_90"
 ENTRY = re.compile(
     r"Compiling entry function '(?P<kernel>\w+)' for '(?P<arch>\w+)'.*?"
@@ -108,7 +108,7 @@ def compare(new):
     elif changes := list(differences(old["kernels"], new["kernels"])):
         sys.exit(
             "\n".join(["cuda_resources: the kernels' costs changed:", *changes])
-            + f"\nIf that is meant, run `make cuda-resources` and commit benchmarks/results/{RESULT.name}."
+            + f"\nIf that is meant, run `make cuda-resources` and commit scripts/{RESULT.name}."
         )
 
 

@@ -138,7 +138,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
 
     Args:
       schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it, as
-        its sums are lax.psum's. So does Raw(), except in what goes over Tcp.
+        its sums are lax.psum's. So does Raw(), over Tcp for "ring" only.
       codec: the codec.
       leaves: anything with a shape, a size and a dtype.
       ranks: the number of ranks.
@@ -150,7 +150,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
     if isinstance(schedule, Overlay) and not codec.low_rank:
         layout = dataclasses.replace(Layout.of(codec, leaves, chunks=len(schedule.trees)), shares=schedule.shares)
         return max(schedule.sent(layout.ends, layout.of_sum(ranks).ends))
-    if codec.low_rank or (codec.raw and (mover, schedule) != ("tcp", "one_shot")):
+    if codec.low_rank or (codec.raw and (mover != "tcp" or schedule == "ring")):
         size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
         return round(2 * others / ranks * size)
     layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)

@@ -96,9 +96,9 @@ void nothing() {
   void* const out[2] = {};
   const int64_t ids[2] = {};
   const auto run = [](auto operation, const auto& args) {
-    const unsigned before = cuda_emulator::launches;
+    const uint64_t before = cuda::launched;
     check(cuda::run(operation, args, nullptr));
-    CHECK(cuda_emulator::launches == before + 1, describe(args.layout));
+    CHECK(cuda::launched == before + 1, describe(args.layout));
   };
   const uint32_t key[kKeyWords] = {};
   const int32_t where[2] = {2, 1};

@@ -316,8 +316,10 @@ def alone(**options):
     return given
 
 
-def decided(params, member):
-    """The parameters, when the round that a center has sent for is decided."""
+def decided(member, params, count):
+    """The parameters after steps, when the round that they have sent for is decided."""
+    with member._changed:  # not before they end
+        params, _ = steps(params, member, 0, count)
     until(lambda: None, lambda _: member._assembly.outcome())
     return params
 
@@ -326,7 +328,7 @@ def test_an_overlap():
     """A round ends while the center goes on, and what it learns meanwhile is kept."""
     params, member = alone().join(PARAMS)
     own = learn(learn(PARAMS, 0), 0)
-    params = decided(*steps(params, member, 0))
+    params = decided(member, params, 2)
     params = member.step(learn(params, 0))
     assert_same_trees(member.params, own)  # SGD of rate 1, one center
     assert member.last == (1, (0,))
@@ -337,15 +339,15 @@ def test_an_overlap():
 def test_a_training_goes_on_from_its_state():
     given = alone(outer="nesterov", plan=cgx.MaxMin(4))
     params, member = given.join(PARAMS)
-    decided(*steps(params, member, 0))
+    decided(member, params, 2)
     params = member.step(member._sent.own)
     outer, state = member.params, member.state
-    params = decided(member.step(learn(outer, 0)), member)
+    params = decided(member, outer, 1)
     params = member.step(params)
     member.leave()
     again, other = given.join(outer, state)
     other.step(again)
-    again = decided(other.step(learn(again, 0)), other)
+    again = decided(other, again, 1)
     again = other.step(again)
     assert_same_trees(other.params, member.params)
     assert other.last == (2, (0,)) and other.state.round == 2

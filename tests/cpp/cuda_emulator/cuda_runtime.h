@@ -143,8 +143,6 @@ inline Block state;
   }
 }
 
-inline unsigned launches = 0;
-
 // Runs `thread` in every thread of a grid, block after block, and `begin` before each block.
 inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<void()>& begin,
                           std::function<void()> thread) {
@@ -155,7 +153,6 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const std::function<
       b.grid.x > 0x7fffffff || b.grid.y == 0 || b.grid.y > 65535 || b.grid.z != 1) {
     return cudaErrorInvalidConfiguration;
   }
-  ++launches;
   b.kernel = std::move(thread);
   for (unsigned y = 0; y < b.grid.y; ++y) {
     for (unsigned x = 0; x < b.grid.x; ++x) {
