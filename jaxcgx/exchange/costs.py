@@ -154,5 +154,8 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
         size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
         return round(2 * others / ranks * size)
     layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)
+    if mover == "tcp" and schedule == "two_shot":  # shorter chunks are not filled up
+        total = sum(layout.ends)
+        return max(total - own + others * back for own, back in zip(layout.ends, layout.of_sum(ranks).ends))
     back = 0 if schedule == "one_shot" else layout.of_sum(ranks).chunk_bytes
     return others * (layout.chunk_bytes + back)

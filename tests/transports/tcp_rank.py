@@ -443,12 +443,13 @@ def adapted():
         topology.update()
         overlays.append(str(topology.overlay.trees))
     x = array(mesh, (4000,), "float32", 0)
-    make = lambda schedule: lambda x: cgx.compressed_psum(x, TCP, cgx.Raw(), schedule=schedule)
+    make = lambda schedule, codec=cgx.Raw(): lambda x: cgx.compressed_psum(x, TCP, codec, schedule=schedule)
     total = jax.jit(on_ranks(mesh, make(topology.overlay)))(x)
     known = np.isfinite(topology.links.rates).mean() if jax.process_index() == 0 else None
     finite = bool(np.isfinite(total.addressable_data(0)).all())
-    sent = lambda schedule: cgx.explain(jax.jit(on_ranks(mesh, make(schedule))), x, show=False).bytes
+    sent = lambda *given: cgx.explain(jax.jit(on_ranks(mesh, make(*given))), x, show=False).bytes
     explained = [sent(schedule) for schedule in (UNEVEN, "one_shot", "two_shot", "ring")] if known else None
+    explained = explained and [*explained, sent("two_shot", cgx.MaxMin(4))]
     return overlays, topology.version, topology.probes, known, finite, explained
 
 

@@ -104,7 +104,8 @@ def test_all_ranks_get_the_same_overlays(everything):
     uneven = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
     leaf = jax.ShapeDtypeStruct((4000,), "float32")
     schedules = uneven, "one_shot", "two_shot", "ring"
-    assert explained == [costs.sent(schedule, cgx.Raw(), [leaf], 4, "tcp") for schedule in schedules]
+    sums = [(schedule, cgx.Raw()) for schedule in schedules] + [("two_shot", cgx.MaxMin(4))]
+    assert explained == [costs.sent(schedule, codec, [leaf], 4, "tcp") for schedule, codec in sums]
 
 
 def test_explain_counts_it(everything):
