@@ -67,17 +67,21 @@ def main():
     parser.add_argument(
         "--cuda", action="store_true", help="with the CUDA half, for every supported GPU (minutes more)"
     )
-    compiler = cuda.nvcc() or cuda.nvcc_from_pypi() if parser.parse_args().cuda else None
-    settings = {"JAXCGX_CUDA": "ALL", "CMAKE_CUDA_COMPILER": compiler} if compiler else {"JAXCGX_CUDA": "OFF"}
+    asked = parser.parse_args().cuda
+    compiler = (cuda.nvcc() or cuda.nvcc_from_pypi()) if asked else None
+    if asked and not compiler:
+        sys.exit("wheels: --cuda needs a CUDA compiler (see above)")
+    settings = {"JAXCGX_CUDA": "ALL", "CMAKE_CUDA_COMPILER": compiler} if asked else {"JAXCGX_CUDA": "OFF"}
     for folder in DIST, WORK:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     source, rows = sdist(), []
+    path, hidden = os.environ["PATH"], without_compilers()
     found = {version: python for version in matrix.PYTHONS for python in [matrix.find(version)[0]] if python}
     for version, python in found.items():
         print(f"== Python {version}: building the wheel", flush=True)
         made = wheel(source, version, python, settings)
-        os.environ["PATH"], path = without_compilers(), os.environ["PATH"]
+        os.environ["PATH"] = hidden
         shutil.rmtree(matrix.WORK / f"{version}-newest", ignore_errors=True)
         inside = matrix.environment(version, python, "newest", made)
         rows.append(matrix.test(version, "newest", inside, [(["-m", "short", "tests"], "")]))
