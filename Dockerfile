@@ -16,17 +16,16 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ make python
 COPY . /jaxcgx
 RUN pip wheel --no-deps --wheel-dir /wheel /jaxcgx -Ccmake.define.JAXCGX_CUDA=ON
 
-FROM python:3.12-slim AS cpu
+FROM python:3.12-slim AS recipes
 WORKDIR /jaxcgx
-RUN --mount=from=cpu-wheel,source=/wheel,target=/wheel \
-    pip install --no-cache-dir "$(echo /wheel/*.whl)[recipes,ray]"
 COPY recipes recipes
 ENTRYPOINT ["python", "recipes/train.py"]
 
+FROM recipes AS cpu
+RUN --mount=from=cpu-wheel,source=/wheel,target=/wheel \
+    pip install --no-cache-dir "$(echo /wheel/*.whl)[recipes,ray]"
+
 # CUDA's libraries come with JAX. The driver is the host's, 580 or later.
-FROM python:3.12-slim AS cuda
-WORKDIR /jaxcgx
+FROM recipes AS cuda
 RUN --mount=from=cuda-wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir "$(echo /wheel/*.whl)[cuda13,recipes,ray]"
-COPY recipes recipes
-ENTRYPOINT ["python", "recipes/train.py"]
