@@ -101,8 +101,8 @@ gallery: $(INSTALLED) ## run the examples, and write what they print to examples
 
 test: begin cpptest pytest mpi-short cuda-short matrix-short slowest ## build, install into .venv and run every test
 
-# Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all architectures, every Python and
-# JAX.
+# Every example of a property, every codec on every bucket size, every program compiled as users' are, 1 to 4 ranks, all
+# architectures, every Python and JAX.
 test-full: export HYPOTHESIS_PROFILE := full
 test-full: export JAXCGX_TEST_FULL := yes
 test-full: CHEAP :=
