@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 
 import hypothesis
 import jax
@@ -53,6 +54,11 @@ def for_gpu(config):
 
 
 def pytest_configure(config):
+    # pytest deletes the folders of older runs when it ends. Where several end at once, as the ranks of mpirun do, one
+    # deletes what another is deleting, and 9.2 ends with an error. So each run has a folder of its own.
+    if config.option.basetemp is None:
+        config.option.basetemp = tempfile.mkdtemp(prefix="jaxcgx-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     if not for_gpu(config):
         jax.config.update("jax_platforms", "cpu")
         os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start
