@@ -169,7 +169,6 @@ METHODS = {
         "ByteGrad, Tcp": ours(TCP, plan=cgx.ByteGrad()),
         "DGC 1 %, Tcp": ours(TCP, momentum=False, compress=cgx.dgc, ratio=0.01),
         "PowerSGD(4), Gloo": ours(plan=cgx.PowerSGD(4)),
-        "PowerSGD(4), Tcp": ours(TCP, plan=cgx.PowerSGD(4)),
     },
     "DiLoCo": {"DiLoCo, 4 bits, H 20": diloco(20), "DiLoCo, 4 bits, H 20, streaming": diloco(**STREAMING)},
 }

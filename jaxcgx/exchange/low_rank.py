@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
-from jaxcgx.codecs.raw import Raw
-from jaxcgx.exchange import hierarchy, schedules, scopes
-from jaxcgx.exchange.message import Message, Stage, Sum
+from jaxcgx.exchange import hierarchy, scopes
+from jaxcgx.exchange.message import Message, Sum
 from jaxcgx.transports.base import Transport
 
 _LARGE = 2**20  # elements
@@ -90,11 +89,7 @@ def _stacks(codec: Any, message: Message, terms: list[list[Any]]) -> list[_Stack
 
 
 def _psum(net: Transport, arrays: list[Any]) -> list[jax.Array]:
-    """The sums of the arrays, by one exchange."""
-    stage = Stage(net, Raw(), schedule="two_shot", backward=Raw())
-    if schedules.is_piecewise(stage):
-        sums, _ = net.end_sum(schedules.begin(stage, Message(tuple(range(len(arrays))), arrays), Sum()))
-        return sums
+    """The sums of the arrays, by one collective."""
     flat = net.plain_psum(jnp.concatenate([x.reshape(-1) for x in _compat.match_varying(*arrays)]))
     ends = [sum(x.size for x in arrays[: k + 1]) for k in range(len(arrays))]
     return [flat[end - x.size : end].reshape(x.shape) for end, x in zip(ends, arrays)]

@@ -378,7 +378,7 @@ def everything(tcp):
         found = jax.block_until_ready(program(inputs))  # the second call is another way through JAX
         results |= {name: digests(each) for name, each in found.items()}
     for name, options in TRAINED.items():
-        results[name] = digests(train(TCP if tcp else "data", **options))
+        results[name] = train(TCP if tcp else "data", **options)
     batch = array(the_mesh("data"), (8,), "float32", 3)
     loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2)
     asked = jax.jit(cgx.value_and_grad(loss_fn, TCP if tcp else "data", cgx.MaxMin(4), mesh=the_mesh("data")))
@@ -395,22 +395,19 @@ def train(axis, **options):
     params, state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
     for _ in range(2):
         params, state, _ = jax.block_until_ready(train.step(params, state, batch))
-    return jax.block_until_ready(train.finish(params, state))
+    return digests(jax.block_until_ready(train.finish(params, state)))
 
 
 def low_rank():
-    """Pairs, over the plain axes of the processes and over Tcp: some numbers of sums and of weights, and a digest of
-    all, which this process has."""
-    ways = []
+    """Over Tcp and over the plain axes of the same processes: the sums of factors are lax's."""
+    found = []
     for axes, marked in ("data", TCP), (BOTH, (cgx.Tcp("node"), "local")):
         codec = cgx.PowerSGD(2) if axes == "data" else {"node": cgx.PowerSGD(2), "local": cgx.Raw()}
         mesh = the_mesh(*([axes] if axes == "data" else axes))
         x = array(mesh, (40, 30), "float32", 1)
         program = jax.jit(on_ranks(mesh, lambda x: [cgx.compressed_pmean(x, way, codec) for way in (axes, marked)]))
-        ways += jax.block_until_ready(program(x))
-    ways += [train(axis, plan=cgx.PowerSGD(2))[0] for axis in ("data", TCP)]
-    some = lambda x: np.asarray(x.addressable_data(0)).reshape(-1)[::50].tolist()
-    return [([some(x) for x in jax.tree.leaves(way)], [*digests(way).values()]) for way in ways]
+        found += map(digests, jax.block_until_ready(program(x)))
+    return found + [train(axis, plan=cgx.PowerSGD(2)) for axis in ("data", TCP)]
 
 
 def messages_of_errors(processes):

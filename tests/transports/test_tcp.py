@@ -14,7 +14,6 @@ import sys
 import threading
 
 import jax
-import numpy as np
 import pytest
 from errors import raises, says
 from helpers import load_script
@@ -81,11 +80,8 @@ def test_the_bits_of_plain_axes(everything, monkeypatch):
 
 
 def test_low_rank(everything):
-    ranks = [found for *_, found, _, _ in everything]
-    for plain, tcp in zip(ranks[0][::2], ranks[0][1::2], strict=True):
-        for x, y in zip(plain[0], tcp[0], strict=True):
-            np.testing.assert_allclose(y, x, rtol=2e-5, atol=1e-6)  # lax adds in another order
-    assert all(found == ranks[0] for found in ranks)
+    for *_, found, _, _ in everything:
+        assert len(found) == 6 and found[::2] == found[1::2]
 
 
 def test_meshes_that_it_can_not_serve(everything):
