@@ -40,19 +40,23 @@ STEPS = {
     "backward": dict(overlap="backward"),
     "priority": dict(overlap="priority"),
     "DGT": dict(compress=cgx.wan.Differential(k=0.5)),
+    "mixed sync": dict(compress=cgx.wan.mixed_sync),
 }
 LESS = 0.25  # goal of DGT: a step takes at least that much less than the plain one
 LIMIT = 900  # seconds
 CHART = dict(
-    table="rows", title="A step", x="batch", y=["ms compute", "ms communicate", "ms plain", "ms priority", "ms DGT"]
+    table="rows",
+    title="A step",
+    x="batch",
+    y=["ms compute", "ms communicate", "ms plain", "ms priority", "ms DGT", "ms mixed sync"],
 )
 
 NOTES = f"""\
 - {LAYERS} layers of {WIDTH} x {WIDTH} float32, {CODEC} with feedback, SGD, two hosts at {RATE}, each on one processor.
 - compute: the same step without any exchange. communicate: the exchange of such gradients without any computation.
   plain, backward and priority: steps of make_train_step, with overlap=None, "backward" and "priority". DGT: with
-  compress=Differential(k=0.5). {RUN} steps in a row are timed together, after one that isn't. Each turn runs all
-  programs; ratios are formed in a turn, the table has medians.
+  compress=Differential(k=0.5). mixed sync: with compress=mixed_sync. {RUN} steps in a row are timed together, after one
+  that isn't. Each turn runs all programs; ratios are formed in a turn, the table has medians.
 - more: what a step with "priority" takes longer than the longer of compute and communicate. The gradient of the first
   layer is the last that is known and the first that is needed, so communicate / {LAYERS} can't be hidden where
   compute is the longer one.

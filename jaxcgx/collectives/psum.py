@@ -262,8 +262,7 @@ class Reduction:
         return self.call.net.plain_pmean(leaf) if self.mean else self.call.net.plain_psum(leaf)
 
     def compressed(self, message: Message, route: Route) -> Message:
-        call, stages, send = self.call, self.stages[route], sums.psum
+        call, stages = self.call, self.stages[route]
         if call.slice_elements is not None:
             stages = (stages[0]._replace(net=stages[0].net.sliced(call.slice_elements)), *stages[1:])
-            send = sums.psum if call.tracked else sums.run  # so that halves.py can cut it
-        return send(message, net=call.net, stages=stages, how=self.how, tracked=call.tracked)
+        return sums.psum(message, net=call.net, stages=stages, how=self.how, tracked=call.tracked)

@@ -28,11 +28,11 @@ from jaxcgx.transports.base import Transport
 
 def bind(primitive: Any, message: Message, **params: Any) -> Message:
     """The message of results: leaves, and the new arrays of each kind of state."""
-    operands, tree = jax.tree_util.tree_flatten(_match_varying(message, params["net"]))
+    operands, tree = jax.tree_util.tree_flatten(match_varying(message, params["net"]))
     return _results(tree).unflatten(primitive.bind(*operands, **{"batch": (), **params}, tree=tree))
 
 
-def _match_varying(message: Message, net: Transport) -> Message:
+def match_varying(message: Message, net: Transport) -> Message:
     """The message whose leaves vary over all axes that the key or the state varies over, and its state likewise."""
     leaves = message.leaves
     kept: dict[str, Any] = {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}

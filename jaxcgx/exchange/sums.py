@@ -1,7 +1,10 @@
 """The primitive of sums to all ranks, and the choice of its schedules."""
 
+import contextlib
+import contextvars
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,6 +18,8 @@ from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.native.eager import define_impl
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.network import Network
+
+_OPEN = contextvars.ContextVar("_OPEN", default=False)
 
 
 def choose(
@@ -59,6 +64,16 @@ def choose(
     return (outer, *(s._replace(schedule="two_shot") if s.schedule == "auto" else s for s in inner))
 
 
+@contextlib.contextmanager
+def opened() -> Iterator[None]:
+    """Sums that are traced meanwhile are operations of the caller's program, which has no derivatives."""
+    token = _OPEN.set(True)
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
 def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
     """The sum of a message over the ranks of `net`, which are those of all stages together.
 
@@ -69,11 +84,14 @@ def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
       how: how the sum is formed.
       tracked: whether JAX tracks over which axes values vary (check_vma).
     """
+    if _OPEN.get():
+        found = run(primitive.match_varying(message, net), net=net, stages=stages, how=how, tracked=tracked)
+        return found.replace(leaves=[same(x, net.names) for x in found.leaves])
     return primitive.bind(psum_p, message, net=net, stages=stages, how=how, tracked=tracked)
 
 
 def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    """`psum` as operations of the caller's program, which has no derivatives."""
+    """`psum` as operations, which has no derivatives."""
     outermost = stages[0]
     if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcgx import _compat
+from jaxcgx.exchange import sums
 from jaxcgx.native.tcp_sum import tcp_begin_p, tcp_end_p
 
 
@@ -26,7 +28,8 @@ class Halves:
     @classmethod
     def of(cls, function: Callable[..., Any], shared: Any, *args: Any) -> "Halves":
         """The halves of function(shared, *args)."""
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(shared, *args)
+        with sums.opened():
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(shared, *args)
         program = closed.jaxpr
         both = [*program.constvars, *program.invars[: len(jax.tree_util.tree_leaves(shared))]]
         leads = _leading(program.eqns)
@@ -60,11 +63,26 @@ class Halves:
         # What has one row already stays as it is: XLA would copy it to reshape it.
         return [x if x.shape[:1] == (1,) else x[None] for x in found]
 
-    def second(self, shared: Any, values: list[Any]) -> Any:
-        """The function's results, from the rows of the first half."""
+    def second(self, shared: Any, values: list[Any], behind: Any = ()) -> Any:
+        """The function's results, from the rows of the first half.
+
+        behind: a tree of arrays that XLA has before it waits for sums. Without any it might wait at once.
+        """
         given = [x.reshape(var.aval.shape) for x, var in zip(values, self.before.outvars)]
+        if first := [x.reshape(-1)[0] for x in jax.tree_util.tree_leaves(behind) if x.size]:
+            tickets = {eqn.invars[0] for eqn in self.behind.eqns if eqn.primitive is tcp_end_p}
+            # 0, which XLA doesn't know. Infinity is not above itself.
+            zero = sum((jnp.real(x).astype(jnp.float32) > jnp.inf).astype(jnp.uint32) for x in first)
+            given = [x + zero if var in tickets else x for x, var in zip(given, self.before.outvars)]
         found = _compat.eval_jaxpr(self.behind, [], *self.constants, *jax.tree_util.tree_leaves(shared), *given)
         return jax.tree_util.tree_structure(self.results).unflatten(found)
+
+
+def begin(function: Callable[..., Any], *args: Any) -> Callable[[Any], Any]:
+    """Begins the sums of function(*args). The result gives those of the function, behind what it is called with."""
+    halves = Halves.of(lambda _, *args: function(*args), (), *args)
+    values = halves.first((), *args)
+    return lambda behind: halves.second((), values, behind)
 
 
 def _leading(eqns: Any) -> set[int]:

@@ -10,6 +10,7 @@ from jaxcgx.checks import check_integer, check_number, wrong
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.raw import Raw
 from jaxcgx.optim.compress import check_settings, compress_with
+from jaxcgx.optim.halves import begin
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.require import import_optax
@@ -94,7 +95,8 @@ def mixed_sync(
         updates = check_arrays(OP, "updates", updates)
         late, exchange, count = state
         due = jax.tree_util.tree_map(lambda x: x[0], late.gradients[0])
-        mean, exchange = inner.update(due, exchange, params)
+        arrived = begin(inner.update, due, exchange, params)
+        mean, exchange = arrived(updates)
         waited = count >= steps  # else nothing has arrived, not even of momentum or weight decay
 
         def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:

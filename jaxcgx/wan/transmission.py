@@ -17,6 +17,7 @@ from jaxcgx.codecs.raw import Raw
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.message import carry
 from jaxcgx.optim.exchange import Kept, exchange
+from jaxcgx.optim.halves import begin
 from jaxcgx.optim.leaves import Leaves, check_arrays, encoders, flatten
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
@@ -114,14 +115,14 @@ class Transmission:
         leaves = flatten(updates)
         step = Step(self, leaves, state)
         first_loss, level = step.level(value)
-        # First in the program, as it needs nothing that this step computes.
-        late = step.with_share(state.level, step.late) if deferred else None
+        # It needs nothing that this step computes, so it travels meanwhile.
+        late = begin(lambda: step.with_share(state.level, step.late)) if deferred else None
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
         contributions = step.contributions()
         if late is not None:
-            late = step.arrive(late, now)
-            now = Sent(_add(now.means, late.means), _add(now.residuals, late.residuals))
+            arrived = step.arrive(late(now.means))
+            now = Sent(_add(now.means, arrived.means), _add(now.residuals, arrived.residuals))
         after = DifferentialState(
             count=import_optax(settings.function).safe_increment(state.count),
             key=state.key,
@@ -216,15 +217,9 @@ class Step:
         nothing = _each(lambda b: None, self.cut)
         return Sent(*(_line(self.cut, nothing, x) for x in sent))
 
-    def arrive(self, late: Sent, now: Sent) -> Sent:
-        """What was deferred, in its place.
-
-        It waits for what is sent now. Otherwise XLA might end the late exchange before this step computes.
-        """
-        means = [x.reshape(-1)[0] for x in now.means if x is not None and x.size]
-        # 0, which XLA doesn't know. Infinity is not above itself.
-        zero = sum(((x.astype(jnp.float32) > jnp.inf).astype(jnp.int32) for x in means), jnp.zeros((), jnp.int32))
-        places = _each(lambda o: jnp.argsort(o) + zero, self.leaves.match(self.state.order))
+    def arrive(self, late: Sent) -> Sent:
+        """What was deferred, in its place."""
+        places = _each(jnp.argsort, self.leaves.match(self.state.order))
         return Sent(*(_take(places, x) for x in late))
 
     def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:

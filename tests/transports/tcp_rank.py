@@ -16,6 +16,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -320,7 +321,10 @@ TRAINED = {
     "overlap": dict(plan=cgx.MaxMin(4), overlap="backward", fusion_mb=0.01),
     "priority": dict(plan=cgx.MaxMin(4), overlap="priority", slice_elements=1000),
     "dgc": dict(compress=cgx.dgc, ratio=0.02, nesterov=True, clip_norm=1.0),
+    "DGT": dict(compress=cgx.wan.Differential(k=0.5, block_bytes=400), plan=cgx.Plan(cgx.MaxMin(4), min_size=0)),
+    "mixed sync": dict(compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4)),
 }
+LATE = "DGT", "mixed sync"  # with sums that travel while a step computes
 
 
 def the_mesh(*names):
@@ -378,7 +382,7 @@ def everything(tcp):
         found = jax.block_until_ready(program(inputs))  # the second call is another way through JAX
         results |= {name: digests(each) for name, each in found.items()}
     for name, options in TRAINED.items():
-        results[name] = train(TCP if tcp else "data", **options)
+        results[name] = train(TCP if tcp else "data", late=tcp and name in LATE, **options)
     batch = array(the_mesh("data"), (8,), "float32", 3)
     loss_fn = lambda w, x: jnp.mean((x @ w - 1) ** 2)
     asked = jax.jit(cgx.value_and_grad(loss_fn, TCP if tcp else "data", cgx.MaxMin(4), mesh=the_mesh("data")))
@@ -386,7 +390,16 @@ def everything(tcp):
     return results | crossing(tcp)
 
 
-def train(axis, **options):
+def assert_meanwhile(program):
+    """A sum begins before the backward pass of a program has ended, and none is waited for before."""
+    operations = program.split("\nENTRY ")[1].splitlines()
+    at = lambda pattern: [i for i, line in enumerate(operations) if re.search(pattern, line)]
+    begins, ends = at('target="jaxcgx_tcp_allreduce"'), at('target="jaxcgx_tcp_allreduce_end"')
+    backward = at(r"transpose\(jvp")
+    assert begins[0] < backward[-1] < ends[0], (begins, backward, ends)
+
+
+def train(axis, late=False, **options):
     mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
     batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
     train = cgx.make_train_step(
@@ -395,7 +408,12 @@ def train(axis, **options):
     params, state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
     for _ in range(2):
         params, state, _ = jax.block_until_ready(train.step(params, state, batch))
-    return digests(jax.block_until_ready(train.finish(params, state)))
+    if late:
+        assert_meanwhile(train.step.lower(params, state, batch).compile().as_text())
+    state = jax.block_until_ready(train.finish(params, state))
+    # contributions: means that are lax's, whose last bits are the transport's own
+    is_late = lambda x: isinstance(x, cgx.wan.DifferentialState)
+    return digests(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 
 def low_rank():
