@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import normal
+from helpers import assert_trees, normal
 
 import jaxcgx as cgx
 
@@ -65,4 +65,4 @@ def test_one_bit_adam():
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
         variance = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, variance, grads)
         plain = jax.tree.map(lambda p, m, v: p - 0.01 * m / (v**0.5 + 1e-8), plain, mean, variance)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)
+    assert_trees(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), params, plain)

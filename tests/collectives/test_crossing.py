@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import normal
+from helpers import assert_same_trees, normal
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
@@ -48,11 +48,11 @@ def test_the_bits_of_one_program(vma):
     expected = mapped(both(cgx.compressed_pmean), vma, out)(X)
     begun = mapped(both(cgx.begin_pmean), vma)(X)
     found = mapped(end, vma, out)(begun)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same_trees(found, expected)
     tickets, residuals = begun
     means, same = mapped(end, vma, out)((jax.tree.map(jnp.zeros_like, tickets), residuals))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(means))
-    jax.tree.map(np.testing.assert_array_equal, same, residuals)
+    assert_same_trees(same, residuals)
 
 
 def test_factors():

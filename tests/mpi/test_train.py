@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees
+from helpers import assert_same_trees, assert_trees
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from training import CODEC, PARAMS, STOCHASTIC, X, loss_fn, mesh_of
@@ -74,7 +74,7 @@ def test_as_on_a_mesh(case):
     params, (sent, rest), metrics = on_mesh(lambda mesh, names: run(make(mesh, data_axis=names), X), *sizes)
     assert_same_trees((got[0], got[1][1]), (params, rest))
     assert_same_trees(got[1][0]._replace(telemetry=None), sent._replace(telemetry=None))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got[2], metrics)
+    assert_trees(functools.partial(np.testing.assert_allclose, rtol=1e-5), got[2], metrics)
     assert same_everywhere((got[0], got[1][1], got[2]))
     assert got[1][0].residuals["w"].shape == (1, 30, 40)
 
@@ -175,7 +175,7 @@ def test_model_states(mode, tmp_path):
     assert_same_trees(params, expected)
     np.testing.assert_allclose(value, same, rtol=1e-6)
     own = jax.tree.map(lambda rows: rows[R : R + 1], whole) if mode == "per_rank" else whole
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), words(state), own)
+    assert_trees(functools.partial(np.testing.assert_allclose, rtol=1e-5), words(state), own)
     gathered, path = cgx.gather_state((params, state, opt_state), COMM), COMM.bcast(tmp_path) / "here"
     if R == 0:
         with ocp.StandardCheckpointer() as checkpointer:

@@ -41,7 +41,8 @@ class Processes:
         self.port, self.actions, self.flags = free_port(), actions, flags
 
     def __enter__(self):
-        self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]  # noqa: SIM115 (they live as long as the processes)
+        # they live as long as the processes
+        self.outputs = [tempfile.TemporaryFile("w+") for _ in self.actions]  # noqa: SIM115
         flags = f"{os.environ.get('XLA_FLAGS', '')} {self.flags}".strip()
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # as in transports/test_tcp.py

@@ -215,7 +215,7 @@ def test_reduce_leaves_the_residuals_of_other_chunks(codec):
     payload = ops.encode(square, leaves[:1] * 2, key)
     _, twice = ops.reduce_fed(square, payload, residuals[:1] * 2, key=key)
     _, apart = ops.reduce_fed(square, payload, [jnp.array(residuals[0]) for _ in "ab"], key=key)
-    jax.tree.map(assert_same_bytes, twice, apart)
+    assert_trees(assert_same_bytes, twice, apart)
 
 
 @pytest.mark.parametrize("codec", **each_codec([*SOME, cgx.MaxMin(3, 100, skip_incomplete=True), Truncate()]))

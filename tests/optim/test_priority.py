@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
+from helpers import assert_same_trees, assert_trees
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
@@ -50,10 +51,6 @@ def train(given=(), finish=True, **options):
     return train.finish(*state) if finish else state, seen, metrics
 
 
-def same(x, y):
-    jax.tree.map(np.testing.assert_array_equal, x, y)
-
-
 STATE = {"mean": np.float32(0), "count": np.int32(0)}
 SHARDED = dict.fromkeys("abc", P("a"))
 CASES = {
@@ -83,10 +80,10 @@ def test_the_bits_are_those_of_the_plain_step(case):
 def check(state, options):
     plain, plain_seen, plain_metrics = train(given=state, **options)
     late, seen, metrics = train(given=state, overlap="priority", slice_elements=20, **options)
-    same((late[:-1], late[-1][:-1]), (plain[:-1], plain[-1]))
-    same((seen, [m.loss for m in metrics]), (plain_seen, [m.loss for m in plain_metrics]))
+    assert_same_trees((late[:-1], late[-1][:-1]), (plain[:-1], plain[-1]))
+    assert_same_trees((seen, [m.loss for m in metrics]), (plain_seen, [m.loss for m in plain_metrics]))
     if options.get("telemetry"):
-        same([m.telemetry for m in metrics[1:]], [m.telemetry for m in plain_metrics[:-1]])
+        assert_same_trees([m.telemetry for m in metrics[1:]], [m.telemetry for m in plain_metrics[:-1]])
 
 
 def test_reshard_keeps_what_is_pending():
@@ -94,7 +91,7 @@ def test_reshard_keeps_what_is_pending():
     rows = opt_state[-1].gradients
     assert rows["a"].shape == (4, 8, 8) and cgx.state_specs(opt_state, "a")[-1].gradients["a"] == P("a")
     moved = cgx.reshard_state(opt_state, 2)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x.mean(0), y.mean(0), rtol=1e-5), moved[-1].gradients, rows)
+    assert_trees(lambda x, y: np.testing.assert_allclose(x.mean(0), y.mean(0), rtol=1e-5), moved[-1].gradients, rows)
     assert moved[-1].gradients["a"].shape == (2, 8, 8)
     sent = InFlight([], jnp.float32(0), Halves(None, None, [], None))
     with raises(
