@@ -12,14 +12,14 @@ using Pieces = Table<true, true>;
 
 // The number of threads before this one for which `in` is true, and `all` of them.
 CGX_D uint32_t place_among(bool in, uint32_t& all) {
-  __shared__ uint32_t warps[kThreads / 32];
-  const uint32_t ballot = __ballot_sync(0xffffffffu, in), lane = threadIdx.x % 32;
-  if (lane == 0) warps[threadIdx.x / 32] = static_cast<uint32_t>(__popc(ballot));
+  __shared__ uint32_t warps[kThreads / kWarpSize];
+  const uint32_t ballot = __ballot_sync(kWholeWarp, in), lane = threadIdx.x % kWarpSize;
+  if (lane == 0) warps[threadIdx.x / kWarpSize] = static_cast<uint32_t>(__popc(ballot));
   __syncthreads();
   uint32_t before = static_cast<uint32_t>(__popc(ballot & ((1u << lane) - 1u)));
   all = 0;
-  for (uint32_t w = 0; w < kThreads / 32; ++w) {
-    if (w < threadIdx.x / 32) before += warps[w];
+  for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
+    if (w < threadIdx.x / kWarpSize) before += warps[w];
     all += warps[w];
   }
   __syncthreads();
@@ -276,24 +276,25 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
 }
 
-// From lengths to the sums of those before, for each line of `count`. A line may end with garbage.
+// From lengths to the sums of those before, for each line of `count`. A line may end with garbage. By hand, like
+// fold_before in topk.cuh.
 __global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
-  __shared__ uint32_t warps[kThreads / 32];
+  __shared__ uint32_t warps[kThreads / kWarpSize];
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
   for (int64_t first = 0; first < count; first += kThreads) {
     const int64_t i = first + threadIdx.x;
-    const uint32_t mine = i < count ? line[i] : 0, lane = threadIdx.x % 32;
+    const uint32_t mine = i < count ? line[i] : 0, lane = threadIdx.x % kWarpSize;
     uint32_t sum = mine;
-    for (uint32_t step = 1; step < 32; step *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, sum, step);
+    for (uint32_t step = 1; step < kWarpSize; step *= 2) {
+      const uint32_t other = __shfl_up_sync(kWholeWarp, sum, step);
       if (lane >= step) sum += other;
     }
-    if (lane == 31) warps[threadIdx.x / 32] = sum;
+    if (lane == kWarpSize - 1) warps[threadIdx.x / kWarpSize] = sum;
     __syncthreads();
     uint32_t all = 0;
-    for (uint32_t w = 0; w < kThreads / 32; ++w) {
-      if (w < threadIdx.x / 32) sum += warps[w];
+    for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
+      if (w < threadIdx.x / kWarpSize) sum += warps[w];
       all += warps[w];
     }
     if (i < count) line[i] = before + sum - mine;

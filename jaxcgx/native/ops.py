@@ -37,7 +37,7 @@ def _bind(primitive: Any, operands: NamedTuple, **params: Any) -> list[jax.Array
     return primitive.bind(*_compat.match_varying(*leaves), tree=tree, batch=(), **params)
 
 
-def _check_array(function: str, argument: str, x: Any, shape: Sequence[int], dtype: DTypeLike, path: Any = ()) -> Any:
+def _check_operand(function: str, argument: str, x: Any, shape: Sequence[int], dtype: DTypeLike, path: Any = ()) -> Any:
     shape, dtype = tuple(shape), jnp.dtype(dtype)
     if (getattr(x, "shape", None), getattr(x, "dtype", None)) != (shape, dtype):
         raise wrong(function, argument, f"{dtype}{list(shape)}", spell_array(x), path=path)
@@ -52,7 +52,7 @@ def _check_leaves(
     if len(arrays) != len(layout.shapes):
         raise wrong(function, argument, f"{len(layout.shapes)} arrays", len(arrays))
     for i, (x, shape, dtype) in enumerate(zip(arrays, layout.shapes, dtypes)):
-        _check_array(function, argument, x=x, shape=shape, dtype=dtype, path=(SequenceKey(i),))
+        _check_operand(function, argument, x=x, shape=shape, dtype=dtype, path=(SequenceKey(i),))
     return arrays
 
 
@@ -63,17 +63,17 @@ def _check_residuals(function: str, residuals: Iterable[Any], layout: Layout) ->
 
 
 def _check_payload(function: str, payload: Any, layout: Layout) -> jax.Array:
-    return _check_array(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
+    return _check_operand(function, "payload", x=payload, shape=(layout.chunks, layout.chunk_bytes), dtype="uint8")
 
 
-def _check_key(function: str, codec: Any, key: Any) -> jax.Array | None:
+def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
     """The key for the kernels if the codec draws noise, else None."""
     if not codec.stochastic:
         return None
     if key is None:
         raise wrong(function, "key", f"uint32[2], because {codec} draws random bits", None)
     words = 3 if getattr(key, "shape", None) == (3,) else 2  # with an offset, or without
-    return kernel_key(_check_array(function, "key", x=key, shape=(words,), dtype="uint32"))
+    return kernel_key(_check_operand(function, "key", x=key, shape=(words,), dtype="uint32"))
 
 
 # The rules that all primitives share
@@ -237,7 +237,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
     leaves = _check_leaves("encode", "leaves", arrays=leaves, layout=layout, dtypes=layout.dtypes)
     if not leaves:  # the payload is empty, and no operand says which axes it varies over
         return jnp.zeros((layout.chunks, 0), jnp.uint8)
-    return _bind(encode_p, Encode(leaves, key=_check_key("encode", layout.codec, key)), layout=layout)[0]
+    return _bind(encode_p, Encode(leaves, key=_check_words("encode", layout.codec, key)), layout=layout)[0]
 
 
 def encode_fed(
@@ -258,7 +258,7 @@ def encode_fed(
     residuals = _check_residuals("encode_fed", residuals, layout)
     if not leaves:
         return jnp.zeros((layout.chunks, 0), jnp.uint8), []
-    operands = Encode(leaves, residuals, _check_key("encode_fed", layout.codec, key))
+    operands = Encode(leaves, residuals, _check_words("encode_fed", layout.codec, key))
     payload, *residuals = _bind(encode_p, operands, layout=layout)
     return payload, residuals
 
@@ -409,7 +409,8 @@ def _check_sum(
     function: str, layout: Layout, payloads: Any, divisor: float, chunk: ArrayLike = 0, own: Own | None = None
 ) -> tuple[Reduce, float]:
     """The operands of every sum, and the divisor as a static parameter."""
-    _check_array(function, "payloads", x=payloads, shape=(*jnp.shape(payloads)[:1], layout.chunk_bytes), dtype="uint8")
+    shape = *jnp.shape(payloads)[:1], layout.chunk_bytes
+    _check_operand(function, "payloads", x=payloads, shape=shape, dtype="uint8")
     if not divisor >= _LEAST_DIVISOR:
         raise wrong(function, "divisor", "a positive number, 2^-126 or more", divisor)
     leaves, rank = (None, 0) if own is None else own
@@ -420,7 +421,7 @@ def _check_sum(
 
 
 def _check_sums_key(function: str, layout: Layout, payloads: Any, key: Any) -> jax.Array | None:
-    return _check_key(function, layout.of_sum(len(payloads)).codec, key)
+    return _check_words(function, layout.of_sum(len(payloads)).codec, key)
 
 
 def _reduce_abstract(operands: Reduce, layout: Layout, batch: tuple[Any, ...], divisor: float, encoded: bool) -> Any:
@@ -515,7 +516,7 @@ roundtrip_p: _compat.Primitive = _compat.Primitive("jaxcgx_roundtrip")
 
 def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Array:
     """decode(encode(x)), as a message of its own. The caller defines the derivative."""
-    return _bind(roundtrip_p, Roundtrip(x, _check_key("roundtrip", codec, key)), codec=codec)[0]
+    return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
 
 # x is rounded where it is: the sharding that its type has (Explicit meshes) stays.

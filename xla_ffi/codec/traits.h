@@ -89,7 +89,6 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
   return t;
 }
 
-CGX_HD bool exists(Kind kind) { return traits_of(kind).least_bits <= traits_of(kind).most_bits; }
 CGX_HD bool has_buckets(Kind kind) { return traits_of(kind).meta_floats > 0; }
 CGX_HD bool is_raw(Kind kind) { return traits_of(kind).raw; }
 CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }

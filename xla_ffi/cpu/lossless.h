@@ -20,17 +20,6 @@ inline int64_t overflow_of(const Layout& l, const Piece& p, const uint8_t* chunk
   return bytes;
 }
 
-// How many bytes of a chunk are used: all that decoding needs. A transport may send these alone.
-inline int64_t used_bytes(const Layout& l, int64_t c, const uint8_t* chunk) {
-  if (!is_lossless(l.codec.kind)) return l.end[static_cast<size_t>(c)];
-  int64_t end = l.overflow[static_cast<size_t>(c)];
-  for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
-    const Piece& p = l.pieces[static_cast<size_t>(k)];
-    end += overflow_of(l, p, chunk, 0, p.coded);
-  }
-  return end;
-}
-
 inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64_t at) {
   return chunk + p.codes + lossless_head_bytes(p.coded) +
          at / kLosslessBlock * lossless_plane_bytes(dtype_of(l, p), kLosslessBlock);

@@ -166,11 +166,12 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
 
 void Net::run() {
   run_soon();
-  epoll_event events[64];
+  constexpr int kEvents = 64;
+  epoll_event events[kEvents];
   while (true) {
     auto nap = running_.empty() ? silence_ / kBeats : std::min(kNap, silence_ / kBeats);
     if (pace_.limits() && unsent_ > 0) nap = kPaced;
-    const int n = epoll_wait(events_.number(), events, 64, static_cast<int>(nap.count()));
+    const int n = epoll_wait(events_.number(), events, kEvents, static_cast<int>(nap.count()));
     for (int i = 0; i < n; ++i) {
       auto* lane = static_cast<Lane*>(events[i].data.ptr);
       if (lane == nullptr) {
