@@ -1,6 +1,6 @@
 """Sums along the trees of an overlay, level by level, as permutations over any transport.
 
-Of its own part a rank adds what it has, and encodes the sum of what it got anew for its parent. With feedback every
+A rank adds its own part to what it got, and encodes the sum anew for its parent. With feedback every
 encoding's loss stays with the rank that encodes, as at the owners of two_shot, so nothing is lost.
 
 The bits are those of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.

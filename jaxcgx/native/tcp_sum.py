@@ -53,7 +53,7 @@ class Operands(NamedTuple):
 
 
 class How(NamedTuple):
-    """What the handler is told: the schedule, and what of it is compensated."""
+    """What the handler is told: the schedule, and which encodings have feedback."""
 
     two_shot: bool  # along the trees, else one_shot
     parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree

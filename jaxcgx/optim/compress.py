@@ -87,9 +87,9 @@ def compress_gradients(
       order: the numbers of the leaves, in the order in which the backward pass ends their gradients
         (`backward_order`). Messages are made and sent in this order. Over `Tcp` the backward pass goes on meanwhile, if
         there are several messages (`fusion_mb`).
-      slice_elements: over `Tcp`, messages travel in slices of so many elements, and those of later messages overtake
-        others. Which leaves share a message is then decided in the order of the tree, so bits don't depend on `order`.
-        Leaves that travel raw are messages, too.
+      slice_elements: over `Tcp`, messages travel in slices of that many elements, and those of later messages
+        overtake others. Which leaves share a message is then decided in the order of the tree, so bits don't depend on
+        `order`. Leaves that travel raw are messages, too.
     """
     settings = Settings(
         function="compress_gradients",

@@ -143,7 +143,7 @@ def _shapes(checkpointer: Any, path: Any) -> dict[str, Any]:
 
 
 def _check(leaves: list[Leaf], saved: dict[str, Any]) -> None:
-    """Checks that the template has the leaves of the checkpoint, and their shapes but for the rows."""
+    """Checks that the template has the leaves of the checkpoint, and their shapes except for the number of rows."""
     if missing := [name for name in saved if name not in {leaf.name for leaf in leaves}]:
         remedy = "the template has the structure of what was saved"
         raise wrong(OP, "template", f"a leaf {missing[0]!r}, which the checkpoint has", "none", remedy)

@@ -70,7 +70,8 @@ class Plan(Assignment):
             check_choice("Plan", "schedule", schedule, SCHEDULES)
         check_field(self, "leader", check_flag)
         check_field(self, "prefer", check_choice, ("time", "bytes"))
-        if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
+        # not every caller is typed
+        if not isinstance(self.network, Network | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong("Plan", "network", "a jaxcgx.Network", repr(self.network), kind=TypeError)
 
     @classmethod

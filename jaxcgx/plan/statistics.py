@@ -42,7 +42,8 @@ class GradientStatistics:
     codecs: tuple[Codec, ...]
 
     def __add__(self, other: "GradientStatistics") -> "GradientStatistics":
-        if not isinstance(other, GradientStatistics):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
+        # not every caller is typed
+        if not isinstance(other, GradientStatistics):  # pyright: ignore[reportUnnecessaryIsInstance]
             return NotImplemented
         if jax.tree.structure(self) != jax.tree.structure(other):
             sizes = [f"those of {len(x.paths)} leaves and {len(x.codecs)} codecs" for x in (self, other)]

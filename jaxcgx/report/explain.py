@@ -60,8 +60,8 @@ class Explanation(Totals):
     raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, or that a plan skips, and why
     jnp: bool = False  # codecs run in plain jnp, with the same bytes: a platform, or codecs, without kernels
 
-    @property
-    def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]  (nobody sets it)
+    @property  # which nobody sets
+    def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """{axes: (bytes that a rank sends over them in a call, the same without compression)}.
 
         A loop of unknown length counts once. Every branch of a conditional counts.

@@ -80,7 +80,7 @@ class Transport:
         return self
 
     def sliced(self, elements: int) -> Any:
-        """This transport for sums that travel in slices of so many elements, where those of later sums overtake.
+        """This transport for sums that travel in slices of `elements` elements, where those of later sums overtake.
 
         A transport that can't do so moves each message as a whole, in turn.
         """

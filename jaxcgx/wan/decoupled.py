@@ -87,7 +87,8 @@ class Decoupled:
             raise wrong(OP, "average", "'mean', 'radial' or a function", repr(self.average))
         check_flag(OP, "feedback", self.feedback)
         check_integer(OP, "seed", self.seed)
-        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]  (not every caller is typed)
+        # not every caller is typed
+        if not isinstance(self.secret, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong(OP, "secret", "a string", repr(self.secret), kind=TypeError)
         phase, *others = check_phases(OP, self.plan)
         if others:

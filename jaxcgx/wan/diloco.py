@@ -1,4 +1,4 @@
-"""diloco: centers train on their own, and exchange compressed outer gradients every so many steps."""
+"""diloco: centers train on their own, and exchange compressed outer gradients every few steps."""
 
 import dataclasses
 import warnings

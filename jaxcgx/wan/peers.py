@@ -286,7 +286,7 @@ class _Link:
 
 
 def _read(sock: socket.socket, size: int) -> bytearray:
-    """Exactly so many bytes. An OSError if they don't come."""
+    """Exactly `size` bytes. An OSError if they don't come."""
     found = bytearray(size)
     view = memoryview(found)
     while view:
