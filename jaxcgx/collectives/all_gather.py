@@ -9,6 +9,8 @@ from jaxcgx.collectives.arguments import Dimension, Options, check_dimension, pe
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
@@ -16,14 +18,14 @@ from jaxcgx.transports.resolve import check_axes
 def compressed_all_gather(
     x: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     axis: Any = 0,
     tiled: bool = False,
     to: str = "varying",
     schedule: str = "auto",
-    backward_codec: Any = None,
+    backward_codec: Codecs | Plan | None = None,
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:

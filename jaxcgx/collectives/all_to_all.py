@@ -10,6 +10,8 @@ from jaxcgx.collectives.arguments import Dimensions, Options, check_dimension, c
 from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
 
@@ -19,12 +21,12 @@ def compressed_all_to_all(
     axis_name: Any,
     split_axis: int,
     concat_axis: int,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     tiled: bool = False,
     schedule: str = "auto",
-    backward_codec: Any = None,
+    backward_codec: Codecs | Plan | None = None,
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jaxcgx.collectives.psum import Reduction, run
 from jaxcgx.collectives.state import Kept, State
 from jaxcgx.exchange import sums
 from jaxcgx.exchange.message import Message
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.resolve import check_axes
 
 
@@ -38,13 +40,13 @@ class Ticket:
 def begin_pmean(
     x: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     residuals: Any = None,
     factors: Any = None,
     schedule: str | dict[Any, str] = "auto",
-    own: str = "raw",
+    own: Literal["raw", "encoded"] = "raw",
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:

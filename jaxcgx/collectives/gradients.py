@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jaxcgx.collectives.calls import Route
 from jaxcgx.collectives.psum import Reduction
 from jaxcgx.exchange.message import Message
 from jaxcgx.exchange.overlay import Overlay
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.resolve import check_axes
 
 
@@ -171,11 +173,11 @@ def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
 def sync_in_backward(
     params: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     schedule: str | Overlay | dict[Any, Any] = "auto",
-    own: str = "raw",
+    own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
     strict: bool = False,
     fusion_mb: float | None = None,

@@ -1,7 +1,7 @@
 """compressed_psum, compressed_pmean: lax.psum and lax.pmean that send a fraction of the bytes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxcgx.exchange import hierarchy, scopes, sums
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
 from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.plan import Plan, why_raw
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 
@@ -26,14 +27,14 @@ SMALL = 2**16  # bytes of a leaf that shares a collective with others
 def compressed_psum(
     x: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
     schedule: str | Overlay | dict[Any, Any] = "auto",
-    own: str = "raw",
+    own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
     strict: bool = False,
     fusion_mb: float | None = None,
@@ -81,14 +82,14 @@ def compressed_psum(
 def compressed_pmean(
     x: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     residuals: Any = None,
     momentum: Any = None,
     factors: Any = None,
     schedule: str | Overlay | dict[Any, Any] = "auto",
-    own: str = "raw",
+    own: Literal["raw", "encoded"] = "raw",
     leader: bool = False,
     strict: bool = False,
     fusion_mb: float | None = None,

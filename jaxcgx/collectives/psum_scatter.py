@@ -1,6 +1,6 @@
 """compressed_psum_scatter: lax.psum_scatter that sends a fraction of the bytes."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jaxcgx.collectives.calls import Call, Route, by_stage
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import rows
 from jaxcgx.exchange.message import Message, Stage, Sum, carry
+from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
 
@@ -27,15 +29,15 @@ from jaxcgx.transports.resolve import check_axes
 def compressed_psum_scatter(
     x: Any,
     axis_name: Any,
-    codec: Any,
+    codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
     residuals: Any = None,
     scatter_dimension: Any = 0,
     tiled: bool = False,
     schedule: str = "auto",
-    own: str = "raw",
-    backward_codec: Any = None,
+    own: Literal["raw", "encoded"] = "raw",
+    backward_codec: Codecs | Plan | None = None,
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:

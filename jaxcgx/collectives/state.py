@@ -16,6 +16,7 @@ from jaxcgx.collectives.calls import Call
 from jaxcgx.exchange.message import Message
 from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
+from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.plan.leaves import factor_shape
 
 
@@ -131,7 +132,7 @@ def _check_factors(call: Call, given: Any) -> list[Any]:
     return found
 
 
-def init_factors(x: Any, codec: Any) -> Any:
+def init_factors(x: Any, codec: Codecs | Plan) -> Any:
     """The `factors` of a first call: zeros, in a tree like `x`, and None for leaves that have none.
 
     Args:

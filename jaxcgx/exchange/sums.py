@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ def choose(
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[None]:
+def opened() -> Generator[None]:
     """Sums that are traced meanwhile are operations of the caller's program, which has no derivatives."""
     token = _OPEN.set(True)
     try:
