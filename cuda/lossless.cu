@@ -3,6 +3,7 @@
 // A block of threads packs a block of elements, and puts what it has of the overflow into the workspace. When all
 // lengths are known, it moves to its place.
 #include "cuda/launchers.cuh"
+#include "cuda/load_store.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
