@@ -20,7 +20,7 @@ class AbsMax(GridCodec):
     Args:
       bits: 2 to 8.
       bucket_size: elements that share a scale.
-      rotate: rotate each bucket before, with fixed random signs and a Hadamard transform. The error is then that of
+      rotate: rotate each bucket first, with fixed random signs and a Hadamard transform. The error is then that of
         normally distributed numbers, whatever the input. `bucket_size` is a power of two from 128 to 4096.
     """
 

@@ -110,7 +110,7 @@ class Codec:
         raise NotImplementedError(f"{type(self).__name__}.indices")
 
     def weight(self, n: int, dtype: DType) -> int:
-        """What n elements count. A message is cut into chunks of equal weight."""
+        """The weight of n elements. A message is cut into chunks of equal weight."""
         return self.code_bytes(n, dtype)
 
     def of_sum(self, ranks: int) -> "Codec":

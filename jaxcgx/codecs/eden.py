@@ -34,7 +34,7 @@ class Eden(Codec):
     """2^bits levels of a bucket that is randomly rotated. It is unbiased, and its error is the same for all inputs.
 
     The error `|decoded - x|^2 / |x|^2` is 0.57, 0.13, 0.036, 0.0096, 0.0025 and 0.00064 for 1 to 6 bits. Errors of
-    ranks are independent, so that those of a mean over N ranks are 1/N of that. It needs a key.
+    ranks are independent, so the error of a mean over N ranks is 1/N of that. It needs a key.
 
     Args:
       bits: 1 to 6.

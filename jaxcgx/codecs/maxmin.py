@@ -25,7 +25,7 @@ class MaxMin(GridCodec):
       rounding: "nearest"; "stochastic", which is unbiased and needs a key; or "correlated": stochastic, with errors of
         the ranks of an exchange that cancel in their sum.
       skip_incomplete: the elements after the last whole bucket travel as they are.
-      rotate: rotate each bucket before, with fixed random signs and a Hadamard transform. The error is then that of
+      rotate: rotate each bucket first, with fixed random signs and a Hadamard transform. The error is then that of
         normally distributed numbers, whatever the input. `bucket_size` is a power of two from 128 to 4096.
     """
 

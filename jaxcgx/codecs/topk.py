@@ -114,7 +114,7 @@ class TopK(Codec):
       ratio: the part of the elements that is sent, 0 to 1, rounded up to whole elements.
       values: the codec of the elements that are sent. Raw() sends float32.
       select: "exact", "sampled", "fitted", which is Sampled(estimate="exponential"), or a `Sampled`. All except "exact"
-        draw a random number and need a key, and most often send up to a fifth fewer elements. On CPUs "exact" is the
+        draw a random number and need a key, and usually send up to a fifth fewer elements. On CPUs "exact" is the
         fastest.
       pull: what ranks get from a sum that goes over its owners ("two_shot"). "all": every element that any rank sent.
         "top": the largest elements of the sum, as few as one rank sends.

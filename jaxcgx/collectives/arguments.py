@@ -151,7 +151,7 @@ def check_own(op: str, own: str, schedule: Any) -> None:
 
 
 def check_hops(op: str, stage: Stage) -> None:
-    """Checks that an overlay is of as many ranks, and that the codec can go from neighbour to neighbour."""
+    """Checks that an overlay has this number of ranks, and that the codec can go from neighbour to neighbour."""
     schedule, ranks = stage.schedule, stage.net.size
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
         raise wrong(op, "schedule", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")

@@ -109,7 +109,7 @@ class Split:
     def aux_specs(self, call: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
         """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say.
 
-        P() is of one that differs between ranks, and None of one that no rank's part of a batch changes.
+        P() is for one that differs between ranks, None for one that no rank's part of a batch changes.
 
         Args:
           call: from what a loss is called with to (its value, the auxiliary outputs).
@@ -232,12 +232,12 @@ def is_none(x: Any) -> bool:
 
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What is differentiated of the parameters, and what isn't: functions, integers. Each has None for the others."""
+    """The differentiated leaves of the parameters, and the others. Each has None in place of the other's leaves."""
 
     def differentiated(path: Any, x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
             return jnp.issubdtype(x.dtype, jnp.inexact)
-        # Of a number in a module, Equinox takes no gradient. Of one in a dict, JAX does.
+        # Equinox takes no gradient of a number in a module. JAX takes that of one in a dict.
         return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
     take = lambda wanted: jax.tree_util.tree_map_with_path(

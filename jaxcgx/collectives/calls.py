@@ -34,7 +34,7 @@ class Route:
 
     @classmethod
     def of(cls, stages: tuple[Stage, ...], backward: tuple[Stage, ...]) -> "Route":
-        """The route for as many stages there and back. backward: the stages of the transpose."""
+        """The route of equally many stages there and back. backward: the stages of the transpose."""
         both = [there._replace(backward=back.codec) for there, back in zip(stages, backward)]
         return cls(tuple(stage for stage in both if stage.net.size > 1) or (both[0],))
 

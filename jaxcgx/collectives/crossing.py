@@ -52,12 +52,12 @@ def begin_pmean(
 ) -> Any:
     """Begins a `compressed_pmean` that `end_pmean` ends, in this program or in a later one.
 
-    Over `Tcp`, the exchange goes on while the programs between run: leaves of one message in one codec with kernels,
-    or as they are. What can't do so is exchanged at once, and its mean is in the ticket: other transports, hierarchies,
-    `TopK`, `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`.
+    Over `Tcp`, the exchange of messages in one codec with kernels, or raw, goes on while the programs between run.
+    Everything else is exchanged at once, and its mean is in the ticket: other transports, hierarchies, `TopK`,
+    `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`.
 
-    All ranks begin and end the same means in the same order. Every ticket is ended once. One that isn't keeps its
-    memory, and 10,000 of these are an error. It means nothing to another process, so it can't be saved: end it first.
+    All ranks begin and end the same means in the same order. End every ticket once. One that isn't ended keeps its
+    memory, and 10,000 of these are an error. Another process can't use a ticket, so don't save it: end it first.
 
     Args:
       x: a pytree of arrays.
@@ -74,7 +74,7 @@ def begin_pmean(
     Returns:
       A ticket, followed by the new residuals and factors where the caller gave some. The ticket is a pytree of each
       rank's own arrays, whose first axis is of size one: between programs, shard_map's specs shard it over all axes of
-      the mesh. Zeros in place of its arrays are a ticket that says that nothing has begun.
+      the mesh. Zeros in place of its arrays say that nothing has begun.
     """
     op = "begin_pmean"
     net = check_axes(op, axis_name)
@@ -101,7 +101,7 @@ def end_pmean(ticket: Any, residuals: Any = None) -> Any:
     """The mean that a `begin_pmean` has begun, or zeros if its ticket says that nothing has.
 
     The error of an exchange that failed meanwhile comes here: it names the rank that is gone or late. Over `Tcp`, no
-    exchange behind this one begins before this one has ended.
+    later exchange begins before this one has ended.
 
     Args:
       ticket: what `begin_pmean` returned.

@@ -57,7 +57,7 @@ def _of_equation(eqn: Any, given: list[bool], names: tuple[Any, ...]) -> list[bo
 
 
 def _of_loop(body: Callable[..., list[bool]], consts: list[bool], carry: list[bool], xs: list[bool]) -> list[bool]:
-    """What differs behind a loop: what one of its turns makes differ does so in the next."""
+    """What differs after a loop. What one iteration makes differ also differs in the next."""
     while True:
         results = body([*consts, *carry, *xs])
         after = [was or now for was, now in zip(carry, results)]

@@ -14,7 +14,7 @@ _compiled: dict[Any, Any] = {}
 def call(traced: Any, *args: Any, mesh: Any) -> Any:
     """What a function that jax.jit has traced returns for these arguments.
 
-    jax.jit would know the function again, and use what it closed over at the first call. Here equal programs are
+    jax.jit would recognize the function, and use what it closed over at the first call. Here equal programs are
     compiled once. Arrays that a function closes over are arguments of its program, so that they may change.
     """
     consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)

@@ -62,7 +62,7 @@ def _constrained(function: str, argument: str, names: tuple[Any, ...], what: Any
 
 
 def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxpr: Any) -> None:
-    """The same of a traced program: without check_vma JAX says it only when it compiles."""
+    """The same for a traced program: without check_vma JAX says it only when it compiles."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         spec = getattr(eqn.params.get("sharding"), "spec", ())
         axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}

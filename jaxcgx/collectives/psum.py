@@ -56,9 +56,9 @@ def compressed_psum(
         new residuals = x + residuals. None in place of a leaf means no feedback for it. With `own="encoded"` the loss
         of encoding the sum is not kept; in a hierarchy, the loss of the inner axes is not kept.
       momentum: a tree like `x` of this rank's arrays, which lose what is sent, as in Deep Gradient Compression. For
-        leaves in sparse codecs (`TopK`), an array comes back with 0 where an element of this rank was sent. The new
-        arrays follow the residuals, without which there are none. None in place of a leaf means none for it. Leaves
-        that travel raw keep theirs.
+        leaves in sparse codecs (`TopK`), an array comes back with 0 where an element of this rank was sent. It needs
+        `residuals`; the new arrays follow the new residuals. None in place of a leaf means none for it. Leaves that
+        travel raw keep theirs.
       factors: the factors that `PowerSGD` starts from, those of the step before (`init_factors` at first): a tree like
         `x`, the same on every rank, with None for leaves that have none. The new factors are the last result. Without
         factors, every call restarts from the same guess and approximates worse.
@@ -217,8 +217,8 @@ class Reduction:
     def plain(self, leaf: jax.Array, i: int) -> jax.Array:
         """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.
 
-        That of a leaf which the plan skips is zeros. One exchange over all ranks would send more over the outermost
-        axis, the slow network.
+        A leaf that the plan skips gives zeros. One exchange over all ranks would send more over the outermost axis, the
+        slow network.
         """
         if self.call.skipped[i]:
             return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # where `explain` finds it
@@ -231,7 +231,7 @@ class Reduction:
     def joined(self, residuals: list[Any] | None) -> dict[int, jax.Array]:
         """The sums or means of small leaves that travel as they are, by number. Leaves of one type share a collective.
 
-        Over Gloo a collective costs milliseconds however small it is, and one of several arrays as much for each.
+        Over Gloo a collective costs milliseconds however small it is. One of several arrays costs that for each array.
         """
         call, mesh = self.call, jax.sharding.get_abstract_mesh()
         found: dict[int, jax.Array] = {}

@@ -58,13 +58,13 @@ def value_and_grad(
     is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
     on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
 
-    Inside of shard_map, pmap or vmap(axis_name=...), arguments are those of this rank, as everything there is, and so
-    is aux. The value and the gradients are the means over the ranks, which JAX then need not take.
+    Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are those of this rank. The value and the
+    gradients are already the means over the ranks.
 
     Args:
-      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. They may
-        have leaves that are no numbers of floating point, such as functions, whose gradient is None, as that of a
-        Python number that is an attribute of a module.
+      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. Leaves
+        that aren't floating point, such as functions, have the gradient None. So does a Python number that is an
+        attribute of a module.
       axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
       plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
         `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
@@ -72,7 +72,7 @@ def value_and_grad(
       argnums: as in jax.value_and_grad.
       has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
         of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, by
-        their weights with weighted=True, and so is what a module of Flax NNX changes of itself.
+        their weights with weighted=True. So is what a module of Flax NNX changes in itself.
       mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
       feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
         `residuals=` and returns ((value, grads), residuals).

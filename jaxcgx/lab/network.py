@@ -34,7 +34,7 @@ class Link:
     Args:
       up: bit/s of what the host sends.
       down: bit/s of what it receives.
-      delay: seconds that what the host sends takes longer. A round trip takes the delays of both hosts longer.
+      delay: extra seconds of what the host sends. A round trip takes longer by the delays of both hosts.
     """
 
     up: int

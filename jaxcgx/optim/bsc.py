@@ -33,8 +33,8 @@ def bsc(
 ) -> "optax.GradientTransformation":
     """GeoMX's bidirectional sparsification: every rank sends the largest elements of each large leaf.
 
-    The largest are those after momentum and with all that was not sent before, as in `dgc`. The optimizer behind can be
-    any, but should have no momentum of its own: optax.adam(rate, b1=0).
+    The largest are those after momentum and with all that was not sent before, as in `dgc`. Any optimizer may follow,
+    but it should have no momentum of its own: optax.adam(rate, b1=0).
 
     Args:
       axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.

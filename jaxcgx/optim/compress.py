@@ -66,7 +66,7 @@ def compress_gradients(
       beta: the new residual is (1 - beta) * the old one + beta * what the step lost (LoCo). None: all that it lost.
       reset_every: the number of steps after which residuals are set to zero again (LoCo). None: never.
       momentum: every rank sends u = momentum * u + gradient instead of its gradient (DGC's momentum correction), so
-        that elements which are sent late have momentum too. The optimizer behind should have none. Leaves that always
+        that elements which are sent late have momentum too. The optimizer after it should have none. Leaves that always
         travel raw get their momentum after the reduction. Where the mean is not finite, u keeps its value.
       nesterov: Nesterov's momentum: u = momentum * (u + gradient), and u + gradient is sent.
       momentum_masking: u becomes 0 where TopK sent an element (DGC), so that stale momentum doesn't carry on.
@@ -144,7 +144,7 @@ def check_settings(function: str, axis_name: Any, plan: Any, options: dict[str, 
 def compressed(
     optimizer: "optax.GradientTransformation", axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
-    """An optimizer for every rank's own gradients: `optimizer` behind compress_gradients.
+    """An optimizer for every rank's own gradients: `optimizer` after compress_gradients.
 
     Args:
       optimizer: an optax.GradientTransformation.

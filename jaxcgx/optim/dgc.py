@@ -44,8 +44,8 @@ def dgc(
 ) -> "optax.GradientTransformation":
     """Deep Gradient Compression: every rank sends the `ratio` of its elements that are largest.
 
-    The largest are those after momentum and with all that was not sent before. The optimizer behind has no momentum of
-    its own: optax.sgd(rate). Clipping is of every rank's own gradients, before momentum.
+    The largest are those after momentum and with all that was not sent before. The optimizer after it has no momentum
+    of its own: optax.sgd(rate). Every rank clips its own gradients, before momentum.
 
     Args:
       axis_name: the axis of the ranks. In a tuple, the inner axes sum everything, and the outermost one exchanges a

@@ -31,8 +31,8 @@ def mpq(
     """GeoMX's mixed-precision quantization: the largest elements of each large leaf, and the others as float16.
 
     Between data centers, every rank sends the largest elements of each large leaf. Small leaves travel as float16
-    everywhere. The largest are those after momentum and with all that was not sent before, as in `dgc`. The optimizer
-    behind can be any, but should have no momentum of its own: optax.adam(rate, b1=0).
+    everywhere. The largest are those after momentum and with all that was not sent before, as in `dgc`. Any optimizer
+    may follow, but it should have no momentum of its own: optax.adam(rate, b1=0).
 
     Args:
       axis_name: the axis of the data centers, or a tuple in which it is the outermost. The inner axes sum everything.

@@ -16,8 +16,8 @@ from jaxcgx.optim.nesting import has_rows
 def reshard_state(opt_state: Any, new_size: int) -> Any:
     """An optimizer's state for another number of ranks.
 
-    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a gradient of today on a
-    rank with as many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly. A
+    Residuals keep their sum over ranks: what a sample's gradient lost then counts as much as a new gradient on a rank
+    with equally many samples. Momentum keeps its mean, which is that of the mean gradient. Both are spread evenly. A
     model's state per rank (`make_train_step`) keeps the mean of its floating point and the first rank's other numbers,
     and its random keys are folded with the new ranks.
 

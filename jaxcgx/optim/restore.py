@@ -56,7 +56,7 @@ def restore_state(path: Any, template: Any, *, per_rank: Mapping[str, str] | Non
       template: a tree like the one that was saved, with the arrays, or jax.ShapeDtypeStructs with shardings, of the new
         ranks. What comes back is placed like them.
       per_rank: other leaves that have a leading axis of ranks, and what they keep over the ranks: {regular expression
-        that is searched in the leaf's path: "sum" or "mean"}. Of integers, all ranks get the first one's.
+        that is searched in the leaf's path: "sum" or "mean"}. All ranks get the integers of the first one.
       comm: for processes of mpirun, their MPI communicator or `jaxcgx.mpi.hierarchy()`. The checkpoint has the rows of
         all ranks (`jaxcgx.gather_state`), and the template the process's own.
     """

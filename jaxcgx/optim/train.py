@@ -28,7 +28,7 @@ MESSAGE = 4  # MiB of a message that travels while the backward pass goes on (be
 
 
 class TrainStep(NamedTuple):
-    """The functions of a training loop. With `model_state`, there is one behind `params` everywhere."""
+    """The functions of a training loop. With `model_state`, a model state follows `params` everywhere."""
 
     # params -> (params, opt_state), where `step` wants them
     init: Callable[..., tuple[Any, ...]]
@@ -105,7 +105,7 @@ def make_train_step(
       model_state: for models with state beside the parameters, such as statistics of batches or random streams; any
         pytree of arrays. `loss_fn` is then called with (params, model_state, batch) and returns (loss, the new model
         state), or with `has_aux` (loss, (the new model state, aux)). `init` takes (params, model_state), and `init` and
-        `step` take and return it behind the parameters. "mean": all ranks have the same. Numbers of floating point are
+        `step` take and return it after the parameters. "mean": all ranks have the same. Floating-point numbers are
         averaged over the ranks after each step, uncompressed. Others, such as counters, must not depend on the batch,
         except through jax.lax.psum. Random keys (`jax.random.key`) are folded with the rank before `loss_fn` gets them.
         "per_rank": each rank keeps its own. `init` and `step` return a `PerRank`, with a row for each rank.
@@ -118,7 +118,7 @@ def make_train_step(
         A step applies the gradients of the step before, and finds new ones at the new parameters. So its results are
         those of the plain step before the last update, which `train.finish` does after the last step.
       slice_elements: with overlap="priority", the elements of a message's slice (50,000). Leaves share a message of up
-        to so many, unless `fusion_mb` says otherwise.
+        to that many, unless `fusion_mb` says otherwise.
       has_aux: whether `loss_fn` returns auxiliary outputs. Arrays that have the examples along a dimension are those of
         the whole batch. What doesn't depend on the batch stays as it is. Others are averaged.
       weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The loss is the sum of all sums over the sum

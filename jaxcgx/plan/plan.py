@@ -93,7 +93,7 @@ class Plan(Assignment):
         """The plan of Bagua's ByteGrad: 8 bits for everything.
 
         Args:
-          axis_name: of a tuple of axes, outermost first, only the outermost is compressed.
+          axis_name: in a tuple of axes, outermost first, only the outermost is compressed.
         """
         names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
         return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
@@ -115,7 +115,7 @@ class Plan(Assignment):
         Args:
           codec: the codec of large leaves.
           size_bound: leaves of up to that many elements travel as float16, over all axes.
-          axis_name: of a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
+          axis_name: in a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
         """
         op, half = "Plan.mixed_precision", Cast("float16")
         names = check_axis_names(op, axis_name, optional=True)
@@ -137,7 +137,7 @@ class Plan(Assignment):
         Args:
           threshold: the share of elements, the largest ones, that travels; above 0.
           size_bound: leaves of up to that many elements travel raw.
-          axis_name: of a tuple of axes, outermost first, everything travels raw over all except the outermost. Each
+          axis_name: in a tuple of axes, outermost first, everything travels raw over all except the outermost. Each
             axis has an exchange of its own.
           pull: as in TopK.
           select: as in TopK.
@@ -222,8 +222,8 @@ class Plan(Assignment):
             lowest norm gets 2 bits in buckets of 128, the middle one 3 bits in buckets of 256, the other 4 bits in the
             reference's.
           alpha: the error allowed, for "lgreco".
-          reference: the uniform choice. By default it is the plan's default codec; of one for each axis, the one that
-            compresses.
+          reference: the uniform choice. By default it is the plan's default codec; if that has one for each axis, the
+            one that compresses.
         """
         rules = adapt.adapt(self, statistics=statistics, method=method, alpha=alpha, reference=reference)
         return dataclasses.replace(self, rules=(*self.rules, *rules))

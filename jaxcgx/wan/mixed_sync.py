@@ -63,9 +63,9 @@ def mixed_sync(
 
         train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4))
 
-    A step exchanges the gradients of `staleness` steps before. It needs nothing of what it computes for that, so over
-    `Tcp` the exchange goes on while it computes. What comes back is mean + compensation * mean^2 * (params - the params
-    at which these gradients were found), DCASGD's. All ranks have the same delay, so replicas stay the same. The first
+    A step exchanges the gradients of `staleness` steps before. The exchange doesn't depend on what the step computes,
+    so over `Tcp` both go on at once. What comes back is mean + compensation * mean^2 * (params - the params at which
+    these gradients were found), DCASGD's. All ranks have the same delay, so replicas stay the same. The first
     `staleness` steps change nothing, and the gradients of the last ones wait in the state.
 
     Args:

@@ -156,7 +156,7 @@ def _by_swaps(links: Rates) -> list[int]:
 
 
 def owners(rates: Rates) -> Overlay:
-    """Owners whose parts are such that all lines are busy for as long.
+    """Owners whose parts are such that all lines are busy for the same time.
 
     A rank's line carries the message once, and its own part n - 2 times more, in each direction. So with w the part of
     a rank, (1 + (n - 2) w) / rate is the same for all ranks that own one.
