@@ -1,9 +1,10 @@
 """Measures what docs/failures.md says: how soon the other rank gets an error when one fails, and which.
 
-    python benchmarks/failures.py [--over Tcp memory MPI Gloo] [--rows killed late ...] [--out DIR]
+    python benchmarks/failures.py [--over Tcp tree memory MPI Gloo] [--rows killed late ...] [--out DIR]
 
-Two processes send each other 64 MiB again and again, until something happens to the second one. Rows run one by one. A
-row that cuts a link needs root: the processes are then on two hosts that jaxcgx.lab makes.
+Two processes send each other 64 MiB again and again, until something happens to the last one. With "tree" they are
+three, which sum by a tree, and the first one has no link to the last. Rows run one by one. A row that cuts a link needs
+root: every process is then on a host that jaxcgx.lab makes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from report import RESULTS, Report
 
 from jaxcgx.lab import Lab
 
-OVER = "Tcp", "memory", "MPI", "Gloo"
+OVER = "Tcp", "tree", "memory", "MPI", "Gloo"
 ROWS = {
     "killed": "is killed (kill -9)",
     "forked": "has a child (fork), and is killed",
@@ -43,7 +44,8 @@ CHARTS = [dict(table="rows", title="Seconds to the error", x="row", y=["seconds"
 NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
   answer for a rank that is late.
-- Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under
+- tree: of three ranks over Tcp, `schedule=Overlay([Tree.of([(0, 1), (1, 2)])])`, where the first rank sends only to the
+  second one. Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under
   `mpirun python -m mpi4py`. All timeouts are the defaults.
 """
 
@@ -68,7 +70,11 @@ class Files:
         return [pickle.loads(path.read_bytes()) for path in paths]
 
 
-def on_mesh(axis):
+def ranks_of(over):
+    return 3 if over == "tree" else 2
+
+
+def on_mesh(over):
     """The exchange over an axis of a mesh of all processes."""
     import jax
     import numpy as np
@@ -79,8 +85,15 @@ def on_mesh(axis):
     spec = jax.P("data")
     array = np.ones(ELEMENTS * mesh.size, np.float32)
     x = jax.make_array_from_callback(array.shape, jax.NamedSharding(mesh, spec), lambda at: array[at])
-    gather = lambda x: cgx.compressed_all_gather(x, axis, cgx.Cast("bfloat16"))
-    return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
+    axis, codec = "data" if over == "Gloo" else cgx.Tcp("data"), cgx.Cast("bfloat16")
+
+    def exchange(x):
+        if over == "tree":
+            path = cgx.wan.Overlay([cgx.wan.Tree.of([(0, 1), (1, 2)])])
+            return cgx.compressed_psum(x, axis, codec, schedule=path)
+        return cgx.compressed_all_gather(x, axis, codec)
+
+    return jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)), x
 
 
 def exchange_over(over, folder, rank, address):
@@ -90,9 +103,9 @@ def exchange_over(over, folder, rank, address):
 
     import jaxcgx as cgx
 
-    if over in ("Gloo", "Tcp"):
-        jax.distributed.initialize(address, 2, rank)
-        return on_mesh(cgx.Tcp("data") if over == "Tcp" else "data")
+    if over in ("Gloo", "Tcp", "tree"):
+        jax.distributed.initialize(address, ranks_of(over), rank)
+        return on_mesh(over)
     x = jnp.ones(ELEMENTS, jnp.bfloat16)
     if over == "memory":
         from jaxcgx.transports.shm import Shm
@@ -129,7 +142,7 @@ def rank_main(over, row, folder, rank, address):
         rank = MPI.COMM_WORLD.rank
     step, x = exchange_over(over, folder, rank, address)
     for i in range(10**9):
-        if i == AT and rank == 1:
+        if i == AT and rank == ranks_of(over) - 1:
             say("event")
             happen(row)
         try:
@@ -147,24 +160,25 @@ def rank_main(over, row, folder, rank, address):
 
 
 @contextlib.contextmanager
-def hosts(row, folder, port):
-    """Starts two ranks on two hosts. Gives the first rank's process, and a function that cuts the second one off."""
-    with Lab(2, "10gbit") as lab, contextlib.ExitStack() as files:
+def hosts(over, row, folder, port):
+    """Starts the ranks, each on a host. Gives the first rank's process, and a function that cuts the last one off."""
+    ranks = ranks_of(over)
+    with Lab(ranks, "10gbit") as lab, contextlib.ExitStack() as files:
         each = [
             lab.start(rank, [*row, folder, rank, f"{lab.address(0)}:{port}"], **options(folder, rank, files))
-            for rank in range(2)
+            for rank in range(ranks)
         ]
-        yield each[0], lambda: lab.cut(1)
+        yield each[0], lambda: lab.cut(ranks - 1)
 
 
 @contextlib.contextmanager
-def processes(row, folder, port):
-    """Starts two ranks, or mpirun. Gives the first process, and a function that does nothing."""
+def processes(over, row, folder, port):
+    """Starts the ranks, or mpirun. Gives the first process, and a function that does nothing."""
     mpi = ["-n", "2", sys.executable, "-m", "mpi4py", *row[1:], folder, 0, ""]
-    if "MPI" in row:
+    if over == "MPI":
         commands = [[pathlib.Path(sys.executable).with_name("mpirun"), *mpi]]
     else:
-        commands = [[*row, folder, rank, f"127.0.0.1:{port}"] for rank in range(2)]
+        commands = [[*row, folder, rank, f"127.0.0.1:{port}"] for rank in range(ranks_of(over))]
     with contextlib.ExitStack() as files:
         each = [
             subprocess.Popen(list(map(str, words)), process_group=0, **options(folder, i, files))
@@ -215,11 +229,11 @@ def measure(over, row):
     with tempfile.TemporaryDirectory() as name:
         folder, event, port = pathlib.Path(name), None, random.randrange(20_000, 32_000)
         start = hosts if row == "cut" else processes
-        with start([sys.executable, __file__, "--rank", over, row], folder, port) as (first, cut):
+        with start(over, [sys.executable, __file__, "--rank", over, row], folder, port) as (first, cut):
             limit = KEPT if (over, row) == ("Gloo", "raised") else LIMIT
             end = time.monotonic() + limit
             while time.monotonic() < end:
-                if event is None and (found := said(folder, 1, "event")):
+                if event is None and (found := said(folder, ranks_of(over) - 1, "event")):
                     cut()
                     event = time.monotonic() if row == "cut" else found[0]
                 if event and (found := said(folder, 0, "error")):
@@ -234,7 +248,7 @@ def measure(over, row):
 
 def possible(over, row):
     """Whether there is such a row: memory and mpirun's processes are on one host."""
-    return row != "cut" or (over in ("Gloo", "Tcp") and os.geteuid() == 0)
+    return row != "cut" or (over in ("Gloo", "Tcp", "tree") and os.geteuid() == 0)
 
 
 def main():
@@ -247,7 +261,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, help="where the results are written; without options: results/")
     args = parser.parse_args()
     report = Report("make bench-failures", charts=CHARTS)
-    report.show("", "| over | the second of two ranks | seconds | the first rank's error |", "|---|---|---:|---|")
+    report.show("", "| over | the last rank | seconds | the first rank's error |", "|---|---|---:|---|")
     report.data["rows"] = []
     for over in args.over:
         for row in args.rows:

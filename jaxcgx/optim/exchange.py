@@ -57,7 +57,7 @@ def exchange(settings: Settings, plan: Plan, gradients: Any, kept: Kept, *, key:
         momentum=[u if has else None for u, has in zip(kept.momentum, masked)],
         factors=[shape and q[: shape[0]] for q, shape in zip(kept.factors, shapes)],
     )
-    noise = key if any(codec.stochastic for codec in plan.codecs) else None
+    noise = key if plan.stochastic else None
     dimensions = [None if each is None else d for d, each in zip(settings.scattered or leaves.match(None), codecs)]
     found = _pmean(settings, plan, key=noise, leaves=leaves, given=given, dimensions=dimensions)
     renewed = Kept(

@@ -95,7 +95,7 @@ class Settings:
     @property
     def stochastic(self) -> bool:
         """Whether any codec of any plan rounds stochastically."""
-        return any(codec.stochastic for plan in self.plans for codec in plan.codecs)
+        return any(plan.stochastic for plan in self.plans)
 
     @property
     def collective(self) -> dict[str, Any]:

@@ -94,11 +94,6 @@ class Sharded:
     def _exact(self) -> bool:
         return all(codec.raw for codec in self.gather.codecs)
 
-    @property
-    def draws(self) -> bool:
-        """Whether gathering draws noise."""
-        return any(codec.stochastic for codec in self.gather.codecs)
-
     def transformation(
         self, compress: Callable[..., Any], options: dict[str, Any], order: tuple[int, ...] | None = None
     ) -> Any:
@@ -113,7 +108,7 @@ class Sharded:
             remedy = "pass a plan, such as plan=jaxcgx.TopK(0.01), or leave parameters and optimizer state whole"
             raise wrong(OP, "compress", expected, getattr(compress, "__name__", repr(compress)), remedy)
         plan = options.pop("plan")
-        return scatter_with(axis, plan, options, dimensions=self.placement.state.dimensions, keyed=self.draws)
+        return scatter_with(axis, plan, options, dimensions=self.placement.state.dimensions, keyed=self.gather.stochastic)
 
     def freeze(self, skipped: Any) -> "Sharded":
         """The same, where some parameters get no updates. skipped: for each whether it is frozen."""
@@ -133,7 +128,7 @@ class Sharded:
 
     def key(self, sent: Any) -> Any:
         """The key of a step's noise, from the state of compress_gradients before the step."""
-        return fold(sent.key, sent.count, GATHERED) if self.draws else None
+        return fold(sent.key, sent.count, GATHERED) if self.gather.stochastic else None
 
     def open(self, params: Any, loss_fn: Callable[..., Any], key: Any) -> tuple[Any, Callable[..., Any]]:
         """Inside shard_map: (parameters, a loss function of them), whose gradients are those of whole parameters.

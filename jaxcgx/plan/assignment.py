@@ -38,6 +38,11 @@ class Assignment:
         """All codecs that a leaf may get."""
         return [codec for given in (self.default, *(rule.codec for rule in self.rules)) for codec in values(given)]
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether a codec that a leaf may get draws noise. Exchanges then need a key."""
+        return any(codec.stochastic for codec in self.codecs)
+
     def assign(
         self, op: str, argument: str, paths: Sequence[Any], leaves: Sequence[Shaped]
     ) -> list[tuple[Codecs, str | None]]:

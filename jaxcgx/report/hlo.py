@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcgx.report import calls
+from jaxcgx.report import custom_calls
 
 Groups = tuple[tuple[int, ...], ...]  # of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
@@ -112,14 +112,14 @@ def _op_name(line: str) -> str:
     return found[1] if found else ""
 
 
-def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> calls.Exchange | None:
+def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> custom_calls.Exchange | None:
     """The exchange of an instruction that is a custom call of one."""
     target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
     if not (target and m):
         return None
     names = re.findall(r"%([\w.-]+)", bare[m.end() : _closing(bare, m.end() - 1)])
     operand = next((array for name in names[:1] for array in _arrays(shapes[name])), None)
-    return None if operand is None else calls.read(target[1], line, operand, results=_arrays(line))
+    return None if operand is None else custom_calls.read(target[1], line, operand, results=_arrays(line))
 
 
 def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:
@@ -148,11 +148,11 @@ def _shape(definition: str) -> Operands:
     return tuple(found)
 
 
-def _arrays(definition: str) -> list[calls.Array]:
+def _arrays(definition: str) -> list[custom_calls.Array]:
     """The arrays that an instruction results in, with their shapes. A token is an array of no bytes."""
     text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
     shapes = [tuple(_numbers(dims.replace("<=", ""))) for _, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text)]
-    return [calls.Array(dtype, size, shape) for (dtype, size), shape in zip(_shape(definition), shapes)]
+    return [custom_calls.Array(dtype, size, shape) for (dtype, size), shape in zip(_shape(definition), shapes)]
 
 
 def _groups(attributes: str, ranks: int) -> Groups:

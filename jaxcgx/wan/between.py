@@ -61,8 +61,7 @@ class Between:
 
     def begin(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
         """Begins an exchange: (a ticket, the state)."""
-        stochastic = any(codec.stochastic for codec in self.plan.codecs)
-        key = fold(sent.key, sent.count) if stochastic else None
+        key = fold(sent.key, sent.count) if self.plan.stochastic else None
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         if self._inner:
             first = lax.axis_index(self._inner) == 0

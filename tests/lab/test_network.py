@@ -1,5 +1,6 @@
 """Hosts and links. tests/report/test_lab.py runs programs in them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -67,7 +68,12 @@ def test_a_cable_between_two_hosts():
             words = f"ip -n {lab.namespace(host)} route get {lab.address(other)}".split()
             return subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
+        def most(device):
+            words = f"ip -n {lab.namespace(0)} -j -d link show {device}".split()
+            return json.loads(subprocess.run(words, capture_output=True, check=True).stdout)[0]["gso_max_size"]
+
         lab.join(0, 1, "10mbit")
+        assert most("eth0") == 65_536 and most("to1") == 14_400  # bytes of a packet, which a bucket passes whole
         assert "dev to1" in way(0, 1) and "dev to0" in way(1, 0) and "dev eth0" in way(0, 2)
         lab.part(0, 1)
         assert "dev eth0" in way(0, 1) and "dev eth0" in way(1, 0)

@@ -148,11 +148,12 @@ class Encoder {
     alignas(64) float buffer[kBuffer];
     const float* x = nullptr;
     Stats stats = empty();
-    if (n <= kTile) {
-      x = fetch_(s, at, n, buffer);
-      k_.stats(x, n, &stats);
-    } else {
-      stats = stats_of(s, at, n);
+    if (n <= kTile) x = fetch_(s, at, n, buffer);
+    if (meta_floats(codec_) > 0) {  // else all numbers have the same grid
+      if (x != nullptr)
+        k_.stats(x, n, &stats);
+      else
+        stats = stats_of(s, at, n);
     }
     const float sum = needs_sums_ ? sum_of(s, at, n, scale_of(largest_of(stats))) : 0.0f;
     const Grid g = grid_of(stats, sum, n, codec_);

@@ -716,10 +716,44 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
 }
 
+// The codes of the nearest numbers.
+template <class C, int kBits>
+struct ToNumber {
+  CGX_HD I operator()(F y) const { return C::template quantize<Vector>(y); }
+};
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+// Of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The exponent and two bits of the mantissa say which is nearest, as all
+// bounds between two of them are such numbers. A number on a bound goes to the even code: up if its mantissa begins
+// with 1.
+constexpr struct NumberTable {
+  alignas(
+      64) int32_t codes[32] = {};  // by the last 5 bits of exponent and mantissa, of numbers from 1/16 to less than 16
+  constexpr NumberTable() {
+    constexpr float kBounds[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+    for (uint32_t i = 123 * 4; i < 131 * 4; ++i) {
+      const float from = (1.0f + 0.25f * static_cast<float>(i % 4)) * static_cast<float>(1 << (i / 4 - 123)) / 16.0f;
+      for (const float bound : kBounds) codes[i % 32] += from >= bound;
+    }
+  }
+} kNumberTable;
+
+template <class C>
+struct ToNumber<C, 4> {
+  Table<32> code{reinterpret_cast<const float*>(kNumberTable.codes)};
+
+  CGX_HD I operator()(F y) const {
+    const I magnitude = bits(max(as_float(bits(y) & splat_i(INT32_MAX)), splat_f(0.125f)));
+    const I down = splat_i(1) & (shr(magnitude, 22) ^ splat_i(-1));
+    return bits(code[shr(magnitude - down, 21)]) | (shr(bits(y), 28) & splat_i(8));
+  }
+};
+#endif
+
 // A bucket whose blocks have scales of their own.
 template <class C, int kBits>
 void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* /*noise*/, uint8_t* codes) {
   const F inv = splat_f(grid.inv);
+  const ToNumber<C, kBits> to_number;
   for (; n > 0; n -= kBlock, x += kBlock, codes += block_bytes<C, kBits>()) {
     F y[kRows];
 #pragma GCC unroll 8
@@ -727,23 +761,26 @@ void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* 
       const float* p = x + row * kLanes;
       y[row] = (n >= kBlock ? load(p) : load(p, in_row(n, kLanes, row))) * inv;
     }
-    alignas(64) float largest[kLanes] = {}, inverse[kLanes];
+    I most[C::kScales];
+#pragma GCC unroll 8
     for (int s = 0; s < C::kScales; ++s) {
-      F most = splat_f(0.0f);
-      for (int row = s * C::kScaleRows; row < (s + 1) * C::kScaleRows; ++row)
-        most = max(most, as_float(min(bits(y[row]) & splat_i(0x7fffffff), splat_i(0x7f800000))));
-      largest[s] = highest(most);
+      most[s] = bits(y[s * C::kScaleRows]) & splat_i(INT32_MAX);
+      for (int row = s * C::kScaleRows + 1; row < (s + 1) * C::kScaleRows; ++row)
+        most[s] = max(most[s], bits(y[row]) & splat_i(INT32_MAX));
     }
-    const I scales = C::template scale_code<Vector>(load(largest));
+    const F largest = as_float(min(highest_of_each(most), splat_i(0x7f800000)));
+    const I scales = C::template scale_code<Vector>(largest);
+    alignas(64) float inverse[kLanes];
     store(inverse, C::template inverse<Vector>(scales));
     alignas(64) int32_t kept[kLanes];
-    store_words(kept, select(C::template is_number<Vector>(scales), splat_i(-1), splat_i(0)));
+    if (C::kPower) store_words(kept, select(C::template is_number<Vector>(scales), splat_i(-1), splat_i(0)));
     Words<Vector, kBits> words;
     words.clear();
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int s = row / C::kScaleRows;
-      words.put(row, C::template quantize<Vector>(y[row] * splat_f(inverse[s])) & splat_i(kept[s]));
+      const I code = to_number(y[row] * splat_f(inverse[s]));
+      words.put(row, C::kPower ? code & splat_i(kept[s]) : code);
     }
     put_block<kBits>(codes, words, kLanes);
     store_bytes(codes + kLanes * kBits, scales, C::kScales);

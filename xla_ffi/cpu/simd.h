@@ -68,6 +68,7 @@ CGX_HD I operator^(I a, I b) { return {_mm512_xor_si512(a.v, b.v)}; }
 CGX_HD I shl(I a, int n) { return {_mm512_slli_epi32(a.v, static_cast<unsigned>(n))}; }
 CGX_HD I shr(I a, int n) { return {_mm512_srli_epi32(a.v, static_cast<unsigned>(n))}; }
 CGX_HD I min(I a, I b) { return {_mm512_min_epi32(a.v, b.v)}; }
+CGX_HD I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 CGX_HD M less(I a, I b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 CGX_HD M unordered(F a, F b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q)}; }
 CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
@@ -95,6 +96,23 @@ struct Table {
     return {_mm512_permutex2var_ps(low, i.v, high)};
   }
 };
+// Lane i: the highest lane of x[i], which is not negative. Lanes from kMany on are anything.
+template <int kMany>
+CGX_HD I highest_of_each(const I (&x)[kMany]) {
+  static_assert(kMany == 4 || kMany == 8);
+  __m512i v[kMany / 2];  // in every step twice as many x share a vector, each with half as many lanes
+  for (int i = 0; i < kMany / 2; ++i)
+    v[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0x44),
+                            _mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0xee));
+  for (int i = 0; i < kMany / 4; ++i)
+    v[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0x88),
+                            _mm512_shuffle_i32x4(v[2 * i], v[2 * i + 1], 0xdd));
+  const __m512i other = v[kMany / 4 - 1];
+  __m512i most = _mm512_max_epi32(_mm512_unpacklo_epi64(v[0], other), _mm512_unpackhi_epi64(v[0], other));
+  most = _mm512_max_epi32(most, _mm512_shuffle_epi32(most, _MM_PERM_CDAB));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+  return {_mm512_permutexvar_epi32(order, most)};
+}
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
 // Philox multiplies 32 by 32 bits, which vector units do for every other lane. So its words are two vectors of 64-bit
@@ -207,6 +225,7 @@ CGX_HD I operator^(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si
 CGX_HD I shl(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
 CGX_HD I shr(I x, int n) { return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; }
 CGX_HD I min(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+CGX_HD I max(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 CGX_HD M less(I x, I y) { return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)}; }
 CGX_HD M unordered(F x, F y) {
   return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q)),
@@ -353,6 +372,7 @@ CGX_HD F select(M m, F a, F b) { return as_float(select(m, bits(a), bits(b))); }
 CGX_HD F min(F a, F b) { return select(less(a, b), a, b); }
 CGX_HD F max(F a, F b) { return select(less(b, a), a, b); }
 CGX_HD I min(I a, I b) { return select(less(a, b), a, b); }
+CGX_HD I max(I a, I b) { return select(less(b, a), a, b); }
 CGX_HD F to_float(I x) { CGX_EACH(F, __builtin_convertvector(x.v[i], F4)); }
 CGX_HD F round(F x) {  // see codec/base.h
   const F magnitude = as_float(bits(x) & splat_i(0x7fffffff));
@@ -479,6 +499,16 @@ CGX_HD I expand(M m, const int32_t* from) {
     taken += in;
   }
   return load_words(b);
+}
+template <int kMany>
+CGX_HD I highest_of_each(const I (&x)[kMany]) {
+  int32_t most[16] = {};
+  for (int i = 0; i < kMany; ++i) {
+    int32_t b[16];
+    store_words(b, x[i]);
+    for (int j = 0; j < 16; ++j) most[i] = b[j] > most[i] ? b[j] : most[i];
+  }
+  return load_words(most);
 }
 CGX_HD float lowest(F x) {
   float b[16];

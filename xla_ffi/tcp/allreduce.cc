@@ -12,6 +12,7 @@
 #include "tcp/collectives.h"
 #include "tcp/slice.h"
 #include "tcp/threads.h"
+#include "tcp/workspaces.h"
 
 namespace jaxcgx::tcp {
 namespace {
@@ -66,9 +67,8 @@ class Part {
       if (s.bytes == 0) s.begin = p.start * size(p.leaf);
       s.bytes = (p.start + p.coded + p.raw) * size(p.leaf) - s.begin;
     }
-    constexpr int64_t kLine = 64;
     int64_t bytes = 0;
-    for (Stretch& s : stretches_) s.at = bytes, bytes += (s.bytes + kLine - 1) / kLine * kLine;
+    for (Stretch& s : stretches_) s.at = bytes, bytes += whole_lines(s.bytes);
     memory_.reset(new char[static_cast<size_t>(bytes)]);
     // Where kernels find elements at the places that they have in whole leaves.
     for (const Stretch& s : stretches_)

@@ -14,6 +14,10 @@
 
 namespace jaxcgx::tcp {
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+constexpr int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
 // Memory that was given back is kept for the next taker of as much, as its pages exist. All that is kept is at most as
 // much as has been in use at once.
 class Workspaces : public std::enable_shared_from_this<Workspaces> {
@@ -48,8 +52,7 @@ class Workspaces : public std::enable_shared_from_this<Workspaces> {
         return found;
       }
     }
-    constexpr int64_t kLine = 64;
-    const auto size = static_cast<size_t>((bytes + kLine - 1) / kLine * kLine);
+    const auto size = static_cast<size_t>(whole_lines(bytes));
     auto* const fresh = static_cast<uint8_t*>(std::aligned_alloc(kLine, std::max<size_t>(size, kLine)));
     if (fresh != nullptr) cpu::ask_for_large_pages(fresh, bytes);
     return fresh;
