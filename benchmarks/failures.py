@@ -44,9 +44,9 @@ CHARTS = [dict(table="rows", title="Seconds to the error", x="row", y=["seconds"
 NOTES = """\
 - Seconds from the event to the error of the other rank, or to its end if JAX or mpirun ends it. "none" is the right
   answer for a rank that is late.
-- tree: of three ranks over Tcp, `schedule=Overlay([Tree.of([(0, 1), (1, 2)])])`, where the first rank sends only to the
-  second one. Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed. MPI: `jaxcgx.mpi` under
-  `mpirun python -m mpi4py`. All timeouts are the defaults.
+- tree: of three ranks over Tcp, with the schedule `Overlay([Tree.of([(0, 1), (1, 2)])])`, where the first rank sends
+  only to the second one. Gloo: a plain axis. memory: `jaxcgx.transports.shm`, of processes without jax.distributed.
+  MPI: `jaxcgx.mpi` under `mpirun python -m mpi4py`. All timeouts are the defaults.
 """
 
 

@@ -108,7 +108,9 @@ class Sharded:
             remedy = "pass a plan, such as plan=jaxcgx.TopK(0.01), or leave parameters and optimizer state whole"
             raise wrong(OP, "compress", expected, getattr(compress, "__name__", repr(compress)), remedy)
         plan = options.pop("plan")
-        return scatter_with(axis, plan, options, dimensions=self.placement.state.dimensions, keyed=self.gather.stochastic)
+        return scatter_with(
+            axis, plan, options, dimensions=self.placement.state.dimensions, keyed=self.gather.stochastic
+        )
 
     def freeze(self, skipped: Any) -> "Sharded":
         """The same, where some parameters get no updates. skipped: for each whether it is frozen."""

@@ -58,7 +58,7 @@ def test_same_bits(run, tmp_path):
         np.testing.assert_array_equal(words(ours), words(theirs))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax waits for no array behind a bad one
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves arrays behind
 def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     small = {"model.hidden": "(16,)", "compression": "dgc-wm0", "train.save_every": 2}
     go = lambda steps, devices=2, **more: run("digits/mlp", small | {"train.steps": steps} | more, devices=devices)
