@@ -26,6 +26,7 @@ from report import RESULTS, Report
 from jaxcgx.lab import Lab
 
 OVER = "Tcp", "tree", "memory", "MPI", "Gloo"
+ON_MESH = "Tcp", "tree", "Gloo"
 ROWS = {
     "killed": "is killed (kill -9)",
     "forked": "has a child (fork), and is killed",
@@ -103,7 +104,7 @@ def exchange_over(over, folder, rank, address):
 
     import jaxcgx as cgx
 
-    if over in ("Gloo", "Tcp", "tree"):
+    if over in ON_MESH:
         jax.distributed.initialize(address, ranks_of(over), rank)
         return on_mesh(over)
     x = jnp.ones(ELEMENTS, jnp.bfloat16)
@@ -248,7 +249,7 @@ def measure(over, row):
 
 def possible(over, row):
     """Whether there is such a row: memory and mpirun's processes are on one host."""
-    return row != "cut" or (over in ("Gloo", "Tcp", "tree") and os.geteuid() == 0)
+    return row != "cut" or (over in ON_MESH and os.geteuid() == 0)
 
 
 def main():

@@ -142,6 +142,7 @@ class Lab:
             self.netem = _has_netem(switch)
         _run(f"ip -n {switch} link add bridge type bridge")
         _run(f"ip -n {switch} link set bridge addrgenmode none up")
+        slowest = min(rate for link in self.links for rate in (link.up, link.down))
         held: list[str] = []  # arguments of the relay
         for i, link in enumerate(self.links):
             host, port, end = self.namespace(i), f"port{i}", f"port{i}"
@@ -156,7 +157,7 @@ class Lab:
             _run(f"ip -n {switch} link set {port} addrgenmode none master bridge up")
             _run(f"ip -n {host} address add {self.address(i)}/24 dev eth0")
             _run(f"ip -n {host} link set eth0 addrgenmode none up")
-            _send_whole(host, "eth0", min(rate for each in self.links for rate in (each.up, each.down)))
+            _send_whole(host, "eth0", slowest)
             _run(f"ip -n {host} link set lo up")
             if link.delay and self.netem:
                 delay = f"delay {link.delay * 1e6:.0f}us limit 1000000"

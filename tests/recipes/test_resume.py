@@ -58,7 +58,8 @@ def test_same_bits(run, tmp_path):
         np.testing.assert_array_equal(words(ours), words(theirs))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves arrays behind
+# On a full disk, or after an array that it can't read, Orbax doesn't wait for the others.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     small = {"model.hidden": "(16,)", "compression": "dgc-wm0", "train.save_every": 2}
     go = lambda steps, devices=2, **more: run("digits/mlp", small | {"train.steps": steps} | more, devices=devices)
@@ -105,7 +106,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     # Another config can't go on; nothing is left to go on from.
     with pytest.raises(train.Wrong, match=r"config\.train\.seed: the run in .* has 0, got 1; start another run"):
         go(8, **{"train.seed": 1})
-    # No array is read here: Orbax would not wait for the other arrays, and they would end in another test.
+    # Without metadata no array is read, which could still be going on in another test.
     for step in saved():
         (folder / f"checkpoints/{step}/_METADATA").unlink()
     with pytest.raises(train.Wrong, match=r"no checkpoint can be read; remove this folder"):

@@ -726,8 +726,8 @@ struct ToNumber {
 // bounds between two of them are such numbers. A number on a bound goes to the even code: up if its mantissa begins
 // with 1.
 constexpr struct NumberTable {
-  alignas(
-      64) int32_t codes[32] = {};  // by the last 5 bits of exponent and mantissa, of numbers from 1/16 to less than 16
+  // By the last 5 bits of exponent and mantissa, of numbers from 1/16 to less than 16.
+  alignas(64) int32_t codes[32] = {};
   constexpr NumberTable() {
     constexpr float kBounds[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
     for (uint32_t i = 123 * 4; i < 131 * 4; ++i) {
