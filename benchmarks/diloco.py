@@ -9,7 +9,6 @@ command are not measured again: a run that was cut off goes on. Remove the file 
 
 import argparse
 import contextlib
-import json
 import pathlib
 import re
 import sys
@@ -26,12 +25,11 @@ import training_speed as speed
 import training_speed_data as data
 from hosts import Hosts
 from jax.sharding import AxisType
-from report import RESULTS, Report, header, line, mark
+from report import RESULTS, Growing, header, line, mark
 from training_speed_models import make_loss
 
 import jaxcgx as cgx
 from jaxcgx.lab import Lab, signals_raise, why_not
-from jaxcgx.report import results
 
 BATCH = 4  # windows of a center in a step
 EVALUATE = 16  # parts of a run, after each of which the loss on held-out text is measured
@@ -117,42 +115,22 @@ def curve(run, seed, steps, centers):
     return found, round(sent), telemetry
 
 
-class Rows:
-    """The result file, whose rows are there as soon as they are measured."""
-
-    def __init__(self, args, command):
-        self._path = args.out / "diloco.json"
-        self.report = Report(command, rows=[], curves=[], times=[], goal=WORSE, charts=CHARTS)
-        with contextlib.suppress(FileNotFoundError):
-            old = results.read(self._path)
-            if old["command"] == command:
-                self.report.data |= {name: old[name] for name in ("rows", "curves", "times")}
-
-    def has(self, table, **where):
-        return any(where.items() <= row.items() for row in self.report.data[table])
-
-    def add(self, table, *rows):
-        self.report.data[table] += rows
-        results.write(self._path, self.report.data)
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-
-
-def losses(rows, args):
+def losses(report, args):
     jax.config.update("jax_num_cpu_devices", args.centers)
     for seed in range(args.seeds):
         for name, run in RUNS.items():
-            if re.search(args.runs, name) and not rows.has("rows", run=name, seed=seed):
+            if re.search(args.runs, name) and not report.has("rows", run=name, seed=seed):
                 found, sent, telemetry = curve(run, seed, args.steps, args.centers)
-                rows.report.data["curves"] += [dict(run=name, seed=seed, steps=t, loss=loss) for t, loss in found]
-                rows.add("rows", dict(run=name, seed=seed, loss=found[-1][1], sent_bytes=sent, **telemetry))
+                report.data["curves"] += [dict(run=name, seed=seed, steps=t, loss=loss) for t, loss in found]
+                report.add("rows", dict(run=name, seed=seed, loss=found[-1][1], sent_bytes=sent, **telemetry))
 
 
-def times(rows, args):
+def times(report, args):
     """As training_speed.py, in turns of as many steps as there are between two exchanges."""
     given = argparse.Namespace(torch=args.torch, methods=args.methods)
     model = data.MODELS["transformer"]
     for count in args.hosts:
-        if rows.has("times", hosts=count):
+        if report.has("times", hosts=count):
             continue
         with contextlib.ExitStack() as stack:
             path = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()), "data.npz")
@@ -166,7 +144,7 @@ def times(rows, args):
             found = speed.figures(hosts, steps, speed.turns(hosts, SPAN, args.repeats))
             alone = {hosts.methods[name][0]: r["ms"] for name, r in found.items() if r["kind"] == "alone"}
             busy = {name: round(alone[hosts.methods[name][0]] / r["ms"], 3) for name, r in found.items()}
-            rows.add("times", *(dict(hosts=count, method=name, busy=busy[name]) | r for name, r in found.items()))
+            report.add("times", *(dict(hosts=count, method=name, busy=busy[name]) | r for name, r in found.items()))
 
 
 def picture(out):
@@ -238,18 +216,19 @@ def main():
     command = " ".join(["make bench-diloco", *(f"--{name} {value}" for name, value in chosen.items())])
     if chosen and args.out == RESULTS:
         parser.error("with other seeds, steps or centers than the committed results' pass --out")
-    rows = Rows(args, command)
+    tables = "rows", "curves", "times"
+    report = Growing(command, args.out / "diloco.json", tables, goal=WORSE, charts=CHARTS)
     if "losses" in args.parts:
-        losses(rows, args)
+        losses(report, args)
     if "times" in args.parts:
         if why := why_not():
             print(f"diloco.py: times not measured, {why}", file=sys.stderr)
         else:
-            times(rows, args)
+            times(report, args)
     if "picture" in args.parts and not why_not():
         picture(args.out)
-    show(rows.report)
-    rows.report.write(args.out, "diloco")
+    show(report)
+    report.write(args.out, "diloco")
 
 
 if __name__ == "__main__":

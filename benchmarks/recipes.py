@@ -2,8 +2,8 @@
 
     python benchmarks/recipes.py [--runs REGEX] [--folder DIR] [--out DIR]
 
-Each row is a command, with a folder of its own in DIR (build/bench-recipes). A run that was cut off goes on, and one
-that has ended isn't run again. The table has all rows that have ended, of whatever call.
+Each row is a command, with a folder of its own in DIR (build/bench-recipes). A run that was cut off goes on, and rows
+that the result file has are not run again. Remove the file to run all of them.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-from report import RESULTS, Report, header, line
+from report import RESULTS, Growing, header, line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RANKS = 4
@@ -88,11 +88,14 @@ def train(task, word, folder):
     )
 
 
+def title(task, word):
+    """What is changed of a row, behind its word."""
+    return " ".join([word, *(f"{key.partition('.')[2]}={value}" for key, value in task.words[word].items())])
+
+
 def result(task, word, folder):
-    """What a run has in its folder: None where it hasn't ended."""
+    """The figures of a row that has ended."""
     path = folder / folder_name(task, word)
-    if not (path / "plot.png").exists():  # the last that a run writes
-        return None
     lines = [json.loads(text) for text in (path / "metrics.jsonl").read_text().splitlines()]
     batch = json.loads((path / "config.json").read_text())["train"]["batch_size"]
     found, seconds, before = {}, 0.0, 0
@@ -101,35 +104,30 @@ def result(task, word, folder):
             seconds += (each["step"] - before) * batch / each["examples_per_second"]
             before = each["step"]
         found |= each
+    value = math.exp(found["test_loss"]) if task.text else 100 * found["test_accuracy"]
     names = "test_loss", "test_accuracy", "bytes", "raw_bytes"
-    return {name: found[name] for name in names} | dict(steps=found["step"], epochs=found["epoch"], seconds=seconds)
+    figures = dict(steps=found["step"], epochs=found["epoch"], seconds=round(seconds, 1), value=round(value, 4))
+    return {name: found[name] for name in names} | figures
 
 
-def table(report, name, task, folder):
+def table(report, name, task):
     changed = ", ".join(f"{key}={value}" for key, value in task.changes.items()) or "nothing"
     measure, lost = ("perplexity", "lost in %") if task.text else ("accuracy", "lost")
     report.show("", f"{name}: `{task.config}`, changed: {changed}.", "")
     report.show(*header("compression", "epochs", measure, lost, "bytes", "fewer", "hours", "published"))
-    float32 = None
-    for word, changes in task.words.items():
-        title = " ".join([word, *(f"{key.partition('.')[2]}={value}" for key, value in changes.items())])
-        found = result(task, word, folder)
-        if found is None:
-            report.show(line([title, *["not run"] * 6, task.published.get(word, "")]))
+    rows = {row["compression"]: row for row in report.data["rows"] if row["task"] == name}
+    float32 = rows["none"]["value"] if "none" in rows else None
+    for word in task.words:
+        row, published = rows.get(title(task, word)), task.published.get(word, "")
+        if row is None:
+            report.show(line([title(task, word), *["not run"] * 6, published]))
             continue
-        value = math.exp(found["test_loss"]) if task.text else 100 * found["test_accuracy"]
-        if word == "none":
-            float32 = value
-        lost = None
+        value, less = row["value"], ""
         if float32 is not None:
-            lost = 100 * (value / float32 - 1) if task.text else float32 - value
-        fewer = found["raw_bytes"] / found["bytes"]
-        report.data["rows"].append(
-            dict(task=name, compression=title, **found, value=round(value, 4), lost=lost and round(lost, 4))
-        )
-        cells = [title, f"{found['epochs']:.0f}", f"{value:.3f}" if task.text else f"{value:.2f}"]
-        cells += ["" if lost is None else f"{lost:.2f}", f"{found['bytes']:,.0f}", f"{fewer:.1f}"]
-        report.show(line([*cells, f"{found['seconds'] / 3600:.3f}", task.published.get(word, "")]))
+            less = f"{100 * (value / float32 - 1) if task.text else float32 - value:.2f}"
+        cells = [title(task, word), f"{row['epochs']:.0f}", f"{value:.3f}" if task.text else f"{value:.2f}", less]
+        cells += [f"{row['bytes']:,.0f}", f"{row['raw_bytes'] / row['bytes']:.1f}", f"{row['seconds'] / 3600:.3f}"]
+        report.show(line([*cells, published]))
 
 
 def main():
@@ -138,14 +136,15 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build/bench-recipes")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     args = parser.parse_args()
-    for task in TASKS.values():
-        for word in task.words:
-            if re.search(args.runs, f"{task.config} {word}") and not result(task, word, args.folder):
-                train(task, word, args.folder)
     charts = [dict(table="rows", title="Accuracy in %, or perplexity", x="compression", y=["value"], panel="task")]
-    report = Report("make bench-recipes", ranks=RANKS, rows=[], charts=charts)
+    report = Growing("make bench-recipes", args.out / "recipes.json", ["rows"], ranks=RANKS, charts=charts)
     for name, task in TASKS.items():
-        table(report, name, task, args.folder)
+        for word in task.words:
+            row = dict(task=name, compression=title(task, word))
+            if re.search(args.runs, f"{task.config} {word}") and not report.has("rows", **row):
+                train(task, word, args.folder)
+                report.add("rows", row | result(task, word, args.folder))
+        table(report, name, task)
     report.show("", NOTES)
     report.write(args.out, "recipes")
 

@@ -3,8 +3,11 @@
 jaxcgx/report/results.py has the format of the data. `python -m jaxcgx report` draws it.
 """
 
+import contextlib
+import json
 import pathlib
 import statistics
+import sys
 
 from jaxcgx.report import results
 
@@ -53,3 +56,28 @@ class Report:
     def write(self, folder, name):
         results.write(folder / f"{name}.json", self.data)
         (folder / f"{name}.md").write_text("\n".join(self.text) + "\n")
+
+
+class Growing(Report):
+    """A report whose file has every row as soon as it is measured.
+
+    It begins with the rows that the file has from the same command, so they need not be measured again, and a
+    measurement that was cut off goes on.
+    """
+
+    def __init__(self, command, file, tables, **settings):
+        super().__init__(command, **{name: [] for name in tables}, **settings)
+        self.file = file
+        with contextlib.suppress(FileNotFoundError):
+            old = results.read(file)
+            if old["command"] == command:
+                self.data |= {name: old[name] for name in tables}
+
+    def has(self, table, **where):
+        """Whether a table has a row with these values."""
+        return any(where.items() <= row.items() for row in self.data[table])
+
+    def add(self, table, *rows):
+        self.data[table] += rows
+        results.write(self.file, self.data)
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

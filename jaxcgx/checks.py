@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxcgx import _compat
 
+BOOL = bool | np.bool_
 MOST = 2**40  # elements of a bucket, a leaf or a message: more than any has
 
 
@@ -57,12 +58,12 @@ def spell_array(x: Any) -> str:
 
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer of Python or NumPy. A bool is not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
+    return isinstance(value, numbers.Integral) and not isinstance(value, BOOL)
 
 
 def is_number(value: Any) -> bool:
     """Whether a value is a real number of Python or NumPy. A bool is not."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+    return isinstance(value, numbers.Real) and not isinstance(value, BOOL)
 
 
 def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
@@ -84,7 +85,7 @@ def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
 
 def check_flag(function: str, argument: str, value: Any) -> bool:
     """The value as a bool."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, BOOL):
         raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
     return bool(value)
 
@@ -101,7 +102,7 @@ def check_integer(function: str, argument: str, value: Any, low: int | None = No
         number = operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, bool | np.bool_):
+    if number is None or isinstance(value, BOOL):
         raise wrong(function, argument, expected, repr(value), kind=TypeError)
     if (low is not None and number < low) or (high is not None and number > high):
         raise wrong(function, argument, expected, number)

@@ -13,11 +13,12 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 def compressed_all_gather(
     x: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,

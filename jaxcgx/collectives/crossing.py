@@ -18,6 +18,7 @@ from jaxcgx.exchange.message import Message
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 @functools.partial(
@@ -39,7 +40,7 @@ class Ticket:
 
 def begin_pmean(
     x: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,

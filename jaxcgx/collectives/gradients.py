@@ -20,6 +20,7 @@ from jaxcgx.exchange.overlay import Overlay
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 def vary(x: Any, names: tuple[Any, ...]) -> Any:
@@ -100,7 +101,7 @@ own.defjvp(_own_jvp)
 
 def local_value_and_grad(
     fun: Callable[..., Any],
-    axis_name: Any,
+    axis_name: AxisName,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -172,7 +173,7 @@ def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
 
 def sync_in_backward(
     params: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,

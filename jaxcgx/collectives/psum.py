@@ -20,13 +20,14 @@ from jaxcgx.plan import Plan, why_raw
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 SMALL = 2**16  # bytes of a leaf that shares a collective with others
 
 
 def compressed_psum(
     x: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,
@@ -81,7 +82,7 @@ def compressed_psum(
 
 def compressed_pmean(
     x: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,

@@ -24,11 +24,12 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import Codecs
 from jaxcgx.transports.base import Transport, join_rows, split_rows
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 def compressed_psum_scatter(
     x: Any,
-    axis_name: Any,
+    axis_name: AxisName,
     codec: Codecs | Plan,
     *,
     key: jax.Array | None = None,

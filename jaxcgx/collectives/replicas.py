@@ -12,6 +12,7 @@ from jax import lax
 from jaxcgx import _compat
 from jaxcgx.exchange import scopes
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["differs"], meta_fields=["paths", "axis_name"])
@@ -28,7 +29,7 @@ class Replicas:
 
     differs: jax.Array
     paths: tuple[str, ...]
-    axis_name: Any
+    axis_name: AxisName
 
     @property
     def agree(self) -> jax.Array:
@@ -76,7 +77,7 @@ def checksum(x: jax.Array) -> jax.Array:
     return jnp.stack([(words * place).sum(dtype=jnp.uint32), (mixed ^ (mixed >> 15)).sum(dtype=jnp.uint32)])
 
 
-def check_replicas(tree: Any, axis_name: Any) -> Replicas:
+def check_replicas(tree: Any, axis_name: AxisName) -> Replicas:
     """Compares the bits of every leaf on all ranks of an axis, for 8 bytes a leaf on the wire.
 
     Args:

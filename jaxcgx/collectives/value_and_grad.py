@@ -27,13 +27,14 @@ from jaxcgx.native.layout import DTYPES
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 OP = "value_and_grad"
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
-    axis_name: Any,
+    axis_name: AxisName,
     plan: Any,
     *,
     argnums: int | Sequence[int] = 0,
@@ -111,7 +112,7 @@ def value_and_grad(
     )
 
 
-def grad(loss_fn: Callable[..., Any], axis_name: Any, plan: Any, **options: Any) -> Callable[..., Any]:
+def grad(loss_fn: Callable[..., Any], axis_name: AxisName, plan: Any, **options: Any) -> Callable[..., Any]:
     """`jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
     Args:
@@ -136,7 +137,7 @@ class ValueAndGrad:
     """What `value_and_grad` returns: a function like that of jax.value_and_grad, and `init`."""
 
     loss_fn: Callable[..., Any]
-    axis_name: Any
+    axis_name: AxisName
     plan: Any
     argnums: int | Sequence[int]
     has_aux: bool

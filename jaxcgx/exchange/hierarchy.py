@@ -166,6 +166,7 @@ def _with_zero_residuals(message: Message, like: Message) -> Message:
 
 def _exchange(stage: Stage, message: Message, how: Sum) -> Summed:
     """The divided sum of float32 leaves over one stage."""
-    if stage.net.size > 1 and (not stage.codec.raw or isinstance(stage.schedule, Overlay)):
+    compresses = not stage.codec.raw or isinstance(stage.schedule, Overlay)
+    if stage.net.size > 1 and (compresses or schedules.is_piecewise(stage)):
         return schedules.allreduce(stage, message, how)
     return Summed([x / how.divisor for x in map(stage.net.plain_psum, message.leaves)], message.residuals)

@@ -24,6 +24,7 @@ from jaxcgx.units import parse_rate
 PREFIX = "jaxcgx-lab"
 BURST = 1e-3  # seconds at the full rate that may pass at once; with less, a busy machine doesn't reach the rate
 QUEUE = "400ms"
+CONGESTION = "cubic"
 MOST = 200  # hosts: what one subnet has, and more than a machine can run
 
 
@@ -75,6 +76,15 @@ def _send_whole(namespace: str, device: str, rate: int) -> None:
     network card would do that for a real host.
     """
     _run(f"ip -n {namespace} link set {device} gso_max_size {min(65_536, _burst(rate) * 9 // 10)}")
+
+
+def _use_cubic(namespace: str) -> bool:
+    """Has a host's TCP use cubic, Linux's own default. False: the machine doesn't allow hosts to.
+
+    bbr would send by timers, which come late where all hosts share the processors.
+    """
+    setting = f"echo {CONGESTION} >/proc/sys/net/ipv4/tcp_congestion_control"
+    return not subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", setting], capture_output=True).returncode
 
 
 def _has_netem(namespace: str) -> bool:
@@ -144,6 +154,7 @@ class Lab:
         _run(f"ip -n {switch} link set bridge addrgenmode none up")
         slowest = min(rate for link in self.links for rate in (link.up, link.down))
         held: list[str] = []  # arguments of the relay
+        cubic = True
         for i, link in enumerate(self.links):
             host, port, end = self.namespace(i), f"port{i}", f"port{i}"
             _run(f"ip netns add {host}")
@@ -159,12 +170,19 @@ class Lab:
             _run(f"ip -n {host} link set eth0 addrgenmode none up")
             _send_whole(host, "eth0", slowest)
             _run(f"ip -n {host} link set lo up")
+            cubic = cubic and _use_cubic(host)
             if link.delay and self.netem:
                 delay = f"delay {link.delay * 1e6:.0f}us limit 1000000"
                 _run(f"tc -n {host} qdisc add dev eth0 root handle 1: netem {delay}")
             self._set("add", i, link)
         if held:
             self._relay(held)
+        if not cubic:
+            allowed = f'net.ipv4.tcp_allowed_congestion_control="reno {CONGESTION}"'
+            print(
+                f"lab: hosts use the machine's congestion control; for {CONGESTION}, sysctl -w {allowed}",
+                file=sys.stderr,
+            )
 
     def _relay(self, arguments: Sequence[str]) -> None:
         """Starts the relay, and waits until it is ready."""

@@ -26,7 +26,7 @@ from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
 
 # The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
-PIECE, MOST_PIECES = 2**19, 16
+PIECE, MOST_PIECES = 2**17, 16
 # The same by trees of different shares or of several levels: links are slow, and a level waits for the one below.
 TREE_PIECE, MOST_TREE_PIECES = 2**14, 64
 

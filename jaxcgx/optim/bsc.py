@@ -9,6 +9,7 @@ from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.sparsification import sparsification
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import jax
@@ -18,7 +19,7 @@ OP = "bsc"
 
 
 def bsc(
-    axis_name: Any,
+    axis_name: AxisName,
     threshold: float = 0.01,
     size_bound: int = 200_000,
     *,
@@ -57,7 +58,7 @@ def bsc(
 
 
 def sparsified(
-    function: str, axis_name: Any, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
+    function: str, axis_name: AxisName, *, shares: dict[int, float], large: dict[str, Any], options: dict[str, Any]
 ) -> "optax.GradientTransformation":
     """`compress_gradients` of large leaves' largest elements, for the public function `function`.
 

@@ -22,13 +22,14 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import Settings
 from jaxcgx.optim.state import CompressState, check_state, describe_state
 from jaxcgx.plan import Plan
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import optax
 
 
 def compress_gradients(
-    axis_name: Any,
+    axis_name: AxisName,
     plan: Codec | Plan | dict[Any, Any],
     *,
     feedback: bool = True,
@@ -118,21 +119,21 @@ def compress_gradients(
 
 
 def compress_with(
-    function: str, axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
+    function: str, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
     """`compress_gradients` whose errors name the public function `function`, which passes its options on."""
     return _transformation(check_settings(function, axis_name, plan, options))
 
 
 def scatter_with(
-    axis_name: Any, plan: Any, options: dict[str, Any], *, dimensions: tuple[int | None, ...], keyed: bool
+    axis_name: AxisName, plan: Any, options: dict[str, Any], *, dimensions: tuple[int | None, ...], keyed: bool
 ) -> "optax.GradientTransformation":
     """`compress_gradients` that returns only this rank's slice of some means. `Settings` explains the last two."""
     settings = check_settings("compress_gradients", axis_name, plan, options)
     return _transformation(dataclasses.replace(settings, scattered=dimensions, keyed=keyed))
 
 
-def check_settings(function: str, axis_name: Any, plan: Any, options: dict[str, Any]) -> Settings:
+def check_settings(function: str, axis_name: AxisName, plan: Any, options: dict[str, Any]) -> Settings:
     """The arguments of compress_gradients with its defaults."""
     defaults: dict[str, Any] = compress_gradients.__kwdefaults__ or {}
     if unknown := [name for name in options if name not in defaults]:
@@ -142,7 +143,7 @@ def check_settings(function: str, axis_name: Any, plan: Any, options: dict[str, 
 
 
 def compressed(
-    optimizer: "optax.GradientTransformation", axis_name: Any, plan: Codec | Plan | dict[Any, Any], **options: Any
+    optimizer: "optax.GradientTransformation", axis_name: AxisName, plan: Codec | Plan | dict[Any, Any], **options: Any
 ) -> "optax.GradientTransformation":
     """An optimizer for every rank's own gradients: `optimizer` after compress_gradients.
 

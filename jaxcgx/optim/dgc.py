@@ -13,6 +13,7 @@ from jaxcgx.optim.settings import check_ranks
 from jaxcgx.optim.warmup import warm_up
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import jax
@@ -22,7 +23,7 @@ OP = "dgc"
 
 
 def dgc(
-    axis_name: Any,
+    axis_name: AxisName,
     ratio: float = 0.001,
     *,
     momentum: "float | jax.Array" = 0.9,

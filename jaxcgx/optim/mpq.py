@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jaxcgx.codecs.cast import Cast
 from jaxcgx.optim.bsc import sparsified
 from jaxcgx.optim.warmup import warm_up
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import jax
@@ -15,7 +16,7 @@ OP = "mpq"
 
 
 def mpq(
-    axis_name: Any,
+    axis_name: AxisName,
     threshold: float = 0.01,
     size_bound: int = 200_000,
     *,

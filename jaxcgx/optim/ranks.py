@@ -17,6 +17,7 @@ from jaxcgx.collectives.state import State
 from jaxcgx.transports.axes import axis_names
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 
 class Rows(NamedTuple):
@@ -74,7 +75,7 @@ class MeshRanks:
     """The ranks along named axes. `Ranks` documents the members."""
 
     function: str
-    axis_name: Any
+    axis_name: AxisName
 
     @property
     def levels(self) -> tuple[Any, ...]:

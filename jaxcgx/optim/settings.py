@@ -15,9 +15,10 @@ from jaxcgx.optim.phases import Phase, check_phases
 from jaxcgx.optim.ranks import MeshRanks, Ranks
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.typing import AxisName
 
 
-def check_ranks(function: str, axis_name: Any, argument: str = "axis_name") -> Ranks:
+def check_ranks(function: str, axis_name: AxisName, argument: str = "axis_name") -> Ranks:
     """The ranks that the argument of a public function names."""
     if is_communicator(axis_name):
         from jaxcgx.optim.processes import Processes  # it starts MPI, which not everybody has
@@ -49,7 +50,7 @@ class Settings:
     """
 
     function: str
-    axis_name: Any
+    axis_name: AxisName
     plan: Any
     feedback: bool
     beta: Any

@@ -29,11 +29,12 @@ from jaxcgx.optim.phases import check_plan
 from jaxcgx.optim.placement import Placement
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 GATHERED = 1  # the key of a step is folded with it for the noise of what is gathered
 
 
-def shard_specs(params: Any, mesh: Any, axis_name: Any = "data", *, min_size: int = 1024) -> Any:
+def shard_specs(params: Any, mesh: Any, axis_name: AxisName = "data", *, min_size: int = 1024) -> Any:
     """PartitionSpecs that shard parameters over an axis, for `param_specs` or `optimizer_specs` of make_train_step.
 
     The longest dimension that the ranks divide is sharded. Leaves without one, and leaves of fewer than `min_size`

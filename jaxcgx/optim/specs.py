@@ -8,9 +8,10 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import wrong
 from jaxcgx.optim.nesting import check_nesting, has_rows
 from jaxcgx.transports.axes import check_axis_names, is_communicator
+from jaxcgx.typing import AxisName
 
 
-def state_specs(opt_state: Any, axis_name: Any) -> Any:
+def state_specs(opt_state: Any, axis_name: AxisName) -> Any:
     """The PartitionSpecs of an optimizer's state, for shard_map's in_specs and out_specs.
 
     Arrays per rank are sharded over the axis of the ranks, all others are replicated. optax.tree_map_params doesn't

@@ -23,6 +23,7 @@ from jaxcgx.plan.sparsification import sparsification
 from jaxcgx.plan.statistics import GradientStatistics
 from jaxcgx.transports.axes import check_axis_names
 from jaxcgx.transports.network import Network
+from jaxcgx.typing import AxisName
 
 SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
@@ -89,7 +90,7 @@ class Plan(Assignment):
         return cls(MaxMin(bits, bucket_size, rounding))
 
     @classmethod
-    def bytegrad(cls, axis_name: Any = None) -> Self:
+    def bytegrad(cls, axis_name: AxisName = None) -> Self:
         """The plan of Bagua's ByteGrad: 8 bits for everything.
 
         Args:
@@ -99,7 +100,7 @@ class Plan(Assignment):
         return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
-    def fp16(cls, axis_name: Any = None) -> Self:
+    def fp16(cls, axis_name: AxisName = None) -> Self:
         """The plan of GeoMX's FP16: everything travels as float16.
 
         Args:
@@ -109,7 +110,7 @@ class Plan(Assignment):
         return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
-    def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: Any = None) -> Self:
+    def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: AxisName = None) -> Self:
         """The plan of GeoMX's mixed-precision quantization, with a dense codec.
 
         Args:
@@ -128,7 +129,7 @@ class Plan(Assignment):
         cls,
         threshold: float = 0.01,
         size_bound: int = 200_000,
-        axis_name: Any = None,
+        axis_name: AxisName = None,
         pull: str = "all",
         select: str | Sampled = "sampled",
     ) -> Self:
@@ -147,7 +148,7 @@ class Plan(Assignment):
     @classmethod
     def from_env(
         cls,
-        axis_name: Any = None,
+        axis_name: AxisName = None,
         environ: Mapping[str, str] = os.environ,
         *,
         bits: int | None = None,

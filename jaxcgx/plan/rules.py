@@ -5,9 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from jaxcgx.checks import check_field, check_flag, check_hashable, check_integer, unexpected, wrong
+from jaxcgx.checks import BOOL, check_field, check_flag, check_hashable, check_integer, unexpected, wrong
 from jaxcgx.codecs.spelling import spell
 from jaxcgx.plan.by_axis import Codecs, check_codecs
 from jaxcgx.plan.leaves import Shaped
@@ -73,7 +71,7 @@ class Rule:
         if self.where is None or not all(conditions):
             return all(conditions)
         answer: Any = self.where(path, leaf)
-        if not isinstance(answer, bool | np.bool_):
+        if not isinstance(answer, BOOL):
             expected = f"True or False for leaf {path!r}"
             raise unexpected(f"{op}: {self} of the plan", expected, repr(answer), kind=TypeError)
         return bool(answer)

@@ -9,10 +9,11 @@ from jaxcgx.codecs.topk import TopK, check_pull, check_select
 from jaxcgx.plan.by_axis import by_axis
 from jaxcgx.plan.rules import Rule
 from jaxcgx.transports.axes import check_axis_names
+from jaxcgx.typing import AxisName
 
 
 def sparsification(
-    function: str, threshold: Any, size_bound: Any, axis_name: Any, *, pull: Any, select: Any, tiny: Codec = Raw()
+    function: str, threshold: Any, size_bound: Any, axis_name: AxisName, *, pull: Any, select: Any, tiny: Codec = Raw()
 ) -> dict[str, Any]:
     """The fields of `Plan.bsc`, which explains the arguments, for the public function `function`.
 

@@ -17,6 +17,7 @@ from jaxcgx.codecs.coding import roundtrip
 from jaxcgx.codecs.maxmin import MaxMin
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.transports.resolve import check_axes
+from jaxcgx.typing import AxisName
 
 TOP = 100  # how many of the largest magnitudes `tops` sums up; CGX's number
 
@@ -55,7 +56,7 @@ class GradientStatistics:
 
 def gradient_statistics(
     grads: Any,
-    axis_name: Any = None,
+    axis_name: AxisName = None,
     codecs: Sequence[Codec] = tuple(MaxMin(bits) for bits in range(2, 9)),
     *,
     key: Any = None,

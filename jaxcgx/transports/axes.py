@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxcgx.checks import check_field, check_integer, check_number, wrong
 from jaxcgx.native.meeting import Links
 from jaxcgx.transports.base import Transport
+from jaxcgx.typing import AxisName
 from jaxcgx.units import parse_rate
 
 MOST_CONNECTIONS = 64  # between two processes
@@ -65,22 +66,22 @@ def _check_pace(function: str, argument: str, value: Any) -> float | None:
     )
 
 
-def _each(axis_name: Any) -> tuple[Any, ...]:
+def _each(axis_name: AxisName) -> tuple[Any, ...]:
     return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
 
 
-def axis_names(axis_name: Any) -> tuple[Any, ...]:
+def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """The names of an axis or a tuple of axes, without the marks."""
     return tuple(axis.name if isinstance(axis, Tcp) else axis for axis in _each(axis_name))
 
 
-def marked(axis_name: Any) -> tuple[Tcp, ...]:
+def marked(axis_name: AxisName) -> tuple[Tcp, ...]:
     """The marks among an axis or a tuple of axes."""
     return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
 
 
 def check_axis_names(
-    function: str, axis_name: Any, argument: str = "axis_name", *, optional: bool = False
+    function: str, axis_name: AxisName, argument: str = "axis_name", *, optional: bool = False
 ) -> tuple[Any, ...]:
     """The names of an axis or a tuple of different axes. `optional`: None alone passes, as the caller has a default."""
     names = axis_names(axis_name)

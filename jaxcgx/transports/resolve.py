@@ -1,16 +1,15 @@
 """From the axes that a caller names to the transport over them."""
 
-from typing import Any
-
 from jax import lax
 
 from jaxcgx.transports.axes import check_axis_names, marked
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
+from jaxcgx.typing import AxisName
 
 
-def check_axes(op: str, axis_name: Any) -> Transport:
+def check_axes(op: str, axis_name: AxisName) -> Transport:
     """The transport over the axes, every one of them bound."""
     names = check_axis_names(op, axis_name)
     for name in names:

@@ -26,6 +26,7 @@ from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
 from jaxcgx.transports.xla import Axes
+from jaxcgx.typing import AxisName
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
 
@@ -70,7 +71,7 @@ class One(MeshRanks):
         return jax.value_and_grad(objective, has_aux=True)
 
 
-def _no_exchange(axis_name: Any, **options: Any) -> Any:
+def _no_exchange(axis_name: AxisName, **options: Any) -> Any:
     """The gradients of a single rank are their mean."""
     if given := [name for name, value in options.items() if value is not None]:
         expected = "none, as a center has one rank, which exchanges nothing"

@@ -20,6 +20,7 @@ from jaxcgx.exchange.sums import same
 from jaxcgx.optim.leaves import check_arrays, flatten
 from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.settings import check_ranks
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import optax
@@ -90,7 +91,7 @@ def _cosines(n: int) -> np.ndarray:
 
 
 def demo(
-    axis_name: Any,
+    axis_name: AxisName,
     *,
     decay: float = 0.999,
     side: int = 64,

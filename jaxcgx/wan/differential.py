@@ -11,6 +11,7 @@ from jaxcgx.optim.compress import check_settings
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.require import import_optax
 from jaxcgx.plan import Plan
+from jaxcgx.typing import AxisName
 from jaxcgx.wan.transmission import DifferentialState, Transmission
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Differential:
         return (*(self.adaptive + i * step for i in range(LEVELS - 1)), self.k)
 
     def __call__(
-        self, axis_name: Any, plan: Codec | Plan | dict[Any, Any] = Raw(), **options: Any
+        self, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any] = Raw(), **options: Any
     ) -> "optax.GradientTransformationExtraArgs":
         """The optax.GradientTransformation, whose `update` takes the loss as `value` where the share is adaptive.
 

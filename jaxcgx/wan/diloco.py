@@ -15,6 +15,7 @@ from jaxcgx.optim.phases import check_phases
 from jaxcgx.optim.placement import Placement
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.typing import AxisName
 from jaxcgx.wan.between import Between
 from jaxcgx.wan.centers import Centers
 from jaxcgx.wan.outer import check_outer
@@ -31,7 +32,7 @@ def diloco(
     outer: Any = "nesterov",
     *,
     every: int = 500,
-    axis_name: Any = "dc",
+    axis_name: AxisName = "dc",
     plan: Codec | Plan | dict[Any, Any] = Raw(),
     fragments: int = 1,
     overlap: int = 0,
@@ -112,7 +113,7 @@ class Diloco:
     inner: Any
     outer: Any
     every: int
-    axis_name: Any
+    axis_name: AxisName
     plan: Any
     fragments: int
     overlap: int

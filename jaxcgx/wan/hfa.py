@@ -15,6 +15,7 @@ from jaxcgx.optim.ranks import MeshRanks
 from jaxcgx.optim.training import Training
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
+from jaxcgx.typing import AxisName
 from jaxcgx.wan.centers import Centers
 from jaxcgx.wan.diloco import Diloco, diloco
 from jaxcgx.wan.rounds import Both, Exchange
@@ -30,7 +31,7 @@ def hfa(
     *,
     k1: int = 20,
     k2: int = 10,
-    axis_name: Any = "dc",
+    axis_name: AxisName = "dc",
     plan: Codec | Plan | dict[Any, Any] = Raw(),
     **options: Any,
 ) -> "Hfa":

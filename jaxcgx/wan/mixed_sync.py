@@ -15,6 +15,7 @@ from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.require import import_optax
 from jaxcgx.plan import Plan
+from jaxcgx.typing import AxisName
 
 if TYPE_CHECKING:
     import optax
@@ -52,7 +53,7 @@ class MixedSyncState(NamedTuple):
 
 
 def mixed_sync(
-    axis_name: Any,
+    axis_name: AxisName,
     plan: Codec | Plan | dict[Any, Any] = Raw(),
     *,
     staleness: int = 1,

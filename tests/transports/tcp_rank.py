@@ -34,6 +34,7 @@ from jaxcgx.native import connections
 from jaxcgx.wan import Overlay, Topology, Tree
 
 TCP, BOTH = cgx.Tcp("data"), ("node", "local")
+BETWEEN = cgx.Tcp("node"), "local"
 UNEVEN = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
 SHAPES = {
     "w": ((300, 37), "float32"),
@@ -46,6 +47,7 @@ ROWS = {"w": ((4, 1001), "float32"), "half": ((4, 77), "bfloat16")}
 LARGE = {"w": ((400_000,), "float32"), "half": ((100_001,), "bfloat16")}  # of several pieces
 NOISY = cgx.MaxMin(3, 128, "correlated")
 HIERARCHY = {"node": cgx.MaxMin(4), "local": cgx.Cast("bfloat16")}
+RAW = {"node": cgx.Raw(), "local": cgx.Raw()}
 
 
 def key():
@@ -64,9 +66,9 @@ def reduction(codec=cgx.MaxMin(4), keyed=False, fed=False, **options):
     return run
 
 
-def raw(axes, x):
+def raw(codec=cgx.Raw()):
     """The mean of whole numbers, which doesn't depend on the order of a sum."""
-    return cgx.compressed_pmean(jax.tree.map(jnp.round, x), axes, cgx.Raw())
+    return lambda axes, x: cgx.compressed_pmean(jax.tree.map(jnp.round, x), axes, codec)
 
 
 def in_a_scan(axes, x):
@@ -116,8 +118,9 @@ CASES = {
     "owners": (SHAPES, "data", reduction(schedule=Overlay.owners(4, [1, 1, 0, 0.2]), own="encoded", fed=True)),
     "raw along trees": (SHAPES, "data", reduction(cgx.Raw(), schedule="tree")),
     "lists along trees": (SHAPES, "data", reduction(cgx.TopK(0.05, pull="top"), schedule=UNEVEN, fed=True)),
-    "raw": (LARGE, "data", raw),
-    "raw in all": (SHAPES, BOTH, raw),
+    "raw": (LARGE, "data", raw()),
+    "raw in all": (SHAPES, BOTH, raw()),
+    "raw by axis": ({"w": LARGE["w"]}, BOTH, raw(RAW)),  # axis by axis, XLA rounds bfloat16 twice
     "whole buckets": (SHAPES, "data", reduction(cgx.ByteGrad(), schedule="two_shot", fusion_mb=0.01)),
     "scales of blocks": (LARGE, "data", reduction(cgx.Micro("mxfp4"), schedule="two_shot", fed=True)),
     "hierarchy": (SHAPES, BOTH, reduction(HIERARCHY)),
@@ -165,7 +168,7 @@ def crossing(tcp):
     found = {}
     for names in ("data",), BOTH:
         mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
-        marked = axes if not tcp else TCP if len(names) == 1 else (cgx.Tcp("node"), "local")
+        marked = axes if not tcp else TCP if len(names) == 1 else BETWEEN
         cases = {name: case for name, case in CROSSING.items() if case[1] == axes}
         inputs = {
             # whole numbers, whose sums don't depend on the order
@@ -365,7 +368,7 @@ def everything(tcp):
     results = {}
     for names in ("data",), BOTH:
         mesh, axes = the_mesh(*names), names[0] if len(names) == 1 else names
-        marked = axes if not tcp else TCP if len(names) == 1 else (cgx.Tcp("node"), "local")
+        marked = axes if not tcp else TCP if len(names) == 1 else BETWEEN
         cases = {name: case for name, case in CASES.items() if case[1] == axes}
         inputs = {
             name: {leaf: array(mesh, *what, [len(name), i]) for i, (leaf, what) in enumerate(case[0].items())}
@@ -419,7 +422,7 @@ def train(axis, late=False, **options):
 def low_rank():
     """Over Tcp and over the plain axes of the same processes: the sums of factors are lax's."""
     found = []
-    for axes, marked in ("data", TCP), (BOTH, (cgx.Tcp("node"), "local")):
+    for axes, marked in ("data", TCP), (BOTH, BETWEEN):
         codec = cgx.PowerSGD(2) if axes == "data" else {"node": cgx.PowerSGD(2), "local": cgx.Raw()}
         mesh = the_mesh(*([axes] if axes == "data" else axes))
         x = array(mesh, (40, 30), "float32", 1)
@@ -447,9 +450,13 @@ def messages_of_errors(processes):
 
 
 def explained():
-    mesh = the_mesh("data")
-    program = jax.jit(on_ranks(mesh, lambda x: cgx.compressed_psum(x, TCP, cgx.MaxMin(4))))
-    return str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False))
+    """What `explain` says of a sum over one axis, and of one that is raw over two axes, the outer one by Tcp."""
+    found = []
+    for names, axes, codec in (("data",), TCP, cgx.MaxMin(4)), (BOTH, BETWEEN, RAW):
+        mesh = the_mesh(*names)
+        program = jax.jit(on_ranks(mesh, lambda x, axes=axes, codec=codec: cgx.compressed_psum(x, axes, codec)))
+        found.append(str(cgx.explain(program, array(mesh, (4000,), "float32", 0), show=False)))
+    return found
 
 
 def adapted():

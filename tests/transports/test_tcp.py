@@ -109,10 +109,13 @@ def test_all_ranks_get_the_same_overlays(everything):
 
 
 def test_explain_counts_it(everything):
-    rows = [line.split() for line in everything[1][2].splitlines()]
+    over_one, over_two = everything[1][2]
+    rows = [line.split() for line in over_one.splitlines()]
     sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"
     assert ["all-gather", "over", "Tcp", "data", "uint8", sent] in [row[:6] for row in rows]
     assert ["data", sent, "24,000"] in [row[:3] for row in rows]  # lax.psum sends 2 * 3 / 4 of 16,000
+    rows = [line.split()[:5] for line in over_two.splitlines()]
+    assert ["all-gather", "over", "Tcp", "node", "uint8"] in rows
 
 
 def test_means_that_cross_programs(everything):
