@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, wrong
+from jaxcgx.checks import MOST, check_choice, check_field, check_integer, check_number, unexpected, wrong
 from jaxcgx.codecs.attribute import Kind, native_codec
 from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.checks import check_encodes
@@ -181,7 +181,7 @@ class TopK(Codec):
 
     def code_bytes(self, n: int, dtype: DType) -> int:
         if n > self.most:
-            raise ValueError(f"TopK: expected at most 2^31 - 1 elements of a leaf in a chunk, got {n}")
+            raise unexpected("TopK", "at most 2^31 - 1 elements of a leaf in a chunk", n)
         return align16(index_bytes(n, self.capacity(n))) + self._values(n).chunk_bytes
 
     def _values(self, n: int) -> Layout:

@@ -10,6 +10,7 @@ import time
 import jax
 
 from jaxcgx import _compat
+from jaxcgx.checks import unexpected
 from jaxcgx.native.leaving import at_exit
 from jaxcgx.native.meeting import PLAIN, SILENCE, Links, Meeting, MeetingError, Other
 from jaxcgx.native.registration import module
@@ -29,8 +30,12 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
     """
     global _why, _links
     if _compat.rendezvous()[0] is None:
-        raise RuntimeError(
-            "Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first"
+        raise unexpected(
+            "Tcp",
+            "processes that know each other",
+            "one alone",
+            "call jax.distributed.initialize first",
+            kind=RuntimeError,
         )
     with _ONE:
         if _why is None:
@@ -44,9 +49,8 @@ def connect(timeout: float, links: Links = PLAIN) -> None:
         if _why:
             raise RuntimeError(f"Tcp: {_why}; start the processes again")
         if links != _links:
-            raise ValueError(
-                f"Tcp: expected {_links}, with which this process has connected, got {links}; give every Tcp of a "
-                "process the same"
+            raise unexpected(
+                "Tcp", f"{_links}, with which this process has connected", links, "give every Tcp of a process the same"
             )
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxcgx import _compat
 from jaxcgx._compat import batching, mlir
+from jaxcgx.checks import unexpected
 from jaxcgx.native.connections import connect
 from jaxcgx.native.terms import digest
 
@@ -46,9 +47,11 @@ def who_takes_part(net: Any) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     sizes, manual = dict(mesh.shape), mesh.manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
-        raise ValueError(
-            "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves "
-            f"{', '.join(map(repr, whole))} to the compiler; leave out its argument 'axis_names'"
+        raise unexpected(
+            "Tcp",
+            "a jax.shard_map over all axes of the mesh",
+            f"one that leaves {', '.join(map(repr, whole))} to the compiler",
+            "leave out its argument 'axis_names'",
         )
     strides = {name: math.prod(list(sizes.values())[i + 1 :]) for i, name in enumerate(sizes)}
     first = sum(lax.axis_index(name) * strides[name] for name in manual if name not in net.names)
@@ -64,15 +67,15 @@ def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
     """
     devices = _compat.devices_of(ctx)
     if devices is None:
-        raise ValueError(
-            "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh "
-            "itself, or set it with jax.set_mesh"
+        raise unexpected(
+            "Tcp",
+            "to be told which devices the mesh has",
+            "an abstract mesh",
+            "pass jax.shard_map the mesh itself, or set it with jax.set_mesh",
         )
     processes = [device.process_index for device in devices]
     if len(set(processes)) < len(processes):
-        raise ValueError(
-            f"Tcp: expected a mesh of one device of each process, got devices of the processes {processes}"
-        )
+        raise unexpected("Tcp", "a mesh of one device of each process", f"devices of the processes {processes}")
     connect(net.timeout, net.links)
 
     def by_process(who: jax.Array) -> jax.Array:

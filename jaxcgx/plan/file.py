@@ -84,7 +84,7 @@ def _check_keys(where: str, found: dict[str, Any], names: Collection[str]) -> No
     for name in found:
         if name not in names:
             expected = f"one of {', '.join(names)}" if names else "none"
-            raise ValueError(f"key '{where}{name}': unknown, expected {expected}")
+            raise unexpected(f"key '{where}{name}'", expected, repr(name))
 
 
 def _rule(where: str, found: dict[str, Any]) -> Rule:

@@ -225,12 +225,14 @@ def test_a_loss_that_is_averaged_inside(has_aux):
         value = lax.pmean((w * x).sum(), "data")
         return (value, x) if has_aux else value
 
-    with pytest.raises(
-        ValueError,
-        match="local_value_and_grad: argument 'fun': expected this rank's own loss, got one that is the same on every "
-        "rank of "
-        "'data'; take the pmean out of the loss",
-    ):
+    words = says(
+        "local_value_and_grad",
+        "fun",
+        expected="this rank's own loss",
+        got="one that is the same on every rank of 'data'",
+        remedy="take the pmean out of the loss",
+    )
+    with raises(ValueError, words):
         on_mesh(lambda w, x: cgx.local_value_and_grad(averaged, "data", has_aux=has_aux)(w, x)[1], True)(
             jnp.ones(30), X
         )
@@ -259,7 +261,6 @@ def test_errors():
         cgx.local_value_and_grad(lambda x: x, "data")(1.0)
     with raises(NameError, says("sync_in_backward", "axis_name", expected="no axis 'data'")):
         cgx.sync_in_backward(PARAMS, "data", CODEC)
-    with pytest.raises(
-        TypeError, match=r"sync_in_backward: argument 'params', leaf \['n'\]: int32 is not float32.* strict=True"
-    ):
+    words = says("sync_in_backward", "params", at="leaf ['n']", expected="int32 is not float32", remedy="strict=True")
+    with raises(TypeError, words):
         on_mesh(lambda p, x: cgx.sync_in_backward(p, "data", CODEC, strict=True), True)(PARAMS, X)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import sent
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -103,9 +104,14 @@ def test_without_the_inner_shard_map_explicit_shards_are_refused():
         _, grads = cgx.local_value_and_grad(loss_on(AxisType.Explicit), "data")(params, x)
         return cgx.compressed_pmean(grads, "data", CODEC)
 
-    with pytest.raises(
-        ValueError, match=r"compressed_pmean: argument 'x', leaf \['bias'\]: expected .* sharded over 'model'"
-    ):
+    words = says(
+        "compressed_pmean",
+        "x",
+        at="leaf ['bias']",
+        expected="an array that a device has whole",
+        remedy="sharded over 'model'",
+    )
+    with raises(ValueError, words):
         jax.jit(step)(place(mesh, PARAMS, SPECS), place(mesh, X, P("data")))
 
 
@@ -123,6 +129,9 @@ def test_axes_of_vmap_and_of_a_checked_mesh():
 
         return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))(X)
 
-    with pytest.raises(ValueError, match="compressed_psum: argument 'axis_name': .* got both: vmap's 'v' among axes"):
+    words = says(
+        "compressed_psum", "axis_name", expected="axes of a mesh or axes of vmap", got="both: vmap's 'v' among axes"
+    )
+    with raises(ValueError, words):
         gradient(True)
     np.testing.assert_array_equal(gradient(False), np.full(X.shape, 2.0 * 16))

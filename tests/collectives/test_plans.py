@@ -113,10 +113,8 @@ def test_codecs_by_axis_there_and_back():
         grad(codec=cgx.Raw(), backward_codec=codecs),
         grad(codec={"a": cgx.Raw(), "b": cgx.Raw()}, backward_codec=codecs),
     )
-    with pytest.raises(
-        ValueError,
-        match="compressed_all_gather: argument 'backward_codec': expected a codec for each axis where 'codec' has",
-    ):
+    words = says("compressed_all_gather", "backward_codec", expected="a codec for each axis where 'codec' has")
+    with raises(ValueError, words):
         grad(codec=cgx.MaxMin(4), backward_codec=codecs)
 
 
@@ -209,7 +207,8 @@ def test_keys():
     plan = cgx.Plan(
         cgx.MaxMin(4), rules=[cgx.Rule(STOCHASTIC, where=lambda path, leaf: path == "noise"), ("embed", cgx.MaxMin(8))]
     )
-    with pytest.raises(ValueError, match="argument 'key': expected a random key, because MaxMin.* draws random bits"):
+    words = says("compressed_psum", "key", expected="a random key, because MaxMin(bits=4 draws random bits", got="None")
+    with raises(ValueError, words):
         run(noisy, plan, None)
     run(noisy, plan, KEY)
     stochastic_default = cgx.Plan(STOCHASTIC, rules=[("embed", cgx.MaxMin(8))])

@@ -217,10 +217,13 @@ def test_what_travels_raw_and_why():
         assert found.raw_bytes == pytest.approx(sum(leaf.nbytes for leaf in x.values()), abs=4)
     rows = cgx.Plan(CODEC, min_size=0, skip_1d=False).explain(x, 2).rows
     assert {row.leaf: row.why for row in rows} == expected | {"w": None}
-    with pytest.raises(
-        ValueError,
-        match=r"leaf \['b'\]: it has one dimension, and PowerSGD is for matrices, and strict=True allows no such leaf",
-    ):
+    words = says(
+        "compressed_psum",
+        "x",
+        at="leaf ['b']",
+        expected="it has one dimension, and PowerSGD is for matrices, and strict=True allows no such leaf",
+    )
+    with raises(ValueError, words):
         jax.eval_shape(on(lambda x: f({"b": x["b"]}, strict=True)), x)
     jax.eval_shape(
         on(lambda x: cgx.compressed_psum({"b": x["b"]}, "a", cgx.Plan(CODEC), strict=True)), x

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from errors import raises, says
 from helpers import normal
 
 import jaxcgx as cgx
@@ -134,8 +135,11 @@ def test_a_transport_is_static_under_jit():
 
 
 def test_arrays_that_mpi_cannot_count():
-    with pytest.raises(
-        ValueError,
-        match=r"expected at most 2\^31 - 1 elements for each rank in one exchange, got 2147483648; cut the leaf",
-    ):
+    words = says(
+        "jaxcgx.mpi",
+        expected="at most 2^31 - 1 elements for each rank in one exchange",
+        got="2147483648",
+        remedy="cut the leaf",
+    )
+    with raises(ValueError, words):
         jax.jit(NET.all_gather).lower(jax.ShapeDtypeStruct((2**31,), jnp.uint8))

@@ -5,6 +5,7 @@ import sys
 
 import optax
 import pytest
+from errors import raises, says
 from training import CODEC, PARAMS
 
 import jaxcgx as cgx
@@ -28,5 +29,5 @@ def test_importing_jaxcgx_imports_no_optax():
 )
 def test_without_optax(name, call, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
-    with pytest.raises(ImportError, match=rf"{name}: expected optax to be installed; pip install optax"):
+    with raises(ImportError, says(name, expected="optax to be installed", remedy="pip install optax")):
         call()

@@ -57,12 +57,14 @@ def test_specs_through_any_nesting():
 )
 def test_what_must_stand_behind(wrap, name):
     state = wrap(compressed(4)).init(PARAMS)
-    with pytest.raises(
-        ValueError,
-        match=f"state_specs: argument 'opt_state': expected optax.{name} behind compress_gradients, where gradients "
-        r"are the same on every rank, got it around; write optax.chain\(jaxcgx.compress_gradients\(...\), "
-        rf"optax.{name}\(optimizer, ...\)\)",
-    ):
+    words = says(
+        "state_specs",
+        "opt_state",
+        expected=f"optax.{name} behind compress_gradients, where gradients are the same on every rank",
+        got="it around",
+        remedy=f"write optax.chain(jaxcgx.compress_gradients(...), optax.{name}(optimizer, ...))",
+    )
+    with raises(ValueError, words):
         cgx.state_specs((state, ()), "data")
 
 
@@ -70,12 +72,15 @@ def test_what_must_not_stand_before():
     """Its state would differ from rank to rank, and no spec says so."""
     trace, clip = optax.trace(0.9), optax.chain(optax.clip(1.0), optax.scale_by_schedule(lambda step: 1.0))
     state = optax.chain(clip, trace, cgx.compress_gradients("data", CODEC, axis_size=4), optax.sgd(0.1)).init(PARAMS)
-    with pytest.raises(
-        ValueError,
-        match="state_specs: argument 'opt_state': expected transformations with a state like the gradients behind "
-        "compress_gradients, where gradients are the same on every rank, got TraceState before it; put it behind "
-        r"\(in place of optax.trace before it, give compress_gradients momentum=\)",
-    ):
+    words = says(
+        "state_specs",
+        "opt_state",
+        expected="transformations with a state like the gradients behind compress_gradients, where gradients are the "
+        "same on every rank",
+        got="TraceState before it",
+        remedy="put it behind (in place of optax.trace before it, give compress_gradients momentum=)",
+    )
+    with raises(ValueError, words):
         cgx.state_specs(state, "data")
     fine = optax.chain(clip, cgx.compress_gradients("data", CODEC, axis_size=4), trace).init(PARAMS)
     assert cgx.state_specs((PARAMS, fine), "data")[1][1].residuals["w"] == P("data")

@@ -120,7 +120,7 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
         ),
         (
             'default = { name = "MaxMin", bit = 4 }',
-            says("Plan.load", "default.bit", expected="unknown bits bucket_size rounding skip_incomplete"),
+            says("Plan.load", "default.bit", expected="one of bits bucket_size rounding skip_incomplete", got="'bit'"),
         ),
         (
             'default = { name = "MaxMin", bits = "4" }',
@@ -132,7 +132,12 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
         ),
         (
             DEFAULT + "min_sizes = 3",
-            says("Plan.load", "min_sizes", expected="unknown default rules min_size skip_1d fusion_mb schedule leader"),
+            says(
+                "Plan.load",
+                "min_sizes",
+                expected="one of default rules min_size skip_1d fusion_mb schedule leader",
+                got="'min_sizes'",
+            ),
         ),
         (DEFAULT + "min_size = -3", says("Plan", "min_size", expected="integer 0", got="-3")),
         (
@@ -157,7 +162,12 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
         ('default = { name = "Sampled" }', says("Plan", "default", expected="codec", got="Sampled(")),
         (
             DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\nwhere = "a"',
-            says("Plan.load", "rules[0].where", expected="unknown codec path min_size max_size ndim priority optional"),
+            says(
+                "Plan.load",
+                "rules[0].where",
+                expected="one of codec path min_size max_size ndim priority optional",
+                got="'where'",
+            ),
         ),
         (
             DEFAULT + '[[rules]]\ncodec = { name = "Raw" }\npath = "("',
@@ -165,7 +175,7 @@ DEFAULT = 'default = { name = "MaxMin" }\n'
         ),
         (
             DEFAULT + '[[rules]]\ncodec = { name = "Raw", x = 1 }',
-            says("Plan.load", "rules[0].codec.x", expected="unknown none"),
+            says("Plan.load", "rules[0].codec.x", expected="none", got="'x'"),
         ),
         ("default = ", says("Plan.load", expected="Invalid value")),
         ("default = \xe9".encode("latin-1"), says("Plan.load", expected="'utf-8' decode")),

@@ -115,9 +115,7 @@ def test_steps_add_up():
         and (total.tops == a.tops + b.tops).all()
     )
     assert (total.paths, total.codecs) == (a.paths, a.codecs)
-    with pytest.raises(
-        ValueError, match="GradientStatistics: expected statistics of the same leaves and codecs to add"
-    ):
+    with raises(ValueError, says("GradientStatistics", expected="statistics of the same leaves and codecs to add")):
         a + cgx.gradient_statistics({"v": normal((40, 30))})
     with pytest.raises(TypeError, match="unsupported operand"):
         a + 1

@@ -192,20 +192,26 @@ def test_the_command(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("9M --link fast --world 4", "argument 'link': expected a number and one of"),
-        ("9M --link 1gbit --world 1", "argument 'world': expected an integer of at least 2, got 1"),
-        ("9M --link 1gbit --world 4 --nodes 3", "argument 'nodes': expected a divisor of world=4"),
-        ("9M --link 1gbit --world 4 --over ib", "argument 'over': expected one of 'gloo', 'tcp', 'duplex'"),
-        ("9M --link 1gbit --world 4 --codecs Zip(9)", "argument 'codecs': expected one of "),
-        ("9M --link 1gbit --world 4 --codecs MaxMin(9)", "argument 'codecs': expected a codec as in"),
-        ("vgg --link 1gbit --world 4", "argument 'model': expected one of resnet50, gpt2, llama-1b"),
-        ("none.json --link 1gbit --world 4", "none.json"),
+        ("9M --link fast --world 4", says("plan", "link", expected="a number and one of", got="'fast'")),
+        ("9M --link 1gbit --world 1", says("plan", "world", expected="an integer of at least 2", got="1")),
+        ("9M --link 1gbit --world 4 --nodes 3", says("plan", "nodes", expected="a divisor of world=4", got="3")),
+        (
+            "9M --link 1gbit --world 4 --over ib",
+            says("plan", "over", expected="one of 'gloo', 'tcp', 'duplex'", got="'ib'"),
+        ),
+        ("9M --link 1gbit --world 4 --codecs Zip(9)", says("plan", "codecs", expected="one of", got="'Zip(9)'")),
+        (
+            "9M --link 1gbit --world 4 --codecs MaxMin(9)",
+            says("plan", "codecs", expected="a codec as in", got="'MaxMin(9)'"),
+        ),
+        ("vgg --link 1gbit --world 4", says("plan", "model", expected="one of resnet50, gpt2, llama-1b", got="'vgg'")),
+        ("none.json --link 1gbit --world 4", says("plan", expected="none.json")),
     ],
 )
 def test_what_the_command_refuses(words, said):
-    with pytest.raises(SystemExit, match="python -m jaxcgx plan: ") as error:
+    with raises(SystemExit, said) as caught:
         __main__.main(["plan", *words.split()])
-    assert said in str(error.value)
+    assert str(caught.value).startswith("python -m jaxcgx plan: ")
 
 
 @pytest.mark.parametrize(

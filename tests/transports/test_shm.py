@@ -197,7 +197,7 @@ def test_what_one_rank_can_not_do_is_an_error_of_every_rank():
         def allgather(self, mine):
             return [mine, OSError("no memory")]
 
-    with pytest.raises(RuntimeError, match="Shm.over: rank 0: expected 1 to 1024 ranks, got 2000"):
+    with raises(RuntimeError, says("Shm.over", expected="rank 0: expected 1 to 1024 ranks", got="2000")):
         Shm.over(Many())
     with pytest.raises(RuntimeError, match="Shm.over: rank 1: no memory"):
         Shm.over(Another())

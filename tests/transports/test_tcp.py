@@ -86,14 +86,15 @@ def test_low_rank(everything):
 
 def test_meshes_that_it_can_not_serve(everything):
     for (abstract, automatic), *_ in everything:
-        assert (
-            "Tcp: expected to be told which devices the mesh has, got an abstract mesh; pass jax.shard_map the mesh "
-            "itself" in abstract
-        )
-        assert (
-            "Tcp: expected a jax.shard_map over all axes of the mesh, got one that leaves 'other' to the compiler"
-            in automatic
-        )
+        says(
+            "Tcp",
+            expected="to be told which devices the mesh has",
+            got="an abstract mesh",
+            remedy="pass jax.shard_map the mesh itself",
+        ).check(abstract)
+        says(
+            "Tcp", expected="a jax.shard_map over all axes of the mesh", got="one that leaves 'other' to the compiler"
+        ).check(automatic)
 
 
 def test_all_ranks_get_the_same_overlays(everything):
@@ -247,28 +248,33 @@ def test_where_the_first_process_listens(coordinator, found, listens_at, monkeyp
 
 
 def test_a_process_alone():
-    with pytest.raises(
-        RuntimeError,
-        match="Tcp: expected processes that know each other, got one alone; call jax.distributed.initialize first",
-    ):
+    words = says(
+        "Tcp",
+        expected="processes that know each other",
+        got="one alone",
+        remedy="call jax.distributed.initialize first",
+    )
+    with raises(RuntimeError, words):
         connections.connect(1)
 
 
 def test_devices_of_one_process():
-    with pytest.raises(
-        ValueError,
-        match="compressed_psum: argument 'axis_name': expected Tcp on a mesh of one device of each process, got "
-        "2 devices of 1 process; start a process for each device",
-    ):
+    words = says(
+        "compressed_psum",
+        "axis_name",
+        expected="Tcp on a mesh of one device of each process",
+        got="2 devices of 1 process",
+        remedy="start a process for each device",
+    )
+    with raises(ValueError, words):
         on_ranks(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
 
 
 def test_axes_of_vmap():
-    with pytest.raises(
-        ValueError,
-        match="compressed_psum: argument 'axis_name': expected Tcp of axes of a mesh, inside jax.shard_map, got 'a' of "
-        "vmap",
-    ):
+    words = says(
+        "compressed_psum", "axis_name", expected="Tcp of axes of a mesh, inside jax.shard_map", got="'a' of vmap"
+    )
+    with raises(ValueError, words):
         jax.vmap(lambda x: cgx.compressed_psum(x, cgx.Tcp("a"), cgx.MaxMin(4)), axis_name="a")(jax.numpy.ones((2, 3)))
 
 
@@ -331,14 +337,19 @@ def test_connections_stay_as_they_were_made(monkeypatch):
     monkeypatch.setattr(connections._compat, "rendezvous", lambda: (Store(), 0, 2, "127.0.0.1:1"))
     monkeypatch.setattr(connections, "_why", "")
     monkeypatch.setattr(connections, "_links", Links(1))
-    with pytest.raises(
-        ValueError, match="Tcp: expected connections=1, pace=None, with which this process has connected, got connect"
-    ):
+    words = says(
+        "Tcp",
+        expected="connections=1, pace=None, with which this process has connected",
+        got="connections=4, pace=None",
+        remedy="give every Tcp of a process the same",
+    )
+    with raises(ValueError, words):
         connections.connect(1, Links(4))
 
 
 def test_the_same_axis_twice():
-    with pytest.raises(ValueError, match="expected a name or a tuple of different names"):
+    words = says("compressed_psum", "axis_name", expected="a name or a tuple of different names", got="('a', Tcp(")
+    with raises(ValueError, words):
         on_ranks(lambda x: cgx.compressed_psum(x, ("a", cgx.Tcp("a")), cgx.MaxMin(4)), mesh(2))(jax.numpy.ones((2, 3)))
 
 
