@@ -1,6 +1,6 @@
 """Compares the times that exchange/costs.py predicts with measured ones.
 
-    python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 7] [--size MIB ...] [--out DIR]
+    python benchmarks/prediction.py [--measure] [--networks REGEX] [--repeats 5] [--size MIB ...] [--out DIR]
 
 The times are those of results/collectives.json, where constants of the model come from, and with --measure also those
 of other networks: more hosts, other rates (needs root). The latency of each network is taken from its smallest message,
@@ -162,7 +162,7 @@ def parse():
         help="measure more networks (root; about 20 minutes; a run that was cut off goes on)",
     )
     parser.add_argument("--networks", metavar="REGEX", help="of these, only those whose names match")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="repetitions (default: 7)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="repetitions (default: 5)")
     parser.add_argument("--size", type=float, nargs="+", metavar="MIB", help="sizes (default: 1/16 to 16)")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS, metavar="DIR", help="where the results go")
     return parser.parse_args()
@@ -172,7 +172,7 @@ def main():
     args = parse()
     given = [f"--networks {shlex.quote(args.networks)}"] * bool(args.networks)
     given += [f"--size {' '.join(f'{size:g}' for size in args.size)}"] if args.size else []
-    given += [f"--repeats {args.repeats}"] if args.repeats != 7 else []
+    given += [f"--repeats {args.repeats}"] if args.repeats != 5 else []
     plain = "make bench-prediction" + " MEASURE=yes" * args.measure
     options = " ".join(["python benchmarks/prediction.py", *["--measure"] * args.measure, *given])
     report = Report(options if given else plain, goal=GOAL, rows=[])

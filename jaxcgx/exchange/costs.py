@@ -68,7 +68,7 @@ class Time(NamedTuple):
 
 
 def wire(codec: Codec, leaves: Sequence[Any], mover: str | None = None) -> int:
-    """The compressed bytes that travel of leaves, which are anything with a shape and a dtype."""
+    """The compressed bytes of leaves on the wire. A leaf is anything with a shape and a dtype."""
     bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
     return sum(bytes_of(x.shape, x.dtype) for x in leaves)
 

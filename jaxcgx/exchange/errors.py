@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decoded(codec: Codec, rows: jax.Array, key: jax.Array) -> jax.Array:
-    """What the rows are decoded to. The key is the kernels': two words and an offset."""
+    """The rows, encoded and decoded. The key is as kernels take it: two words and an offset."""
     keys = jax.vmap(lambda row: fold(key, row))(jnp.arange(len(rows)))
     return jax.vmap(codec.approximate)(rows, keys if codec.stochastic else None)
 

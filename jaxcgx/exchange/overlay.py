@@ -48,7 +48,7 @@ class Tree:
 
     @classmethod
     def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
-        """The tree of some links. Without a root it is the first from which no rank is far."""
+        """The tree that some links form. By default its root is the first one that makes it as flat as it can be."""
         links = list(links)
         roots = range(len(links) + 1) if root is None else [root]
         return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
@@ -135,7 +135,7 @@ class Overlay:
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
-        """Neighbours in an order of all ranks, the last one and the first one too, exchange with each other alone."""
+        """Each rank exchanges with its two neighbours in an order of all ranks. The last one's next is the first."""
         if sorted(order) != list(range(len(order))) or not order:
             raise wrong("Overlay.ring", "order", "each rank once", order)
         n, links = len(order), list(zip(order, [*order[1:], order[0]]))

@@ -20,9 +20,9 @@ import jax
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.exchange.message import SHARED, STATE, Message
-from jaxcgx.native import ops
 from jaxcgx.native.eager import define_impl
 from jaxcgx.native.operands import places
+from jaxcgx.native.rules import in_front
 from jaxcgx.transports.base import Transport
 
 
@@ -118,7 +118,7 @@ def define(
             results = primitive.bind(*operands, batch=batch, tree=tree, net=net, **params)
             return results, [None] * len(results)
         batch = ((axis.size, axis.name if ours else None), *batch)
-        results = primitive.bind(*ops.in_front(operands, dims, axis.size), batch=batch, tree=tree, net=net, **params)
+        results = primitive.bind(*in_front(operands, dims, axis.size), batch=batch, tree=tree, net=net, **params)
         of_results, dims = places(_results(tree)), [0] * len(results)
         if ours and same:
             for place in jax.tree_util.tree_leaves([getattr(of_results, field) for field in ("leaves", *SHARED)]):

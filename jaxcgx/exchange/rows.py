@@ -28,7 +28,7 @@ class Join(NamedTuple):
     sizes: tuple[int, ...]  # the ranks of each gather, outermost first
 
     def shape(self, gathered: tuple[int, ...], i: int) -> tuple[int, ...]:
-        """Of leaf i."""
+        """The shape of leaf i when it is joined."""
         shape, n, d = list(gathered[len(self.sizes) :]), math.prod(self.sizes), self.dimensions[i]
         return (*shape[:d], n * shape[d], *shape[d + 1 :]) if self.tiled else (*shape[:d], n, *shape[d:])
 

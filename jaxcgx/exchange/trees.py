@@ -85,7 +85,7 @@ class _Climb:
                 self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), rounds=rounds)
 
     def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
-        """The sum at ranks with as many children. rows: one that came in each round, and the rank's own."""
+        """The sum at ranks that have equally many children. rows: one that came in each round, and the rank's own."""
         net, key, children = self.net, self.message.key, self.overlay.trees[t].children
         which = [[0] * (1 + len(children(ranks[0])))] * net.size  # of the rows, in the order of the ranks
         place = [0] * net.size  # the own one's

@@ -2,7 +2,7 @@
 
 Every primitive is written in the same order: function, abstract evaluation, attributes of the call,
 differentiation, registration. Its operands are a pytree from operands.py. `bind` gets the leaves of that pytree and its
-structure as the static parameter `tree`, and every rule gets the names back from `tree`.
+structure as the static parameter `tree`, and every rule gets the names back from `tree`. rules.py has what they share.
 
 Operands have the axes of `batch` before their own axes, one message for each index. vmap adds an axis there, and one
 call handles all messages.
@@ -10,23 +10,23 @@ call handles all messages.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.tree_util import SequenceKey
 
 from jaxcgx import _compat
 from jaxcgx._compat import ad, batching, mlir
 from jaxcgx.checks import spell_array, wrong
-from jaxcgx.native import partitioning, reference, registration
+from jaxcgx.native import partitioning, reference
 from jaxcgx.native.eager import define_impl
 from jaxcgx.native.layout import Layout
 from jaxcgx.native.operands import Clear, Decode, Encode, Reduce, Roundtrip
 from jaxcgx.native.rng import kernel_key
+from jaxcgx.native.rules import batch_rule, one_by_one, register, zero_jvp
 from jaxcgx.typing import ArrayLike, DTypeLike
 
 _LEAST_DIVISOR = 2.0**-126  # 1 / divisor is finite from here on
@@ -74,151 +74,6 @@ def _check_words(function: str, codec: Any, key: Any) -> jax.Array | None:
         raise wrong(function, "key", f"uint32[2], because {codec} draws random bits", None)
     words = 3 if getattr(key, "shape", None) == (3,) else 2  # with an offset, or without
     return kernel_key(_check_operand(function, "key", x=key, shape=(words,), dtype="uint32"))
-
-
-# The rules that all primitives share
-
-
-def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """jax.vmap for functions that use lax.switch.
-
-    vmap would compute every branch, which JAX can't do under shard_map's check_vma.
-    """
-    return lambda *operands: lax.map(lambda each: function(*each), operands)
-
-
-def _lower_to_reference(function: Callable[..., Any], over: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule to jnp; `over` maps the function over an axis of the batch."""
-
-    def batched(*leaves: Any, tree: Any, batch: tuple[Any, ...], **params: Any) -> list[jax.Array]:
-        def one(*leaves: Any) -> list[jax.Array]:
-            return jax.tree.leaves(function(operands=tree.unflatten(leaves), **params))
-
-        for _ in batch:
-            one = over(one)
-        return one(*map(_compat.whole, leaves))
-
-    return mlir.lower_fun(batched, multiple_results=True)
-
-
-def _lower_to_handler(
-    target: str, attributes: Callable[..., Any], workspace_bytes: Callable[..., int]
-) -> Callable[..., Any]:
-    """A lowering rule to an FFI call. A workspace is one more result of the call, which the primitive doesn't have."""
-
-    def rule(ctx: Any, *leaves: Any, tree: Any, layout: Layout, batch: tuple[Any, ...], **params: Any) -> Any:
-        extra, work = attributes(layout=layout, operands=tree.unflatten(ctx.avals_in), **params)
-        message = layout.attributes | dict(batch=np.int64(math.prod(batch)))
-        in_place = tree.unflatten(range(len(leaves))).in_place
-        number = len(ctx.avals_out)
-        if workspace := workspace_bytes(message, **work):
-            hidden = _compat.result_aval(ctx.avals_in, (workspace,), np.dtype("uint8"))
-            ctx = ctx.replace(avals_out=[*ctx.avals_out, hidden])
-        call = jax.ffi.ffi_lowering(
-            f"jaxcgx_{target}", operand_output_aliases=dict(zip(in_place, range(number - len(in_place), number)))
-        )
-        return call(ctx, *leaves, **message, **extra)[:number]
-
-    return rule
-
-
-def _refuse(target: str, why: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        raise NotImplementedError(f"jaxcgx_{target}: {why}")
-
-    return rule
-
-
-def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering rule: `to_kernel` if the codec has kernels, else `to_reference`."""
-
-    def rule(ctx: Any, *operands: Any, layout: Layout, **params: Any) -> Any:
-        chosen = to_reference if layout.codec.native is None else to_kernel
-        return chosen(ctx, *operands, layout=layout, **params)
-
-    return rule
-
-
-def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
-    """Every operand with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
-
-    Args:
-      operands: the arrays.
-      dims: which axis of each vmap maps, or None.
-      size: the length of the axis, for the case that no operand has it.
-    """
-    size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
-    return [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims)
-    ]
-
-
-def _batch(
-    primitive: Any, operands: Sequence[Any], dims: Sequence[int | None], *, batch: tuple[Any, ...], **params: Any
-) -> tuple[list[jax.Array], list[int]]:
-    moved = in_front(operands, dims)
-    results = primitive.bind(*moved, batch=(len(moved[0]), *batch), **params)
-    return results, [0] * len(results)
-
-
-def _zero_jvp(primitive: Any) -> Callable[..., Any]:
-    """The differentiation rule of an operation whose results have derivative zero."""
-
-    def rule(primals: Any, tangents: Any, **params: Any) -> Any:
-        results = primitive.bind(*primals, **params)
-        return results, [_compat.zero_tangent(r) for r in results]
-
-    return rule
-
-
-def _register(
-    primitive: Any,
-    target: str,
-    *,
-    abstract: Callable[..., Any],
-    attributes: Callable[..., Any],
-    function: Callable[..., Any],
-    jvp: Callable[..., Any],
-    over: Callable[..., Any] = jax.vmap,
-) -> None:
-    """Gives a primitive its rules.
-
-    Args:
-      primitive: with several results.
-      target: the handler is jaxcgx_`target`.
-      abstract: the avals of the results, as a pytree.
-      attributes: a dict of the handler's attributes, and a dict of what decides how large the CUDA half's workspace is.
-      function: the same in jnp.
-      jvp: the differentiation rule.
-      over: maps `function` over an axis of the batch.
-    """
-    primitive.multiple_results = True
-    define_impl(primitive)
-
-    def abstract_eval(*avals: Any, tree: Any, **params: Any) -> list[Any]:
-        return jax.tree.leaves(abstract(operands=tree.unflatten(avals), **params))
-
-    primitive.def_abstract_eval(abstract_eval)
-    batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
-    ad.primitive_jvps[primitive] = jvp
-    to_reference = _lower_to_reference(function, over)
-    mlir.register_lowering(primitive, to_reference)  # TPUs, AMD's GPUs: platforms without kernels
-    if registration.MODULE is None:
-        return
-
-    def to_handler(workspace_bytes: Callable[..., int]) -> Callable[..., Any]:
-        return partitioning.lower(primitive, _lower_to_handler(target, attributes, workspace_bytes))
-
-    rules = {
-        "cpu": to_handler(lambda message, **work: 0),
-        "cuda": to_handler(registration.MODULE.workspace_bytes)
-        if hasattr(registration.MODULE, "workspace_bytes")
-        else _refuse(
-            target, f"the computation is placed on a GPU, and this build has no CUDA half; {registration.CUDA_REMEDY}"
-        ),
-    }
-    for platform, rule in rules.items():
-        mlir.register_lowering(primitive, _lower(rule, to_reference), platform=platform)
 
 
 # encode: leaves to a payload, and with feedback residuals to new residuals
@@ -274,13 +129,13 @@ def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any]
 
 
 # Integers have no tangent, and a residual is what rounding lost, a constant to the straight-through derivative.
-_register(
+register(
     encode_p,
     "encode",
     abstract=_encode_abstract,
     attributes=_encode_attributes,
     function=reference.encode,
-    jvp=_zero_jvp(encode_p),
+    jvp=zero_jvp(encode_p),
 )
 
 
@@ -304,13 +159,13 @@ def _decode_attributes(operands: Decode, layout: Layout) -> tuple[dict[str, Any]
     return {}, dict(payloads=1, encodes=False)
 
 
-_register(
+register(
     decode_p,
     "decode",
     abstract=_decode_abstract,
     attributes=_decode_attributes,
     function=reference.decode,
-    jvp=_zero_jvp(decode_p),
+    jvp=zero_jvp(decode_p),
 )
 
 
@@ -453,21 +308,21 @@ def _reduce_jvp(
     params |= dict(tree=tree, divisor=divisor, encoded=encoded)
     own = tree.unflatten(tangents).own
     if encoded or own is None:
-        return _zero_jvp(reduce_p)(primals, tangents, **params)
+        return zero_jvp(reduce_p)(primals, tangents, **params)
     results = reduce_p.bind(*primals, **params)
     return results, [
         _compat.zero_tangent(r) if type(t) is ad.Zero else t.astype(r.dtype) / divisor for r, t in zip(results, own)
     ]
 
 
-_register(
+register(
     reduce_p,
     "reduce",
     abstract=_reduce_abstract,
     attributes=_reduce_attributes,
     function=reference.reduce,
     jvp=_reduce_jvp,
-    over=_one_by_one,
+    over=one_by_one,
 )
 
 
@@ -499,13 +354,13 @@ def _clear_attributes(operands: Clear, layout: Layout) -> tuple[dict[str, Any], 
     return {}, dict(payloads=1, encodes=False)
 
 
-_register(
+register(
     clear_p,
     "clear",
     abstract=_clear_abstract,
     attributes=_clear_attributes,
     function=reference.clear,
-    jvp=_zero_jvp(clear_p),
+    jvp=zero_jvp(clear_p),
 )
 
 
@@ -551,7 +406,7 @@ def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any,
 roundtrip_p.multiple_results = True
 define_impl(roundtrip_p)
 roundtrip_p.def_abstract_eval(_roundtrip_abstract)
-batching.primitive_batchers[roundtrip_p] = functools.partial(_batch, roundtrip_p)
+batching.primitive_batchers[roundtrip_p] = functools.partial(batch_rule, roundtrip_p)
 mlir.register_lowering(
     roundtrip_p,
     partitioning.lower(roundtrip_p, mlir.lower_fun(_roundtrip_lowered, multiple_results=True), _roundtrip_keeps),

@@ -13,10 +13,10 @@ PAYLOAD = 0.949 / 8  # bytes of payload for each bit of a link
 
 
 class Ways(NamedTuple):
-    """What a transport makes of a link. Pairs are of two ranks, and of more.
+    """How well a transport uses a link. A pair has a number for two ranks, and one for more.
 
-    A factor is the time over that of the same bytes, sent and received at once. More than 1 is half-duplex: one
-    direction waits for the other.
+    A factor is a time over that of the same bytes in full duplex. With half-duplex it is more than 1: one direction
+    waits for the other.
     """
 
     gather: tuple[float, float] = (1, 1)
