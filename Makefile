@@ -283,8 +283,14 @@ interpreter:
 		echo "$(PYTHON) not found: name a Python >= 3.11, as in 'make PYTHON=python3.12'." >&2; exit 1; }
 	@"$(PYTHON)" -c "$$CHECK"
 
+NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } && \
+	$(BUILD_ENV)/bin/python $(PIP) -r .venv/build.txt cmake ninja && \
+	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
+		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})"
+
 # The stamps go first: a failed install is neither the new one nor the old one.
-# The native module is built while jaxcgx's dependencies are installed, and what the examples need.
+# The native module is built while jaxcgx's dependencies are installed, and what the examples need. Shells hide Ctrl-C
+# from what runs in the background, hence the trap.
 $(BUILT): | interpreter
 	@rm -f .venv/built-* .venv/installed-*
 	@[ -x .venv/bin/pip ] || { echo "== creating .venv"; "$(PYTHON)" -m venv --clear .venv; }
@@ -293,17 +299,12 @@ $(BUILT): | interpreter
 	@$(call REQUIRED,['project']['optional-dependencies']['examples']) >.venv/examples.txt
 	@echo "== building the native module, and installing what jaxcgx and its examples need"
 	@rm -rf .venv/wheel && mkdir -p .venv/wheel build
-	@{ $(NATIVE); } >build/log.txt 2>&1 & native=$$!; \
+	@trap 'kill 0' INT; { $(NATIVE); } >build/log.txt 2>&1 & native=$$!; \
 		.venv/bin/python $(PIP) -r $(BOUNDS) -r .venv/examples.txt; installed=$$?; \
 		wait $$native || { cat build/log.txt >&2; exit 1; }; \
 		exit $$installed
 	@.venv/bin/python $(PIP) --no-deps --force-reinstall .venv/wheel/*.whl
 	@touch $@
-
-NATIVE = { [ -x $(BUILD_ENV)/bin/pip ] || "$(PYTHON)" -m venv $(BUILD_ENV); } && \
-	$(BUILD_ENV)/bin/python $(PIP) -r .venv/build.txt cmake ninja && \
-	$(BUILD_ENV)/bin/python -c "from scikit_build_core.build import build_editable; \
-		build_editable('.venv/wheel', {'build-dir': 'build/editable', 'cmake.define.JAXCGX_CUDA': '$(JAXCGX_CUDA)'})"
 
 $(INSTALLED): $(BUILT)
 	@echo "== installing what the other targets need"

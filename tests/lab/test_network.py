@@ -61,6 +61,15 @@ def test_what_runs_ends_with_the_lab():
 
 
 @NEEDS
+def test_hosts_use_cubic_or_the_lab_says_why_not(capfd):
+    with Lab(1, "1gbit") as lab:
+        show = ["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+        name = lab.start(0, show, stdout=subprocess.PIPE, text=True).communicate()[0].strip()
+    said = "sysctl -w net.ipv4.tcp_allowed_congestion_control" in capfd.readouterr().err
+    assert name and said == (name != "cubic")
+
+
+@NEEDS
 def test_a_cable_between_two_hosts():
     with Lab(3, "1gbit") as lab:
 
