@@ -33,7 +33,7 @@ Status launch_fast(const Call& call, Launches<T> launches) {
   return launches.finish();
 }
 
-// The range over `threads` neighbours, a power of two; by hand, like fold_before in topk.cuh.
+// The range over `threads` neighbours, a power of two. By hand: see scan.cuh.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < kWarpSize; m *= 2) {

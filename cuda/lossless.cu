@@ -4,28 +4,13 @@
 // lengths are known, it moves to its place.
 #include "cuda/launchers.cuh"
 #include "cuda/load_store.cuh"
+#include "cuda/scan.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
 constexpr int64_t kLengths = kThreads;  // that a block of threads reads
 using Pieces = Table<true, true>;
-
-// The number of threads before this one for which `in` is true, and `all` of them.
-CGX_D uint32_t place_among(bool in, uint32_t& all) {
-  __shared__ uint32_t warps[kThreads / kWarpSize];
-  const uint32_t ballot = __ballot_sync(kWholeWarp, in), lane = threadIdx.x % kWarpSize;
-  if (lane == 0) warps[threadIdx.x / kWarpSize] = static_cast<uint32_t>(__popc(ballot));
-  __syncthreads();
-  uint32_t before = static_cast<uint32_t>(__popc(ballot & ((1u << lane) - 1u)));
-  all = 0;
-  for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
-    if (w < threadIdx.x / kWarpSize) before += warps[w];
-    all += warps[w];
-  }
-  __syncthreads();
-  return before;
-}
 
 // Where the fields of element i of n packed codes are. codec/pack.h
 struct Field {
@@ -152,7 +137,7 @@ CGX_D void pack(const Block& b) {
       const int64_t i = first + threadIdx.x;
       const int32_t c = i < count ? code(i) : 0;
       uint32_t all;
-      const uint32_t place = place_among(c > 3, all);
+      const uint32_t place = count_before<kThreads>(c > 3, &all);
       if (c > 3) to[found + place] = static_cast<int16_t>(c - 4);
       found += all;
     }
@@ -202,7 +187,7 @@ CGX_D void unpack(const Block& b) {
       const int32_t digit = i < count ? of(i) : 0;
       if (i < count) code[at(i)] = static_cast<int16_t>(code[at(i)] + (digit == 3 ? 4 : digit));
       uint32_t all;
-      const uint32_t place = place_among(digit == 3, all);
+      const uint32_t place = count_before<kThreads>(digit == 3, &all);
       if (digit == 3) to[found + place] = static_cast<int16_t>(at(i));
       found += all;
     }
@@ -277,30 +262,16 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
 }
 
-// From lengths to the sums of those before, for each line of `count`. A line may end with garbage. By hand, like
-// fold_before in topk.cuh.
+// From lengths to the sums of those before, for each line of `count`. A line may end with garbage.
 __global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
-  __shared__ uint32_t warps[kThreads / kWarpSize];
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
   for (int64_t first = 0; first < count; first += kThreads) {
     const int64_t i = first + threadIdx.x;
-    const uint32_t mine = i < count ? line[i] : 0, lane = threadIdx.x % kWarpSize;
-    uint32_t sum = mine;
-    for (uint32_t step = 1; step < kWarpSize; step *= 2) {
-      const uint32_t other = __shfl_up_sync(kWholeWarp, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == kWarpSize - 1) warps[threadIdx.x / kWarpSize] = sum;
-    __syncthreads();
-    uint32_t all = 0;
-    for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
-      if (w < threadIdx.x / kWarpSize) sum += warps[w];
-      all += warps[w];
-    }
-    if (i < count) line[i] = before + sum - mine;
+    uint32_t all;
+    const uint32_t sum = sum_before<kThreads>(i < count ? line[i] : 0, &all);
+    if (i < count) line[i] = before + sum;
     before += all;
-    __syncthreads();
   }
 }
 

@@ -97,39 +97,6 @@ struct Memory {
   }
 };
 
-// Folds x over the threads before this one, from 0 on; *all: over the whole block. Every thread of the block must call
-// this. CUB's BlockScan does the same, but needs the CUDA toolkit: tests run these kernels without it, by emulation
-// (tests/cpp/cuda_emulator). The same holds for the other hand-written scans in this folder.
-template <class Op>
-CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
-  __shared__ uint32_t of_warp[32];
-  const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
-  for (uint32_t d = 1; d < kWarpSize; d *= 2) {
-    const uint32_t before = __shfl_up_sync(kWholeWarp, x, d);
-    if (lane >= d) x = op(x, before);
-  }
-  if (lane == kWarpSize - 1) of_warp[warp] = x;
-  x = __shfl_up_sync(kWholeWarp, x, 1);
-  if (lane == 0) x = 0;
-  __syncthreads();
-  *all = 0;
-  for (uint32_t w = 0; w < blockDim.x / kWarpSize; ++w) {
-    if (w == warp) x = op(x, *all);
-    *all = op(*all, of_warp[w]);
-  }
-  __syncthreads();
-  return x;
-}
-CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
-  return fold_before(x, all, [](uint32_t a, uint32_t b) { return a + b; });
-}
-
-// The number of lanes before this one whose bit is set.
-CGX_D uint32_t before_lane(uint32_t ballot) {
-  return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % kWarpSize)) - 1)));
-}
-
 // The low bits of index j are cut into fields: whole bytes, and those of codec/pack.h. Calls f(the field's byte in the
 // list, its first bit there, its width, its first bit in the index) for each.
 template <class Fn>

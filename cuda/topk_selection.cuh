@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/decode_sum.cuh"
+#include "cuda/scan.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
@@ -168,8 +169,7 @@ CGX_D bool is_last(State* s, int64_t blocks) {
   return last;
 }
 
-// A histogram of the block, which is added to the piece's. CUB's radix select and histograms need the CUDA toolkit, and
-// the emulation of these kernels has none (see fold_before in topk.cuh).
+// A histogram of the block, which is added to the piece's. Histograms and radix selection are by hand: see scan.cuh.
 CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
   __syncthreads();
@@ -199,7 +199,7 @@ CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[i];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[i] = 0;
-  uint32_t above = sum_before(sum, &all);
+  uint32_t above = sum_before<kSelectThreads>(sum, &all);
 #pragma unroll
   for (uint32_t i = kEach; i-- > 0;) {
     const uint32_t count = counts[i];

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __
 #pragma unroll
   for (uint32_t lane_bit = kLanes / 2; lane_bit > 0; lane_bit /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lane_bit);
   if (lane == 0 && here > 0) sums[part] = sum;
-  sum_before(number, &all);
+  sum_before<kSelectThreads>(number, &all);
   if (threadIdx.x == 0) atomicAdd(&s.state->number, all);
   if (!is_last(s.state, blocks)) return;
   constexpr int64_t kParts = Sign::kSumGroup / kBlock;
