@@ -1,7 +1,7 @@
 // Lossless: packs the chunks that Raw makes of a message, and unpacks them for it (codec/lossless.h).
 //
-// A block of threads packs a block of elements, and puts what it has of the overflow into the workspace. When all
-// lengths are known, it moves to its place.
+// A block of threads packs a block of elements, and writes its overflow to the workspace. When all lengths are known,
+// another kernel moves the overflow to its place in the chunk.
 #include "cuda/launchers.cuh"
 #include "cuda/load_store.cuh"
 #include "cuda/scan.cuh"
@@ -9,7 +9,7 @@
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kLengths = kThreads;  // that a block of threads reads
+constexpr int64_t kLengths = kThreads;  // lengths that a block of threads reads
 using Pieces = Table<true, true>;
 
 // Where the fields of element i of n packed codes are. codec/pack.h
@@ -25,7 +25,7 @@ struct Field {
   }
 };
 
-// Code i of n; bytes from `limit` on count as 0.
+// Code i of n. Bytes from `limit` on count as 0.
 template <int kBits>
 CGX_D int32_t get_packed(const uint8_t* from, int64_t n, int64_t i, int64_t limit = INT64_MAX) {
   Field f(n, i, kBits);
@@ -74,7 +74,7 @@ struct Block {
   const uint8_t* elements;
   uint8_t *head, *planes;
   uint8_t* overflow;  // in the workspace
-  uint32_t* start;    // its length, then where it begins in the overflow, both in twos of bytes
+  uint32_t* start;    // first its length, later where it begins in the chunk's overflow, both in units of 2 bytes
   uint8_t* chunk_overflow;
 
   CGX_D Block(const Pieces& t, const Place& p, uint8_t* payload, uint32_t tile) {
@@ -130,7 +130,7 @@ CGX_D void pack(const Block& b) {
     put_packed<3>(low + b.n, b.n, [&](int64_t i) { return shr(L::template rest<Scalar>(bits_at(i)), 8); });
   const int32_t center = L::center(static_cast<int32_t>(sum), static_cast<int32_t>(number));
 
-  // The codes of a level, then those of the next one.
+  // Collects the codes of the next level from those of a level.
   const auto next = [&](int64_t count, auto code, int16_t* to) {
     uint32_t found = 0;
     for (int64_t first = 0; first < count; first += kThreads) {
@@ -158,7 +158,7 @@ CGX_D void pack(const Block& b) {
   }
   if (left > 0) {
     put_packed<2>(b.planes, b.n, [&](int64_t i) { return exponent[i] & 3; });
-    __syncthreads();  // threads have written other bytes there
+    __syncthreads();  // other threads have written digits there
     if (threadIdx.x == 0) b.overflow[most - 1] = 0;
     __syncthreads();
     put_packed<L::kExponent - 2>(b.overflow, b.n, [&](int64_t i) { return exponent[i] >> 2; });
@@ -179,7 +179,7 @@ CGX_D void unpack(const Block& b) {
   const int64_t bytes = b.length();
   const bool raw = bytes == lossless_most_bytes(kType, b.n);
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
-  // Element `at(i)` of the block has digit `of(i)`. Those of digit 3 have one more, in the next list.
+  // Element `at(i)` of the block has digit `of(i)`. Elements with digit 3 have another digit, in the next list.
   const auto next = [&](int32_t count, auto at, auto of, int16_t* to) {
     uint32_t found = 0;
     for (int32_t first = 0; first < count; first += kThreads) {
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
 }
 
-// From lengths to the sums of those before, for each line of `count`. A line may end with garbage.
+// Replaces each length by the sum of those before it in its line of `count`. A line may end with garbage.
 __global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
@@ -293,7 +293,7 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, c
   return cuda::launch(config, kernel, name, given...);
 }
 
-// What the steps of an operation share, in its workspace. A line is a chunk that is packed or unpacked.
+// The workspace of an operation, which its steps share. A line is a chunk that is packed or unpacked.
 struct Work {
   Layout raw;
   int64_t unpacked, packed;               // lines
@@ -319,7 +319,7 @@ struct Work {
   int64_t bytes() const { return starts_at() + 4 * std::max(unpacked, packed) * blocks; }
 };
 
-// Calls launch(kernel, tiles of a piece) for kernels over the pieces of all lines.
+// Launches kernels over the pieces of all lines.
 struct Lines {
   const Layout& l;
   const Work& work;

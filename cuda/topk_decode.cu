@@ -1,5 +1,6 @@
 // TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, which are a message in
-// another codec. Then each block makes a stretch of the numbers from the part of each list in it, rank after rank.
+// another codec. Then each block makes a stretch of the numbers from the elements that each list has there, rank after
+// rank.
 #include "cuda/decode_sum.cuh"
 #include "cuda/launchers.cuh"
 #include "cuda/scan.cuh"
@@ -8,8 +9,8 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// A list of indices. A decoded index is the largest one so far: even from bytes that no encoder wrote, indices ascend,
-// and one that is not above the one before counts as none.
+// A list of indices. A decoded index is the maximum of itself and all before it. So indices ascend even if no encoder
+// wrote the bytes. An index that is not above the one before counts as missing.
 struct List {
   IndexList list;
   ListWords words;
@@ -45,7 +46,7 @@ struct List {
     const uint32_t bits = reinterpret_cast<const uint32_t*>(bytes)[word];
     return left < 32 ? bits & ((1u << left) - 1) : bits;
   }
-  // Index j, whose one is at this bit.
+  // Index j, which sets this bit of the row.
   CGX_D uint32_t read(const uint8_t* bytes, int64_t j, int64_t bit) const {
     if (!list.split) return static_cast<uint32_t>(bit);
     const int64_t high = bit - j;
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
   if (threadIdx.x == 0) l.stretches()[p.tile] = all;
 }
 
-// Reads the indices of each stretch, and makes them ascend.
+// Reads the indices of each stretch, and makes each one the maximum of itself and all before it.
 __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -108,8 +109,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   uint32_t largest = 0;
   each([&](int64_t j, int64_t bit) { largest = larger(largest, l.indices()[j] = l.read(bytes, j, bit)); });
   largest = fold_before<kListThreads>(largest, &all, larger);
-  // Only indices with the same high bits can be out of order, and their ones are side by side. So only the run of ones
-  // right before this stretch matters. Every warp reads it by itself.
+  // Only indices with the same high bits can be out of order, and their ones are adjacent. So only the run of ones
+  // directly before this stretch matters. Every warp reads it by itself.
   const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
   if (l.list.split && is_one(first_bit) && before < k) {
     uint32_t run = 0;
@@ -130,7 +131,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
 constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: lists searched at a time
 constexpr int64_t kStretch = 4096;
 
-// Numbers from lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in memory.
+// Writes the numbers of lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in
+// memory.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;

@@ -1,14 +1,14 @@
-// TopK's selection. Two passes over a piece find its largest elements, unless the data mislead the sample. The first
-// pass keeps candidates: elements that reach the threshold from the sample. Radix selection among them, by three digits
-// of their magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with
-// feedback the residuals. An element's place in the list follows from counts and their sums, never from the order in
-// which blocks run.
+// TopK's selection. Two passes over a piece find its largest elements, unless the sample misleads. The first pass keeps
+// candidates: elements that reach the threshold from the sample. Radix selection among them, by three digits of their
+// magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with feedback the
+// residuals. The place of an element in the list depends only on counts and their sums, not on the order in which
+// blocks run.
 #include "cuda/topk_selection.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// Finds candidates, and keeps as many as there is room for.
+// Finds candidates, and keeps them while there is room.
 __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// If too few elements reach the threshold, counts those that reach each of the next ones, in one pass. For exact
-// selection, the next one is 0.
+// If too few elements reach the threshold, counts those that reach each of the next thresholds, in one pass. For exact
+// selection, the only next threshold is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   find_digit(s.state, digit, prefix, rank);
 }
 
-// Counts the elements above that magnitude, and those that have it: in each segment, and in all groups before each
+// Counts the elements above that magnitude, and those equal to it: in each segment, and in all groups before each
 // group.
 __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
