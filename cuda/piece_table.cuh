@@ -62,7 +62,7 @@ struct Message {
   bool sums;           // sums payloads, also if there is only one
   bool own;            // `leaf` is the own rank's
   int32_t log_bucket;  // of the fast kernels
-  // Of the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
+  // For the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
   uint32_t threads, groups;
   int32_t stage;
 };

@@ -33,7 +33,7 @@ struct Piece {
   int64_t meta;    // where its metadata, codes and raw tail begin: bytes from the chunk's beginning
   int64_t codes;
   int64_t tail;
-  int64_t overflow;  // where its overflow begins if all blocks before it use the most: bytes, likewise
+  int64_t overflow;  // where its overflow begins if all blocks before it use the most: bytes from the chunk's beginning
 };
 
 int64_t topk_bytes(const Codec& c, int64_t n);
