@@ -1,5 +1,5 @@
-// Buckets of any size. A thread has one lane of a block of codec/pack.h, with its eight elements in registers; a bucket
-// takes as many threads as it has lanes. Buckets of more than kMostStaged elements are cut into parts of that size.
+// Buckets of any size. A thread has one lane of a block of codec/pack.h, with its eight elements in registers. A bucket
+// takes a thread for each lane. Buckets of more than kMostStaged elements are cut into parts of that size.
 // Parts are read twice: for the statistics and, after those of all parts are known, for the codes.
 #pragma once
 

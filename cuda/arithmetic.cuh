@@ -1,5 +1,5 @@
-// Number types in which a GPU thread evaluates codec/*.h, with the results of Scalar. Scalar's conversions between
-// integers and floats would be the bottleneck: their unit is four to eight times slower than addition.
+// Number types in which a GPU thread evaluates codec/*.h. The results are those of Scalar. Scalar's conversions between
+// integers and floats would be the bottleneck: they run at a fourth to an eighth of the rate of additions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -33,8 +33,8 @@ struct Small {
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
 
-// A number and its bucket's scale, of which MaxMin subtracts an origin: multiplied and subtracted in one instruction.
-// The product is exact, except for numbers far too small beside their bucket's largest to differ from 0 in its codes.
+// A number and its bucket's scale. MaxMin subtracts an origin from their product, in one instruction. The product is
+// exact, except for numbers so much smaller than their bucket's largest that their code is that of 0.
 struct Scaled {
   float v, scale;
 };
@@ -66,7 +66,7 @@ CGX_D float max_or_nan(float a, float b) {
 #endif
 }
 
-// For decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit counts 1.
+// For decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit is worth 1.
 // Constants are added to `magic`, at compile time if possible.
 struct Level {
   float sum, magic;
@@ -98,7 +98,7 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
     return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))),
             0x1p23f};
   } else if constexpr ((kBits & (kBits - 1)) == 0) {
-    // The field stays at bit `at`, the last bit of a float of 2^(23 - at). Bits 23 and up are not in a mantissa.
+    // The field stays at bit `at`, which is worth 1 in a float of 2^(23 - at). A mantissa has only 23 bits.
     const auto word = static_cast<uint32_t>(kBits == 4   ? w.a
                                             : kBits == 2 ? w.c
                                                          : w.d << 1);  // << 1: 2 * magic + 1 must be exact
@@ -110,15 +110,15 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   }
 }
 
-// MaxMin and AbsMax in the same kernels: AbsMax has an origin of 0, and codes that are `top` more.
+// MaxMin and AbsMax in the same kernels: AbsMax has an origin of 0, and its codes are larger by `top`.
 struct Levels {
   static constexpr Kind kKind = Kind::kMaxMin;
   CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
     return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
   }
 };
-// The type that a kernel is instantiated for, for each codec of codec/dispatch.h: itself, unless a type above has a
-// faster form. ByteGrad decodes like MaxMin.
+// The type for which a kernel is instantiated, for each codec of codec/dispatch.h: the codec itself, unless a type
+// above is a faster form of it. ByteGrad decodes like MaxMin.
 template <class C>
 using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
 template <class C>
@@ -143,8 +143,8 @@ CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   }
 }
 
-// Whether a code is one field of a word. Then words can be sums of codes that are all too large by the same `excess`,
-// from which it is taken once: kMagic - top is what code_of has to subtract from each code.
+// Whether a code is one field of a word. Then a word can be a sum of codes that are all too large by the same `excess`,
+// which is subtracted in advance. Then the subtraction of kMagic - top in code_of cancels out.
 template <int kBits>
 constexpr bool kOneField = (kBits & (kBits - 1)) == 0;
 template <int kBits>

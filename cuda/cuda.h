@@ -20,9 +20,9 @@ struct Status {
   cudaError_t error = cudaSuccess;
 };
 
-// Encoding needs a workspace for large buckets, those of more than kMostStaged elements: several blocks share one, a
-// part each, and meet in this memory. In floats, for each large bucket: its grid, and for each part its range and, if
-// the codec needs sums of magnitudes, the sum of each of its blocks.
+// Encoding needs a workspace for large buckets, those of more than kMostStaged elements. Several blocks share such a
+// bucket, one part each, and exchange data through this memory. It has, in floats, for each large bucket: its grid, the
+// range of each part and, if the codec needs sums of magnitudes, the sum of each block of each part.
 constexpr int64_t kMostStaged = 8192;
 constexpr int64_t kGridFloats = 8, kRangeFloats = 2, kSumFloats = kMostStaged / kBlock;
 
@@ -39,8 +39,8 @@ inline int64_t workspace_floats(const Layout& layout) {
   return floats;
 }
 
-// Bytes of the workspace of an operation that decodes `payloads` of each row (encode: 0), and that encodes or not.
-// TopK's is TopkWork in topk.cuh.
+// Bytes of the workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`: whether it
+// encodes. For TopK: TopkWork in topk.cuh.
 int64_t workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
 
 Status encode(const Encode& args, cudaStream_t stream);

@@ -6,7 +6,7 @@
 
 namespace jaxcgx::cuda {
 
-// a / divisor, rounded once, without a division: the product with the rounded reciprocal is corrected twice by its
+// a / divisor, correctly rounded, without a division: the product with the rounded reciprocal is corrected twice by its
 // exact remainder (Markstein). Small numbers are scaled first, as on the CPU.
 CGX_D float divide(float a, float divisor, float inverse) {
   const bool tiny = fabsf(a) < kTiny;
@@ -43,7 +43,7 @@ struct Metadata {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
   CGX_D float unit(uint32_t rank) const { return floats == 0 ? 1.0f : first[rank * next]; }
-  // The bases of all ranks are summed before anything else is added. A single payload's base is taken as it is.
+  // The bases of all ranks are summed before anything else is added. The base of a single payload is used as it is.
   CGX_D float base(const Message& m, uint32_t own) const {
     if (own == kNowhere) return float_of(kNaNBits);
     if (floats < 2) return 0.0f;
@@ -97,7 +97,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
   constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2
                               : kBits <= 4             ? 4
-                                                       : 1;  // payloads whose loads are under way at a time: registers
+                                                       : 1;  // payloads whose loads are under way, limited by registers
   for (uint32_t rank = 0; rank < m.ranks;) {
     const uint32_t stop = rank <= p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];

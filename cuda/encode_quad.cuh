@@ -8,15 +8,15 @@
 
 namespace jaxcgx::cuda {
 
-// With scales of blocks there are no fast kernels. With stochastic rounding, blocks of the buckets must also be blocks
-// of noise.
+// Codecs with scales of blocks have no fast kernels. With stochastic rounding, the blocks of a bucket must also be
+// blocks of noise.
 inline bool is_fast(const Codec& c) {
   return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) &&
          (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) &&
          c.bucket_size <= kTile;
 }
 
-// Hands the whole buckets of all pieces to a fast kernel.
+// Launches a fast kernel on the whole buckets of all pieces.
 template <class T>
 Status launch_fast(const Call& call, Launches<T> launches) {
   const Layout& l = call.layout;
@@ -33,7 +33,7 @@ Status launch_fast(const Call& call, Launches<T> launches) {
   return launches.finish();
 }
 
-// The range over `threads` neighbours, a power of two; by hand, like fold_before in topk.cuh.
+// The range over `threads` neighbouring threads, a power of two. By hand: see scan.cuh.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < kWarpSize; m *= 2) {
@@ -110,8 +110,8 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Encodes x, a quad of the piece: its codes to `lanes` and the payload, its grid to the result. `there`: the quad
-// exists.
+// Encodes x, a quad of the piece. Writes its codes to `lanes` and the payload, and returns its grid. `there`: whether
+// the quad exists.
 template <class C, int kBits, bool kStochastic, class T>
 CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
                        Words<Scalar, kBits> (&lanes)[4]) {
@@ -160,8 +160,8 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   return g;
 }
 
-// Stores what encoding lost of x, of which x / divisor was encoded. What can't be represented (an overflow, a NaN) is
-// not a rounding error: the old residual stays. Rarely, so it is read again.
+// Stores what encoding lost of x, where x / divisor was encoded. A loss that is not finite (an overflow, a NaN) is not
+// a rounding error: the old residual is kept. It is read again then, which is rare.
 template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
                       const Words<Scalar, kBits> (&lanes)[4], float divisor, float (&x)[kRows][4]) {

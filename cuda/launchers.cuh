@@ -1,14 +1,14 @@
 // The launchers that encode and decode parts of a message, and all of it.
 //
-// encode_*: the numbers of the leaves or, if the call's message has payloads, their sum.
-// decode_*: to the leaves or, if the call's message sums, the sum to the fp32 results.
+// encode_*: encode the numbers of the leaves or, if the call's message has payloads, the sum of the payloads.
+// decode_*: decode to the leaves or, if the call's message sums, write the sum to the fp32 results.
 #pragma once
 
 #include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
-// Buckets that the fast kernels don't take: of any size, and a short one behind whole ones. any_bucket.cu
+// Buckets that the fast kernels don't take: those of other sizes, and short ones behind whole ones. any_bucket.cu
 Status encode_buckets(const Call& call);
 Status decode_buckets(const Call& call);
 
@@ -20,13 +20,13 @@ Status decode_rotated(const Call& call);
 Status encode_unbucketed(const Call& call);
 Status decode_unbucketed(const Call& call);
 
-// Lossless, which packs what Raw makes. lossless.cu
+// Lossless, which packs the chunks of Raw. lossless.cu
 int64_t lossless_workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
 Status encode_lossless(const Encode& args, cudaStream_t stream);
 Status decode_lossless(const Decode& args, cudaStream_t stream);
 Status reduce_lossless(const Reduce& args, cudaStream_t stream);
 
-// All that the fast kernels don't take.
+// All pieces, or parts of pieces, that the fast kernels don't take.
 inline Status encode_rest(const Call& call) {
   const Status s = encode_buckets(call);
   return s.call == nullptr ? encode_unbucketed(call) : s;
@@ -36,7 +36,7 @@ inline Status decode_rest(const Call& call) {
   return s.call == nullptr ? decode_unbucketed(call) : s;
 }
 
-// Everything. encode_all is for leaves, and codecs other than TopK. encode.cu, decode.cu
+// A whole message. encode_all is for leaves, and for codecs other than TopK. encode.cu, decode.cu
 Status encode_all(const Call& call);
 Status decode_all(const Call& call);
 

@@ -10,7 +10,7 @@ constexpr uint32_t kWarpSize = 32, kWholeWarp = 0xffffffffu;  // kWholeWarp: its
 
 CGX_D bool aligned(const void* p, uint32_t bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
 
-// codec/cast.h, in one instruction if the GPU has one.
+// The conversions of codec/cast.h, in one instruction if the GPU has it.
 CGX_D float widen(DType dtype, uint32_t half) {
   if (dtype == DType::kBF16) return float_of(half << 16);
 #if defined(__CUDA_ARCH__)
@@ -37,8 +37,8 @@ CGX_D uint32_t narrow(DType dtype, float x) {
                                                     : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
 }
 
-// Two numbers as one word, the first in its low half. Instructions make 0x7fff of every NaN: the largest half as a
-// signed integer, where kNaN and all numbers are smaller or negative.
+// Two numbers as one word, the first in its low half. The instructions turn every NaN into 0x7fff. As a signed integer
+// that is the only result above kNaN, so the minimum with kNaN makes it kNaN and keeps all numbers.
 CGX_D uint32_t narrow(DType dtype, float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
@@ -65,10 +65,11 @@ CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
 }
 
 // The elements of a thread of the fast kernels: four neighbouring lanes of one block of codec/pack.h, all eight rows.
-// The thread makes whole words of codes without a shuffle, 16 bytes of 4-bit codes next to the next thread's 16. One
-// draw of Philox serves the eight rows of a lane. The thread reads 16 bytes of each row, next to the next thread's: the
-// 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes. Reading rows across a whole
-// warp would give whole lines, but would spread their codes over eight threads (benchmarks/notes/gpu-kernels.md).
+// The thread makes whole words of codes without a shuffle: 16 bytes of 4-bit codes, adjacent to those of the next
+// thread. One draw of Philox serves the eight rows of a lane. The thread reads 16 bytes of each row, adjacent to those
+// of the next thread: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes. If a
+// warp read rows as a whole, it would read whole lines, but the codes of a lane would be spread over eight threads
+// (benchmarks/notes/gpu-kernels.md).
 struct Quad {
   int64_t block;   // counted from the piece's first
   uint32_t place;  // of the quad in its block
@@ -175,8 +176,8 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
   }
 }
 
-// kWords neighbouring words of 4 bytes. kAligned: aligned as a whole. Otherwise they may not be: blocks of fewer than
-// 16 lanes whose codes have several fields are not.
+// kWords neighbouring words of 4 bytes. kAligned: they are aligned as a whole. Otherwise they may not be, as in blocks
+// of fewer than 16 lanes whose codes have several fields.
 template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
   if (kWords == 4 && (kAligned || aligned(at, 16))) {

@@ -1,31 +1,16 @@
 // Lossless: packs the chunks that Raw makes of a message, and unpacks them for it (codec/lossless.h).
 //
-// A block of threads packs a block of elements, and puts what it has of the overflow into the workspace. When all
-// lengths are known, it moves to its place.
+// A block of threads packs a block of elements, and writes its overflow to the workspace. When all lengths are known,
+// another kernel moves the overflow to its place in the chunk.
 #include "cuda/launchers.cuh"
 #include "cuda/load_store.cuh"
+#include "cuda/scan.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kLengths = kThreads;  // that a block of threads reads
+constexpr int64_t kLengths = kThreads;  // lengths that a block of threads reads
 using Pieces = Table<true, true>;
-
-// The number of threads before this one for which `in` is true, and `all` of them.
-CGX_D uint32_t place_among(bool in, uint32_t& all) {
-  __shared__ uint32_t warps[kThreads / kWarpSize];
-  const uint32_t ballot = __ballot_sync(kWholeWarp, in), lane = threadIdx.x % kWarpSize;
-  if (lane == 0) warps[threadIdx.x / kWarpSize] = static_cast<uint32_t>(__popc(ballot));
-  __syncthreads();
-  uint32_t before = static_cast<uint32_t>(__popc(ballot & ((1u << lane) - 1u)));
-  all = 0;
-  for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
-    if (w < threadIdx.x / kWarpSize) before += warps[w];
-    all += warps[w];
-  }
-  __syncthreads();
-  return before;
-}
 
 // Where the fields of element i of n packed codes are. codec/pack.h
 struct Field {
@@ -40,7 +25,7 @@ struct Field {
   }
 };
 
-// Code i of n; bytes from `limit` on count as 0.
+// Code i of n. Bytes from `limit` on count as 0.
 template <int kBits>
 CGX_D int32_t get_packed(const uint8_t* from, int64_t n, int64_t i, int64_t limit = INT64_MAX) {
   Field f(n, i, kBits);
@@ -89,7 +74,7 @@ struct Block {
   const uint8_t* elements;
   uint8_t *head, *planes;
   uint8_t* overflow;  // in the workspace
-  uint32_t* start;    // its length, then where it begins in the overflow, both in twos of bytes
+  uint32_t* start;    // first its length, later where it begins in the chunk's overflow, both in units of 2 bytes
   uint8_t* chunk_overflow;
 
   CGX_D Block(const Pieces& t, const Place& p, uint8_t* payload, uint32_t tile) {
@@ -145,14 +130,14 @@ CGX_D void pack(const Block& b) {
     put_packed<3>(low + b.n, b.n, [&](int64_t i) { return shr(L::template rest<Scalar>(bits_at(i)), 8); });
   const int32_t center = L::center(static_cast<int32_t>(sum), static_cast<int32_t>(number));
 
-  // The codes of a level, then those of the next one.
+  // Collects the codes of the next level from those of a level.
   const auto next = [&](int64_t count, auto code, int16_t* to) {
     uint32_t found = 0;
     for (int64_t first = 0; first < count; first += kThreads) {
       const int64_t i = first + threadIdx.x;
       const int32_t c = i < count ? code(i) : 0;
       uint32_t all;
-      const uint32_t place = place_among(c > 3, all);
+      const uint32_t place = count_before<kThreads>(c > 3, &all);
       if (c > 3) to[found + place] = static_cast<int16_t>(c - 4);
       found += all;
     }
@@ -173,7 +158,7 @@ CGX_D void pack(const Block& b) {
   }
   if (left > 0) {
     put_packed<2>(b.planes, b.n, [&](int64_t i) { return exponent[i] & 3; });
-    __syncthreads();  // threads have written other bytes there
+    __syncthreads();  // other threads have written digits there
     if (threadIdx.x == 0) b.overflow[most - 1] = 0;
     __syncthreads();
     put_packed<L::kExponent - 2>(b.overflow, b.n, [&](int64_t i) { return exponent[i] >> 2; });
@@ -194,7 +179,7 @@ CGX_D void unpack(const Block& b) {
   const int64_t bytes = b.length();
   const bool raw = bytes == lossless_most_bytes(kType, b.n);
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
-  // Element `at(i)` of the block has digit `of(i)`. Those of digit 3 have one more, in the next list.
+  // Element `at(i)` of the block has digit `of(i)`. Elements with digit 3 have another digit, in the next list.
   const auto next = [&](int32_t count, auto at, auto of, int16_t* to) {
     uint32_t found = 0;
     for (int32_t first = 0; first < count; first += kThreads) {
@@ -202,7 +187,7 @@ CGX_D void unpack(const Block& b) {
       const int32_t digit = i < count ? of(i) : 0;
       if (i < count) code[at(i)] = static_cast<int16_t>(code[at(i)] + (digit == 3 ? 4 : digit));
       uint32_t all;
-      const uint32_t place = place_among(digit == 3, all);
+      const uint32_t place = count_before<kThreads>(digit == 3, &all);
       if (digit == 3) to[found + place] = static_cast<int16_t>(at(i));
       found += all;
     }
@@ -277,30 +262,16 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
 }
 
-// From lengths to the sums of those before, for each line of `count`. A line may end with garbage. By hand, like
-// fold_before in topk.cuh.
+// Replaces each length by the sum of those before it in its line of `count`. A line may end with garbage.
 __global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
-  __shared__ uint32_t warps[kThreads / kWarpSize];
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
   for (int64_t first = 0; first < count; first += kThreads) {
     const int64_t i = first + threadIdx.x;
-    const uint32_t mine = i < count ? line[i] : 0, lane = threadIdx.x % kWarpSize;
-    uint32_t sum = mine;
-    for (uint32_t step = 1; step < kWarpSize; step *= 2) {
-      const uint32_t other = __shfl_up_sync(kWholeWarp, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == kWarpSize - 1) warps[threadIdx.x / kWarpSize] = sum;
-    __syncthreads();
-    uint32_t all = 0;
-    for (uint32_t w = 0; w < kThreads / kWarpSize; ++w) {
-      if (w < threadIdx.x / kWarpSize) sum += warps[w];
-      all += warps[w];
-    }
-    if (i < count) line[i] = before + sum - mine;
+    uint32_t all;
+    const uint32_t sum = sum_before<kThreads>(i < count ? line[i] : 0, &all);
+    if (i < count) line[i] = before + sum;
     before += all;
-    __syncthreads();
   }
 }
 
@@ -322,7 +293,7 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, c
   return cuda::launch(config, kernel, name, given...);
 }
 
-// What the steps of an operation share, in its workspace. A line is a chunk that is packed or unpacked.
+// The workspace of an operation, which its steps share. A line is a chunk that is packed or unpacked.
 struct Work {
   Layout raw;
   int64_t unpacked, packed;               // lines
@@ -348,7 +319,7 @@ struct Work {
   int64_t bytes() const { return starts_at() + 4 * std::max(unpacked, packed) * blocks; }
 };
 
-// Calls launch(kernel, tiles of a piece) for kernels over the pieces of all lines.
+// Launches kernels over the pieces of all lines.
 struct Lines {
   const Layout& l;
   const Work& work;

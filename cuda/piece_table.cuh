@@ -1,4 +1,4 @@
-// Many pieces in one launch: a table of pieces is a parameter of the kernel, and each block finds its own.
+// Many pieces in one launch: a table of pieces is a parameter of the kernel, and each block finds its piece in it.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,13 @@ constexpr int kSlotBits = 30;
 // A piece, or the part of one that a kernel handles. `slot` is row * chunks + chunk.
 struct Entry {
   const void* leaf;  // the piece's first element
-  uint64_t codes;    // bytes from the chunk's beginning,
-  uint32_t meta;     // and floats
+  uint64_t codes;    // from the chunk's beginning, in bytes
+  uint32_t meta;     // the same, in floats
   uint32_t slot : kSlotBits, dtype : 2;
   uint32_t tile;   // its first tile, counted from the slot's first in this launch
   uint32_t count;  // in the kernel's own unit
 };
-// What only some kernels need.
+// For some kernels only.
 struct Extra {
   int64_t start;  // of the piece in its leaf
   int64_t last;   // elements of the last bucket
@@ -48,26 +48,26 @@ struct Message {
   int32_t meta;      // floats of a bucket's metadata
   bool scales;       // blocks have scales of their own, and all lanes
   uint8_t* payload;  // of slot s (reduce: of row r) at s * chunk_bytes
-  // What is decoded: of row r (without `where`: of slot r) and rank i at (r * ranks + i) * chunk_bytes.
+  // Decoded payloads: that of row r (without `where`: of slot r) and rank i is at (r * ranks + i) * chunk_bytes.
   const uint8_t* payloads;
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
-  // Null: every chunk is done. Else one chunk of each row is: entry i is (chunk, own rank) of `lists` rows.
+  // Null: every chunk is handled. Else one chunk of each row is: entry i is (chunk, own rank) of `lists` rows.
   const int32_t* where;
   uint32_t lists;
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
   bool exact;          // inverse is 1 / divisor
-  bool sums;           // several payloads, or one as if it were several
+  bool sums;           // sums payloads, also if there is only one
   bool own;            // `leaf` is the own rank's
   int32_t log_bucket;  // of the fast kernels
-  // Of the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
+  // For the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
   uint32_t threads, groups;
   int32_t stage;
 };
 
-// Bytes of parameters that a kernel may have, since sm_70 and CUDA 12.1: a thousand pieces. Tests set fewer.
+// Bytes of parameters that a kernel may have, since sm_70 and CUDA 12.1: enough for a thousand pieces. Tests set fewer.
 #if !defined(JAXCGX_PARAMETER_BYTES)
 #define JAXCGX_PARAMETER_BYTES 32764
 #endif
@@ -91,7 +91,7 @@ constexpr uint32_t kNowhere = 0xffffffffu;
 
 // The work of a block. Blocks of the same y share a slot.
 struct Place {
-  uint32_t row, slot, rank;  // rank: the own one; ranks: none; kNowhere: `where` is out of range
+  uint32_t row, slot, rank;  // rank: the own rank; m.ranks: none; kNowhere: `where` is out of range
   int index;                 // in the table; -1: nothing to do
   uint32_t tile;             // counted from the entry's first
 };

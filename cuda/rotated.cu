@@ -1,8 +1,8 @@
-// Buckets that are rotated (codec/rotation.h): a block has a bucket, of up to 4096 elements.
+// Buckets that are rotated (codec/rotation.h). A block of threads has one bucket, of up to 4096 elements.
 //
-// In columns, thread t has elements t, t + 128, t + 256 and so on: it reads and writes whole lines, and adds elements
-// that are 128 apart or more by itself. In quads it has four lanes and all rows of a block of codec/pack.h, whose codes
-// it makes or reads. Between the two the bucket goes through shared memory once.
+// In columns, thread t has elements t, t + 128, t + 256 and so on. So warps read and write whole lines, and each thread
+// adds elements that are 128 apart or more by itself. In quads, it has four lanes and all rows of a block of
+// codec/pack.h, whose codes it makes or reads. Between the two, the bucket goes through shared memory once.
 #include "codec/eden.h"
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
@@ -14,8 +14,8 @@ namespace {
 constexpr int kColumn = static_cast<int>(kMostRotated / kThreads), kWarps = kThreads / kWarpSize;
 static_assert(kThreads == kBlock, "");
 
-// A quad's threads read 16 bytes each, those of eight blocks at a time: a gap behind each block spreads them over
-// banks.
+// In quads, each thread reads 16 bytes, and threads of eight blocks read at a time: a gap behind each block spreads
+// them over banks.
 struct Shared {
   alignas(16) float x[kColumn * (kBlock + kLanes)];
   uint32_t signs[kColumn / 4 * kLanes];
@@ -40,7 +40,7 @@ struct Bucket {
   }
 };
 
-// The sign bits of a seed, in shared memory. Threads must meet before they are read.
+// Writes the sign bits of a seed to shared memory. They may be read after a barrier.
 CGX_D void draw_signs(uint32_t seed, Shared& s) {
   const uint32_t t = threadIdx.x;
   if (t >= 2 * kLanes) return;
@@ -50,7 +50,7 @@ CGX_D void draw_signs(uint32_t seed, Shared& s) {
 #pragma unroll
   for (uint32_t w = 0; w < 4; ++w) s.signs[(t / kLanes * 4 + w) * kLanes + t % kLanes] = static_cast<uint32_t>(word[w]);
 }
-// That of this thread's element in a block.
+// The sign bit of this thread's element in a block.
 CGX_D uint32_t sign_of(const Shared& s, int block) {
   const uint32_t t = threadIdx.x, row = static_cast<uint32_t>(block) % 4 * kRows + t / kLanes;
   return s.signs[static_cast<uint32_t>(block) / 4 * kLanes + t % kLanes] << row & 0x80000000u;
@@ -65,7 +65,7 @@ CGX_D void butterfly(float (&x)[n], int half) {
     x[k] = a + b, x[(k + half) % n] = a - b;
   }
 }
-// The steps within columns, and within quads.
+// The steps of the transform within columns, and within quads.
 CGX_D void transform_columns(int blocks, float (&x)[kColumn]) {
 #pragma unroll
   for (int half = kColumn / 2; half > 0; half /= 2) {
@@ -147,7 +147,7 @@ CGX_D void with_bits(int bits, Fn f) {
   }
 }
 
-// The levels of a code with a table, in shared memory. Threads must meet before they are read.
+// Writes the levels of a codec with a table to shared memory. They may be read after a barrier.
 CGX_D void fill_levels(const Codec& c, Shared& s) {
   const auto t = static_cast<int>(threadIdx.x);
   if (traits_of(c.kind).table && t < 1 << (c.bits - 1)) s.levels[t] = normal_level(c.bits, t);
@@ -159,7 +159,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
   const bool table = traits_of(m.codec.kind).table;
   const RotatedMeta back(meta[0], table ? 0.0f : meta[1], table ? seed_sent_as(meta[1]) : 0, b.log_size);
   float quad[kRows][4] = {};
-  __syncthreads();  // nobody reads the bucket before this one any more
+  __syncthreads();  // all threads have read the bucket before this one
   draw_signs(back.seed, s);
   fill_levels(m.codec, s);
   __syncthreads();
@@ -195,7 +195,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
   }
 }
 
-// What a block decodes: one payload, or the sum of several and the own rank's elements.
+// Decodes the bucket of a block: from one payload, or the sum of several and the own rank's elements.
 CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const Bucket& b, Shared& s,
                         float (&x)[kColumn]) {
   const uint8_t* payloads = payloads_of(m, p);
@@ -221,8 +221,8 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
   }
 }
 
-// The sum of the blocks' lanes of quads, in the order of codec/eden.h. `which`: memory that no other thread still
-// reads.
+// The sum over all quads of the bucket, in the order of codec/eden.h. lane: the sums of the thread's four lanes.
+// `which`: the memory to use, which no other thread may still read.
 CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -248,7 +248,7 @@ CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which
   return sum;
 }
 
-// The level of each number, and the unit, which is returned.
+// Finds the level of each number. Returns the unit.
 CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRows][4], Shared& s,
                         int32_t (&code)[kRows][4]) {
   float lane[4] = {};
@@ -285,7 +285,7 @@ CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRow
   return square > 0.0f ? square / sum : 0.0f;
 }
 
-// The codes of MaxMin and AbsMax, and their grid, which is returned.
+// Finds the codes of MaxMin or AbsMax. Returns their grid.
 CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, const uint32_t* key, Shared& s,
                       const float (&x)[kRows][4], int32_t (&code)[kRows][4]) {
   float lo = INFINITY, hi = -INFINITY;
@@ -303,7 +303,7 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, con
   for (int w = 0; w < kWarps; ++w) lo = fminf(lo, s.lo[w]), hi = fmaxf(hi, s.hi[w]);
   const Grid g = Levels::grid({lo, hi}, 0.0f, b.size, m.codec);
   const int32_t top = top_of(m.codec);
-  // The random bits of a lane from an element of the bucket on; the padding has those of the bucket again.
+  // Draws the random bits of a lane from an element of the bucket on. The padding repeats those of the bucket.
   const auto draw_lane = [&](int at, int32_t (&word)[4]) {
     const auto element = static_cast<uint64_t>(extra.start + b.element + at % b.n);
     draw(word, key, element / kBlock * kLanes + element % kLanes, extra.id);
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   }
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
   if (residual.old == nullptr) return;
-  // The codes are read again as every receiver reads them; this block wrote them.
+  // The codes that this block wrote are read again, as every receiver reads them.
   __syncthreads();
   const float meta[2] = {unit_of(g), base_of(g)};
   decode_bucket(m, b, meta, codes, s, y);

@@ -12,18 +12,17 @@ using Pieces = Table<true, true>;  // extra.last: the elements that are sent, at
 
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
-// The memory for encoding a piece. A warp reads a segment. In the passes after the first, a block reads a group of
-// segments.
+// The memory for encoding a piece. A warp reads a segment. After the first pass, a block reads a group of segments.
 constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarpSize;
-constexpr uint32_t kGroupSegments = kWarpSize;  // of a group: a warp's lanes scan their counts
+constexpr uint32_t kGroupSegments = kWarpSize;  // per group: the lanes of a warp scan their counts
 constexpr int64_t kSegment = 1024, kGroup = kGroupSegments * kSegment;
 struct SelectionWords {
   int64_t room;  // for the candidates of a segment
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
-    // Twice the average number of elements that are sent, and some. If that is too many, the segment is read again
-    // instead.
+    // Twice the average number of elements that are sent, and 32. If that is more than half of the segment, no
+    // candidates are kept, and the segment is read again.
     room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
     if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
@@ -45,7 +44,7 @@ struct SelectionWords {
     return begin;
   }
 
-  // The sample for the first threshold. Exact selection is free in its choice: the sample only tells where to begin.
+  // The sample for the first threshold. Exact selection may use any sample, because it is only a starting point.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
     constexpr int64_t kGuess = 32768, kEvery = 16;
     if (s.select == Select::kExact)
@@ -55,7 +54,7 @@ struct SelectionWords {
 };
 
 // The memory for decoding a list of indices and its values. A block counts the ones in a stretch of the list's row of
-// bits. Stretches are few, so that every block can add up the counts of those before its own.
+// bits. There are few stretches, so that every block can sum the counts of the stretches before its own.
 constexpr uint32_t kListThreads = 128;
 struct ListWords {
   int64_t each;  // words of the row per thread
@@ -66,19 +65,19 @@ struct ListWords {
     const int64_t words = div_up(list.bits, 32);
     each = div_up(words, kListThreads * kMostStretches);
     stretches = each == 0 ? 0 : div_up(words, kListThreads * each);
-    indices = align_words(stretches + 1);  // behind the counts: how many indices there are
+    indices = align_words(stretches + 1);  // behind the counts: the number of indices
     values = indices + align_words(list.k);
     all = values + align_words(list.k);
   }
 };
 
-// a * b, capped at more than any memory has.
+// a * b, at most kTooMuch, which is more than any memory has.
 inline int64_t times(int64_t a, int64_t b) {
   constexpr int64_t kTooMuch = int64_t{1} << 50;
   return b > 0 && a > kTooMuch / b ? kTooMuch : a * b;
 }
 
-// Where the memory of each piece begins, in words; a piece takes `words(piece)`. one_chunk: each row has only one
+// Where the memory of each piece begins, in words. A piece takes `words(piece)`. one_chunk: each row has only one
 // chunk, so that pieces of different chunks share memory.
 struct Memory {
   std::vector<int64_t> begin;  // of the piece in the first row
@@ -96,39 +95,6 @@ struct Memory {
     end = from + times(rows, row);
   }
 };
-
-// Folds x over the threads before this one, from 0 on; *all: over the whole block. Every thread of the block must call
-// this. CUB's BlockScan does the same, but needs the CUDA toolkit: tests run these kernels without it, by emulation
-// (tests/cpp/cuda_emulator). The same holds for the other hand-written scans in this folder.
-template <class Op>
-CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
-  __shared__ uint32_t of_warp[32];
-  const uint32_t lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-#pragma unroll
-  for (uint32_t d = 1; d < kWarpSize; d *= 2) {
-    const uint32_t before = __shfl_up_sync(kWholeWarp, x, d);
-    if (lane >= d) x = op(x, before);
-  }
-  if (lane == kWarpSize - 1) of_warp[warp] = x;
-  x = __shfl_up_sync(kWholeWarp, x, 1);
-  if (lane == 0) x = 0;
-  __syncthreads();
-  *all = 0;
-  for (uint32_t w = 0; w < blockDim.x / kWarpSize; ++w) {
-    if (w == warp) x = op(x, *all);
-    *all = op(*all, of_warp[w]);
-  }
-  __syncthreads();
-  return x;
-}
-CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
-  return fold_before(x, all, [](uint32_t a, uint32_t b) { return a + b; });
-}
-
-// The number of lanes before this one whose bit is set.
-CGX_D uint32_t before_lane(uint32_t ballot) {
-  return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % kWarpSize)) - 1)));
-}
 
 // The low bits of index j are cut into fields: whole bytes, and those of codec/pack.h. Calls f(the field's byte in the
 // list, its first bit there, its width, its first bit in the index) for each.
@@ -151,12 +117,12 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   }
 }
 
-// The values of all pieces as a message in TopK's codec of values, within the bytes of TopK's message. `memory`: of the
-// pieces; `values(n, k)`: where the values are in it.
+// The values of all pieces as a message in TopK's codec of values, within the bytes of TopK's message. `memory`: that
+// of the pieces. `values(n, k)`: where the values are in the memory of a piece.
 struct Values {
   Layout layout;
   std::vector<const void*> leaves;
-  std::vector<int64_t> ids, starts;  // empty without ids of the message's leaves
+  std::vector<int64_t> ids, starts;  // empty if the message has no ids of leaves
 
   template <class At>
   Values(const Layout& l, const Memory& memory, const void* workspace, const int64_t* leaf_ids, At values)
@@ -186,8 +152,9 @@ struct Values {
   }
 };
 
-// The workspace of an operation that decodes `payloads` of each row (encode: 0), and that encodes or not: states of the
-// selection, the payloads' lists, the sums of a chunk, the selection's memory, the workspace for encoding the values.
+// The workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`: whether it encodes. It
+// has the states of the selection, the payloads' lists, the sums of a chunk, the selection's memory, and the workspace
+// for encoding the values.
 struct TopkWork {
   Layout to;  // of the encoded message
   int64_t states;
@@ -199,9 +166,9 @@ struct TopkWork {
 
 inline Status too_large() { return {"workspace", cudaErrorInvalidConfiguration}; }
 
-// Encodes as work.to: the numbers of the leaves or, if the message sums, the sums in the workspace. topk_encode.cu
+// Encodes to the layout work.to: the leaves or, if the message sums, the sums in the workspace. topk_encode.cu
 Status encode_topk(const TopkWork& work, const Call& call);
-// As decode_all. If the message has a payload, the sum is encoded again. topk_decode.cu
+// Like decode_all. If the message has a payload, the sum is encoded to it. topk_decode.cu
 Status decode_topk(const Call& call);
 
 }  // namespace jaxcgx::cuda

@@ -1,14 +1,16 @@
 // TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, which are a message in
-// another codec. Then each block makes a stretch of the numbers from the part of each list in it, rank after rank.
+// another codec. Then each block makes a stretch of the numbers from the elements that each list has there, rank after
+// rank.
 #include "cuda/decode_sum.cuh"
 #include "cuda/launchers.cuh"
+#include "cuda/scan.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// A list of indices. A decoded index is the largest one so far: even from bytes that no encoder wrote, indices ascend,
-// and one that is not above the one before counts as none.
+// A list of indices. A decoded index is the maximum of itself and all before it. So indices ascend even if no encoder
+// wrote the bytes. An index that is not above the one before counts as missing.
 struct List {
   IndexList list;
   ListWords words;
@@ -44,7 +46,7 @@ struct List {
     const uint32_t bits = reinterpret_cast<const uint32_t*>(bytes)[word];
     return left < 32 ? bits & ((1u << left) - 1) : bits;
   }
-  // Index j, whose one is at this bit.
+  // Index j, which sets this bit of the row.
   CGX_D uint32_t read(const uint8_t* bytes, int64_t j, int64_t bit) const {
     if (!list.split) return static_cast<uint32_t>(bit);
     const int64_t high = bit - j;
@@ -70,11 +72,11 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
   uint32_t ones = 0, all;
   for (int64_t word = first; word < first + l.words.each; ++word)
     ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
-  sum_before(ones, &all);
+  sum_before<kListThreads>(ones, &all);
   if (threadIdx.x == 0) l.stretches()[p.tile] = all;
 }
 
-// Reads the indices of each stretch, and makes them ascend.
+// Reads the indices of each stretch, and makes each one the maximum of itself and all before it.
 __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -86,12 +88,12 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   const int64_t k = l.list.k, first_bit = int64_t{p.tile} * kListThreads * l.words.each * 32;
   uint32_t ones = 0, before, all;
   for (uint32_t i = threadIdx.x; i < p.tile; i += kListThreads) ones += l.stretches()[i];
-  sum_before(ones, &before);
+  sum_before<kListThreads>(ones, &before);
   const int64_t first = first_bit / 32 + threadIdx.x * l.words.each;
   ones = 0;
   for (int64_t word = first; word < first + l.words.each; ++word)
     ones += static_cast<uint32_t>(__popc(l.row(bytes, word)));
-  const int64_t first_j = int64_t{before} + sum_before(ones, &all);
+  const int64_t first_j = int64_t{before} + sum_before<kListThreads>(ones, &all);
   if (threadIdx.x == 0 && p.tile + 1 == l.words.stretches) {
     l.stretches()[l.words.stretches] = static_cast<uint32_t>(int64_t{before} + all < k ? int64_t{before} + all : k);
   }
@@ -106,9 +108,9 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   const auto larger = [](uint32_t a, uint32_t b) { return a > b ? a : b; };
   uint32_t largest = 0;
   each([&](int64_t j, int64_t bit) { largest = larger(largest, l.indices()[j] = l.read(bytes, j, bit)); });
-  largest = fold_before(largest, &all, larger);
-  // Only indices with the same high bits can be out of order, and their ones are side by side. So only the run of ones
-  // right before this stretch matters. Every warp reads it by itself.
+  largest = fold_before<kListThreads>(largest, &all, larger);
+  // Only indices with the same high bits can be out of order, and their ones are adjacent. So only the run of ones
+  // directly before this stretch matters. Every warp reads it by itself.
   const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
   if (l.list.split && is_one(first_bit) && before < k) {
     uint32_t run = 0;
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
       zeros = ~__ballot_sync(kWholeWarp, is_one(bit));
       if ((zeros & ((2u << (threadIdx.x % kWarpSize)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
     }
-    // By hand, like fold_before.
+    // By hand: see scan.cuh.
 #pragma unroll
     for (uint32_t lanes = kWarpSize / 2; lanes > 0; lanes /= 2)
       run = larger(run, __shfl_xor_sync(kWholeWarp, run, lanes));
@@ -129,7 +131,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
 constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: lists searched at a time
 constexpr int64_t kStretch = 4096;
 
-// Numbers from lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in memory.
+// Writes the numbers of lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in
+// memory.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;

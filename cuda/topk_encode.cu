@@ -20,7 +20,7 @@ CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
   atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
 }
 
-// Writes the list of indices, one a thread. Missing elements have index n and value 0.
+// Writes the list of indices, one per thread. Missing elements have index n and value 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;

@@ -1,14 +1,14 @@
-// TopK's selection. Two passes over a piece find its largest elements, unless the data mislead the sample. The first
-// pass keeps candidates: elements that reach the threshold from the sample. Radix selection among them, by three digits
-// of their magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with
-// feedback the residuals. An element's place in the list follows from counts and their sums, never from the order in
-// which blocks run.
+// TopK's selection. Two passes over a piece find its largest elements, unless the sample misleads. The first pass keeps
+// candidates: elements that reach the threshold from the sample. Radix selection among them, by three digits of their
+// magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with feedback the
+// residuals. The place of an element in the list depends only on counts and their sums, not on the order in which
+// blocks run.
 #include "cuda/topk_selection.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// Finds candidates, and keeps as many as there is room for.
+// Finds candidates, and keeps them while there is room.
 __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
     });
     if (threadIdx.x % kWarpSize == 0) s.memory[s.words.found + segment] = found;
   }
-  sum_before(threadIdx.x % kWarpSize == 0 ? found : 0, &all);
+  sum_before<kSelectThreads>(threadIdx.x % kWarpSize == 0 ? found : 0, &all);
   if (threadIdx.x == 0) atomicAdd(&s.state->reached, all);
   if (!is_last(s.state, blocks) || threadIdx.x != 0) return;
   const Sparse& sparse = s.m.codec.sparse;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// If too few elements reach the threshold, counts those that reach each of the next ones, in one pass. For exact
-// selection, the next one is 0.
+// If too few elements reach the threshold, counts those that reach each of the next thresholds, in one pass. For exact
+// selection, the only next threshold is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   find_digit(s.state, digit, prefix, rank);
 }
 
-// Counts the elements above that magnitude, and those that have it: in each segment, and in all groups before each
+// Counts the elements above that magnitude, and those equal to it: in each segment, and in all groups before each
 // group.
 __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
@@ -124,14 +124,14 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
     mine.x += count.x, mine.y += count.y;
   });
   if (threadIdx.x % kWarpSize != 0) mine = {0, 0};
-  sum_before(mine.x, &all.x);
-  sum_before(mine.y, &all.y);
+  sum_before<kSelectThreads>(mine.x, &all.x);
+  sum_before<kSelectThreads>(mine.y, &all.y);
   if (threadIdx.x == 0) s.groups()[p.tile] = all;
   if (!is_last(s.state, blocks)) return;
   const int64_t each = div_up(blocks, kSelectThreads), first = threadIdx.x * each;
   mine = {0, 0};
   for (int64_t i = first; i < first + each && i < blocks; ++i) mine.x += s.groups()[i].x, mine.y += s.groups()[i].y;
-  uint2 before = {sum_before(mine.x, &all.x), sum_before(mine.y, &all.y)};
+  uint2 before = {sum_before<kSelectThreads>(mine.x, &all.x), sum_before<kSelectThreads>(mine.y, &all.y)};
   for (int64_t i = first; i < first + each && i < blocks; ++i) {
     const uint2 count = s.groups()[i];
     s.groups()[i] = before;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   float* lost = t.residuals[p.index].lost;
   uint32_t* indices = s.memory + s.words.indices;
   uint32_t* values = s.memory + s.words.values;
-  // The counts before each segment of the group: a warp's scan (by hand, see fold_before in topk.cuh).
+  // The counts before each segment of the group: a warp's scan, of two counts at once. By hand: see scan.cuh.
   const int64_t own = int64_t{p.tile} * kGroupSegments + lane;
   uint2 count = own * kSegment < s.n ? s.picked()[own] : uint2{0, 0}, sum = count;
 #pragma unroll

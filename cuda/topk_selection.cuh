@@ -1,8 +1,9 @@
-// What the kernels that select TopK's elements share: the state of a selection, a piece as its blocks see it, radix
+// Shared by the kernels that select TopK's elements: the state of a selection, a piece as its blocks see it, radix
 // digits, and the launches.
 #pragma once
 
 #include "cuda/decode_sum.cuh"
+#include "cuda/scan.cuh"
 #include "cuda/topk.cuh"
 
 namespace jaxcgx::cuda {
@@ -12,17 +13,18 @@ constexpr uint32_t kBins = 2 << kDigitBits;  // of the first digit
 constexpr int kDigits = 3;
 static_assert(kMostRefinements < kBins, "");
 
-// What the passes over a piece tell each other. All 0 before the first pass.
+// The data that one pass over a piece leaves for the next. All 0 before the first pass.
 struct State {
   uint32_t bins[kBins];
-  uint32_t blocks;           // that have finished this pass
-  uint32_t prefix;           // the known digits of the wanted magnitude
-  uint32_t rank;             // its rank among the magnitudes with these digits; 1: the largest
-  uint32_t threshold;        // candidates reach it
-  uint32_t reached, taken;   // how many elements reach it, and how many are sent
-  uint32_t reread;           // the candidates that were kept belong to another threshold
-  uint32_t largest, number;  // of the sample, and of a round, for exponential distributions;
-  float t;                   // and their current threshold
+  uint32_t blocks;          // that have finished this pass
+  uint32_t prefix;          // the known digits of the wanted magnitude
+  uint32_t rank;            // its rank among the magnitudes with these digits; 1: the largest
+  uint32_t threshold;       // candidates reach it
+  uint32_t reached, taken;  // how many elements reach it, and how many are sent
+  uint32_t reread;          // the candidates that were kept belong to another threshold
+  // For exponential distributions: the sample's largest magnitude, how many elements a round sums, and the current t.
+  uint32_t largest, number;
+  float t;
 };
 constexpr int64_t kStateWords = align_words(sizeof(State) / 4);
 
@@ -94,7 +96,7 @@ struct Selection {
       for (uint32_t a = 0; a < kAhead; ++a) f(i + kWarpSize * a < n, x[a], i + kWarpSize * a);
     }
   }
-  // Calls f(whether it exists, x, number) for candidates, likewise.
+  // Calls f(whether it exists, x, number) for candidates in the same way.
   template <class Fn>
   CGX_D void each_candidate(uint32_t segment, Fn f) const {
     const uint32_t found = memory[words.found + segment];
@@ -107,7 +109,7 @@ struct Selection {
     }
     each_kept(segment, 0, found, f);
   }
-  // The same for those that were kept, from one of them on.
+  // The same for candidates that were kept, from number `from` on.
   template <class Fn>
   CGX_D void each_kept(uint32_t segment, uint32_t from, uint32_t found, Fn f) const {
     for (; from < found; from += kWarpSize) {
@@ -116,8 +118,8 @@ struct Selection {
       f(i < found, float_of(candidate.x), candidate.y);
     }
   }
-  // Calls f(segment, each) for the segments of a group that are this warp's; each(g) calls g as each_candidate does. If
-  // all candidates were kept, the first of every segment are under way before any is used.
+  // Calls f(segment, each) for the segments of a group that are this warp's. each(g) calls g as each_candidate does. If
+  // all candidates were kept, the loads of the first ones of all segments are under way before one is used.
   template <class Fn>
   CGX_D void with_candidates(uint32_t group, Fn f) const {
     constexpr uint32_t kMine = kGroupSegments / kSelectWarps;
@@ -153,8 +155,8 @@ struct Selection {
   }
 };
 
-// Whether this block is the last of `blocks` to call this. It then sees everything that the others have written.
-// The fences of thread 0 are for the whole block: barriers order what its threads do before and behind them.
+// Whether this block is the last of `blocks` to call this. The last one sees everything that the others have written.
+// The fences of thread 0 work for the whole block, because barriers order them with the accesses of the other threads.
 CGX_D bool is_last(State* s, int64_t blocks) {
   __shared__ bool last;
   __syncthreads();
@@ -168,8 +170,7 @@ CGX_D bool is_last(State* s, int64_t blocks) {
   return last;
 }
 
-// A histogram of the block, which is added to the piece's. CUB's radix select and histograms need the CUDA toolkit, and
-// the emulation of these kernels has none (see fold_before in topk.cuh).
+// A histogram of the block, which is added to the piece's. Histograms and radix selection are by hand: see scan.cuh.
 CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
   __syncthreads();
@@ -199,7 +200,7 @@ CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   for (uint32_t i = 0; i < kEach; ++i) counts[i] = bins[i];
 #pragma unroll
   for (uint32_t i = 0; i < kEach; ++i) sum += counts[i], bins[i] = 0;
-  uint32_t above = sum_before(sum, &all);
+  uint32_t above = sum_before<kSelectThreads>(sum, &all);
 #pragma unroll
   for (uint32_t i = kEach; i-- > 0;) {
     const uint32_t count = counts[i];
@@ -222,7 +223,8 @@ class SelectionLaunches {
 
   const Sparse& sparse() const { return work_.to.codec.sparse; }
 
-  // With `blocks(n, k, item)` blocks for each piece, which may change the piece's item. Whether there are any.
+  // Launches `blocks(n, k, item)` blocks for each piece; that function may change the piece's item. Returns whether
+  // there are any.
   template <class Blocks>
   bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Blocks blocks) {
     if (status.call != nullptr) return false;

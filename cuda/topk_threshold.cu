@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   uint32_t rank = s.state->rank;
   if (digit == 0) {
     int64_t wanted = sample.rank(s.n, s.k);
-    // Except in one message in thousands, enough elements reach this rank's magnitude; if not, it only takes longer.
+    // Enough elements reach the magnitude of this rank, except in one message in thousands. That one only takes longer.
     if (sparse.select == Select::kExact) wanted += static_cast<int64_t>(4.0f * sqrtf(static_cast<float>(wanted))) + 4;
     rank = static_cast<uint32_t>(wanted < sample.count ? wanted : sample.count);
   }
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
     s.state->threshold = s.state->prefix < kLargest ? s.state->prefix : kLargest;
 }
 
-// A round of codec/topk.h's exponential distributions, whose factor is extra.id's bits.
+// A round of codec/topk.h's exponential distributions. The bits of its factor are in extra.id.
 __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __
 #pragma unroll
   for (uint32_t lane_bit = kLanes / 2; lane_bit > 0; lane_bit /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lane_bit);
   if (lane == 0 && here > 0) sums[part] = sum;
-  sum_before(number, &all);
+  sum_before<kSelectThreads>(number, &all);
   if (threadIdx.x == 0) atomicAdd(&s.state->number, all);
   if (!is_last(s.state, blocks)) return;
   constexpr int64_t kParts = Sign::kSumGroup / kBlock;

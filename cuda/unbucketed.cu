@@ -1,5 +1,5 @@
-// Elements without buckets: Cast, Raw and raw tails. Also the gaps of a chunk, which are zero, except for the padding
-// that others write behind their codes.
+// Elements without buckets: Cast, Raw and raw tails. Also clears the gaps of a chunk, except for the padding that other
+// kernels write behind their codes.
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
 #include "cuda/launchers.cuh"
@@ -7,7 +7,7 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// What a kernel does with an entry: extra.work. extra.last is the number of elements, of bytes for a gap.
+// The kind of an entry, in extra.work. extra.last is the number of its elements, or of bytes for a gap.
 enum Task : uint32_t { kCoded, kRaw, kGap };
 
 // 32 elements of an entry: a quad in a block of 128. The last block may be short.
@@ -191,7 +191,7 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
   };
   for (int64_t row = 0; row < call.batch; ++row) {
     for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
-      // Bytes that no element writes begin here.
+      // Where bytes begin that no element writes.
       int64_t at = l.meta_end[static_cast<size_t>(chunk)];
       Item gap;
       gap.entry.slot = slot_of(l, row, chunk);
@@ -204,7 +204,8 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
         if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
-        // Only the fast kernels leave the padding behind their codes: none, unless buckets are very small.
+        // Only the fast kernels don't write the padding behind their codes. There is none, unless buckets are very
+        // small.
         if (!is_fast(c) || p.coded % p.bucket != 0) at = align16(at);
         add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);
         clear_to(p.tail);

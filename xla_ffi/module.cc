@@ -1,4 +1,4 @@
-// The Python module: handlers as capsules, and what this build is.
+// The Python module: handlers as capsules, facts about this build, and the engines' other functions.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

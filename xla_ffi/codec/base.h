@@ -17,8 +17,8 @@
 #if defined(__CUDACC__)
 #define CGX_HD __host__ __device__ __forceinline__
 #else
-// always_inline: these functions are compiled once per instruction set. The linker must never keep an out-of-line
-// copy made for AVX-512 for everybody.
+// always_inline: these functions are compiled once per instruction set. Otherwise the linker could keep the copy for
+// AVX-512 as the only one.
 #define CGX_HD inline __attribute__((always_inline))
 #endif
 
@@ -44,7 +44,7 @@ enum class Kind : int32_t {
   kLossless = 10
 };
 
-// How TopK selects elements. Crosses the FFI boundary, too: jaxcgx/codecs/topk.py.
+// How TopK selects elements. It crosses the FFI boundary, too: jaxcgx/codecs/topk.py.
 enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
 
 // How each element of a vector becomes a code.
@@ -54,7 +54,7 @@ struct Dense {
                      // MicroFormat
   int64_t bucket_size = 0;  // elements that share their metadata; 0: one bucket for the whole piece
   bool stochastic = false;
-  bool skip_incomplete = false;  // an incomplete last bucket of a leaf travels raw
+  bool skip_incomplete = false;  // an incomplete last bucket of a leaf is sent raw
   bool compatible = false;
   bool rotate = false;  // buckets are rotated before they are quantized: codec/rotation.h
 };
@@ -63,7 +63,7 @@ struct Dense {
 struct Sparse {
   double ratio = 0;
   int64_t lists = 0;
-  bool top = false;  // a sum keeps its largest elements only; otherwise all that some rank has sent
+  bool top = false;  // true: a sum keeps only its largest elements; false: all that any rank has sent
   Select select = Select::kExact;
   double share = 0, lower = 0;
   int32_t refinements = 0;

@@ -12,12 +12,13 @@ struct Cast {
   static_assert(kFormat == DType::kBF16 || kFormat == DType::kF16, "Cast goes to a 16-bit format");
   static constexpr uint32_t kNaN = kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00;
 
-  // Adds `noise`, or a constant that rounds half to even, below the bits that stay. A carry into the exponent is right.
+  // Adds `noise`, or a constant that rounds half to even, below the bits that stay. A carry into the exponent is
+  // correct.
   template <class V, bool kStochastic>
   CGX_HD static typename V::I to_bits(typename V::F x, typename V::I noise) {
     using I = typename V::I;
     const I raw = bits(x);
-    // All NaNs become the first one, so that nothing overflows below.
+    // All NaNs become 0x7f800001, so that no addition below overflows.
     const I magnitude = min(raw & V::splat(0x7fffffff), V::splat(0x7f800001));
     constexpr int kDrop = kFormat == DType::kBF16 ? 16 : 13;
     I round_up = shr(magnitude, kDrop) & V::splat(1);
@@ -25,7 +26,7 @@ struct Cast {
     I code = shr(magnitude + round_up, kDrop);
     if constexpr (kFormat == DType::kF16) {
       code = min(code - V::splat(112 << 10), V::splat(0x7c00));
-      // Under 2^-14 a float16 counts steps of 2^-24.
+      // A float16 below 2^-14 is a multiple of 2^-24.
       const auto small = as_float(min(magnitude, V::splat(0x38800000)));
       const I denormal =
           kStochastic ? shr(round_int(small * V::splat(0x1p40f)) + noise, 16) : round_int(small * V::splat(0x1p24f));

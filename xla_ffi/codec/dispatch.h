@@ -1,5 +1,5 @@
-// From a codec's settings to its arithmetic, for the codecs with buckets: a row a codec. CPU and CUDA kernels, encoders
-// and decoders, are all instantiated from here.
+// Maps a codec's settings to its arithmetic: one row for each codec with buckets. All encoders and decoders of the CPU
+// and the CUDA kernels are instantiated from here.
 #pragma once
 
 #include "codec/absmax.h"
@@ -83,7 +83,8 @@ auto with_variant(const Codec& c, Fn f) {
     return with_width<C, kStochastic, traits.least_bits>(c, f);
 }
 
-// Calls f(variant) with the variant that encodes, and the one that decodes, which knows no rounding.
+// with_encoder calls f(variant) with the variant that encodes, with_decoder with the one that decodes, which has no
+// rounding.
 template <class Fn>
 auto with_encoder(const Codec& c, Fn f) {
   return with_grid_codec(c, [&](auto type) {

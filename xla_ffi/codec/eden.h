@@ -6,8 +6,8 @@
 // with bound * bound * variance < y * y; bounds are between neighbouring levels. unit = square / sum of |y| * level,
 // which makes the codec unbiased. Products in both sums are short_product.
 //
-// The order of both sums: in a block of codec/pack.h, the rows of a lane in order; then lane by lane block b and b + 1,
-// the sums of 2 blocks, of 4, and so on; then lanes j and j + 8, j + 4, j + 2, j + 1.
+// The order of both sums: first the rows of each lane of a block (codec/pack.h), in order. Then, for each lane, blocks
+// b and b + 1, then neighbouring sums of 2 blocks, of 4, and so on. Last, lanes j and j + 8, j + 4, j + 2, j + 1.
 #pragma once
 
 #include "codec/rotation.h"
@@ -34,7 +34,7 @@ CGX_HD constexpr float normal_bound(int bits, int i) {
   return (normal_level(bits, i - 1) + normal_level(bits, i)) * 0.5f;
 }
 
-// 16 random bits of two elements.
+// A seed of 23 bits, from the 16 random bits of each of two elements.
 CGX_HD uint32_t seed_of(uint32_t first, uint32_t second) { return first | (second & 0x7fu) << 16; }
 CGX_HD float sent_seed(uint32_t seed) { return float_of(0x3f800000u | seed); }
 CGX_HD uint32_t seed_sent_as(float x) { return bits_of(x) & 0x7fffffu; }

@@ -24,7 +24,7 @@ struct Float8 {
     return Element::template encode<V>(x * V::splat(g.inv));
   }
 
-  // The number of a code, before the scale. Codes that are never written follow the same formula.
+  // The number of a code, without the scale. Codes that no encoder writes are decoded alike.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
     return Element::template decode<V>(code);

@@ -2,8 +2,8 @@
 // Every codec with buckets decodes as base + unit * value(code).
 //
 // `unit` has 16 significant bits, rounded up. So unit * level is exact for levels of 8 bits, fused with the following
-// addition or not, and the largest value of a bucket never needs a level past the last. The price is up to 2^-15 of a
-// unit.
+// addition or not, and the largest value of a bucket never needs a level past the last. The cost: `unit` is
+// larger, by at most 2^-15 of itself.
 #pragma once
 
 #include "codec/base.h"
@@ -41,7 +41,7 @@ CGX_HD float unit_of(float range, float steps, float scale) {
 CGX_HD float largest_of(const Stats& s) { return max(abs(s.lo), abs(s.hi)); }
 
 // A grid from its unit in the scaled domain; the caller sets base and origin. `steps` is the largest value of a code:
-// if unit * steps overflowed, decoding would.
+// if unit * steps overflows, so does decoding.
 CGX_HD Grid make_grid(const Stats& s, float unit, float steps, float scale) {
   Grid g;
   g.scale = scale;

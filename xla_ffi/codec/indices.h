@@ -1,11 +1,12 @@
-// A list of indices in bytes: k of n, ascending. The index n means none and comes last.
+// A list of indices in bytes: k ascending indices below n. The index n means that an index is missing, and comes last.
 //
-// There are two forms, and n and k decide which one is shorter. Elias and Fano's has the low bits of each index as they
-// are, and the high bits as a row of bits, in which index j has a one at j + high. The other form has a bit for each of
-// the n elements. Rows of bits are 32-bit words, low bits first, zero behind their end. The low bits follow the row:
-// the lowest whole byte of all indices, then the next, then the bits above as a bucket of codes (codec/pack.h).
+// There are two forms. The shorter one is used, which n and k decide. The Elias-Fano form has the low bits of each
+// index as they are. Its high bits are in a row of bits, where index j sets bit j + high. The other form is a row with
+// one bit for each of the n elements. A row is made of 32-bit words, low bits first, and is zero behind its end. The
+// low bits follow the row: the lowest byte of all indices, then the next byte, then the bits above as a bucket of codes
+// (codec/pack.h).
 //
-// In bytes that no encoder wrote, an index that is not above all before it, or not below n, counts as none.
+// In bytes that no encoder wrote, an index counts as missing if it is not above all before it, or not below n.
 #pragma once
 
 #include "codec/pack.h"
@@ -17,7 +18,7 @@ CGX_HD int64_t bitmap_bytes(int64_t bits) { return div_up(bits, 32) * 4; }
 struct IndexList {
   int64_t n, k;
   int low = 0;         // low bits of an index
-  bool split = false;  // Elias and Fano's form
+  bool split = false;  // the Elias-Fano form
   int64_t bits = 0;    // of the row
   int64_t bytes = 0;   // of the whole list; 0 if k is 0 or n
 
@@ -32,7 +33,7 @@ struct IndexList {
   }
 
   CGX_HD bool is_implied() const { return k == 0 || k == n; }
-  // In Elias and Fano's form: the place of index j's one and of its byte i, and the packed codes.
+  // In the Elias-Fano form: the bit that index j sets, the place of its byte i, and the packed codes.
   CGX_HD int64_t one_of(int64_t j, int64_t index) const { return (index >> low) + j; }
   CGX_HD int64_t byte_at(int i, int64_t j) const { return bitmap_bytes(bits) + i * k + j; }
   CGX_HD int64_t packed_at() const { return byte_at(low / 8, 0); }

@@ -2,13 +2,13 @@
 //
 // A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Cuts are between
 // units: a bucket, or 512 elements if the codec has no buckets. The cut for chunk c is the first unit boundary at or
-// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece. With `shares`, the message is cut
-// into parts of bytes in that proportion, and every part into as many chunks of equal length.
+// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece. With `shares`, the message is first
+// cut into parts, whose bytes are in that proportion. Every part is cut into the same number of chunks of equal length.
 //
 // A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece
 // are aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All gaps are
-// zero. The overflow of Lossless follows the last piece. A piece of TopK is one bucket without metadata; for cutting,
-// it counts as its elements.
+// zero. The overflow of Lossless follows the last piece. A piece of TopK is one bucket without metadata. Cuts balance
+// its elements, not its bytes.
 #pragma once
 
 #include <vector>
@@ -33,7 +33,7 @@ struct Piece {
   int64_t meta;    // where its metadata, codes and raw tail begin: bytes from the chunk's beginning
   int64_t codes;
   int64_t tail;
-  int64_t overflow;  // where its blocks begin in the overflow if all before them use the most
+  int64_t overflow;  // where its overflow begins if all blocks before it use the most: bytes from the chunk's beginning
 };
 
 int64_t topk_bytes(const Codec& c, int64_t n);
@@ -53,7 +53,7 @@ struct Layout {
   std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
   std::vector<int64_t> overflow;  // of chunk c: where its overflow begins, behind all pieces
   std::vector<int64_t> end;       // of chunk c: where it ends
-  std::vector<int64_t> shares;    // of the parts, in proportion; empty: all chunks are alike
+  std::vector<int64_t> shares;    // of the parts; empty: there is one part
   int64_t chunk_bytes = 0;        // of the longest chunk
 
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }

@@ -1,11 +1,11 @@
-// Lossless: every element of a leaf, with all its bits. A piece is a head and the planes of its blocks of 512 elements:
-// the signs and mantissas as they are, and the first digit of every exponent. The other digits, of exponents far from
-// the block's center, are in the chunk's overflow, behind all pieces. Blocks use the overflow one behind another, so
-// what is used of a chunk is at its beginning.
+// Lossless keeps all bits of all elements. A piece is cut into blocks of 512 elements. It has the heads of the blocks,
+// then their planes: the signs and mantissas as they are, and the first digit of every exponent. An exponent far from
+// the block's center has more digits. They are in the chunk's overflow, behind all pieces. The overflow has no gaps
+// between blocks, so its unused part is at the end of the chunk.
 //
-// The head of a block is two bytes: its center, and half the bytes that it has of the overflow. Where the digits would
-// take more bytes than the upper bits of all exponents, these are there instead, and the first digits are the lower two
-// bits.
+// The head of a block has two bytes: the center, and half the number of the block's bytes in the overflow. If the
+// digits took as many bytes as the upper bits of all exponents, or more, the overflow has these upper bits instead, and
+// the planes have the lower two bits.
 #pragma once
 
 #include "codec/pack.h"
@@ -23,10 +23,10 @@ CGX_HD int64_t lossless_plane_bytes(DType d, int64_t n) {
   return packed_bytes(n, 2) + (d == DType::kF32 ? 3 * n : d == DType::kBF16 ? n : n + packed_bytes(n, 3));
 }
 
-// Bytes that a block has of the overflow, at most.
+// The most bytes that a block has in the overflow.
 CGX_HD int64_t lossless_most_bytes(DType d, int64_t n) { return div_up(packed_bytes(n, exponent_bits(d) - 2), 2) * 2; }
 
-// The same of a piece: the head and planes, and the overflow.
+// The same for a piece: its heads and planes, and its overflow.
 CGX_HD int64_t lossless_bytes(DType d, int64_t n) {
   return lossless_head_bytes(n) + n / kLosslessBlock * lossless_plane_bytes(d, kLosslessBlock) +
          lossless_plane_bytes(d, n % kLosslessBlock);
@@ -47,7 +47,7 @@ struct Lossless {
   CGX_HD static typename V::I exponent(typename V::I bits) {
     return shr(bits, kMantissa) & V::splat(kLargest);
   }
-  // The sign above the mantissa.
+  // The mantissa, and the sign above it.
   template <class V>
   CGX_HD static typename V::I rest(typename V::I bits) {
     return (bits & V::splat(kFraction)) | (shr(bits, kExponent) & V::splat(1 << kMantissa));
@@ -57,14 +57,14 @@ struct Lossless {
     return (rest & V::splat(kFraction)) | shl(exponent, kMantissa) | shl(shr(rest, kMantissa), kMantissa + kExponent);
   }
 
-  // From the sum and the number of the exponents other than 0: one above their mean.
+  // One above the mean of the exponents other than 0, from their sum and their number.
   CGX_HD static int32_t center(int32_t sum, int32_t number) {
     return number == 0 ? 0 : min(sum / number + 1, kLargest);
   }
 
-  // A code is 4 * level + digit. Level k has the digits 0 and 1 for the next two exponents below the center, and 2 for
-  // the next one above it: normally distributed numbers have about twice as many below. The digit 2 of level 2 is the
-  // exponent 0, that of zeros. An element has a digit 3 for each level before its own.
+  // A code is 4 * level + digit. From level to level, digits 0 and 1 are the next two exponents from the center down,
+  // and digit 2 is the next one above it: normally distributed numbers have about twice as many below. Digit 2 of level
+  // 2 is the exponent 0, which zeros have. An element has a digit 3 in each level before its own.
   template <class V>
   CGX_HD static typename V::I code(typename V::I exponent, int32_t center) {
     const auto down = V::splat(center) - exponent, up = exponent - V::splat(center);

@@ -30,8 +30,8 @@ struct Micro {
     return make_grid(s, unit_of(largest * scale, kSteps, scale), kSteps, scale);
   }
 
-  // The codes of the scales of blocks, from their largest magnitudes; infinity stands for everything that is not
-  // finite, which NVFP4's grid has caught.
+  // The codes of the blocks' scales, from the blocks' largest magnitudes. Infinity means that an element is not finite.
+  // With NVFP4, the whole bucket is NaN then: Grid::finite.
   template <class V>
   CGX_HD static typename V::I scale_code(typename V::F largest) {
     if constexpr (kPower) {
@@ -50,7 +50,7 @@ struct Micro {
       return Scale::template decode<V>(code);
     }
   }
-  // What the elements are multiplied by. Those of a block that is not finite have the code 0 anyway.
+  // The factor of the elements. In a block that is not finite, all elements have the code 0, whatever the factor is.
   template <class V>
   CGX_HD static typename V::F inverse(typename V::I code) {
     if constexpr (kPower)
@@ -70,7 +70,7 @@ struct Micro {
     return Element::template encode<V>(as_float(magnitude | (bits(y) & V::splat(INT32_MIN))));
   }
 
-  // The number of a code, before the scales.
+  // The number of a code, without the scales.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
     return Element::template decode<V>(code);

@@ -1,4 +1,4 @@
-// Small floating-point numbers as codes: a sign, an exponent with IEEE's bias, a mantissa, and denormals. No code means
+// Small floating-point numbers as codes: a sign, an exponent with IEEE's bias, a mantissa, and denormals. No code is
 // a NaN or an infinity.
 #pragma once
 
@@ -11,7 +11,7 @@ struct Minifloat {
   static constexpr int kSign = kExponent + kMantissa;  // the bit of the sign
   static constexpr int kBias = (1 << (kExponent - 1)) - 1;
   static constexpr int kDrop = 23 - kMantissa;
-  // 1 is kCount steps of the smallest denormal. Numbers below kNormal are counts of such steps.
+  // 1 is kCount times the smallest denormal. Numbers below kNormal are multiples of that denormal.
   static constexpr float kCount = static_cast<float>(1 << (kMantissa + kBias - 1));
   static constexpr int kNormal = (128 - kBias) << 23;
 
@@ -22,7 +22,7 @@ struct Minifloat {
     const I magnitude = bits(y) & V::splat(0x7fffffff);
     const I even = shr(magnitude, kDrop) & V::splat(1);
     const I normal = shr(magnitude + V::splat((1 << (kDrop - 1)) - 1 - ((127 - kBias) << 23)) + even, kDrop);
-    // Adding 2^23 steps rounds to a whole step.
+    // Adding 2^23 times the smallest denormal rounds to a multiple of it.
     const I denormal = bits(as_float(magnitude) + V::splat(8388608.0f / kCount)) - bits(V::splat(8388608.0f / kCount));
     const I code = select(less(magnitude, V::splat(kNormal)), denormal, normal);
     return code | (shr(bits(y), 31 - kSign) & V::splat(1 << kSign));
@@ -32,13 +32,13 @@ struct Minifloat {
   CGX_HD static typename V::F decode(typename V::I code) {
     const auto magnitude = shl(code & V::splat((1 << kSign) - 1), kDrop),
                sign = shl(code & V::splat(1 << kSign), 31 - kSign);
-    if constexpr (kExponent < 4) {  // many numbers are denormals, with which CPUs are slow
+    if constexpr (kExponent < 4) {  // many numbers are denormals, which are slow on CPUs
       const auto normal = magnitude + V::splat((127 - kBias) << 23);
       const auto one = V::splat(float_of((128 - kBias) << 23));  // the smallest normal number
       const auto denormal = bits(as_float(magnitude + bits(one)) - one);
       return as_float(select(less(magnitude, V::splat(1 << 23)), denormal, normal) | sign);
     }
-    // As those of a float32, exponent and mantissa are too small by 2^(127 - kBias), denormals included.
+    // Read as a float32, exponent and mantissa are too small by a factor of 2^(127 - kBias), also for denormals.
     return as_float(magnitude | sign) * V::splat(float_of((254 - kBias) << 23));
   }
 };

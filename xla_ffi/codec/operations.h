@@ -12,11 +12,11 @@ struct Encode {
   int64_t batch;
   const void* const* leaves = nullptr;
   const int64_t* leaf_ids = nullptr;        // key the noise of each leaf
-  const uint32_t* keys = nullptr;           // [batch, kKeyWords]; null where the codec draws no noise
+  const uint32_t* keys = nullptr;           // [batch, kKeyWords]; null if the codec draws no noise
   const float* const* residuals = nullptr;  // with feedback: added to the leaves before encoding
   float* const* new_residuals = nullptr;    // with feedback: what encoding lost; may be the same memory
   uint8_t* payload = nullptr;               // [batch, chunks, chunk_bytes]
-  void* workspace = nullptr;                // CUDA only: workspace_bytes(), on 16 bytes
+  void* workspace = nullptr;                // CUDA only: workspace_bytes() bytes, aligned to 16
 };
 
 struct Decode {
@@ -28,29 +28,29 @@ struct Decode {
 };
 
 // Sums one chunk of `ranks` messages in rank order, in fp32, and divides by `divisor`. The result is either fp32 leaves
-// (only where the layout has one chunk) or a new payload.
+// (only if the layout has one chunk) or a new payload.
 struct Reduce {
   const Layout& layout;
   int64_t batch, ranks;
   const uint8_t* payloads = nullptr;  // [batch, ranks, chunk_bytes]
-  const int32_t* where = nullptr;     // [batch, 2]: which chunk the payloads are; which rank's `own` replaces
-  const void* const* own = nullptr;   // that rank's whole leaves, raw; null: every payload counts
+  const int32_t* where = nullptr;     // [batch, 2]: the chunk of the payloads; the rank whose payload `own` replaces
+  const void* const* own = nullptr;   // that rank's whole leaves, raw; null: all payloads are summed
   float divisor = 1.0f;
   float* const* leaves = nullptr;
   uint8_t* payload = nullptr;         // [batch, of_sum(layout, ranks).chunk_bytes]
-  float* const* residuals = nullptr;  // with feedback: of whole leaves. The chunk's are added to the sum before the
-                                      // division, and replaced by what encoding lost
+  float* const* residuals = nullptr;  // with feedback, of whole leaves. Those of the chunk are added to the sum before
+                                      // the division, then replaced by what encoding lost
   const int64_t* leaf_ids = nullptr;
   const uint32_t* keys = nullptr;
   void* workspace = nullptr;
 };
 
-// Sets to 0 the elements that a TopK payload has.
+// Sets the elements of arrays whose indices are in a TopK payload to 0.
 struct Clear {
   const Layout& layout;
   int64_t batch;
   const uint8_t* payload = nullptr;  // [batch, chunks, chunk_bytes]
-  void* const* arrays = nullptr;     // sizes and dtypes of the leaves
+  void* const* arrays = nullptr;     // with the sizes and dtypes of the leaves
   void* workspace = nullptr;
 };
 

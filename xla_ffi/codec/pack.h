@@ -16,7 +16,7 @@ namespace jaxcgx {
 
 constexpr int kRows = 8, kLanes = 16, kBlock = kRows * kLanes;
 
-// Elements of a rotated bucket of n (codec/rotation.h): the next power of two, at least a block.
+// The size of a rotated bucket of n elements (codec/rotation.h): the next power of two, at least a block.
 constexpr int64_t kMostRotated = 4096;
 CGX_HD int64_t padded(int64_t n) {
   int64_t size = n > 0 ? kBlock : 0;
@@ -33,7 +33,7 @@ struct Words {
 
   CGX_HD void clear() { a = b = c = d = V::splat(0); }
 
-  // Once for each row: fields are added, which a GPU does in the same instruction as the shift.
+  // Call this once for each row: it adds the fields, because a GPU shifts and adds in one instruction.
   CGX_HD void put(int row, typename V::I code) {
     if constexpr (kBits == 8) {
       if (row < 4)

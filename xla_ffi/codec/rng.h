@@ -6,7 +6,8 @@
 // high (r odd) half of word r / 2. So one call gives eight elements 16 bits each, and 16 lanes are side by side.
 //
 // The key has a third word, an offset: it is added to the 16 bits of every element, modulo 2^16. Ranks that share the
-// two other words then have shares of the same random number, at equal distances: jaxcgx/exchange/keys.py.
+// two other words and have evenly spaced offsets then use the same random number, shifted by equal distances:
+// jaxcgx/exchange/keys.py.
 #pragma once
 
 #include "codec/base.h"

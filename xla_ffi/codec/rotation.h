@@ -1,9 +1,9 @@
-// The rotation of a bucket: its elements are multiplied by random signs and by a Hadamard matrix. Then they are
-// distributed almost normally, whatever they were. The bucket is padded with zeros to a power of two.
+// The rotation of a bucket: its elements are multiplied by random signs and by a Hadamard matrix. Afterwards their
+// distribution is almost normal, whatever it was before. The bucket is padded with zeros to a power of two.
 //
 // First the bucket is multiplied by a power of two that makes its largest magnitude at least 1 and below 2. Elements
-// below kDropped become 0, so that no sum is denormal. The transform has no factor: with size = 2^k elements it
-// multiplies a bucket's length by 2^(k/2). What is sent is divided by 2^ceil(k/2).
+// below kDropped become 0, so that no sum is denormal. The transform is not normalized: with size = 2^k elements it
+// multiplies the norm of a bucket by 2^(k/2). Unit and base are sent divided by 2^ceil(k/2).
 //
 // The order of the additions: elements size/2 apart, then size/4, and so on. On the way back the numbers are multiples
 // of 2^-9 below 4, or whole numbers below 256. Their sums are exact in any order.
@@ -27,7 +27,7 @@ CGX_HD int log_of(int64_t power) {
 }
 CGX_HD float power_of_two(int n) { return float_of(static_cast<uint32_t>(127 + n) << 23); }
 
-// What a bucket is multiplied by before it is rotated.
+// The factors of a bucket before it is rotated.
 struct Rotation {
   float scale, power, inverse;  // x * scale * power; inverse is 1 / power, or 0 for a bucket of zeros
 
@@ -42,10 +42,11 @@ struct Rotation {
   }
 };
 
-// The way back: element i becomes unit * value, with the sums of `value` over the rotated bucket; element 0 also base.
+// The way back: the transform of the decoded codes gives a sum for each element. value(sum) is the element before its
+// random sign. `base` is added to element 0 alone.
 struct RotatedMeta {
   float unit, down;    // `unit` is scaled up if it is tiny, and the product scaled down
-  float factor, base;  // of the sums; of the first element
+  float factor, base;  // factor: of the sums; base: of element 0
   uint32_t seed;
 
   CGX_HD RotatedMeta(float sent_unit, float sent_base, uint32_t seed, int log_size) : seed(seed) {
@@ -58,7 +59,7 @@ struct RotatedMeta {
   CGX_HD float value(float sum) const { return unit * (sum * factor) * down; }
 };
 
-// A product without its last eight bits: nothing can be fused with it.
+// A product without its last eight bits: the compiler can't fuse it with an addition.
 template <class V>
 CGX_HD typename V::F short_product(typename V::F a, typename V::F b) {
   return as_float(bits(a * b) & V::splat(~0xff));

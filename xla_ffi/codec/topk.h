@@ -35,7 +35,7 @@ CGX_HD int64_t ceil_of(double x) {
   return below + (static_cast<double>(below) < x);
 }
 
-// How many of n elements are sent, at most.
+// At most this many of n elements are sent.
 CGX_HD int64_t capacity(const Sparse& s, int64_t n) {
   const int64_t one = ceil_of(s.ratio * static_cast<double>(n));
   return one > 0 && s.lists >= div_up(n, one) ? n : s.lists * one;
@@ -66,7 +66,8 @@ struct Sample {
   }
   // `random`: 16 bits, those of the piece's last element.
   CGX_HD int64_t first(int32_t random) const { return random * stride >> 16; }
-  // By quantile: the first threshold is the sample's magnitude of this rank (1: the largest), at most kLargest.
+  // For Select::kQuantile: the first threshold is the sample's magnitude of this rank (1: the largest), at most
+  // kLargest.
   CGX_HD int64_t rank(int64_t n, int64_t k) const { return div_up(k * count, n); }
 };
 
@@ -80,9 +81,9 @@ CGX_HD float next_threshold(const Sparse& s, float t) {
 }
 
 // The first threshold by exponential distributions. `largest` is the sample's largest magnitude, at most kLargest; x is
-// a magnitude times scale_of(largest), 0 if that is denormal. From t = 0, `rounds` times: t += sum(x - t) * factor /
-// max(number, 1), over the x > t (over all x in the first round; others count as 0), in the order of codec/sign.h. The
-// threshold is t / scale_of(largest).
+// a magnitude times scale_of(largest), or 0 if that is denormal. t begins at 0. Each of `rounds` rounds adds sum(x - t)
+// * factor / max(number, 1) to t. The sum and the number are over the x > t, in the first round over all x. The sum has
+// the order of codec/sign.h, where the other x count as 0. The threshold is t / scale_of(largest).
 struct Exponential {
   int rounds = 1;
   float last;  // factor of the last round

@@ -1,5 +1,5 @@
-// The facts about each codec that the code around it needs: a row a codec. No other file asks which codec it has in
-// order to know one of these.
+// The facts about each codec that the code around it needs, one row for each codec. Other files ask for these facts,
+// not for the kind of the codec.
 #pragma once
 
 #include "codec/base.h"
@@ -17,8 +17,8 @@ struct Traits {
   int least_bits = 0, most_bits = 0;  // the range of Dense::bits; empty: there is no such codec
   int code_bits = 0;                  // width of a packed code; 0: Dense::bits
   int meta_floats = 0;                // metadata of a bucket, at most; 0: no buckets
-  int element_bytes = 0;              // of an element that travels as a number of another dtype; 0: it doesn't
-  bool raw = false;                   // elements travel as they are
+  int element_bytes = 0;              // of an element that is sent as another dtype; 0: it isn't
+  bool raw = false;                   // elements are sent as they are
   bool lossless = false;              // elements keep their bits (codec/lossless.h)
   bool sparse = false;                // a piece is a list of indices and a message of their values (codec/topk.h)
   bool whole = false;                 // bucket_size may be 0: a piece is one bucket
@@ -95,7 +95,7 @@ CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
 
-// Metadata of a bucket. Without any, the unit is 1.
+// The number of floats of metadata of a bucket. If it is 0, the unit is 1.
 CGX_HD int meta_floats(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   return traits.scales && c.bits != kNvfp4 ? 0 : traits.meta_floats;

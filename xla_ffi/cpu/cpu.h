@@ -1,4 +1,4 @@
-// The native operations on a CPU, without XLA: raw pointers in, bytes out. A Pool says how to run a task elsewhere.
+// The native operations on a CPU, without XLA: raw pointers in, bytes out. A Pool schedules tasks.
 #pragma once
 
 #include <functional>
@@ -8,11 +8,11 @@
 namespace jaxcgx::cpu {
 
 struct Pool {
-  int64_t threads;  // that can run tasks, including the caller's
+  int64_t threads;  // that can run tasks, the caller's included
   std::function<void(std::function<void()>)> schedule;
 };
 
-// `only`: this chunk alone, for a codec other than TopK; then the payload is [batch, chunk_bytes].
+// `only`: the only chunk to handle, for codecs other than TopK. Then the payload is [batch, chunk_bytes].
 void encode(const Encode& args, const Pool& pool, int64_t only = -1);
 void decode(const Decode& args, const Pool& pool, int64_t only = -1);
 void reduce(const Reduce& args, const Pool& pool);

@@ -28,7 +28,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
     k.add(x, a.residuals[i] + place(s, at), n, buffer);
     return buffer;
   };
-  // A loss that is not finite (an overflow, a NaN) is no rounding error: the old residual stays.
+  // A loss that is not finite (an overflow, a NaN) is not a rounding error: the old residual is kept.
   const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));

@@ -1,4 +1,4 @@
-// Encoding from whatever gives fp32 numbers: leaves (encode.cc) or the sum of payloads (reduce.cc).
+// Encoding of fp32 numbers from any source: leaves (encode.cc) or the sum of payloads (reduce.cc).
 #pragma once
 
 #include "codec/dispatch.h"
@@ -28,7 +28,7 @@ struct Target {
   const uint32_t* key(int64_t row) const { return keys + kKeyWords * row; }
 };
 
-// The bytes of a chunk that no bucket writes.
+// Clears the bytes of a chunk that no bucket writes.
 inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t at = l.meta_end[static_cast<size_t>(c)];
   const auto clear_to = [&](int64_t end) {
@@ -45,12 +45,12 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up does the rest
 }
 
-// The buffer of `fetch`: the numbers, and as many more for what `keep` needs besides them.
+// The size of the buffer of `fetch`: half of it is for the numbers, half for anything else that `keep` needs.
 constexpr int64_t kBuffer = 2 * kMostTogether;
 
 // `fetch(span, element, n, buffer)` returns n numbers of the leaf from `element` on, in `buffer` or in place.
-// `keep(span, element, n, numbers, decoded)` gets the encoded numbers as last fetched, and the numbers that they decode
-// to. It is called only if `keeps`.
+// `keep(span, element, n, numbers, decoded)` gets the numbers as last fetched, and what they decode to. It is called
+// only if `keeps`.
 template <class Fetch, class Keep>
 class Encoder {
  public:
@@ -149,7 +149,7 @@ class Encoder {
     const float* x = nullptr;
     Stats stats = empty();
     if (n <= kTile) x = fetch_(s, at, n, buffer);
-    if (meta_floats(codec_) > 0) {  // else all numbers have the same grid
+    if (meta_floats(codec_) > 0) {  // else all buckets have the same grid
       if (x != nullptr)
         k_.stats(x, n, &stats);
       else
@@ -185,7 +185,7 @@ class Encoder {
         g.unit = k_.normal_codes(y, size, codec_.bits, codes);
         g.base = sent_seed(seed);
       } else {
-        if (codec_.stochastic) {  // buckets begin with a block; the padding has the noise of the bucket again
+        if (codec_.stochastic) {  // buckets begin with a block; the padding repeats the noise of the bucket
           for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
         }
         stats = empty();
@@ -236,7 +236,7 @@ class Encoder {
     }
   }
 
-  // The noise of n elements from `at` on. Whole blocks are drawn, so that `at` may be anywhere.
+  // The noise of n elements from `at` on. `at` may be inside a block, so whole blocks are drawn.
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
     at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;
@@ -245,7 +245,7 @@ class Encoder {
     return noise + (at - first);
   }
 
-  // Raw, Cast and Lossless: an element at a time, no buckets.
+  // Raw, Cast and Lossless, which have no buckets.
   void plain(const Span& s) const {
     const DType dtype = plain_dtype(t_.layout, s);
     const bool lossless = is_lossless(codec_.kind), stored = s.raw || lossless;

@@ -6,7 +6,7 @@
 namespace jaxcgx::cpu {
 namespace {
 
-// Best first; each with whether this processor (and its operating system) can run it.
+// Best first. runs(): whether this processor and its operating system can run the kernels.
 struct Choice {
   const Kernels* kernels;
   bool (*runs)();

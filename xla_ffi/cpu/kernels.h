@@ -21,8 +21,8 @@ struct Terms {
   }
 };
 
-// out = so far + unit * value(code), one rank after another; "so far" is `base`, with kOnto the contents of out.
-// kAround: out will not be read soon and is written around the caches.
+// out = so_far + unit * value(code), one rank after another. so_far begins as `base`, with kOnto as the contents of
+// out. kAround: out will not be read soon, and is written past the caches.
 enum class Write { kOver, kOnto, kAround };
 using DecodeFn = void (*)(const Terms& terms, int64_t n, float base, float* out, Write write);
 using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
@@ -44,8 +44,8 @@ struct Kernels {
   float (*sum)(const float* x, int64_t n, float so_far);
   // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
   void (*noise)(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
-  // Counts the magnitudes that are at least `least` (bits). `find` also returns these numbers and their indices, of
-  // which x[0] has `first`; both arrays have room for n + 16.
+  // Counts the magnitudes that are at least `least` (bits). `find` also returns these numbers and their indices, where
+  // the index of x[0] is `first`. Both arrays have room for n + 16.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);
   int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
   // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old
@@ -57,11 +57,11 @@ struct Kernels {
   // first n numbers.
   void (*rotate)(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, float* out);
   void (*rotate_back)(float* values, int64_t n, const RotatedMeta& meta, float* out, Write write);
-  // The codes of codec/eden.h of a rotated bucket, and its unit; `size` is padded(n). `codes` holds packed codes.
+  // Writes the packed codes of a rotated bucket (codec/eden.h), and returns its unit. `size` is padded(n).
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
-  // A block of a Lossless piece, of n elements (512 at most), to its planes and to the overflow, of which it writes the
-  // number of bytes that it returns. `center` is the first byte of its head.
+  // Packs a block of a Lossless piece, of n elements (at most 512), to its planes and to the overflow. Returns the
+  // number of bytes that it writes to the overflow. `center` is the first byte of the block's head.
   int64_t (*pack_block)(DType dtype, const void* x, int64_t n, uint8_t* center, uint8_t* planes, uint8_t* overflow);
   void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
                        int64_t bytes, void* x);

@@ -92,7 +92,7 @@ void residual(const float* x, const float* y, const float* old, int64_t n, float
 void scale(const float* x, int64_t n, float factor, float* out) {
   map(n, out, [=](F a) { return a * splat_f(factor); }, x);
 }
-// Small numbers are scaled exactly before the division, like all numbers on the wire that may be denormal.
+// Small numbers are scaled exactly before the division, like all numbers that may be denormal (codec/base.h).
 void divide(const float* x, int64_t n, float divisor, float* out, Write write) {
   const auto op = [=](F a) {
     const M tiny = less(bits(a) & splat_i(0x7fffffff), bits(splat_f(kTiny)));
@@ -122,7 +122,7 @@ void stats(const float* x, int64_t n, Stats* s) {
     lo0 = min(lo0, filled), hi0 = max(hi0, filled);
     nan = nan | unordered(filled, filled);
   }
-  // min and max would drop a NaN, so it is kept as an infinite range.
+  // min and max drop NaNs, so a NaN is recorded as an infinite range.
   s->lo = any(nan) ? -__builtin_inff() : lowest(min(lo0, lo1));
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
@@ -280,7 +280,7 @@ CGX_HD void each_sign(int64_t n, uint32_t seed, Fn f) {
   }
 }
 
-// Every pass over a rotated bucket fetches a quarter of the next one, which memory then has time for.
+// Every pass over a rotated bucket prefetches a quarter of the next bucket, while memory is idle.
 CGX_HD void prefetch_quarter(const float*& ahead, int vectors) {
   for (int k = 0; k < vectors; k += 4, ahead += kLanes) __builtin_prefetch(ahead);
 }
@@ -367,7 +367,7 @@ void rotate_back(float* values, int64_t n, const RotatedMeta& meta, float* out, 
   });
 }
 
-// The sum of the terms of each block, a vector of lanes: the order is that of codec/eden.h.
+// The sum of the vectors of all blocks and of their lanes, in the order of codec/eden.h.
 float sum_of_lanes(F* of_block, int64_t blocks) {
   for (int64_t step = 1; step < blocks; step *= 2)
     for (int64_t b = 0; b < blocks; b += 2 * step) of_block[b] = of_block[b] + of_block[b + step];
@@ -381,8 +381,8 @@ float sum_of_lanes(F* of_block, int64_t blocks) {
   return lane[0];
 }
 
-// The levels, and the squares of the bounds: the number of bounds below is found bit by bit, and squares[b][i] is the
-// bound for bit b after the bits i above it.
+// The levels, and the squares of the bounds. The index of a level is found bit by bit, from the highest: squares[b][i]
+// is the bound that decides bit b if the bits above it are i.
 template <int kBits>
 struct NormalTables {
   alignas(64) float levels[kMostLevels] = {};
@@ -402,7 +402,7 @@ template <int kBits>
 float normal_codes_of(const float* x, int64_t size, uint8_t* codes) {
   constexpr int kHalf = 1 << (kBits - 1);
   F of_block[kMostRotated / kBlock];
-  of_block[0] = splat_f(0.0f);  // gcc doesn't see that there is a block
+  of_block[0] = splat_f(0.0f);  // gcc doesn't know that there is at least one block
   const int64_t blocks = size / kBlock;
   for (int64_t b = 0; b < blocks; ++b) {
     F total = splat_f(0.0f);
@@ -468,8 +468,8 @@ void normal_values(const uint8_t* codes, int64_t size, int bits, float* values) 
   kTable[bits - 1](codes, size, values);
 }
 
-// A level of Lossless: the digits of n codes, and the codes that the next level has. code(i, count...): those from i
-// on, 0 past the count.
+// A level of Lossless: writes the digits of n codes, and the codes of the next level, whose number it returns.
+// code(i, count...): the codes from i on, 0 past the count.
 template <class Code>
 CGX_HD int64_t put_level(Code code, int64_t n, int32_t* digit, int32_t* next) {
   int64_t later = 0;
@@ -550,10 +550,10 @@ void unpack_block_of(int64_t n, uint8_t center, const uint8_t* planes, const uin
   using L = Lossless<kType>;
   constexpr bool kWide = kType == DType::kF32;
   constexpr int64_t kMost = kLosslessBlock / kRows * 6;  // lossless_most_bytes
-  // Lists of digits, level after level. A digit 3 becomes the code that the next level has for it, plus 4.
+  // Lists of digits, level after level. A digit 3 is replaced by the code of its element in the next level, plus 4.
   alignas(64) int32_t code[kLosslessBlock + 4 * kMost + kLosslessBlock + kLanes];
   int32_t high[kLosslessBlock];
-  uint8_t padded[kMost + kLosslessBlock / 4];  // digits that no byte has are 0
+  uint8_t padded[kMost + kLosslessBlock / 4];  // digits past the last byte are 0
   unpack_codes<2>(planes, n, code);
   const bool raw = bytes == lossless_most_bytes(kType, n);
   if (raw) {
@@ -632,7 +632,7 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   const Grid g = grid;  // stores through `codes` can't change a copy
   const int64_t ahead = n;
   for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
-    // This bucket was already read for its statistics, so memory is idle: fetch the next one.
+    // This bucket was already read for its statistics, so memory is idle: prefetch the next one.
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) __builtin_prefetch(x + ahead + row * kLanes);
     Words<Vector, kBits> words;
@@ -722,9 +722,9 @@ struct ToNumber {
   CGX_HD I operator()(F y) const { return C::template quantize<Vector>(y); }
 };
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-// Of 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The exponent and two bits of the mantissa say which is nearest, as all
-// bounds between two of them are such numbers. A number on a bound goes to the even code: up if its mantissa begins
-// with 1.
+// For 4 bits the numbers are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The exponent and two bits of the mantissa tell which is
+// nearest, because the bounds between them need no more bits. A number on a bound goes to the even code: up if its
+// mantissa begins with 1.
 constexpr struct NumberTable {
   // By the last 5 bits of exponent and mantissa, of numbers from 1/16 to less than 16.
   alignas(64) int32_t codes[32] = {};

@@ -1,4 +1,4 @@
-// Lossless on a CPU: where the blocks of a chunk are, and whole stretches of elements (codec/lossless.h).
+// Lossless on a CPU (codec/lossless.h): the places of the blocks in a chunk, and kernels over stretches of elements.
 #pragma once
 
 #include <cstring>
@@ -9,7 +9,7 @@ namespace jaxcgx::cpu {
 
 inline DType dtype_of(const Layout& l, const Piece& p) { return l.leaves[static_cast<size_t>(p.leaf)].dtype; }
 
-// The bytes of the overflow that the blocks of elements begin .. end of a piece have; `begin` is that of a block.
+// The bytes in the overflow of the blocks of elements begin .. end of a piece. `begin` is the first of a block.
 inline int64_t overflow_of(const Layout& l, const Piece& p, const uint8_t* chunk, int64_t begin, int64_t end) {
   int64_t bytes = 0;
   for (int64_t at = begin; at < end; at += kLosslessBlock) {
@@ -25,8 +25,8 @@ inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64
          at / kLosslessBlock * lossless_plane_bytes(dtype_of(l, p), kLosslessBlock);
 }
 
-// Packs `count` elements of a piece from `begin` on, the first of a block. What they have of the overflow is where it
-// is if all blocks have the most; close_up moves it.
+// Packs `count` elements of a piece from `begin` on, the first of a block. It leaves room for the most bytes of every
+// block in the overflow. close_up removes the gaps.
 inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const void* x,
                           uint8_t* chunk) {
   const DType dtype = dtype_of(l, p);
@@ -40,7 +40,7 @@ inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_
   }
 }
 
-// The reverse. `overflow` is where that of the first block is, and becomes that of the next one.
+// The reverse. `overflow`: where the overflow of the first block begins. It moves on to the block after the last one.
 inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const uint8_t* chunk,
                             int64_t* overflow, void* x) {
   const DType dtype = dtype_of(l, p);
@@ -53,7 +53,7 @@ inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int6
   }
 }
 
-// Moves what the blocks of a packed chunk have of the overflow, one behind another, and clears the rest.
+// Removes the gaps between blocks from the overflow of a packed chunk, and clears the rest.
 inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t end = l.overflow[static_cast<size_t>(c)];
   for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
@@ -70,7 +70,7 @@ inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
   if (l.chunk_bytes > end) std::memset(chunk + end, 0, static_cast<size_t>(l.chunk_bytes - end));
 }
 
-// For each span where the overflow of its first block is. chunk_of(span): the chunk in a payload.
+// For each span, where the overflow of its first block begins. chunk_of(span): the chunk in a payload.
 template <class ChunkOf>
 std::vector<int64_t> overflows(const Layout& l, const Spans& spans, ChunkOf chunk_of) {
   std::vector<int64_t> begins;

@@ -9,8 +9,8 @@
 
 namespace jaxcgx::cpu {
 
-// A result in fresh memory faults once per page. For a decoded message this takes longer than decoding. With
-// transparent_hugepage=madvise, Linux gives large pages to those that ask, and this asks. Existing contents stay.
+// A result in fresh memory causes a page fault per page. For a decoded message they take longer than decoding. With
+// transparent_hugepage=madvise, Linux gives large pages only where they are asked for. Existing contents stay.
 inline void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;

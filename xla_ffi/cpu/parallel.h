@@ -1,4 +1,4 @@
-// Tasks over a pool, and the floating-point mode of the wire.
+// Tasks over a pool, and the floating-point mode of the wire format.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace jaxcgx::cpu {
 
-// XLA's threads flush denormals. The wire is plain IEEE: round to nearest, denormals kept.
+// XLA's threads flush denormals. The wire format is plain IEEE: round to nearest, denormals kept.
 class IeeeMode {
  public:
 #if defined(__SSE__)
@@ -55,7 +55,7 @@ inline void parallel_for(const Pool& pool, int64_t count, const std::function<vo
         IeeeMode mode;
         (*task)(i);
       }
-      // This locked addition also completes stores around the caches before the task counts as done.
+      // This locked addition also completes the stores past the caches, before the task counts as done.
       if (shared.done.fetch_add(1) + 1 == count) {
         std::lock_guard<std::mutex> lock(shared.mutex);
         shared.finished.notify_all();

@@ -57,7 +57,7 @@ class Reducer {
   }
 
  private:
-  // `last` is how `out` is written last. If there is a divisor, `undivided` gets the sum before the division.
+  // `last`: how the last write to `out` is done. If there is a divisor, `undivided` gets the sum before the division.
   void sum(const Stretch& x, float* out, float* undivided, Write last) const {
     const bool divides = a_.divisor != 1.0f;
     float* const to = divides ? undivided : out;
@@ -69,7 +69,8 @@ class Reducer {
     if (divides) k_.divide(to, x.n, a_.divisor, out, last);
   }
 
-  // Sums the bases of all ranks, then unit * value of one rank after another: the order is part of the wire.
+  // Sums the bases of all ranks, then adds unit * value of one rank after another: the order is part of the wire
+  // format.
   void sum_bucket(const Stretch& x, float* out, Write last) const {
     const Span& s = x.span;
     const int64_t rel = x.at - s.piece->start, index = rel / s.bucket, offset = rel % s.bucket, own = own_rank(s);
@@ -91,7 +92,7 @@ class Reducer {
     }
   }
 
-  // Rotated buckets are rotated back one after another.
+  // Rotates back and adds the bucket of one rank after another.
   void sum_rotated(const Stretch& x, const uint8_t* meta, const uint8_t* codes, float* out) const {
     std::fill(out, out + x.n, 0.0f);
     for (int64_t r = 0, own = own_rank(x.span); r < a_.ranks; ++r) {
@@ -124,7 +125,7 @@ class Reducer {
     }
   }
 
-  // Adds n elements to `out`; the first become it.
+  // Adds n elements to `out`. `first`: copies them to it instead.
   void put(const void* elements, DType dtype, int64_t n, bool first, float* out) const {
     if (first) return k_.load(dtype, elements, n, out);
     alignas(64) float buffer[kMostTogether];
@@ -132,7 +133,7 @@ class Reducer {
     k_.add(out, buffer, n, out);
   }
 
-  // The residuals become what encoding the sum x lost. If there is a divisor, the undivided sum follows x.
+  // Sets the residuals to what encoding the sum x lost. If there is a divisor, the undivided sum follows x in memory.
   void keep_lost(const Stretch& lost, const float* x, const float* decoded) const {
     float* const residual = in_leaf(a_.residuals, lost);
     if (a_.divisor == 1.0f) return k_.residual(x, decoded, residual, lost.n, residual);
@@ -141,7 +142,7 @@ class Reducer {
     k_.residual(x + kMostTogether, multiplied, residual, lost.n, residual);
   }
 
-  // Value `which` of a bucket's metadata in the payload of a rank; `meta` is where the first rank's are.
+  // Value `which` of a bucket's metadata in the payload of a rank. `meta`: the metadata of the first rank.
   float meta_of(const uint8_t* meta, int64_t rank, int which) const {
     float value;
     std::memcpy(&value, meta + rank * l_.chunk_bytes + 4 * which, 4);
@@ -175,7 +176,7 @@ class Reducer {
   const DecodeFn decode_codes_;
   const int meta_count_;
   const Spans spans_;
-  std::vector<std::vector<int64_t>> overflow_;  // of Lossless: by rank, for each span where its overflow begins
+  std::vector<std::vector<int64_t>> overflow_;  // for Lossless: by rank and span, where the overflow of the span begins
 };
 
 }  // namespace

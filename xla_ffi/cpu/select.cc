@@ -1,12 +1,12 @@
 // TopK's selection of elements.
 //
-// A sample gives a threshold. One pass finds the candidates, the elements that reach it: most likely all that are sent
-// and not many more. The rest of the work is among these. If the sample misleads (too few candidates, or more than
-// there is room for), the same is done among all elements, in a fixed number of passes: slower, but linear for any
-// numbers.
+// A sample gives a threshold. One pass finds the candidates: the elements that reach it. Most likely these are all
+// elements that are sent, and not many more. The remaining work is only on them. If the sample misleads (too few
+// candidates, or more than there is room for), the work is on all elements, in a fixed number of passes: slower, but
+// linear for any numbers.
 //
-// With feedback, the pass also writes new residuals, once there are certainly enough candidates; until then the old
-// ones may still be needed. A candidate keeps its old residual until it is known whether it is sent.
+// With feedback, the pass also writes new residuals, once it has found enough candidates. Before that, the old ones may
+// still be needed. A candidate keeps its old residual until it is known whether it is sent.
 #include <array>
 #include <cmath>
 #include <memory>
@@ -16,10 +16,10 @@
 namespace jaxcgx::cpu {
 namespace {
 
-constexpr int64_t kTogether = 16;  // stretches of a task
+constexpr int64_t kTogether = 16;  // stretches per task
 
-// The k-th largest magnitude, from three histograms, each of the next bits of the remaining magnitudes.
-// `visit(task, f)` calls f(numbers, count) for all numbers of a task.
+// The k-th largest magnitude, from three histograms. Each is of the next bits, for the magnitudes whose upper bits are
+// those already found. `visit(task, f)` calls f(numbers, count) for all numbers of a task.
 template <class Visit>
 uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   constexpr int kBits[] = {11, 10, 10};
@@ -48,8 +48,8 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
-// Of n elements, `count` are a sample, sorted from the largest down. Returns the position in it behind which the k
-// largest elements are most likely passed: the average position plus six standard deviations.
+// A sample has `count` of n elements, sorted from the largest down. Returns a rank in the sample that the k-th largest
+// of the n elements most likely doesn't exceed: its average rank plus six standard deviations.
 int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
   const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
   return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
@@ -90,10 +90,10 @@ class Selection {
     largest();
   }
 
-  // A threshold that the wanted elements and few others most likely reach. At least 1.
+  // A threshold that most likely all wanted elements reach, and few others. At least 1.
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
-    // Runs of elements are on fewer pages than single elements.
+    // A sample of runs touches fewer pages than one of single elements.
     constexpr int64_t kRun = 8;
     const int64_t runs = std::min<int64_t>(16384, n_ / 16) / kRun, rank = certain_rank(wanted_, n_, runs * kRun);
     if (rank >= runs * kRun) return 1;
@@ -117,7 +117,7 @@ class Selection {
                            : exponential(numbers.get(), of.count));
     for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
     const int64_t least = enough(how_, wanted_);
-    // The likely step, according to the sample.
+    // The step of the ladder that is most likely the right one, by the sample.
     size_t step = 0;
     const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.get(), of.count, ladder[i])); };
     while (step + 1 < ladder.size() &&
@@ -178,8 +178,8 @@ class Selection {
     });
     return numbers;
   }
-  // The k-th largest magnitude of n >= k numbers. Every 16th number suggests a threshold; the search is among the
-  // numbers that reach it, if there are k.
+  // The k-th largest magnitude of n >= k numbers. A sample of every 16th number gives a threshold. If at least k
+  // numbers reach it, the search is among them, else among all.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
     const auto among = [&](const float* x, int64_t count) {
       return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
@@ -211,8 +211,8 @@ class Selection {
   int64_t length(int64_t at) const { return std::min(kStretch, n_ - at); }
   const float* fetch(int64_t at, float* buffer) const { return numbers_.fetch(at, 1, length(at), buffer); }
 
-  // Finds candidates, the elements that reach `least`, while there is room. With `certain` candidates, nothing else can
-  // be sent.
+  // Finds candidates: the elements that reach `least`, while there is room. Once there are `certain` candidates, no
+  // other element can be sent.
   void find(uint32_t least, int64_t certain) {
     const int64_t room = std::min(n_, 8 * wanted_ + 16 * kStretch);
     index_.reset(new int32_t[static_cast<size_t>(room)]);
@@ -235,7 +235,7 @@ class Selection {
     least_ = least;
   }
 
-  // The wanted elements are not all candidates. No residual was updated then.
+  // For when some wanted elements are not candidates. Then no residual was updated.
   void forget() {
     for (Stretch& s : stretches_) s.has_candidates = false;
   }
@@ -273,7 +273,7 @@ class Selection {
     }));
   }
 
-  // Takes the elements above a magnitude, and the first ones that have it, up to the wanted number.
+  // Takes the elements above a magnitude, then the first ones that are equal to it, up to the wanted number.
   void take(uint32_t least) {
     const uint32_t above = least < kAnyNaN ? least + 1 : kMagnitude + 1;
     each_stretch([&](Stretch& s, int64_t at) {
@@ -311,7 +311,8 @@ class Selection {
     });
   }
 
-  // Writes the residuals that the pass has not: of candidates that are not sent, and of other stretches.
+  // Writes the residuals that the pass has not written: those of candidates that are not sent, and those of stretches
+  // that it did not update.
   void update() {
     each_stretch([&](const Stretch& s, int64_t at) {
       if (!s.updated) {

@@ -1,5 +1,5 @@
-// Sixteen numbers at a time, for the instruction set of the file that includes this: AVX-512, AVX2, or arrays that the
-// compiler turns into its vectors (SSE2, NEON). The operations are those of codec/base.h.
+// Vectors of sixteen numbers, for the instruction set of the file that includes this: AVX-512, AVX2, or the vector
+// extension of gcc and clang (SSE2, NEON). The operations are those of codec/base.h.
 //
 // Included once per instruction set, in a namespace of its own (JAXCGX_ISA), and nowhere else.
 #pragma once
@@ -86,7 +86,7 @@ CGX_HD F swap_lanes(F x) {
   if constexpr (kApart == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
   if constexpr (kApart == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
 }
-// table[i] of 32 numbers, of which i names one of the first kUsed.
+// table[i], where the table has 32 numbers and i is less than kUsed.
 template <int kUsed>
 struct Table {
   __m512 low, high;
@@ -96,11 +96,11 @@ struct Table {
     return {_mm512_permutex2var_ps(low, i.v, high)};
   }
 };
-// Lane i: the highest lane of x[i], which is not negative. Lanes from kMany on are anything.
+// Lane i: the highest lane of x[i]. No lane of x is negative. Lanes from kMany on are undefined.
 template <int kMany>
 CGX_HD I highest_of_each(const I (&x)[kMany]) {
   static_assert(kMany == 4 || kMany == 8);
-  __m512i v[kMany / 2];  // in every step twice as many x share a vector, each with half as many lanes
+  __m512i v[kMany / 2];  // each step doubles the number of x that share a vector, and halves the lanes of each
   for (int i = 0; i < kMany / 2; ++i)
     v[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0x44),
                             _mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0xee));
@@ -115,8 +115,8 @@ CGX_HD I highest_of_each(const I (&x)[kMany]) {
 }
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
-// Philox multiplies 32 by 32 bits, which vector units do for every other lane. So its words are two vectors of 64-bit
-// lanes, whose upper halves are ignored.
+// Philox multiplies 32 by 32 bits. Vector units do that for every other lane. So a word is two vectors of 64-bit lanes,
+// whose upper halves are ignored.
 struct PhiloxWord {
   __m512i even, odd;
 };
@@ -143,12 +143,12 @@ CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   return __builtin_popcount(m.v);
 }
 
-// The same of one vector.
+// The same for one vector.
 CGX_HD int compress(M m, I x, int32_t* to) {
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(m.v, x.v));
   return __builtin_popcount(m.v);
 }
-// The reverse: the lanes of the mask, one after another from memory. The others are 0.
+// The reverse: loads the lanes of the mask, one after another. The other lanes are 0.
 CGX_HD I expand(M m, const int32_t* from) { return {_mm512_maskz_expandloadu_epi32(m.v, from)}; }
 
 #elif defined(__AVX2__)

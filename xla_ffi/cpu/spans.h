@@ -12,10 +12,10 @@ namespace jaxcgx::cpu {
 
 constexpr int64_t kSpan = Sign::kSumGroup;       // elements of a span, at most
 constexpr int64_t kTile = 2048;                  // elements that fit the first cache while they are handled
-constexpr int64_t kMostTogether = kMostRotated;  // elements that are fetched at a time, at most: a rotated bucket
+constexpr int64_t kMostTogether = kMostRotated;  // elements fetched at a time, at most: a rotated bucket
 constexpr int64_t kTask = 32768;                 // elements of a task, at least
 
-// How float32 leaves are written. Large ones would not stay in the caches, and are written around them.
+// How float32 leaves are written. Large ones would not stay in the caches, and are written past them.
 inline Write write_of_leaves(const Layout& layout, int64_t batch) {
   constexpr int64_t kStreamElements = int64_t{2} << 20;
   int64_t elements = 0;

@@ -59,7 +59,7 @@ Listed read_indices(const IndexList& l, const uint8_t* in) {
       int64_t index = bit;
       if (l.split) {
         const int64_t high = bit - place;
-        if (high > l.n >> l.low) break;  // this index and all that follow are none
+        if (high > l.n >> l.low) break;  // this index and all that follow count as missing
         index = high << l.low | int64_t{low[static_cast<size_t>(place)]} << l.low / 8 * 8;
         for (int i = 0; i < l.low / 8; ++i) index |= int64_t{in[l.byte_at(i, place)]} << 8 * i;
       }
@@ -90,7 +90,7 @@ Elements read(const Codec& c, int64_t n, const uint8_t* bytes, const Pool& pool)
   return {std::move(listed.index), std::move(values)};
 }
 
-// Calls f(piece, row) for the pieces of `chunks` chunks from first_chunk(row) on. A task has several small pieces.
+// Calls f(piece, row) for the pieces of `chunks` chunks from first_chunk(row) on. Small pieces share a task.
 template <class FirstChunk, class Fn>
 void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t chunks, const Pool& pool, Fn f) {
   struct Task {
@@ -139,12 +139,12 @@ struct Piecewise {
   const Layout& layout;
   uint8_t* chunk;
   const int64_t* leaf_ids;
-  const uint32_t* key;  // of its row; null without any
+  const uint32_t* key;  // of its row; may be null
 };
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + kKeyWords * row; }
 
-// Writes the list of indices and the values of a piece; `sent` grows to the list's length. If `keeps`, calls
+// Writes the list of indices and the values of a piece, and extends `sent` to the list's length. If `keeps`, calls
 // keep(first, n, decoded) with the numbers that the n values from `first` on decode to.
 template <class Keep>
 void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
@@ -171,7 +171,7 @@ void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, 
   Encoder(target, fetch, told, keeps).run(Spans(layout, 1, [](int64_t) { return int64_t{0}; }, 1), pool);
 }
 
-// The elements to send of a piece.
+// Chooses the elements of a piece that are sent.
 Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, float* new_residual, const Pool& pool) {
   const Sparse& s = to.layout.codec.sparse;
   int32_t random = 0;
@@ -184,7 +184,7 @@ Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, flo
   return select(numbers, capacity(s, p.coded), s, random, new_residual, pool);
 }
 
-// Updates the residuals of elements that were sent: n from `first` on, which had the numbers x.
+// Updates the residuals of n elements that were sent, from `first` on. x: their numbers before encoding.
 void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x, const float* decoded,
                  float* residual) {
   float old[kTile];

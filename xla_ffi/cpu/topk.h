@@ -19,7 +19,7 @@ struct Numbers {
   const float* residual;  // may be null
   float divisor;
 
-  // `count` numbers, every stride-th from `first` on: in `buffer`, or in place.
+  // `count` numbers, every stride-th from `first` on. The result is `buffer`, or points into x.
   const float* fetch(int64_t first, int64_t stride, int64_t count, float* buffer) const;
 };
 
@@ -38,7 +38,7 @@ constexpr int64_t kStretch = 4096;  // elements that a thread selects from at a 
 Elements select(const Numbers& numbers, int64_t k, const Sparse& how, int32_t random, float* new_residual,
                 const Pool& pool);
 
-// Updates residuals likewise, for the n numbers x from element `first` on.
+// Updates residuals in the same way, for the n numbers x from element `first` on.
 void update_unsent(const float* x, const float* old, int64_t first, int64_t n, const Elements& sent, float* updated);
 
 }  // namespace jaxcgx::cpu

@@ -15,7 +15,7 @@ struct Cuda {
     return cuda::workspace_bytes(layout, batch, payloads, encodes);
   }
 
-  // `where` is on the device: the kernel checks it, and answers with NaNs.
+  // `where` is on the device. The kernel checks it: if it is out of range, the result is NaNs.
   static ffi::Error check_where(const int32_t*, const Message&, int64_t, bool) { return ffi::Error::Success(); }
 
   static ffi::Error encode(Context stream, const Encode& args) {
@@ -41,7 +41,7 @@ struct Cuda {
                           no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
       case cudaErrorInsufficientDriver:
       case cudaErrorUnsupportedPtxVersion: {
-        int driver = 0;  // it answers without a GPU, too; 0: there is none
+        int driver = 0;  // the call works without a GPU, too; 0: there is no driver
         cudaDriverGetVersion(&driver);
         return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
       }

@@ -12,8 +12,8 @@ inline std::string no_code_message(const std::string& op, const std::string& bui
          "CMAKE_CUDA_ARCHITECTURES";
 }
 
-// The versions as CUDA writes them, such as 13000 and 12040. The driver has to know the release that a build was made
-// with: for machine code its major number, for PTX all of it.
+// The versions as CUDA writes them, such as 13000 and 12040. For machine code, the driver must support the major
+// version of the release that a build was made with; for PTX, the release itself.
 inline std::string old_driver_message(const std::string& op, int built, int driver) {
   const auto release = [](int version) {
     return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);

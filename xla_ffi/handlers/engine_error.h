@@ -1,4 +1,4 @@
-// Errors of the engines between processes, as XLA's.
+// Converts errors of the engines in shm/ and tcp/ to XLA's.
 #pragma once
 
 #include <string>

@@ -16,7 +16,7 @@ using Sizes = ffi::Span<const int64_t>;
 
 constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
 constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
-constexpr int64_t kMostShares = 1 << 30;    // of all chunks together: their product with a chunk's can't overflow
+constexpr int64_t kMostShares = 1 << 30;    // sum over all chunks: its product with a chunk's share can't overflow
 constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
@@ -28,7 +28,7 @@ inline ffi::Error invalid(const std::string& op, const std::string& what) {
     if (ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
-// What is wrong with a codec; empty: nothing.
+// The fault of a codec; empty: there is none.
 inline std::string fault_of(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   if (c.bits < traits.least_bits || c.bits > traits.most_bits) {
@@ -66,14 +66,14 @@ inline std::string fault_of(const Codec& c) {
   return values.empty() ? values : "values: " + values;
 }
 
-// What a message is. `ids` are the caller's.
+// A checked message. `ids` are in the caller's memory.
 struct Message {
   Layout layout;
   Sizes ids;
   int64_t batch;
 };
 
-// What describes a message, not yet checked.
+// The attributes of a message, not yet checked.
 struct Description {
   Codec codec;
   Sizes sizes, dtypes, ids, shares;
@@ -137,7 +137,7 @@ class Attributes {
       field = static_cast<T>(get<FieldType<T>>(codec, name));
       ++fields;
     });
-    // A field that no kernel reads would be a setting without effect.
+    // A field that no kernel reads would be a setting that is silently ignored.
     if (fault_.empty() && codec.size() != fields)
       fault_ = "attribute 'codec': got " + std::to_string(codec.size()) + " fields, expected " + std::to_string(fields);
     d.sizes = get<Sizes>("sizes");

@@ -34,7 +34,7 @@ void flush_denormals() {
 #endif
 }
 
-// Completes a result, in a thread that nobody else needs: XLA continues the program in it.
+// Completes a result in a thread that has no other work, because XLA continues the program in that thread.
 tcp::Done completes(ffi::Promise promise) {
   return [promise](const Status& status) {
     static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
@@ -83,7 +83,7 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, i
   return group;
 }
 
-// The tokens order a program's exchanges; they hold nothing.
+// The tokens only order the exchanges of a program.
 ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
@@ -117,16 +117,18 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   return future;
 }
 
-// A sum of messages is two calls, so that the program goes on between them, or ends: a later program may end the sum.
+// A sum of messages takes two calls, begin and end. The program goes on between them, or returns: a later program may
+// end the sum.
 //
-// begin: operands: leaves, residuals (with feedback), who takes part, keys (if the codec is stochastic: one, with
-// two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with feedback), a
-// ticket (two words, the same for each message of the batch), a token. The tokens order a program's exchanges.
+// begin: operands: leaves, residuals (with feedback), `who` as in make_group, keys (if the codec is stochastic: one,
+// with two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with
+// feedback), a ticket (two words, the same for each message of the batch), a token. The tokens only order the exchanges
+// of a program.
 // end: operands: the ticket, new residuals (with feedback), a token if it is ordered. Results: the sums (one_shot:
-// fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if it is ordered. A ticket of zeros says
-// that nothing has begun: the sums are zeros.
+// fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if it is ordered. With a ticket of zeros,
+// no sum has begun: the sums are zeros.
 
-// What is wrong with trees: [trees, ranks] parents, -1 of the root; empty: nothing.
+// The fault of trees, given as parents: [trees, ranks], -1 for a root. Empty: there is none.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
   const auto n = static_cast<int64_t>(parents.size());
   if (n == 0 || n % ranks != 0 || chunks % (n / ranks) != 0)

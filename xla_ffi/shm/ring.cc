@@ -21,13 +21,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// With four slots, no rank needs to tell what it has read. A rank that fills its slot for round r + 1 has seen the
-// others' slots for r - 1. Before filling those, they were done with round r - 3, which had the same slot.
+// With four slots, a rank needs not tell the others what it has read. A rank that fills its slot for round r + 1 has
+// seen the others' slots for r - 1. Before they filled those, they had read round r - 3, which used the same slot.
 constexpr int64_t kSlots = 4;
-// Large enough that a round waits little compared to its copying, small enough for the caches
+// Large enough that a round spends more time on copying than on waiting, small enough for the caches
 // (benchmarks/notes/shm.md).
 constexpr int64_t kSlotBytes = 256 << 10;
-constexpr int64_t kLine = 128;                 // processors fetch cache lines in pairs
+constexpr int64_t kLine = 128;                 // two cache lines: processors fetch them in pairs
 constexpr int kSpins = 2000;                   // about 20 us, the cost of a sleep and a wake
 constexpr std::chrono::milliseconds kNap{50};  // a waiting rank checks this often whether the other one lives
 
@@ -43,7 +43,7 @@ void pause() {
 #endif
 }
 
-// Rounds wrap around, and no two ranks are 2^31 of them apart.
+// The numbers of rounds wrap around. Two ranks are always less than 2^31 rounds apart.
 bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
@@ -54,12 +54,12 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
 void wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
-  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // pointers to no bytes may be null
+  if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));  // a pointer to 0 bytes may be null
 }
 
 }  // namespace
 
-// What ranks must agree on. It is in every slot, so that a rank sees a difference before it takes a byte.
+// The terms on which ranks must agree. They are in every slot, so that a rank sees a difference before it takes a byte.
 struct Ring::Terms {
   int64_t operation, argument, bytes, digest;
 
@@ -95,7 +95,7 @@ Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds 
 
 void Ring::leave() {
   uint32_t here = kHere;
-  // The child of a fork also has the mapping, but is no rank.
+  // The child of a fork also has the mapping, but is not a rank.
   if (control(rank_).process.load() != static_cast<uint32_t>(getpid())) return;
   control(rank_).state.compare_exchange_strong(here, kLeft);
   wake(control(rank_).written);
@@ -119,7 +119,7 @@ Ring::Slot& Ring::slot(int64_t rank, uint32_t round) const {
   return reinterpret_cast<Slot*>(memory_ + ranks_ * sizeof(Control))[rank * kSlots + round % kSlots];
 }
 
-// Why another rank gave up: a third one that died, if there is one.
+// Why another rank gave up: a rank that died, if there is one.
 std::string Ring::why() const {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     if (died(rank)) return ": " + name(rank) + " has ended";
@@ -203,7 +203,7 @@ Status Ring::exchange(const Exchange& e, const Terms& terms) {
   const int64_t step = step_of(e, ranks_);
   int64_t ahead = 0;
   // Writing is one slot ahead of reading: while the others take the last slot, this rank fills the next one. An
-  // exchange of no bytes also has a round, in which the ranks compare terms.
+  // exchange of 0 bytes has one round, too, in which the ranks compare terms.
   for (int64_t offset = 0; offset == 0 || offset < e.bytes; offset += step) {
     for (; ahead <= offset + step && (ahead == 0 || ahead < e.bytes); ahead += step) write(e, terms, ahead);
     if (Status error = read(e, terms, offset)) return error;
@@ -221,7 +221,7 @@ void Ring::write(const Exchange& e, const Terms& terms, int64_t offset) {
     copy(s.data, e.in + offset, bytes);
   }
   Control& mine = control(rank_);
-  // Sequentially consistent with a waiting rank, which counts itself among the sleepers, then reads the word.
+  // Sequentially consistent with a waiting rank, which adds itself to the sleepers, then reads the word.
   mine.written.store(++written_);
   if (mine.sleepers.load() > 0) wake(mine.written);
   // The rank's own part, while it may be in the caches.
@@ -273,7 +273,7 @@ Status Ring::wait(int64_t rank, const Terms& terms) {
       gone = error_of(Error::Kind::kGone, "gave up" + why());
     else if (Clock::now() >= deadline)
       gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
-    // A rank that finished the round before it went is not missed.
+    // A rank that finished this round before it left is no error.
     if (gone && !reached(w.load(), target)) error = gone;
     if (!gone) sleep_on(w, value);
   }

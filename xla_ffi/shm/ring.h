@@ -2,8 +2,8 @@
 //
 // Every rank has a ring of slots that it alone writes and the others read. An exchange is a number of rounds, the same
 // on every rank. In a round, a rank fills its next slot and takes its part of the others' slots. So a byte is written
-// once and read once by each receiver, through a few slots that stay in the caches. The rounds of the next exchange
-// follow directly.
+// once, and read once by each receiver. The few slots stay in the caches. The rounds of the next exchange follow
+// directly.
 //
 // The contents of shared memory are never trusted: they are compared with what this rank expects, and decide neither a
 // size nor an address. Every wait ends: a rank that died, left, gave up or is late is an error that names it.
@@ -31,7 +31,7 @@ struct Exchange {
   int64_t argument, bytes;
   const uint8_t* in;
   uint8_t* out;
-  int64_t digest = 0;  // of what all ranks must have in common besides
+  int64_t digest = 0;  // of everything else that must be the same on all ranks
 };
 
 constexpr int64_t kMostRanks = 1024;
@@ -40,17 +40,18 @@ class Ring {
  public:
   static int64_t bytes(int64_t ranks);
 
-  // memory: of bytes(ranks), shared by all ranks, zero before the first one joins.
+  // memory: bytes(ranks) bytes, shared by all ranks, zero before the first one joins.
   Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Call before the first exchange. Returns when every rank has joined. processes: of the ranks, to notice that one
+  // Call before the first exchange. Returns when every rank has joined. processes: those of the ranks, to notice if one
   // ends before it joins.
   Status join(const std::vector<int64_t>& processes);
 
-  // Ends every exchange of the others that needs this rank, as the destructor does, also while one is running here.
+  // Ends every exchange of the others that needs this rank, as the destructor does. May be called while an exchange is
+  // running here.
   void leave();
 
   // After an error, every further exchange returns it: the ranks may be in different rounds.

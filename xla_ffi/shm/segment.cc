@@ -13,7 +13,7 @@
 namespace jaxcgx::shm {
 namespace {
 
-// In front of the ring. It takes a page, so that the ring is aligned.
+// It precedes the ring, and takes a page, so that the ring is aligned.
 struct Header {
   static constexpr uint64_t kMagic = 0x6a61786367780001;  // "jaxcgx", and the version of what follows
   static constexpr int64_t kBytes = 4096;
@@ -22,7 +22,7 @@ struct Header {
   int64_t ranks;
 };
 
-// The memory can't shrink under a process that has mapped it.
+// With these seals, the memory can't shrink under a process that has mapped it.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 int64_t bytes_of(int64_t ranks) { return Header::kBytes + Ring::bytes(ranks); }
@@ -46,7 +46,7 @@ Or<std::string> create(int64_t ranks) {
     return Failure{"expected 1 to " + std::to_string(kMostRanks) + " ranks, got " + std::to_string(ranks)};
   Descriptor memory(memfd_create("jaxcgx", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.number < 0) return because("memfd_create");
-  // Allocate now: a page that is missing later would kill the process that touches it.
+  // Allocate now: if a page could not be allocated later, the process that touches it would be killed.
   if (const int error = posix_fallocate(memory.number, 0, bytes_of(ranks))) {
     return Failure{"no memory for the " + std::to_string(bytes_of(ranks)) + " bytes that " + std::to_string(ranks) +
                    " ranks share: " + std::strerror(error) + "; free some, or raise the limit of the container"};
@@ -92,7 +92,7 @@ Or<std::shared_ptr<Segment>> Segment::attach(const std::string& name, int64_t ra
     return Failure{"'" + name + "' is for " + std::to_string(header.ranks) + " ranks, got rank " +
                    std::to_string(rank) + " of " + std::to_string(ranks)};
   }
-  const Descriptor created(process == getpid() ? number : -1);  // open until the others have opened it
+  const Descriptor created(process == getpid() ? number : -1);  // stays open until all ranks have opened it
   void* memory = mmap(nullptr, bytes_of(ranks), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, file.number, 0);
   if (memory == MAP_FAILED) return because("mmap");
   std::shared_ptr<Segment> segment(new Segment(memory, ranks));

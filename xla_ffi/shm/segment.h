@@ -1,5 +1,5 @@
-// Memory that the processes of a host share. It has no name in any file system, so that it is gone with the last of
-// them, however they end.
+// Memory that the processes of a host share. It has no name in any file system, so it is freed when the last of them
+// ends, however they end.
 #pragma once
 
 #include <memory>

@@ -12,7 +12,7 @@ Or<int64_t> attach(const std::string& name, int64_t rank, const std::vector<int6
 // Leaves the other ranks.
 void detach(int64_t segment);
 
-// Leaves the other ranks of all segments, also while an exchange is running here: this process ends.
+// Leaves the other ranks of all segments, because this process ends. May be called while an exchange is running here.
 void leave();
 
 // Null after detach.

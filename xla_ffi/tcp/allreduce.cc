@@ -17,10 +17,10 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr int64_t kKind = 16;  // of the exchange, different from all in collectives.h; two_shot's is one more
+constexpr int64_t kKind = 16;  // kind of the exchange, different from all in collectives.h; for two_shot one more
 static_assert(kKind >= kOperations, "");
 
-// Kernels that run while bytes are under way. XLA's threads can't be used after a handler has returned.
+// Threads for kernels that run while bytes are under way: XLA's can't be used after a handler has returned.
 Threads& workers() {
   static auto& threads = *new Threads(std::max(1u, std::thread::hardware_concurrency()), run_soon);
   return threads;
@@ -31,7 +31,7 @@ const cpu::Pool& alone() {
   return pool;
 }
 
-// The buffers `row` messages behind the first's. `dtype`: of all of them, else that of each leaf.
+// The buffers of message `row`, from those of the first. `dtype`: of all of them, by default that of each leaf.
 template <class T>
 std::vector<T*> behind(const Layout& l, int64_t row, std::vector<T*> first, std::optional<DType> dtype = std::nullopt) {
   using Void = std::conditional_t<std::is_const_v<T>, const void, void>;
@@ -54,11 +54,11 @@ Allreduce::Outputs behind(const Layout& l, int64_t row, const Allreduce::Outputs
           behind(l, row, first.residuals, DType::kF32)};
 }
 
-// Memory for the elements that some chunks of a message have of its leaves.
+// Memory for the elements in some chunks of a message.
 class Part {
  public:
   Part() = default;
-  // `dtype`: of all leaves, else each has its own.
+  // `dtype`: of all leaves, by default that of each leaf.
   Part(const Layout& l, int64_t first, int64_t chunks, std::optional<DType> dtype = std::nullopt)
       : layout_(&l), dtype_(dtype), stretches_(l.leaves.size()) {
     for (int64_t k = l.first[static_cast<size_t>(first)]; k < l.first[static_cast<size_t>(first + chunks)]; ++k) {
@@ -70,7 +70,7 @@ class Part {
     int64_t bytes = 0;
     for (Stretch& s : stretches_) s.at = bytes, bytes += whole_lines(s.bytes);
     memory_.reset(new char[static_cast<size_t>(bytes)]);
-    // Where kernels find elements at the places that they have in whole leaves.
+    // Pointers from which kernels reach the elements at the places that they have in whole leaves.
     for (const Stretch& s : stretches_)
       whole_.push_back(reinterpret_cast<void*>(reinterpret_cast<intptr_t>(memory_.get()) + s.at - s.begin));
   }
@@ -116,7 +116,7 @@ class Part {
   std::vector<void*> whole_;
 };
 
-// What a message's sum needs between begin and end.
+// The memory of a message's sum between begin and end.
 struct Kept {
   std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
   uint32_t sum_key[kKeyWords] = {}, hop_key[kKeyWords] = {};
@@ -215,8 +215,8 @@ class Running : public std::enable_shared_from_this<Running> {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
         if (m.hop_key != nullptr) std::copy_n(m.hop_key, kKeyWords, kept.hop_key);
       }
-      // What others sum comes first. The ranks begin with different parts, so that not all send to the same one at
-      // once.
+      // The parts that other ranks sum come first. Each rank begins with another part, so that not all send to the same
+      // rank at once.
       for (const bool sums : {false, true}) {
         for (int64_t i = 1; i <= parts_; ++i) {
           const int64_t part = (rank_ + i) % parts_;
@@ -233,7 +233,7 @@ class Running : public std::enable_shared_from_this<Running> {
           if (!a_.two_shot) send_to_all(slot(false, part, piece), mine, sent_bytes(part, piece));
           kept.own[p].copy(chunk(part, piece), m.leaves);
           kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
-          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // nobody sends nothing
+          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // no rank sends 0 bytes
           one_less(part, piece);
         }
       }
@@ -265,7 +265,7 @@ class Running : public std::enable_shared_from_this<Running> {
   size_t index(int64_t part, int64_t piece) const { return static_cast<size_t>(part * all_ + piece); }
   int64_t slot(bool back, int64_t part, int64_t piece) const { return (back * parts_ + part) * all_ + piece; }
   uint8_t* place(uint8_t* base, int64_t part, int64_t piece) const { return base + (part * all_ + piece) * bytes_; }
-  // Where the payload of a rank is among those that this rank sums.
+  // The place of a rank's payload among those that this rank sums.
   int64_t row_of(int64_t part, int64_t rank) const {
     const std::vector<int64_t>& all = summed_[static_cast<size_t>(part)];
     return std::lower_bound(all.begin(), all.end(), rank) - all.begin();
@@ -274,7 +274,7 @@ class Running : public std::enable_shared_from_this<Running> {
     const auto p = static_cast<size_t>(part);
     return payloads_[p] + (piece * static_cast<int64_t>(summed_[p].size()) + row_of(part, rank)) * bytes_;
   }
-  // Those that this rank gets payloads from, the next rank first.
+  // The ranks from which this rank gets payloads, the next rank first.
   std::vector<int64_t> children(int64_t part) const {
     std::vector<int64_t> found = summed_[static_cast<size_t>(part)];
     if (found.empty()) return found;
@@ -329,7 +329,7 @@ class Running : public std::enable_shared_from_this<Running> {
     });
   }
 
-  // What writes to the outputs.
+  // For tasks that write to the outputs: they wait for end.
   void at_last(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -405,8 +405,8 @@ class Running : public std::enable_shared_from_this<Running> {
   std::vector<Allreduce::Outputs> outputs_;
   std::shared_ptr<Net::Running> running_;
   std::mutex mutex_;
-  bool ended_ = false;                       // whether there are outputs
-  std::vector<std::function<void()>> last_;  // that wait for them
+  bool ended_ = false;                       // outputs_ is set
+  std::vector<std::function<void()>> last_;  // tasks that wait for it
   Done done_;
   Completion completion_;  // parts: the exchange, encode, end, and each later task
 };

@@ -1,14 +1,15 @@
-// The sum of messages over ranks, in pieces: while some are under way, others are encoded, summed or decoded. The time
-// is little more than that on the wire. The bits are those of the operations one after another.
+// The sum of messages over ranks, in pieces: while some are under way, others are encoded, summed or decoded. So it
+// takes little more time than the wire does. The result has the same bits as the operations one after another.
 //
-// one_shot: every rank sends its message to all, which sum them. The pieces are the layout's chunks.
-// two_shot, by trees: the message has a part for each tree, and piece p of part t is chunk t * pieces + p of the
-// layout. Every rank sends it to its parent in the tree, which sums what it gets and its own, and encodes the sum. The
-// root's sum goes back along the tree to all ranks, which decode it. The schedule "two_shot" has a tree for each rank,
-// in which it is everybody's parent; an overlay has any trees.
+// one_shot: every rank sends its message to all ranks, which sum the messages. The pieces are the layout's chunks.
+// two_shot, by trees: the message has a part for each tree. Piece p of part t is chunk t * pieces + p of the layout.
+// A rank without children in the tree sends it to its parent. Every other rank sums its own piece and those of its
+// children, encodes the sum and sends it to its parent. The root's sum goes back along the tree to all ranks, which
+// decode it. The schedule "two_shot" has a tree for each rank, where that rank is the parent of all others; an overlay
+// may have any trees.
 //
-// A sum has two calls, begin and end. Between them it uses memory of its own alone, so the program goes on with the
-// buffers, and if it fails, with nothing that a sum still writes to.
+// A sum has two calls, begin and end. Between them it uses only its own memory. So the program may use its buffers, and
+// if it fails, no sum writes to memory that the program has freed.
 #pragma once
 
 #include "cpu/cpu.h"
@@ -28,18 +29,18 @@ struct Allreduce {
   struct Outputs {
     std::vector<float*> sums;       // of one_shot
     std::vector<void*> results;     // of two_shot
-    std::vector<float*> residuals;  // with sum_feedback: those of the first encoding, which become the sum's, too
+    std::vector<float*> residuals;  // with sum_feedback: of the first encoding; replaced where this rank sums
   };
 
   Layout layout;
   int64_t ranks, batch;
   bool two_shot;              // by trees, else one_shot
-  bool own = false;           // two_shot: a rank that sums adds its own part as it is
-  bool feedback = false;      // with residuals of the first encoding,
-  bool sum_feedback = false;  // and of the sum's
+  bool own = false;           // two_shot: a rank that sums adds its own part without encoding it
+  bool feedback = false;      // with residuals of the first encoding
+  bool sum_feedback = false;  // with residuals of the sum's encoding, too
   float divisor = 1.0f;
   bool overtakes = false;  // earlier exchanges
-  int64_t digest = 0;      // of what all ranks must have in common
+  int64_t digest = 0;      // of everything else that must be the same on all ranks
   std::vector<int64_t> ids = {};
   std::vector<int64_t> parents = {};        // two_shot: [trees, ranks], -1 of a root
   std::shared_ptr<uint8_t> workspace = {};  // workspace_bytes()
@@ -54,8 +55,8 @@ struct Allreduce {
 
 class Running;
 
-// Returns when this rank's messages are encoded, by the pool. `first`: the buffers of the first message; those of the
-// others follow each of them.
+// Returns when this rank's messages are encoded, by the pool. `first`: the buffers of the first message. In each
+// buffer, the other messages follow the first.
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,
                                const cpu::Pool& pool);
 

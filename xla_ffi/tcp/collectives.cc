@@ -36,7 +36,7 @@ void run(const std::shared_ptr<Net>& net, Group group, const Collective& c, Done
   e.done = [completion](const Status& status) { completion->part(status); };
   const auto running = net->begin(std::move(e));
   for (const int64_t other : others) net->send(running, other, 0, in(other), c.bytes);
-  // The rank's own part, while the others' are under way.
+  // The rank's own part is copied while the others are under way.
   if (c.bytes > 0 && goes(rank, rank))
     std::memcpy(out(rank), in(rank), static_cast<size_t>(c.bytes));
   else if (c.bytes > 0 && !waits)

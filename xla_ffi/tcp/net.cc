@@ -19,8 +19,8 @@ namespace {
 constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of what follows
 constexpr uint64_t kGaveUp = 0x6a61786367781023;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
-constexpr std::chrono::milliseconds kPaced{1};  // whether more may leave is checked this often
-constexpr int kBeats = 6;                       // silent ones, after which a process has vanished
+constexpr std::chrono::milliseconds kPaced{1};  // the pace is checked this often
+constexpr int kBeats = 6;                       // a process that is silent for this many has vanished
 
 const char* const kEnded = "has ended or left";
 
@@ -39,11 +39,11 @@ int64_t without_zeros(const uint8_t* data, int64_t bytes) {
 
 bool nonblocking(int socket) { return fcntl(socket, F_SETFL, O_NONBLOCK) == 0; }
 
-// A socket would take as much as its buffer holds, and a slow connection would be late with that. So it takes the next
-// slice when it has sent most of the last one.
+// A socket would accept as much as its buffer holds, and on a slow connection that much would be late. With this limit,
+// it accepts the next slice when it has sent most of the last one.
 void take_little(int socket) {
   const int most = kSlice;
-  setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most);  // only a matter of speed
+  setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most);  // failure is no error: it only affects speed
 }
 
 }  // namespace
@@ -112,7 +112,7 @@ void Net::forget() {
   events_ = Socket(), alarm_ = Socket();
 }
 
-// From any thread
+// Called from any thread
 
 void Net::leave() {
   post([this] { fail({Error::Kind::kGone, process_, "ends"}); });
@@ -162,7 +162,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
   });
 }
 
-// In the thread that moves the bytes
+// Called in the thread that moves the bytes
 
 void Net::run() {
   run_soon();
@@ -356,8 +356,7 @@ bool Net::expect(Peer& peer, Lane& lane) {
   return false;
 }
 
-// A connection has ended. What was sent on the others may still come, and tell why; it is not waited for longer than a
-// beat.
+// A connection has ended. Bytes on the others may still come, and tell why. They are not waited for longer than a beat.
 void Net::end(Peer& peer, Lane& lane, const std::string& how) {
   lane.ended = true;
   if (peer.ends.empty() || peer.ends == kEnded) peer.ends = how;
@@ -371,14 +370,14 @@ void Net::lose(Peer& peer, const std::string& how) {
   if (!peer.open.empty() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
 }
 
-// Counts its own beats, not the time: a process that was stopped itself knows nothing of the others.
+// Counts beats of this process, not time: a process that was stopped must not conclude that the others were silent.
 void Net::beat() {
   next_beat_ = Clock::now() + silence_ / kBeats;
   for (const auto& peer : peers_) {
     if (!peer || !peer->gone.empty()) continue;
-    uint8_t beats[4096] = {};                                     // more than may have come while the processes met
-    (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // one that finds no room is not missed
-    // A process that has closed this connection has closed the other one, too; that end is behind its data.
+    uint8_t beats[4096] = {};  // more than can have come while the processes connected
+    (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // if there is no room, no beat is needed
+    // A process that closed this connection has closed those for data, too. Their end comes behind their data.
     if (recv(peer->beats.number(), beats, sizeof beats, 0) >= 0) peer->heard = true;
     peer->silent = peer->heard ? 0 : peer->silent + 1;
     peer->heard = false;
@@ -414,7 +413,7 @@ void Net::look_at_the_clock() {
   }
 }
 
-// Connections are closed in one direction only, so that what was sent arrives.
+// Closes connections only for sending, so that bytes that were sent arrive.
 void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);

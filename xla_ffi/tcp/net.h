@@ -1,23 +1,23 @@
-// Exchanges among processes, each of which has TCP connections to every other: one or more for data, one for
-// heartbeats.
+// Exchanges among processes. Each process has TCP connections to every other: one or more for data, one for heartbeats.
 //
-// A message travels in slices. Every connection takes the next slice when it has sent its last one, and the receiver
-// puts each where it belongs. So on a long link, where a connection carries its window in each round trip and no more,
-// several carry several windows.
+// A message is sent in slices. Every connection takes the next slice when it has sent its last one, and the receiver
+// puts each slice in its place. On a long link, a connection carries at most one window per round trip, so several
+// connections carry several windows.
 //
-// One thread moves all bytes, on all connections at once: a link is used in both directions. It sends from and receives
-// into the caller's memory, without copies.
+// One thread moves all bytes, on all connections at once, so links are full-duplex. It sends from and receives into the
+// caller's memory, without copies.
 //
 // Two processes begin the exchanges that they share in the same order. So a message belongs to an exchange that has
 // begun here, too, or to a later one. A message for a later exchange waits in the socket, and so does everything behind
 // it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
 //
-// So data also waits in full sockets for a process that is late, which does not show whether it is alive. Heartbeats
-// show it: every process sends a byte now and then on their connection, and always reads what comes there. On a
-// connection for data, a heartbeat would wait behind the data. A process from which no connection brings anything has
-// vanished. The end of one connection for data is that of all, after what still comes on the others.
+// So data waits in full sockets for a process that is late, and the sender can't see whether that process is alive.
+// Heartbeats show it: every process sends a byte at intervals on the connection for heartbeats, and always reads there.
+// On a connection for data, a heartbeat would wait behind the data. A process has vanished if nothing comes from it on
+// any connection. If one connection for data ends, the process is gone, after the bytes that still come on the
+// others.
 //
-// A process may be paced: what it sends to all others together leaves as on a link of that rate.
+// A process may be paced: all that it sends leaves as on one link of that rate.
 //
 // Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
 // Every wait ends: a process that ended, left, gave up, vanished or is late is an error that names it.
@@ -71,7 +71,7 @@ struct Group {
   int64_t size() const { return static_cast<int64_t>(processes.size()); }
 };
 
-// What a process takes part in together with others. Between two of them, slots tell messages apart.
+// An exchange that several processes take part in. Slots tell apart the messages between two of them.
 struct Exchange {
   struct Receive {
     int64_t rank, slot;
@@ -86,13 +86,13 @@ struct Exchange {
   std::vector<Receive> receives;
   int64_t sends;  // how many there will be
 
-  // Called by the thread that moves the bytes, and must not block it. `received`: receives[i] is complete. `done`, once
-  // and last: everything is complete, or has failed; no memory is used after it.
+  // Called by the thread that moves the bytes, and must not block it. `received`: receives[i] is complete. `done`:
+  // everything is complete, or has failed. It is called once, as the last one, and no memory is used after it.
   std::function<void(size_t i)> received;
   std::function<void(const Status&)> done;
 
-  // What it sends goes before what earlier exchanges have not sent yet. The other ranks must begin it without having
-  // ended these.
+  // Its messages are sent before those that earlier exchanges have not sent yet. The other ranks must begin it without
+  // having ended the earlier ones.
   bool overtakes = false;
 
   // Zeros at the end of a message are not sent. The receiver writes them.
@@ -103,13 +103,13 @@ constexpr int64_t kMostProcesses = 1024;
 
 class Net {
  public:
-  // connections: by process; not used for this one. A process that sends nothing for `silence` has vanished. This one
-  // sends at most `pace` bytes a second; 0: no limit.
+  // connections: by process; that of this process is not used. A process that sends nothing for `silence` has vanished.
+  // This process sends at most `pace` bytes a second; 0: no limit.
   static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections,
                                        std::chrono::milliseconds silence, double pace = 0);
   ~Net();
 
-  // Ends every exchange, here with an error, and lets the others know. What was sent still arrives.
+  // Ends every exchange, here with an error, and tells the others. Bytes that were sent still arrive.
   void leave();
   // In the child of a fork: closes its copies of the sockets, which would keep the connections of a dead process open.
   void forget();
@@ -118,7 +118,7 @@ class Net {
   int64_t processes() const { return static_cast<int64_t>(peers_.size()); }
 
   class Running;
-  // After the first error, every exchange fails with it: the processes may be at different exchanges.
+  // After the first error, every exchange fails with that error: the processes may be at different exchanges.
   std::shared_ptr<Running> begin(Exchange exchange);
   // Sends to another rank. The exchange uses `data` until it is done.
   void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes);
@@ -160,8 +160,8 @@ class Net {
 
   std::vector<std::shared_ptr<Running>> running_;
   Pace pace_;
-  int64_t unsent_ = 0;  // messages that are not sent wholly
-  size_t turn_ = 0;     // of a peer
+  int64_t unsent_ = 0;  // messages that are not completely sent
+  size_t turn_ = 0;     // the peer that is first
   std::chrono::steady_clock::time_point next_beat_;
   std::optional<Trouble> trouble_;
   std::thread thread_;

@@ -1,4 +1,4 @@
-// The pace of what a process sends: as on a link of some rate, which passes nothing in advance.
+// Paces the bytes that a process sends, like a link with a rate, which passes nothing in advance.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace jaxcgx::tcp {
 
-// How many bytes may leave: as many as the link has passed since it became busy.
+// How many bytes may leave: the number that the link has passed since it became busy.
 class Pace {
  public:
   explicit Pace(double rate) : rate_(rate) {}
@@ -15,7 +15,7 @@ class Pace {
   bool limits() const { return rate_ > 0; }
   // A link that was idle becomes busy.
   void wake() { since_ = Clock::now(); }
-  // Of `wanted` bytes; 0 until it is worth a call.
+  // How many of `wanted` bytes may leave now. 0 if they are too few to be worth a call.
   int64_t allows(int64_t wanted) {
     if (!limits()) return wanted;
     const auto now = Clock::now();
@@ -33,7 +33,7 @@ class Pace {
  private:
   using Clock = std::chrono::steady_clock;
   static constexpr double kWorth = 1e-3;                        // seconds of the link
-  static constexpr std::chrono::milliseconds kMostBehind{100};  // what a thread that ran late makes up for
+  static constexpr std::chrono::milliseconds kMostBehind{100};  // a thread that ran late makes up for this much
 
   double rate_;
   Clock::time_point since_;

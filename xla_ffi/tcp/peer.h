@@ -1,4 +1,4 @@
-// What Net keeps of its peers and of the exchanges that are running.
+// The state that Net keeps of its peers and of the running exchanges.
 #pragma once
 
 #include <netinet/in.h>
@@ -26,7 +26,7 @@ constexpr int64_t kSlice = 128 << 10;  // bytes of a message that one connection
 // In front of every slice. Both ends have the same byte order.
 struct Net::Header {
   uint64_t magic;
-  int64_t number, kind, digest, slot, bytes;  // of the message. kGaveUp: slot is the process that was the reason
+  int64_t number, kind, digest, slot, bytes;  // of the message. kGaveUp: slot is the process that is the reason
   int64_t at;                                 // where the slice begins
 
   int64_t slices() const { return std::max(int64_t{1}, (bytes + kSlice - 1) / kSlice); }
@@ -44,7 +44,7 @@ class Net::Running {
 
   Exchange exchange;
   std::vector<Slices> slices;    // of the receives
-  std::vector<int64_t> numbers;  // by rank: of the exchanges with its process
+  std::vector<int64_t> numbers;  // by rank: this exchange's number among those with the rank's process
   std::vector<int64_t> coming;   // by rank: receives that are not complete
   int64_t steps = 0;             // receives and sends that are not complete
   Clock::time_point deadline;
@@ -91,19 +91,19 @@ struct Net::Peer {
   int64_t process;
   std::string host;
   std::vector<Lane> lanes;
-  size_t turn = 0;         // of a lane
+  size_t turn = 0;         // the lane that is first
   bool overtaken = false;  // messages have overtaken others
   Socket beats;
-  bool heard = true;                            // data since the last beat
-  int silent = 0;                               // beats without a sign of life
-  std::string ends;                             // how, once one lane has ended
-  bool ending = false;                          // since before the last beat
-  std::string gone;                             // how, once it is
+  bool heard = true;                            // something has come since the last beat
+  int silent = 0;                               // beats since something came
+  std::string ends;                             // the reason, once one lane has ended
+  bool ending = false;                          // `ends` was set before the last beat
+  std::string gone;                             // the reason, once the peer is gone
   int64_t begun = 0;                            // exchanges with this process
   std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
   std::deque<std::shared_ptr<Lane::Out>> outs;  // with slices that no lane has taken
 
-  // Nothing overtakes what a socket has already.
+  // Messages can't overtake bytes that are in a socket already.
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
     for (const Lane& lane : lanes) {

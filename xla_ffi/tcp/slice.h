@@ -1,4 +1,4 @@
-// How threads share processors with threads that compute.
+// The scheduling of threads that share processors with computing threads.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace jaxcgx::tcp {
 
-// Lets the calling thread run soon after it wakes, for a short time, in front of threads that compute: bytes wait for
-// what it does, and it does little. Linux has that from 6.12 on, and earlier ones ignore it.
+// Lets the calling thread run soon after it wakes, for a short time, before computing threads: bytes wait for its work,
+// which is short. This needs Linux 6.12. Earlier versions ignore it.
 inline void run_soon() {
 #if defined(__linux__) && defined(SYS_sched_getattr)
   struct {
@@ -23,9 +23,9 @@ inline void run_soon() {
     uint64_t runtime, deadline, period;
   } attributes{};
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
-  constexpr uint32_t kOther = 0, kBatch = 3;  // for the others a runtime is something else
+  constexpr uint32_t kOther = 0, kBatch = 3;  // in other policies, runtime has another meaning
   if (attributes.policy != kOther && attributes.policy != kBatch) return;
-  attributes.runtime = 100'000;  // ns of a slice, the least
+  attributes.runtime = 100'000;  // ns of a slice, the shortest that Linux allows
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 #endif
 }
