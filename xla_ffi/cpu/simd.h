@@ -298,8 +298,8 @@ struct I {
 using M = I;
 
 // Written out: gcc would leave a loop over the four in memory, and take three times as long to compile it.
-#define CGX_EACH(R, expression)                                                       \
-  const auto each = [&](int i) __attribute__((always_inline)) { return expression; }; \
+#define CGX_EACH(R, expression)                                                                        \
+  const auto each = [&]([[maybe_unused]] int i) __attribute__((always_inline)) { return expression; }; \
   return (R{{each(0), each(1), each(2), each(3)}})
 
 CGX_HD F splat_f(float x) { CGX_EACH(F, (F4{x, x, x, x})); }
