@@ -1,4 +1,4 @@
-"""From the axes that a caller names to the transport over them."""
+"""Finds the transport over the axes that a caller names."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jaxcgx.transports.xla import Axes
 
 
 def check_axes(op: str, axis_name: Any) -> Transport:
-    """The transport over the axes, every one of them bound."""
+    """The transport over the axes, all of which must be bound."""
     names = check_axis_names(op, axis_name)
     for name in names:
         try:
