@@ -1,26 +1,26 @@
-"""The time that an exchange takes. `schedule="auto"` decides by it, and so does the planner (report/advise.py).
+"""Estimates of the time of an exchange, for `schedule="auto"` and the planner (report/advise.py).
 
-A plan with `prefer="bytes"` decides by the bytes alone, for networks whose bytes cost money or much more than their
-latency.
+A plan with `prefer="bytes"` compares only bytes. It is for networks whose bytes cost money, or much more time than
+their latency.
 
-W ranks sum a message. It has `wire` compressed bytes, and had `raw` bytes of float32 before.
+W ranks sum a message of `raw` bytes in float32 and `wire` compressed bytes.
 
 - two_shot has two exchanges. In each a rank sends W - 1 rows of wire / W bytes. Kernels encode the message, add up one
   W-th of it from W ranks, encode that sum, and decode the whole.
 - one_shot has one exchange. A rank sends W - 1 rows of `wire` bytes. Kernels encode once and add up W messages. Two
   ranks send the same number of bytes as with two_shot, in one exchange instead of two, with one rounding instead of
   two. With more ranks it wins only while messages are so small that a row costs its latency, not its bytes.
-- ring sends as many bytes as two_shot, in W - 1 steps that wait for one another instead of one exchange, and rounds at
-  every step. Where any two ranks communicate at full speed it gains nothing, and over Gloo less than a tenth, so "auto"
-  never chooses it. It is for networks whose links form a ring.
+- ring sends as many bytes as two_shot, but in W - 1 steps that wait for one another, and rounds at every step. It is
+  for networks whose links form a ring. Where any two ranks communicate at full speed it gains nothing, and over Gloo
+  less than a tenth, so "auto" never chooses it.
 
-A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold everything that was sent.
-Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are then
-so dense that they need shorter indices, or none. Decoding a sparse message costs its bytes, not its elements, most of
-which are 0.
+A sparse codec may need more bytes for sums (`back`) than for leaves, because sums must hold every element that was
+sent. Both schedules then send nearly the same bytes, and one_shot wins. With many ranks two_shot wins again: sums are
+then so dense that they need shorter indices, or none. The time to decode a sparse message depends on its bytes, not on
+its elements, most of which are 0.
 
 The constants are those of a `Network` (transports/network.py): the plan's, or else 1 Gbit/s Ethernet between machines
-with a few cores. docs/planner.md has the formulas and what they were checked against.
+with a few cores. docs/planner.md has the formulas and the measurements they were checked against.
 """
 
 import dataclasses
@@ -34,18 +34,18 @@ from jaxcgx.native.tcp_sum import pieces_of
 from jaxcgx.transports.network import Network
 
 SCHEDULES = "two_shot", "one_shot", "ring"
-ENOUGH = 1.1  # two_shot, which rounds twice, must be that much faster than one_shot
+ENOUGH = 1.1  # two_shot rounds twice, so it must be faster than one_shot by this factor
 
 
 class Load(NamedTuple):
-    """What an exchange has to do."""
+    """The ranks and bytes of an exchange."""
 
     ranks: int
     raw: float  # bytes of the message in float32
     wire: float  # compressed bytes of the message
-    back: float | None = None  # compressed bytes of the sum; None: as many as `wire`
-    sparse: bool = False  # decoding costs the compressed bytes instead of the float32 bytes
-    whole: bool = False  # a leaf in a chunk is one bucket, and can't be cut into pieces
+    back: float | None = None  # compressed bytes of the sum; None: the same as `wire`
+    sparse: bool = False  # the time to decode depends on the compressed bytes, not on the float32 bytes
+    whole: bool = False  # a leaf in a chunk is one bucket, which can't be cut into pieces
 
     @property
     def both(self) -> float:
@@ -58,7 +58,7 @@ class Time(NamedTuple):
 
     kernels: float
     wire: float
-    pieces: int | None = None  # that overlap; None: kernels and wire take turns
+    pieces: int | None = None  # the pieces whose kernels and wire overlap; None: kernels and wire take turns
 
     @property
     def total(self) -> float:
@@ -68,7 +68,7 @@ class Time(NamedTuple):
 
 
 def wire(codec: Codec, leaves: Sequence[Any], mover: str | None = None) -> int:
-    """The compressed bytes of leaves on the wire. A leaf is anything with a shape and a dtype."""
+    """The compressed bytes of leaves. A leaf is anything with a shape and a dtype."""
     bytes_of = codec.likely_bytes if mover == "tcp" else codec.wire_bytes
     return sum(bytes_of(x.shape, x.dtype) for x in leaves)
 
@@ -77,7 +77,7 @@ def seconds(schedule: str, load: Load, network: Network) -> Time:
     """How long a sum to all ranks takes.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring"; "psum" of a codec of low rank, whose factors are `wire` bytes.
+      schedule: "one_shot", "two_shot" or "ring"; "psum" for a codec of low rank, whose factors have `wire` bytes.
       load: the message.
       network: the links and kernels.
     """
@@ -123,9 +123,9 @@ def plain_seconds(ranks: int, size: float, network: Network) -> float:
 
 
 def choose(load: Load, network: Network, prefer: str = "time") -> str:
-    """The schedule that takes the least time, or sends the fewest bytes where `prefer` is "bytes".
+    """The schedule that takes the least time, or with `prefer` "bytes" sends the fewest bytes.
 
-    It is one_shot, which rounds less often, if two_shot sends no fewer bytes, or isn't faster by a tenth.
+    It is one_shot, which rounds less often, unless two_shot is faster by a tenth, or sends fewer bytes.
     """
     if prefer == "bytes":
         return "one_shot" if load.wire <= load.both / load.ranks else "two_shot"
@@ -134,15 +134,15 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
 
 
 def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: int, mover: str | None = None) -> int:
-    """The bytes that a rank sends to others when a message is summed, exactly; where ranks differ, the most.
+    """The exact number of bytes that a rank sends to sum a message, the largest if ranks differ.
 
     Args:
-      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it, as
-        its sums are lax.psum's. So does Raw(), over Tcp for "ring" only.
+      schedule: "one_shot", "two_shot" or "ring", or over Tcp "tree" or an `Overlay`. A codec of low rank ignores it,
+        because lax.psum sums its factors. Raw() ignores it too, but over Tcp only "ring".
       codec: the codec.
       leaves: anything with a shape, a size and a dtype.
       ranks: the number of ranks.
-      mover: "tcp": over Tcp.
+      mover: "tcp" if Tcp moves the bytes.
     """
     others = ranks - 1
     if schedule == "tree":
@@ -154,7 +154,7 @@ def sent(schedule: str | Overlay, codec: Codec, leaves: Sequence[Any], ranks: in
         size = sum(x.size * x.dtype.itemsize if codec.raw else codec.wire_bytes(x.shape, x.dtype) for x in leaves)
         return round(2 * others / ranks * size)
     layout = Layout.of(codec, leaves, chunks=1 if schedule == "one_shot" else ranks)
-    if mover == "tcp" and schedule == "two_shot":  # shorter chunks are not filled up
+    if mover == "tcp" and schedule == "two_shot":  # shorter chunks are not padded
         total = sum(layout.ends)
         return max(total - own + others * back for own, back in zip(layout.ends, layout.of_sum(ranks).ends))
     back = 0 if schedule == "one_shot" else layout.of_sum(ranks).chunk_bytes

@@ -1,14 +1,14 @@
-"""How much a sum loses by being compressed, for each schedule and any number of ranks.
+"""The error of a compressed sum, for each schedule and any number of ranks.
 
 An encoding turns x into g x + noise. The gain g is 1 for codecs that round, and less for those that leave something out
-(TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. Both are measured, on a sample of what will be
-encoded: g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where y is what the other end decodes. So any codec will do.
-The second encoding of two_shot and each hop of a ring encode sums over ranks, with the noise that they have so far.
-These are distributed differently than what one rank has, so they have a gain and noise of their own.
+(TopK, Sign). The noise is orthogonal to x, and has the power w |x|^2. Both are measured on a sample of the numbers:
+g = <y, x> / |x|^2 and w = |y - g x|^2 / |x|^2, where the other end decodes y. So this works for any codec. The second
+encoding of two_shot and each hop of a ring encode sums over ranks, with their noise so far. Sums are distributed
+differently than the numbers of one rank, so their gain and noise are measured separately.
 
 Schedules add up noise. Ranks draw it independently. Nearest rounding draws none: ranks that have nearly the same
 numbers make the same errors, which don't average out. Correlated rounding makes errors that cancel. So the correlation
-of two ranks' noise is measured, too. That of correlated rounding is negative, and in inverse proportion to the number
+of two ranks' noise is measured, too. For correlated rounding it is negative, and inversely proportional to the number
 of ranks that exchange.
 
 The result is vNMSE: the expected |result - sum|^2 / |sum|^2, where `sum` is the exact one.
@@ -25,41 +25,41 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.exchange.keys import fold
 from jaxcgx.exchange.overlay import Overlay, Tree
 
-_GROUPS = 8  # of ranks whose sums are encoded
+_GROUPS = 8  # groups of ranks; the sum of each is encoded
 
 Array = np.ndarray[Any, Any]
 
 
 class Encoding(NamedTuple):
-    """What an encoding makes of x."""
+    """An encoding of x: gain * x + noise."""
 
     gain: float = 1
     noise: float = 0  # its power over that of x
-    alike: float = 0  # the correlation of the noise of two ranks; of correlated rounding, times the number of ranks
+    alike: float = 0  # the correlation of two ranks' noise; for correlated rounding, times the number of ranks
 
 
 class State(NamedTuple):
     """An estimate of a sum: gain * sum + noise."""
 
     gain: float = 1
-    noise: float = 0  # its power, where one rank's numbers have the power 1
+    noise: float = 0  # its power, relative to that of one rank's numbers
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _decoded(codec: Codec, rows: jax.Array, key: jax.Array) -> jax.Array:
-    """The rows, encoded and decoded. The key is as kernels take it: two words and an offset."""
+    """The rows, encoded and decoded. The key is two words, and an offset for correlated rounding."""
     keys = jax.vmap(lambda row: fold(key, row))(jnp.arange(len(rows)))
     return jax.vmap(codec.approximate)(rows, keys if codec.stochastic else None)
 
 
 class Losses:
-    """What a codec loses of the numbers of some ranks, and of their sums.
+    """The losses of a codec on the numbers of some ranks, and on their sums.
 
     Args:
-      sample: [ranks, ...], the numbers of at least two ranks, all different draws. A sum over more ranks than that is
-        taken to be distributed like the sum over all of these.
+      sample: [ranks, ...], different draws of the numbers of at least two ranks. A sum over more ranks is assumed to be
+        distributed like the sum over all of these.
       codec: the codec.
-      cut: how many parts the numbers are cut into. It matters to codecs whose bucket is all of a part.
+      cut: the number of parts that the numbers are cut into. It matters to codecs whose bucket is a whole part.
     """
 
     sample: Array
@@ -79,13 +79,17 @@ class Losses:
         self.known = {}
 
     def power(self, ranks: int) -> float:
-        """The power of a sum, where one rank's numbers have the power 1."""
+        """The power of a sum over some ranks, relative to that of one rank's numbers."""
         return float(ranks + ranks * (ranks - 1) * max(self.common, 0.0))
 
     def of(self, ranks: int, noise: float = 0) -> Encoding:
-        """What an encoding makes of a sum over some ranks that has noise, whose power over the sum's is given.
+        """The gain and noise of encoding a sum over some ranks.
 
-        It is measured for powers of two, and taken between them.
+        They are measured for powers of two and for all ranks of the sample, and interpolated between these.
+
+        Args:
+          ranks: the number of ranks.
+          noise: the power of the noise that the sum already has, over the sum's.
         """
         low = 1 << min(ranks, len(self.sample)).bit_length() - 1
         high = min(2 * low, len(self.sample))
@@ -96,7 +100,7 @@ class Losses:
         return Encoding(*((1 - part) * a + part * b for a, b in pairs))
 
     def encoded(self, state: State, ranks: int) -> State:
-        """The state after the estimate of a sum over some ranks is encoded."""
+        """The state after encoding the estimate of a sum over some ranks."""
         power = self.power(ranks)
         by = self.of(ranks, round(state.noise / (state.gain**2 * power), 3))
         noise = by.gain**2 * state.noise + by.noise * (state.gain**2 * power + state.noise)
@@ -108,7 +112,7 @@ class Losses:
             groups = min(_GROUPS, len(self.sample) // ranks)
             for i in range(groups):
                 x = self.sample[ranks * i : ranks * (i + 1)].sum(0)
-                if noise:  # as rounding makes it; where all gradients are 0 there is none
+                if noise:  # like that of rounding, which adds none where all gradients are 0
                     more = np.where(x == 0, 0, np.random.default_rng(i).uniform(-1, 1, x.shape))
                     scale = np.sqrt(noise * np.square(x).sum() / max(np.square(more).sum(), 1e-300))
                     x = x + np.asarray(scale * more, np.float32)
@@ -126,7 +130,7 @@ class Losses:
         return self.known[ranks, noise]
 
     def _encoded(self, x: Array, rank: int, offset: int) -> tuple[float, float, Array]:
-        """(gain, power of x, noise), with noise of the rank's own, or with its share of the same noise."""
+        """(gain, power of x, noise). Noise is the rank's own; for correlated rounding, its share of a common one."""
         rows = jnp.asarray(x if self.codec.whole else x[None])
         key = jnp.asarray([0, 0, offset] if self.codec.correlated else [0, rank], jnp.uint32)
         y = np.asarray(_decoded(self.codec, rows, key), np.float64).reshape(x.shape)
@@ -140,11 +144,10 @@ class Losses:
         """The vNMSE of a sum over all ranks.
 
         Args:
-          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`, of the exchange. Codecs of low rank have one
-            of their own.
-          ranks: how many exchange.
+          schedule: "one_shot", "two_shot", "ring", "tree" or an `Overlay`. Codecs of low rank ignore it.
+          ranks: the number of ranks that exchange.
           own: how a rank adds its own part, as in compressed_psum.
-          each: how many ranks' sum each of them has, in a hierarchy whose inner sums lose nothing.
+          each: in a hierarchy whose inner sums lose nothing, the number of ranks in each inner sum.
         """
         codec, total = self.codec, ranks * each
         if schedule == "tree" and not codec.low_rank:
@@ -168,16 +171,16 @@ class Losses:
         return float((1 - state.gain) ** 2 + state.noise / self.power(total))
 
     def _first(self, ranks: int, encoded: int, each: int, among: int) -> State:
-        """The sum of what ranks have, some of it encoded. among: how many ranks exchange."""
+        """The sum over `ranks` ranks, `encoded` of which encode their numbers. `among`: how many ranks exchange."""
         by = self.of(each)
         alike = by.alike / among if self.codec.correlated else by.alike
         noise = encoded * by.noise * self.power(each) * (1 + (encoded - 1) * alike)
         return State(1 - encoded / ranks * (1 - by.gain), noise)
 
     def _below(self, tree: Tree, rank: int, each: int, encoded: bool) -> tuple[State, int]:
-        """The sum at a rank of a tree before the rank encodes it, and over how many ranks it is.
+        """(the sum at a rank of a tree before it is encoded, the number of ranks in that sum).
 
-        encoded: whether a rank that sums adds its own part as others would see it.
+        encoded: whether a rank that sums encodes its own part first.
         """
         children = tree.children(rank)
         leaves = [child for child in children if not tree.children(child)]

@@ -1,11 +1,11 @@
 """Sums over several transports, each with its own codec: few bytes over the slow network, more over the fast one.
 
 By shards: a reduce-scatter over the inner ranks gives each of them a shard, which it exchanges with its peers on the
-other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so every network
-card works.
+other nodes. An all-gather over the inner ranks follows. Every inner rank sends over the outer network, so all network
+cards are used.
 
-By leaders (CGX's intra-broadcast): a sum over the inner ranks, then an exchange among the leaders, the inner ranks 0
-alone. They pass the bytes on to the other ranks, which decode the same.
+By leaders (CGX's intra-broadcast): a sum over the inner ranks, then an exchange among the leaders. The leader of a node
+is its inner rank 0. It passes the bytes on to the other ranks of the node, so all ranks decode the same bytes.
 
 Feedback covers the losses of the outermost exchange. Residuals are added before the innermost sum, so it doesn't matter
 which rank of a node holds one.
@@ -30,7 +30,7 @@ Stages = tuple[Stage, ...]
 
 
 def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Message:
-    """The leaves' sum over all stages, outermost first, divided. `net` is the transport over all of them.
+    """The divided sum of the leaves over all stages, outermost first. `net` is the transport over all of them.
 
     The result has the new residuals, and the momentum with 0 where the outermost exchange sent an element.
     """
@@ -46,7 +46,7 @@ def allreduce(net: Transport, stages: Stages, message: Message, how: Sum) -> Mes
 
 
 def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Array:
-    """The sum of an array that travels as it is, by shards.
+    """The uncompressed sum of an array, by shards.
 
     Args:
       nets: the transports, outermost first.
@@ -66,9 +66,9 @@ def plain_psum(nets: Sequence[Transport], x: jax.Array, tracked: bool) -> jax.Ar
     return _join([share], [whole])[0]
 
 
-# Every leaf is cut into a share for each inner rank. The codecs see a share as a leaf of its own, so its bits don't
-# depend on the rest of the message. Raw() stages send bytes, too: leaves share a message, and XLA has no reduce-scatter
-# of several arrays.
+# Every leaf is cut into a share for each inner rank. A codec encodes a share as a leaf of its own, so its bits don't
+# depend on the rest of the message. Raw() stages send encoded bytes, too: leaves share a message, and XLA has no
+# reduce-scatter of several arrays.
 def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
     inner = list(enumerate(stages))[1:]
     inwards = [stage.net for _, stage in reversed(inner)]
@@ -96,7 +96,7 @@ def _by_shards(stages: Stages, message: Message, how: Sum) -> Message:
 
 
 def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequence[int]) -> list[Any]:
-    """Momentum, cut as the leaves were, with 0 for every element that the node sent, by whichever of its ranks."""
+    """Momentum, cut as the leaves were, with 0 for every element that any rank of the node sent."""
     payload = sent.payload
     for stage in inner:
         payload = stage.net.all_gather(payload)
@@ -107,10 +107,10 @@ def _clear_shards(sent: Sent, inner: Stages, momentum: list[Any], sizes: Sequenc
 
 
 def _cut(x: jax.Array, sizes: Sequence[int], zeros: bool = False) -> jax.Array:
-    """[*sizes, share].
+    """x cut into equal shares, [*sizes, share].
 
-    The last number fills it up, because it changes neither a minimum nor a maximum. A sparse codec might send that
-    number, so zeros fill up the shares of such a codec.
+    The last number of x pads it, because it changes neither a minimum nor a maximum. A sparse codec might send that
+    number, so its shares are padded with zeros (`zeros`).
     """
     share = -(-x.size // math.prod(sizes))
     flat = x.reshape(-1)
@@ -147,7 +147,7 @@ def _by_leaders(net: Transport, stages: Stages, message: Message, how: Sum) -> M
 
 
 def sum_inside(stages: Stages, message: Message, own: str) -> list[Any]:
-    """The sums of float32 leaves over all stages except the outermost, whole, on every rank."""
+    """The whole sums of float32 leaves over all stages except the outermost, on every rank."""
     message = message.replace(residuals=None, momentum=None, factors=None)
     key = message.key
     for i, stage in reversed(list(enumerate(stages))[1:]):

@@ -1,14 +1,14 @@
 """Random keys of an exchange, as two words. No two encodings of an element share their noise.
 
-Correlated rounding (Suresh et al., 2022) is the exception. Of N ranks, rank r rounds with the noise
-u_r = (pi_r + u) / N, where u is uniform in [0, 1) and pi a random permutation of 0, ..., N - 1. So u_r is uniform as
+Correlated rounding (Suresh et al., 2022) is the exception. Rank r of N ranks rounds with the noise
+u_r = (pi_r + u) / N, where u is uniform in [0, 1) and pi is a random permutation of 0, ..., N - 1. So u_r is uniform as
 well, and each rank's rounding is unbiased. But the ranks' noise is evenly spread in [0, 1), so that their errors
 cancel.
 
-It is made as u_r = (U + s_r / N) mod 1. U is what the key draws for an element, the same for all ranks. s is a random
-permutation of the ranks, one for a message. For each element this has the distribution above: U turns s by a random
-number of places, whose fraction is u. Errors of different elements are uncorrelated, because they are unbiased for
-each s. Kernels only add the offset s_r / N, which is the third word of the key.
+Here u_r = (U + s_r / N) mod 1. The key draws U for an element, the same on all ranks. s is a random permutation of the
+ranks, one for a message. Each element has the distribution above: N U rotates s by its integer part, and u is its
+fraction. Errors of different elements are uncorrelated, because they are unbiased for each s. Kernels only add the
+offset s_r / N, which is the third word of the key.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ FIRST, SUM, BACK, HOP = 0, 1, 2, 3
 
 
 def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
-    """Two words that depend on the key's two words and the numbers. None for no key. An offset stays as it is."""
+    """The key folded with the numbers: two words. No key gives None. An offset is kept as the third word."""
     if key is None:
         return None
     folded = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
@@ -38,7 +38,7 @@ def fold(key: jax.Array | None, *numbers: Any) -> jax.Array | None:
 
 
 def first(key: jax.Array | None, codec: Codec, net: Transport) -> jax.Array | None:
-    """The key of a rank's first encoding: with noise of its own, or with the rank's share of the same noise."""
+    """The key of a rank's first encoding: its own or, for correlated rounding, a common key with the rank's offset."""
     if key is None or not codec.correlated:
         return fold(key, FIRST, net.rank)
     order: Any = fold(key, FIRST, 0)

@@ -1,6 +1,6 @@
-"""Sums of low rank (codecs/powersgd.py): the ranks send sums of factors, one sum of P and one of Q for a whole message.
+"""Sums of low rank (codecs/powersgd.py): ranks sum only factors, all P of a message at once, then all Q.
 
-Each rank multiplies its own numbers with the factors, and every rank computes the same result from the two sums. All
+Each rank multiplies its own numbers with the factors, and all ranks compute the same result from the two sums. All
 ranks share one basis. A rank's residual is its own numbers minus their projection on that basis. The two are
 orthogonal, so residuals stay bounded. The sum of all ranks' residuals is the error of the sum.
 
@@ -26,7 +26,7 @@ _LARGE = 2**20  # elements
 
 
 class _Stack(NamedTuple):
-    """Leaves that are matrices of one shape. They are multiplied together and compile as one."""
+    """Leaves that are matrices of one shape, so that one operation multiplies them all."""
 
     ids: list[int]  # positions in the message
     terms: list[jax.Array]  # float32[leaves, m, n]: the leaves, and their residuals. Their sum is sent.
@@ -34,7 +34,7 @@ class _Stack(NamedTuple):
 
 
 def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
-    """The leaves' sum over all stages, outermost first, divided, with the new residuals and factors."""
+    """The divided sum of the leaves over all stages, outermost first, with the new residuals and factors."""
     codec: Any = stages[0].codec  # one with the algebra of PowerSGD
     net, inner = stages[0].net, math.prod(stage.net.size for stage in stages[1:])
     terms = [[x.astype(jnp.float32) for x in message.leaves]]
@@ -78,7 +78,7 @@ def _stacks(codec: Any, message: Message, terms: list[list[Any]]) -> list[_Stack
         alike.setdefault((codec.matrix(x.shape), i if x.size > _LARGE else None), []).append(i)
     stacks: list[_Stack] = []
     for (shape, _), ids in alike.items():
-        # Terms are multiplied one by one and the products added: the sum of the terms would be one more array.
+        # Terms are multiplied one by one and their products are added. The sum of the terms would be one more array.
         stacked = [jnp.stack([term[i].reshape(shape) for i in ids]) for term in terms]
         if message.factors is None:
             q = jnp.zeros((len(ids), *codec.factor_shape(shape)), jnp.float32)

@@ -25,9 +25,9 @@ STATE = OWN + SHARED
 class Message:
     """Leaves that travel together, with their key and their state. A pytree.
 
-    `ids` are the numbers of the leaves in the caller's tree. They key the noise, so a leaf's bits don't depend on the
-    message that it is in. `key` is two words, or None where the codec draws no noise. Each kind of state is a list with
-    an array per leaf, or None.
+    `ids` are the numbers of the leaves in the caller's tree. A leaf's noise depends on its id, so its bits don't depend
+    on the message that it is in. `key` is two words, or None if the codec draws no noise. Each kind of state is a list
+    with one array per leaf, or None.
     """
 
     ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class Stage(NamedTuple):
     backward: Codec  # of the transpose
 
     def compared(self, message: "Message", how: Any) -> "Stage":
-        """The stage whose transport compares among the ranks what they send, and how."""
+        """The stage with a transport that compares what the ranks send, and how."""
         leaves = [(x.shape, x.dtype) for x in message.leaves]
         what = digest(self.schedule, self.codec, message.ids, leaves, how)
         return self._replace(net=self.net.labelled(int(what)))
@@ -76,7 +76,7 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The payload that this rank sent of its leaves."""
+    """The payload that this rank sent for its leaves."""
 
     layout: Layout
     payload: jax.Array

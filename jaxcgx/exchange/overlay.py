@@ -1,12 +1,11 @@
-"""Overlays: along which links the parts of a message travel.
+"""Overlays: the links that the parts of a message travel along.
 
 An overlay is a set of rooted trees over all ranks, each with a share of the message. A tree's part goes up from child
-to parent: every rank adds its own to what it got, and encodes the sum anew. The root's sum goes back down, the same
-bytes to all ranks.
+to parent: every rank adds its own part to those it received, and encodes the sum again. The root's sum goes back down,
+the same bytes to all ranks. A tree uses each of its links in both directions, whichever rank is its root.
 
-A tree uses each of its links in both directions, whichever rank is its root. So `two_shot` is an overlay, with a star
-around each rank; the owners of MultiGPS are stars around some ranks; and a ring is the paths that each leave out one of
-its links.
+`two_shot` is an overlay with a star around each rank. The owners of MultiGPS are stars around some ranks. A ring has
+the paths that leave out one of its links each.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from typing import Any
 
 from jaxcgx.checks import check_integer, is_integer, is_number, wrong
 
-MOST_SHARES = 2**20  # together; as xla_ffi/handlers/message.h has it
+MOST_SHARES = 2**20  # the shares of all trees together; xla_ffi/handlers/message.h has the same limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +23,8 @@ class Tree:
     """A rooted tree over ranks 0 to n - 1.
 
     Args:
-      parents: of each rank; -1 of the root.
-      share: of the message, in proportion to those of the other trees.
+      parents: the parent of each rank; -1 for the root.
+      share: the tree's share of the message, relative to those of the other trees.
     """
 
     parents: tuple[int, ...]
@@ -48,7 +47,7 @@ class Tree:
 
     @classmethod
     def of(cls, links: Iterable[tuple[int, int]], share: int = 1, root: int | None = None) -> "Tree":
-        """The tree that some links form. By default its root is the first one that makes it as flat as it can be."""
+        """The tree with these links. Without a root, it is the first rank that gives the least depth."""
         links = list(links)
         roots = range(len(links) + 1) if root is None else [root]
         return min((cls(_parents(links, root), share) for root in roots), key=lambda tree: tree.depth)
@@ -59,7 +58,7 @@ class Tree:
 
     @functools.cached_property
     def depths(self) -> tuple[int, ...]:
-        """The links between each rank and the root."""
+        """The number of links between each rank and the root."""
 
         def depth(rank: int) -> int:
             return 0 if self.parents[rank] < 0 else 1 + depth(self.parents[rank])
@@ -93,10 +92,10 @@ def _parents(links: list[tuple[int, int]], root: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Overlay:
-    """Trees that share a message. It takes the place of a schedule's name: `schedule=Overlay.owners(4, 2)`.
+    """Trees that share a message. Pass it instead of a schedule's name: `schedule=Overlay.owners(4, 2)`.
 
     Args:
-      trees: of the same ranks.
+      trees: trees over the same ranks.
     """
 
     trees: tuple[Tree, ...]
@@ -113,9 +112,9 @@ class Overlay:
         """Every rank sends each part of the message straight to the part's owner.
 
         Args:
-          ranks: how many there are.
-          owners: how many of them own a part, ranks 0, 1 ...; or a weight for each rank, to which the bytes of its part
-            are proportional, 0 where it owns none. None: all, alike.
+          ranks: the number of ranks.
+          owners: the number of owners, which are ranks 0, 1, ...; or a weight for each rank. The bytes of a rank's part
+            are proportional to its weight; weight 0 means no part. None: every rank owns an equal part.
         """
         ranks = check_integer("Overlay.owners", "ranks", ranks, 1)
         given: Any = ranks if owners is None else owners
@@ -135,7 +134,7 @@ class Overlay:
 
     @classmethod
     def ring(cls, order: Sequence[int]) -> "Overlay":
-        """Each rank exchanges with its two neighbours in an order of all ranks. The last one's next is the first."""
+        """Each rank exchanges only with its neighbours in an order of all ranks. The last is next to the first."""
         if sorted(order) != list(range(len(order))) or not order:
             raise wrong("Overlay.ring", "order", "each rank once", order)
         n, links = len(order), list(zip(order, [*order[1:], order[0]]))
@@ -145,8 +144,8 @@ class Overlay:
 
     @classmethod
     def tree(cls, ranks: int) -> "Overlay":
-        """A binary tree around each rank, for links that are alike."""
-        heap = [(i - 1) // 2 for i in range(ranks)]  # of the root's own numbers
+        """A binary tree rooted at each rank, for links of equal speed."""
+        heap = [(i - 1) // 2 for i in range(ranks)]  # parents, if ranks are counted from the root
         trees = []
         for root in range(ranks):
             parents = [-1] * ranks
@@ -181,7 +180,7 @@ class Overlay:
         return found
 
     def sent(self, up: Sequence[int], down: Sequence[int]) -> list[int]:
-        """The bytes that each rank sends, if those of each tree are `up` a link, and those of its sum `down`."""
+        """The bytes that each rank sends. Links of tree i carry up[i] bytes to parents, and down[i] to children."""
         found = [0] * self.ranks
         for tree, one, other in zip(self.trees, up, down):
             for child, parent in tree.links:

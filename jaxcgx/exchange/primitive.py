@@ -1,4 +1,4 @@
-"""The rules that all exchanges share as JAX primitives: one bind per message.
+"""The rules that all exchanges share as JAX primitives. One bind exchanges one message.
 
 A `Message` goes through bind as a pytree: its arrays are the operands, and its structure is the static parameter
 `tree`. The results are a message without a key. `net` is the transport.
@@ -6,9 +6,9 @@ A `Message` goes through bind as a pytree: its arrays are the operands, and its 
 The parameter `batch` has a pair (size, name) for every axis that vmap added. Each array has these axes in front. The
 name is None unless the exchange itself runs over the axis (vmap with axis_name).
 
-Linearization ignores quantization (straight-through): an exchange is linear in its leaves, and the derivative of a
-staircase tells an optimizer nothing. So a tangent goes through the same exchange, compressed the same way, with the
-same key. Residuals and factors count as constants. Tangents start without them.
+Linearization ignores quantization (straight-through), because the derivative of a staircase tells an optimizer nothing.
+An exchange without quantization is linear in its leaves. So a tangent goes through the same exchange, compressed the
+same way, with the same key. Residuals and factors count as constants. Tangents start without them.
 """
 
 import functools
@@ -33,7 +33,7 @@ def bind(primitive: Any, message: Message, **params: Any) -> Message:
 
 
 def match_varying(message: Message, net: Transport) -> Message:
-    """The message whose leaves vary over all axes that the key or the state varies over, and its state likewise."""
+    """The message, its leaves and state marked as varying over every axis that its key, leaves or state vary over."""
     leaves = message.leaves
     kept: dict[str, Any] = {kind: arrays for kind in STATE if (arrays := getattr(message, kind)) is not None}
     if message.key is not None:  # the results vary as the noise does, whatever else is in the message
@@ -72,12 +72,12 @@ def define(
 
     Args:
       name: the name, as the policies of jax.checkpoint see it.
-      run: run(message, **params) computes the message of results, from lax and the native operations.
+      run: run(message, **params) computes the message of results with lax and the native operations.
       shape: shape(shape, i, **params) is the shape of result leaf i, from the shape of the leaf.
       transpose: transpose(message, cts, **params) computes the cotangents of the message's leaves, which have types but
         no values.
       same: whether the result leaves are the same on every rank.
-      invarying: invarying(**params) is whether the types of the result leaves say that.
+      invarying: invarying(**params) is whether the types of the result leaves say that they are the same.
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = True
@@ -114,7 +114,7 @@ def define(
         axis: Any, operands: Any, dims: Any, *, batch: tuple[Any, ...], tree: Any, net: Transport, **params: Any
     ) -> tuple[Any, Any]:
         ours = axis.name in net.names
-        if not ours and all(d is None for d in dims):  # vmap asks even where it maps no operand
+        if not ours and all(d is None for d in dims):  # vmap calls this rule even if it maps no operand
             results = primitive.bind(*operands, batch=batch, tree=tree, net=net, **params)
             return results, [None] * len(results)
         batch = ((axis.size, axis.name if ours else None), *batch)

@@ -1,4 +1,4 @@
-"""The primitives of rows: all_gather and psum_scatter, which are each other's transposes, and all_to_all, its own.
+"""The primitives of rows: all_gather and psum_scatter, transposes of each other, and all_to_all, its own transpose.
 
 Leaves are [ranks, ...]: row r is for rank r, or came from it.
 """
@@ -17,10 +17,10 @@ from jaxcgx.transports.base import Transport, join_rows, split_rows
 
 
 class Join(NamedTuple):
-    """How the last of several gathers joins what all have gathered, [ranks of the last, ..., ranks of the first, ...].
+    """How the last of several gathers joins their result, [ranks of the last, ..., ranks of the first, ...].
 
-    It is part of that gather: jax.checkpoint's policies see operations, and would keep whole weights as the results of
-    a reshape.
+    The join is part of the last gather's primitive. Policies of jax.checkpoint would see a separate reshape, and save
+    the whole weights as its result.
     """
 
     dimensions: tuple[int, ...]  # of each leaf, counted from the front
@@ -28,7 +28,7 @@ class Join(NamedTuple):
     sizes: tuple[int, ...]  # the ranks of each gather, outermost first
 
     def shape(self, gathered: tuple[int, ...], i: int) -> tuple[int, ...]:
-        """The shape of leaf i when it is joined."""
+        """The shape of joined leaf i, from that of the gathered leaf."""
         shape, n, d = list(gathered[len(self.sizes) :]), math.prod(self.sizes), self.dimensions[i]
         return (*shape[:d], n * shape[d], *shape[d + 1 :]) if self.tiled else (*shape[:d], n, *shape[d:])
 
@@ -52,18 +52,18 @@ class Join(NamedTuple):
 
 
 def all_gather(message: Message, stage: Stage, to: str, join: Join | None = None) -> list[Any]:
-    """Every rank's leaves, as rows, or joined."""
+    """Every rank's leaves, as rows or joined."""
     params = dict(net=stage.net, stage=stage, ranks=stage.net.size, to=to, join=join)
     return primitive.bind(all_gather_p, message, **params).leaves
 
 
 def psum_scatter(message: Message, stage: Stage, how: Sum) -> Message:
-    """The sum over ranks of this rank's row, divided, and the new residuals where the message has some."""
+    """The divided sum over ranks of this rank's row, and the new residuals if the message has residuals."""
     return primitive.bind(psum_scatter_p, message, net=stage.net, stage=stage, how=how)
 
 
 def all_to_all(message: Message, stage: Stage) -> list[Any]:
-    """The rows that the ranks have for this one."""
+    """The rows that all ranks have for this rank."""
     return primitive.bind(all_to_all_p, message, net=stage.net, stage=stage).leaves
 
 
@@ -80,12 +80,12 @@ def _all_gather(message: Message, *, net: Transport, stage: Stage, ranks: int, t
     return message.replace(key=None, leaves=gathered if join is None else join.join(gathered))
 
 
-# Its name is that of lax's operation, so that policies of jax.checkpoint which don't save that don't save this.
+# The primitive has the name of lax's operation: policies of jax.checkpoint that don't save lax's don't save this one.
 # Row r of every rank's result is rank r's leaf, so the leaf's cotangent is the sum of the cotangents of these rows:
-# psum_scatter. Where the type of the result says that all ranks share one value ("invarying"), all ranks have the same
-# cotangent, and rank r takes row r of it. An axis of vmap has no such type: each of its ranks has a cotangent of its
-# own, most of whose rows are zero, and psum_scatter adds them. Ranks of a mesh beside it share a cotangent, which would
-# then count several times: hence the factor.
+# psum_scatter. If the type of the result says that all ranks share one value ("invarying"), all ranks have the same
+# cotangent, and rank r takes row r of it. An axis of vmap has no such type: each of its ranks has its own cotangent,
+# with mostly zero rows, and psum_scatter adds them. Ranks along a mesh axis beside it share a cotangent, which
+# psum_scatter would count several times. The factor corrects that.
 def _all_gather_transpose(
     message: Message, cts: list[Any], *, stage: Stage, to: str, join: Join | None, batch: tuple[Any, ...], **params: Any
 ) -> list[Any]:

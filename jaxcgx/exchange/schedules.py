@@ -3,15 +3,15 @@
 Overlays are in trees.py.
 
 A reduction has two halves. After the first half, every rank has the sum of its own part of the message. In the second
-half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: cuts of the
-message at buckets, balanced in bytes. `Slices` are the parts of psum_scatter, which the caller's scatter dimension
-defines.
+half, which only psum needs, every rank gets the encoded sums of all parts. `Chunks` are the parts of psum: the message
+is cut between buckets into parts of similar bytes. `Slices` are the parts of psum_scatter: the message is cut along the
+caller's scatter dimension.
 
 Sums are added in float32 and in rank order. A rank adds its own part without encoding it, unless `own` is "encoded".
-Every rank decodes the same bytes of a sum, its owner too, so replicas are identical to the bit.
+All ranks decode the same bytes of a sum, its owner too, so replicas are identical to the bit.
 
-A sparse codec may give a sum a codec of its own, with room for every element that the ranks sent (`Codec.of_sum`). A
-rank's own part is then encoded, too, so the sum loses nothing.
+A sparse codec may encode sums with another codec, which has room for every element that the ranks sent
+(`Codec.of_sum`). A rank's own part is then encoded, too, so the sum loses nothing.
 """
 
 from contextlib import AbstractContextManager
@@ -44,21 +44,21 @@ class Chunks:
         self.layout, self.leaves = message.layout(codec, size), message.leaves
 
     def encode(self, key: Any) -> jax.Array:
-        """uint8[ranks, bytes]."""
+        """The encoded chunks, uint8[ranks, bytes]."""
         return ops.encode(self.layout, self.leaves, key)
 
     def own(self, part: Any, place: Any) -> Own:
-        """This rank's leaves, which are at `place` among the payloads of a part."""
+        """This rank's leaves, which replace payload `place` of a part."""
         return Own(self.leaves, place)
 
     def partial(self, payloads: Any, part: Any, own: Own | None, key: Any, divisor: float = 1.0) -> jax.Array:
         """The sum of a part's payloads, encoded."""
         return ops.reduce_encoded(self.layout, payloads, chunk=part, own=own, divisor=divisor, key=key)
 
-    total = partial  # the other ranks get the sum, so it stays encoded
+    total = partial  # the sum stays encoded, because the other ranks get it
 
     def owned(self, rank: Any) -> list[Any]:
-        """A mask per leaf: the elements in the part of a rank."""
+        """A mask per leaf: the elements in a rank's part."""
         ends = np.zeros((len(self.leaves), self.layout.chunks + 1), np.int64)
         for c, pieces in enumerate(self.layout.pieces, 1):
             for p in pieces:
@@ -83,7 +83,7 @@ class Slices:
         self.leaves, self.size = message.leaves, size
 
     def encode(self, key: Any) -> jax.Array:
-        """uint8[ranks, bytes]."""
+        """The encoded rows, uint8[ranks, bytes]."""
 
         def one(leaves: list[Any], row: Any) -> jax.Array:
             return ops.encode(self.layout, leaves, fold(key, row))[0]
@@ -100,7 +100,7 @@ class Slices:
         return jax.vmap(one)(self.leaves, residuals, jnp.arange(self.size))
 
     def own(self, part: Any, place: Any) -> Own:
-        """This rank's leaves of a part, which are at `place` among its payloads."""
+        """This rank's leaves of a part, which replace payload `place` of the part."""
         return Own(_rows(self.leaves, part), place)
 
     def partial(self, payloads: Any, part: Any, own: Own | None, key: Any) -> jax.Array:
@@ -118,9 +118,9 @@ def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
 
 
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
-    """The first half in one step: every part goes straight to its owner, who adds up."""
+    """The first half in one step: every part goes straight to its owner, which sums it."""
     received = net.all_to_all(parts.encode(first(key, parts.layout.codec, net)))
-    raw = how.own == "raw" and not parts.layout.codec.raw  # the bytes of a raw codec are the part as it is
+    raw = how.own == "raw" and not parts.layout.codec.raw  # a raw codec's payload is the unencoded part already
     own = parts.own(net.rank, net.rank) if raw else None
     return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
 
@@ -128,10 +128,10 @@ def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
 def ring(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
     """The first half from neighbour to neighbour: a part visits every rank and ends at its owner.
 
-    Every rank on the way adds its own part and encodes the sum anew.
+    Every rank on the way adds its own part and encodes the sum again.
     """
     part = (net.rank - 1) % net.size
-    # Nothing has arrived yet. This rank's own part is all of the first sum; the zeros that take its place are not read.
+    # Nothing has arrived yet, so the first sum is this rank's own part. It replaces the zeros, which are not read.
     nothing = jnp.zeros((1, parts.layout.chunk_bytes), jnp.uint8)
     row = parts.partial(nothing, part, own=parts.own(part, 0), key=fold(key, HOP, net.rank))
     for hop in range(1, net.size - 1):
@@ -150,8 +150,8 @@ def _fed_exchange(
     """`exchange` with feedback: the encoded sum, the new residuals, and the payload sent.
 
     With `own` "raw", the loss of the first encoding of a rank's own part is added back to the sum. Only the loss of
-    encoding that sum remains as the residual of that part. The rank counts as having sent the elements that the encoded
-    sum has.
+    encoding that sum remains as the residual of that part. The elements that the encoded sum has count as sent by this
+    rank.
     """
     payload, lost = ops.encode_fed(
         parts.layout, parts.leaves, residuals=residuals, key=first(key, parts.layout.codec, net)
@@ -183,7 +183,10 @@ def _one_shot(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any], list[Any] | None]:
-    """The part of sums, known to all ranks, that their owners would send. The rest joins the owners' residuals."""
+    """(the elements of sums that their owners would send, `lost` with the rest added at the owners).
+
+    All ranks know the sums, and compute this without sending.
+    """
     parts = Chunks(stage.codec, sums, stage.net.size)
     zeros = [jnp.zeros_like(x) for x in sums.leaves]
     payload, rest = ops.encode_fed(parts.layout, sums.leaves, residuals=zeros, key=fold(sums.key, SUM))
@@ -193,7 +196,7 @@ def _top(stage: Stage, sums: Message, lost: list[Any] | None) -> tuple[list[Any]
 
 
 def _two_halves(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The sum of each part is formed at its owner, and goes from there, encoded, to all ranks."""
+    """Each owner sums its part, encodes the sum, and sends it to all ranks."""
     net, parts, lost, sent = stage.net, Chunks(stage.codec, message, stage.net.size), None, None
     back = parts.layout.of_sum(net.size)
     if stage.codec.sums_grow:
@@ -214,7 +217,7 @@ def is_piecewise(stage: Stage) -> bool:
 
 
 def begin(stage: Stage, message: Message, how: Sum) -> Any:
-    """Begins a piecewise sum, with the bits of its schedule. `end_sum` of the stage's transport ends it."""
+    """Begins a piecewise sum with the same bits as its schedule. `end_sum` of the stage's transport ends it."""
     stage = stage.compared(message, how)
     asked = PiecewiseSum(
         layout=_layout(stage, message),
@@ -244,13 +247,13 @@ def _layout(stage: Stage, message: Message) -> Layout:
 def piecewise_scope(stage: Stage, message: Message) -> AbstractContextManager[Any]:
     layout, ranks = _layout(stage, message), stage.net.size
     part = 2 / ranks
-    if stage.schedule != "one_shot":  # of what the rank sends that sends most
+    if stage.schedule != "one_shot":  # for the rank that sends most
         part = 2 * (ranks - 1) / ranks * sum(layout.ends) / max(*_trees(stage).sent(layout.ends, layout.ends), 1)
     return scope(ExchangeScope.of(stage.schedule, layout, part, sent=sum(layout.ends)))
 
 
 def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
-    """The leaves' sum over all ranks of a stage, divided, on every rank."""
+    """The divided sum of the leaves over all ranks of a stage, on every rank."""
     if is_piecewise(stage):
         with piecewise_scope(stage, message):
             summed = Summed(*stage.net.end_sum(begin(stage, message, how)))
@@ -264,7 +267,7 @@ def allreduce(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
-    """From leaves [ranks, ...], the sum over ranks of this rank's row, divided, in float32."""
+    """The divided sum over ranks of this rank's row of the leaves [ranks, ...], in float32."""
     net = stage.compared(message, how.own).net
     if net.size == 1:
         return Summed([x[0].astype(jnp.float32) / how.divisor for x in message.leaves], message.residuals)
@@ -276,7 +279,7 @@ def reduce_scatter(stage: Stage, message: Message, how: Sum) -> Summed:
 
 
 def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, how: Sum) -> Summed:
-    """`exchange` of slices with feedback. With `own` "raw", a rank's own slice loses nothing but a rounding."""
+    """`exchange` of slices with feedback. With `own` "raw", a rank's own slice is only rounded to its dtype."""
     payload, lost = parts.encode_fed(residuals, first(key, parts.layout.codec, net))
     received, own = net.all_to_all(payload), None
     if how.own == "raw":
@@ -287,12 +290,12 @@ def _fed_slices(net: Transport, parts: Slices, residuals: list[Any], key: Any, h
 
 
 def _decode_rows(layout: Layout, payloads: jax.Array) -> list[Any]:
-    """The leaves of a payload from every rank, [ranks, ...]."""
+    """The decoded leaves of every rank's payload, [ranks, ...]."""
     return jax.vmap(lambda payload: ops.decode(layout, payload[None]))(payloads)
 
 
 def all_gather(stage: Stage, message: Message) -> list[Any]:
-    """Every rank's leaves, [ranks, ...], as all ranks decode them, their owner too."""
+    """Every rank's leaves, [ranks, ...]. All ranks decode the same bytes, their owner too."""
     net = stage.compared(message, "all_gather").net
     if net.size == 1:
         return [x[None] for x in message.leaves]
@@ -303,7 +306,7 @@ def all_gather(stage: Stage, message: Message) -> list[Any]:
 
 
 def all_to_all(stage: Stage, message: Message) -> list[Any]:
-    """Row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
+    """Sends row r of the leaves [ranks, ...] to rank r. Row r of the result came from rank r."""
     net = stage.compared(message, "all_to_all").net
     if net.size == 1:
         return list(message.leaves)

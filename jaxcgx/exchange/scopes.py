@@ -1,8 +1,8 @@
 """Names of messages and exchanges, for profilers, and for `explain`, which finds them in the compiled program.
 
-A name ends in a tag, a hash of its meaning, because a thousand leaves don't fit into a name. The meanings of tags are
-kept here for the life of the process. JAX keeps its traces as long, and doesn't trace a jitted function again when it
-is explained.
+A name ends in a tag, a hash of its meaning, because a thousand leaves don't fit into a name. This module keeps the
+meanings of tags until the process ends. JAX keeps its traces as long: to explain a jitted function, it doesn't trace
+the function again.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class MessageScope:
     function: str
     axes: tuple[Any, ...]
     leaves: tuple[str, ...]  # their paths
-    bytes: int = 0  # of leaves that travel as they are
+    bytes: int = 0  # of the uncompressed leaves
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class ExchangeScope:
           schedule: how it travels.
           layout: the message.
           part: the fraction of the uncompressed bytes that the collective of lax with the same name would send.
-          sent: the bytes of all chunks; None where shorter chunks are filled up.
+          sent: the bytes of all chunks; None if shorter chunks are padded.
         """
         size = sum(n * dtype.itemsize for n, dtype in zip(layout.sizes, layout.dtypes))
         return cls(
@@ -84,9 +84,9 @@ class ExchangeScope:
         return f"{self.schedule}.{_plain(spell(self.codec))}"
 
 
-# The named scope of a raw leaf's exchanges over inner axes, beside that over the outermost one.
+# The named scope of a raw leaf's exchanges over inner axes. Its exchange over the outermost axis is not in the scope.
 INNER = "jaxcgx.inner"
-# Names (jax.ad_checkpoint.checkpoint_name) of the sum of a leaf that a plan skips, and of one that shared a collective.
+# Names (jax.ad_checkpoint.checkpoint_name) of a leaf's sum: the plan skips the leaf, or the sum shared a collective.
 SKIPPED, JOINED = "jaxcgx.skipped", "jaxcgx.joined"
 Meaning = MessageScope | LeafScope | ExchangeScope
 _TAG = re.compile(r"jaxcgx\.([\w.+-]*)\.([0-9a-f]{10})(?![\w.+-])")
@@ -106,5 +106,5 @@ def scope(meaning: Meaning) -> AbstractContextManager[Any]:
 
 
 def read(text: str) -> list[tuple[str, Meaning | None]]:
-    """[(name, meaning)] of all scopes in a name of a program. The meaning is None if another process traced it."""
+    """[(name, meaning)] of all scopes in a text. The meaning is None if another process traced the program."""
     return [(name, _meaning.get(tag)) for name, tag in dict.fromkeys(_TAG.findall(text))]

@@ -27,14 +27,14 @@ def choose(
 ) -> tuple[Stage, ...]:
     """The stages, with a schedule in place of "auto".
 
-    The outermost stage gets the cheapest schedule in "time" or "bytes", the same one for all messages of these leaves.
+    The outermost stage gets the schedule with the least "time" or "bytes", the same one for all messages.
 
     Args:
       stages: outermost first.
-      leaves: those of all messages.
+      leaves: the leaves of all messages.
       leader: whether one rank of each node takes part in the outermost exchange.
       prefer: "time" or "bytes".
-      network: the plan's; None: the default one.
+      network: the plan's network. None: the default one.
     """
     outer, inner = stages[0], stages[1:]
     net, codec = outer.net, outer.codec
@@ -45,7 +45,7 @@ def choose(
     elif outer.schedule == "auto":
         share = 1 if leader else math.prod(stage.net.size for stage in inner)  # every inner rank takes a share
         if max(x.size for x in leaves) // share > codec.most:
-            schedule = "two_shot"  # one_shot cuts no leaf
+            schedule = "two_shot"  # one_shot doesn't cut leaves, and this one is too long for the codec
         else:
             known = network or Network()
             known = dataclasses.replace(known, mover=known.mover or net.mover)
@@ -66,7 +66,7 @@ def choose(
 
 @contextlib.contextmanager
 def opened() -> Generator[None]:
-    """Sums that are traced meanwhile are operations of the caller's program, which has no derivatives."""
+    """Inside, sums are traced as operations of the caller's program, without derivatives."""
     token = _OPEN.set(True)
     try:
         yield
@@ -78,7 +78,7 @@ def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
     """The sum of a message over the ranks of `net`, which are those of all stages together.
 
     Args:
-      message: its state is updated where it has some.
+      message: the message. Its state, if any, is updated.
       net: the transport over all ranks.
       stages: the exchanges, outermost first.
       how: how the sum is formed.
@@ -91,7 +91,7 @@ def psum(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Su
 
 
 def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum, tracked: bool) -> Message:
-    """`psum` as operations, which has no derivatives."""
+    """`psum` as operations, without derivatives."""
     outermost = stages[0]
     if outermost.codec.low_rank:
         return low_rank.allreduce(stages, message, how)
@@ -103,9 +103,9 @@ def run(message: Message, *, net: Transport, stages: tuple[Stage, ...], how: Sum
 
 
 def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
-    """Begins the sum of a message that a later program may end. None if only the program itself can.
+    """Begins the sum of a message, which a later program may end. None if only the same program can end it.
 
-    The result is a pytree. Its new residuals are final when the sum has ended. `end` ends it.
+    The result is a pytree. Its new residuals are final when `end` has ended the sum.
     """
     stage, *inner = stages
     if inner or stage.codec.low_rank or not schedules.is_piecewise(stage):
@@ -115,7 +115,7 @@ def begin(message: Message, stages: tuple[Stage, ...], how: Sum) -> Any:
 
 
 def end(begun: Any) -> tuple[list[Any], Any]:
-    """The leaves of a sum that has begun, and its new residuals, a list like them or None."""
+    """Ends a sum: (its leaves, its new residuals as a list per leaf or None)."""
     leaves, residuals = begun.net.end_sum(begun, later=True)
     return [x.astype(dtype) for x, dtype in zip(leaves, begun.layout.dtypes)], residuals
 
@@ -145,7 +145,7 @@ same_p: Any = _compat.Primitive("jaxcgx_same")
 
 
 def same(x: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """x, which is the same on every rank. Its type says so where JAX tracks that."""
+    """x, marked as the same on every rank where JAX tracks that."""
     return same_p.bind(x, names=names) if _compat.tracked_axes(names) else x
 
 

@@ -1,9 +1,9 @@
 """Sums along the trees of an overlay, level by level, as permutations over any transport.
 
-A rank adds its own part to what it got, and encodes the sum anew for its parent. With feedback every
-encoding's loss stays with the rank that encodes, as at the owners of two_shot, so nothing is lost.
+A rank adds its own part to those it received, and encodes the sum for its parent. With feedback, the rank that encodes
+keeps the loss, as the owners of two_shot do, so nothing is lost.
 
-The bits are those of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.
+The result has the same bits as that of xla_ffi/tcp/allreduce.h, where pieces travel without waiting for a level.
 """
 
 import jax
@@ -21,7 +21,7 @@ Link = tuple[int, int, int]  # from, to, tree
 
 
 class Rounds:
-    """Links of one level of all trees, in rounds in which a rank sends to one other and receives from one at most."""
+    """Links of one level of all trees, in rounds. In a round, a rank sends to and receives from at most one other."""
 
     rounds: list[list[Link]]
 
@@ -36,7 +36,7 @@ class Rounds:
                 self.rounds.append([link])
 
     def move(self, net: Transport, rows: jax.Array) -> jax.Array:
-        """[rounds, bytes]: what comes to this rank, of the rows [trees, bytes] that each rank has."""
+        """The rows that this rank receives, [rounds, bytes]. Each rank sends from its own `rows`, [trees, bytes]."""
         came: list[jax.Array] = []
         for one in self.rounds:
             trees = {source: tree for source, _, tree in one}
@@ -50,7 +50,7 @@ class Rounds:
 
 
 def up_and_down(overlay: Overlay) -> tuple[list[Rounds], list[Rounds]]:
-    """The rounds between parents of each depth and their children: to the parents, and to the children."""
+    """(rounds to the parents, rounds to the children), each a list by the depth of the parents."""
     up = [
         [(c, p, t) for t, tree in enumerate(overlay.trees) for c, p in tree.links if tree.depths[p] == depth]
         for depth in range(overlay.depth)
@@ -59,7 +59,7 @@ def up_and_down(overlay: Overlay) -> tuple[list[Rounds], list[Rounds]]:
 
 
 class _Climb:
-    """A sum on its way up."""
+    """A sum on its way up the trees."""
 
     def __init__(self, stage: Stage, overlay: Overlay, message: Message, how: Sum) -> None:
         self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
@@ -76,7 +76,7 @@ class _Climb:
         self.sums = jnp.zeros((len(overlay.trees), self.sum_layout.chunk_bytes), jnp.uint8)  # of roots
 
     def level(self, depth: int, rounds: Rounds) -> None:
-        """Moves the children's rows to parents of a depth, which add them up."""
+        """Moves the children's rows to the parents at a depth, which sum them."""
         came = rounds.move(self.net, self.rows)
         for t, tree in enumerate(self.overlay.trees):
             parents = [r for r in range(self.net.size) if tree.depths[r] == depth and tree.children(r)]
@@ -85,10 +85,10 @@ class _Climb:
                 self._sum(t, depth, ranks=alike, rows=jnp.concatenate([came, self.rows[t][None]]), rounds=rounds)
 
     def _sum(self, t: int, depth: int, ranks: list[int], rows: jax.Array, rounds: Rounds) -> None:
-        """The sum at ranks that have equally many children. rows: one that came in each round, and the rank's own."""
+        """Sums tree t at ranks with equally many children. rows: one received in each round, then the rank's own."""
         net, key, children = self.net, self.message.key, self.overlay.trees[t].children
-        which = [[0] * (1 + len(children(ranks[0])))] * net.size  # of the rows, in the order of the ranks
-        place = [0] * net.size  # the own one's
+        which = [[0] * (1 + len(children(ranks[0])))] * net.size  # which rows each rank adds, in rank order
+        place = [0] * net.size  # the place of its own row among them
         for rank in ranks:
             each = sorted([rank, *children(rank)])
             which[rank] = [len(rounds.rounds) if r == rank else rounds.of((r, rank, t)) for r in each]
@@ -101,7 +101,7 @@ class _Climb:
             row, lost = ops.reduce_fed(self.layout, payloads, self.lost, chunk=t, divisor=divisor, key=key)
             self.lost = [jnp.where(mine, new, old) for new, old in zip(lost, self.lost)]
         else:
-            raw = self.own == "raw" and not self.layout.codec.raw  # the bytes of a raw codec are the part as it is
+            raw = self.own == "raw" and not self.layout.codec.raw  # a raw codec's payload is the unencoded part already
             own = Own(self.message.leaves, jnp.asarray(place)[net.rank]) if raw else None
             row = ops.reduce_encoded(self.layout, payloads, chunk=t, own=own, divisor=divisor, key=key)
         if depth:
@@ -113,7 +113,7 @@ class _Climb:
 
 
 def allreduce(stage: Stage, overlay: Overlay, message: Message, how: Sum) -> Summed:
-    """The leaves' sum over all ranks, divided, on every rank."""
+    """The divided sum of the leaves over all ranks, on every rank."""
     net, (up, down) = stage.net, up_and_down(overlay)
     climb = _Climb(stage, overlay, message, how)
     size = sum(x.size * x.dtype.itemsize for x in message.leaves)

@@ -1,1 +1,1 @@
-"""Who moves the bytes. A transport has a size, a rank, and moves rows of bytes. It asks nothing of a codec."""
+"""Transports, which move the bytes. A transport has a size and a rank, and moves rows of bytes. It reads no codec."""

@@ -1,4 +1,4 @@
-"""How a caller names ranks: the names of mesh axes, some of which may be marked with who moves their bytes."""
+"""How a caller names ranks: by the names of mesh axes. A mark on a name says who moves the bytes."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -18,9 +18,9 @@ MOST_CONNECTIONS = 64  # between two processes
 
 @dataclasses.dataclass(frozen=True)
 class Tcp:
-    """An axis whose compressed bytes jaxcgx's own TCP connections move.
+    """An axis whose compressed bytes travel over jaxcgx's own TCP connections.
 
-    It takes the place of the axis's name in `axis_name`, alone or in a tuple of axes. Everything else knows the axis by
+    Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everything else knows the axis by
     its name.
 
     It is for CPUs, with one device in each process, after jax.distributed.initialize. The processes connect when the
@@ -28,14 +28,14 @@ class Tcp:
 
     Args:
       name: the name of the axis.
-      timeout: how many seconds an exchange may take, including the wait for other processes, and how many seconds they
-        wait for each other before the first one.
-      connections: how many connections carry the data between two processes. A long link passes one window of each
-        connection in a round trip.
-      pace: what this process sends to all others together at most: bytes a second, or a rate as in "100mbit". None: no
-        limit. It counts what TCP carries, without the headers of TCP and below.
+      timeout: the seconds that an exchange may take, including the wait for other processes. It also limits the wait
+        for all processes to connect.
+      connections: the number of connections for data between two processes. Each passes at most one window per round
+        trip, so links with long round trips may need several.
+      pace: the most that this process sends to all others together: bytes per second, or a rate such as "100mbit".
+        None: no limit. The headers of TCP and of the layers below don't count.
 
-    A process connects once, so every Tcp in it, and in the other processes, has the same `connections` and `pace`.
+    A process connects once, so every Tcp in all processes must have the same `connections` and `pace`.
     """
 
     name: Hashable
@@ -57,7 +57,7 @@ class Tcp:
 
 
 def _check_pace(function: str, argument: str, value: Any) -> float | None:
-    """Bytes a second."""
+    """The pace in bytes per second."""
     if isinstance(value, str):
         return parse_rate(f"{function}: argument '{argument}'", value) / 8
     expected = 'at least 1000 bytes a second, or a rate as in "100mbit"'
@@ -83,7 +83,7 @@ def marked(axis_name: AxisName) -> tuple[Tcp, ...]:
 def check_axis_names(
     function: str, axis_name: AxisName, argument: str = "axis_name", *, optional: bool = False
 ) -> tuple[Any, ...]:
-    """The names of an axis or a tuple of different axes. `optional`: None alone passes, as the caller has a default."""
+    """The names of an axis or a tuple of different axes. `optional`: None passes, because the caller has a default."""
     names = axis_names(axis_name)
     for name in names:
         if what := _not_a_name(name):
@@ -108,13 +108,13 @@ def _hashable(value: Any) -> bool:
 
 
 def is_communicator(given: Any) -> bool:
-    """Whether a caller names the processes of mpirun: by an mpi4py communicator or a transport over one."""
-    modules = [kind.__module__ for kind in type(given).__mro__]  # neither may be installed
+    """Whether this is an mpi4py communicator or a transport over one."""
+    modules = [kind.__module__ for kind in type(given).__mro__]  # no isinstance: mpi4py may be missing
     return any(name.partition(".")[0] == "mpi4py" or name == "jaxcgx.transports.mpi" for name in modules)
 
 
 def _not_a_name(given: Any) -> tuple[str, str] | None:
-    """What else a caller has of ranks, in words, and the remedy. All of it is hashable, as names are."""
+    """(description, remedy) of a communicator or a mesh in place of a name. Both are hashable, as names are."""
     if isinstance(given, Transport) or is_communicator(given):
         return (
             f"a communicator, {given!r}",

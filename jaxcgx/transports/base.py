@@ -1,8 +1,8 @@
-"""The contract of a transport: who moves the bytes of an exchange among ranks.
+"""The contract of a transport, which moves the bytes of an exchange among ranks.
 
-A transport is static under jit: hashable, and equal where it moves bytes among the same ranks in the same way. It knows
-rows of bytes and arrays that travel as they are. It asks nothing of a codec: a `PiecewiseSum` has one in its layout,
-and the transport passes it on to `native` as it is.
+A transport is static under jit. It is hashable, and equal to another that moves bytes among the same ranks in the same
+way. It moves rows of bytes and uncompressed arrays. It reads no codec: a `PiecewiseSum` has one in its layout, which
+the transport passes on to `native`.
 
 A new transport subclasses `Transport` and writes `names`, `effects`, `size`, `rank`, `all_to_all`, `all_gather`,
 `shift` and `plain_psum`. The other members have defaults.
@@ -20,7 +20,7 @@ from jaxcgx.native.rows import add
 
 
 class PiecewiseSum(NamedTuple):
-    """A sum that a transport does by itself, piece by piece, with the bits of a schedule.
+    """A sum that a transport computes itself, piece by piece, with the same bits as a schedule.
 
     The layout has the message's codec in it. The transport passes both on to `native` and reads neither.
     """
@@ -43,7 +43,7 @@ class Transport:
     """The named axes of JAX that it runs over; () for processes that JAX doesn't know as ranks."""
 
     effects: frozenset[Any]
-    """The effects, besides those of the names, that its operations have in a program."""
+    """The effects of its operations in a program, besides those of the names."""
 
     size: Any
     """The number of ranks: an int."""
@@ -72,15 +72,15 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.leaders")
 
     def labelled(self, label: int) -> Any:
-        """This transport for an exchange whose bytes are what `label` says, a digest.
+        """This transport for an exchange whose bytes `label` describes, a digest.
 
-        A transport that can do so compares the labels of all ranks, since ranks that differ would use the bytes as
-        something else.
+        A transport that can do so compares the labels of all ranks, because ranks with different labels would misread
+        the bytes.
         """
         return self
 
     def sliced(self, elements: int) -> Any:
-        """This transport for sums that travel in slices of `elements` elements, where those of later sums overtake.
+        """This transport for sums that travel in slices of `elements` elements. Slices of later sums may overtake.
 
         A transport that can't do so moves each message as a whole, in turn.
         """
@@ -99,17 +99,17 @@ class Transport:
         raise NotImplementedError(f"{type(self).__name__}.all_gather")
 
     def shift(self, row: jax.Array) -> jax.Array:
-        """The row of the rank before; for the first rank, that of the last."""
+        """The row of the previous rank. The first rank gets the row of the last."""
         raise NotImplementedError(f"{type(self).__name__}.shift")
 
     def permute(self, row: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        """The row of the rank that is paired with this one. pairs: (from, to). Without a pair, any row."""
+        """The row of the rank that is paired with this one. pairs: (from, to). A rank without a pair gets any row."""
         source = [0] * self.size
         for sender, receiver in pairs:
             source[receiver] = sender
         return jnp.take(self.all_gather(row), jnp.asarray(source)[self.rank], 0)
 
-    # Arrays that travel as they are: what `lax` has under the name.
+    # Collectives of uncompressed arrays, as those of the same names in `lax`.
 
     def plain_psum(self, x: jax.Array) -> jax.Array:
         raise NotImplementedError(f"{type(self).__name__}.plain_psum")
@@ -128,14 +128,14 @@ class Transport:
 
 
 class Leaders(Transport):
-    """The ranks that speak for their nodes. The others take part in the program, and get what their leader got."""
+    """The ranks that speak for their nodes. The other ranks run the same program, and get what their leader got."""
 
     speaks: Any
     """Whether this rank is one of them: a bool, or a traced one."""
 
 
 def countable(x: jax.Array) -> jax.Array:
-    """x as it is added up: of a bool, how often it is true, as lax counts."""
+    """x as a type that can be added: bools become int32, as in lax."""
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
 
@@ -147,7 +147,7 @@ def split_rows(x: jax.Array, dimension: int, size: int, tiled: bool) -> jax.Arra
 
 
 def join_rows(rows: jax.Array, dimension: int, tiled: bool) -> jax.Array:
-    """Rows [ranks, ...] along `dimension`: a new one, or with `tiled` one behind another in an existing one."""
+    """Rows [ranks, ...] stacked along a new `dimension`, or with `tiled` concatenated along an existing one."""
     x = jnp.moveaxis(rows, 0, dimension)
     if not tiled:
         return x

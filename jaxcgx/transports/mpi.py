@@ -4,8 +4,9 @@ mpi4jax chains its operations by an ordered effect: they run in the order of the
 every rank. A primitive that contains such an operation declares the effect (`effects`), and a program with it runs on a
 single device.
 
-mpi4jax's operations have no rules for vmap, other derivatives than lax's, and no floats under 32 bits or integers under
-8 bits. So the operations that exchanges use are wrapped in primitives that are linear in one array.
+mpi4jax's operations have no rules for vmap, and their derivatives differ from lax's. They take no floats shorter than
+32 bits and no integers shorter than 8 bits. So the operations that exchanges use are wrapped in primitives that are
+linear in one array.
 
 Ranks and sizes are Python ints, not traced arrays: every rank compiles its own program.
 """
@@ -82,7 +83,7 @@ class Comm(Transport):
 
 @dataclasses.dataclass(frozen=True)
 class Shared(Shm):
-    """The ranks of a communicator within a host. Shared memory moves the bytes, in one order with MPI's exchanges."""
+    """The ranks of a communicator within a host. Shared memory moves the bytes. MPI's exchanges have the same order."""
 
     handle: int
 
@@ -100,7 +101,7 @@ class Nodes(Transport):
     """The ranks of nodes of equal size, those of the first node first."""
 
     everybody: Comm | Shared  # all ranks together; `inner` if there is one node
-    cross: Comm  # the ranks with this rank's place in their nodes
+    cross: Comm  # the ranks at this rank's place in their nodes
     inner: Comm | Shared  # the ranks of this node
 
     names: ClassVar[tuple[Any, ...]] = ()
@@ -152,7 +153,7 @@ Net = Comm | Nodes | Shared
 class Leaders(base.Leaders):
     """The first ranks of the nodes.
 
-    Only they exchange. The other ranks take part in the last step alone, in which their leader gives them its result.
+    Only they exchange. The other ranks take part only in the last step, in which their leader gives them its result.
     """
 
     cross: Comm
@@ -187,12 +188,12 @@ def _check_count(count: int) -> None:
 
 
 def _short(dtype: Any, kind: Any, bits: int) -> bool:
-    """Whether a dtype is of a kind and has fewer bits."""
+    """Whether a dtype is of this kind and has fewer bits."""
     return jnp.issubdtype(dtype, kind) and (jnp.finfo if kind is jnp.floating else jnp.iinfo)(dtype).bits < bits
 
 
 def _of_any_dtype(move: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`move`, which only moves elements, for arrays of any dtype."""
+    """Extends `move`, which only moves elements, to arrays of any dtype."""
 
     def run(x: jax.Array, **params: Any) -> jax.Array:
         if _short(x.dtype, jnp.floating, 32):
@@ -240,8 +241,8 @@ def _define(
     return primitive
 
 
-# psum: the transpose takes every rank's cotangent as its own, and their sum is the operand's cotangent. lax does the
-# same where it doesn't track what varies.
+# psum: every rank has its own cotangent of the result, and their sum is the operand's cotangent. lax does the same
+# where it doesn't track what varies.
 
 
 def _psum(x: jax.Array, net: Comm) -> jax.Array:

@@ -1,7 +1,7 @@
-"""How fast links and kernels are. exchange/costs.py estimates times from that; docs/planner.md has the sources.
+"""How fast links and kernels are, for the estimates in exchange/costs.py. docs/planner.md has the sources.
 
-A rate of links is what programs get: 0.949 of what 1 Gbit/s Ethernet has, as frames, headers and acknowledgements need
-the rest.
+The rate of a link is the rate that programs get. With 1 Gbit/s Ethernet it is 0.949 Gbit/s: frames, headers and
+acknowledgements take the rest.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ PAYLOAD = 0.949 / 8  # bytes of payload for each bit of a link
 
 
 class Ways(NamedTuple):
-    """How well a transport uses a link. A pair has a number for two ranks, and one for more.
+    """How a transport uses a link. Pairs are (for two ranks, for more).
 
-    A factor is a time over that of the same bytes in full duplex. With half-duplex it is more than 1: one direction
-    waits for the other.
+    A factor is the time of an operation, over the time to send and receive the same bytes at once. A factor above 1 is
+    half-duplex: one direction waits for the other.
     """
 
     gather: tuple[float, float] = (1, 1)
     exchange: tuple[float, float] = (1, 1)
     shift: tuple[float, float] = (1, 1)
     latency: float = 50e-6  # seconds of a step, whatever its size
-    step_of_psum: float = 1  # the same of a step of a plain psum, as a multiple
-    step_of_shift: tuple[float, float] = (1, 1)
+    step_of_psum: float = 1  # the latency of a step of a plain psum, as a multiple
+    step_of_shift: tuple[float, float] = (1, 1)  # the same for a shift
     pieces: bool = False  # kernels and bytes overlap, piece by piece
 
 
@@ -40,7 +40,7 @@ WAYS = {
         step_of_shift=(1, 1.65),
     ),
     "tcp": Ways(latency=165e-6, pieces=True),
-    # NCCL, MPI, the memory of one process. An assumption, and not a measurement.
+    # NCCL, MPI, the memory of one process. Assumed, not measured.
     "duplex": Ways(),
 }
 
@@ -61,19 +61,19 @@ def _check_mover(function: str, argument: str, value: Any) -> Any:
 class Network:
     """How fast the ranks of an exchange send and compute.
 
-    All ranks must have the same one, because it decides which schedule they take. So it travels in a plan
+    All ranks must have the same network, because it decides which schedule they use. So it is part of a plan
     (`Plan(network=...)`). The defaults are 1 Gbit/s Ethernet between machines with a few cores.
 
     Args:
       up: bytes per second that a rank sends.
-      down: bytes per second that a rank receives. None: as many.
-      latency: seconds that a step takes whatever its size. None: those of the transport.
-      burst: bytes that a link passes at once after a pause. Such links are limited by a token bucket.
+      down: bytes per second that a rank receives. None: the same as `up`.
+      latency: seconds that a step takes, whatever its size. None: the transport's.
+      burst: bytes that a link passes at once after a pause, if a token bucket limits it.
       mover: who moves the bytes: "gloo", "tcp" or "duplex" (NCCL, MPI). None: the transport of the exchange.
-      sharing: ranks whose kernels take turns on one processor.
+      sharing: the number of ranks whose kernels take turns on one processor.
       encode: bytes of float32 per second that a kernel encodes, alone on the processor.
       decode: the same for decoding.
-      reduce: the same for sums of encoded messages, counted by the float32 of all messages.
+      reduce: the same for sums of encoded messages. The float32 bytes of all messages count.
     """
 
     up: float = 1e9 * PAYLOAD
@@ -106,16 +106,16 @@ class Network:
         return self.ways.latency if self.latency is None else self.latency
 
     def wire(self, sent: float, steps: float, factor: float = 1, latency: float = 1) -> float:
-        """Seconds in which a rank sends and receives bytes.
+        """The seconds that a rank takes to send and receive bytes.
 
-        The latency of one message and the bytes of another overlap in part. The root of the sum of squares fits best
-        between their maximum and their sum.
+        The latency of one message overlaps in part with the bytes of another. So the time is between the larger of the
+        two times and their sum; the root of the sum of their squares fits best.
 
         Args:
           sent: the bytes that a rank sends. It receives as many.
-          steps: how many steps wait for one another.
-          factor: of half-duplex, as in `Ways`.
-          latency: of a step, as a multiple.
+          steps: the number of steps that wait for one another.
+          factor: the factor of half-duplex, as in `Ways`.
+          latency: the latency of a step, as a multiple.
         """
         down = self.down or self.up
         extra = max(0.0, (factor - 1) * sent - self.burst) / max(self.up, down)

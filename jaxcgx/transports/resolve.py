@@ -1,4 +1,4 @@
-"""From the axes that a caller names to the transport over them."""
+"""Finds the transport over the axes that a caller names."""
 
 from jax import lax
 
@@ -10,7 +10,7 @@ from jaxcgx.typing import AxisName
 
 
 def check_axes(op: str, axis_name: AxisName) -> Transport:
-    """The transport over the axes, every one of them bound."""
+    """The transport over the axes, all of which must be bound."""
     names = check_axis_names(op, axis_name)
     for name in names:
         try:

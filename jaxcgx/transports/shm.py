@@ -1,4 +1,4 @@
-"""Ranks that are processes of one host: they copy through memory that they share. xla_ffi/shm/ring.h says how.
+"""Ranks that are processes of one host: they copy through shared memory, as xla_ffi/shm/ring.h describes.
 
 Exchanges run in the order of the program, which must be the same on every rank. Ranks and sizes are Python ints, not
 traced arrays: every rank compiles its own program, for one device.
@@ -53,15 +53,14 @@ class Shm(Transport):
         """The transport over the ranks of a communicator. All ranks call it together.
 
         Args:
-          comm: an mpi4py communicator, or any object with a rank, a size and an allgather like one's.
+          comm: an mpi4py communicator, or any object with the same rank, size and allgather.
           timeout: the seconds that one wait for another rank may take.
-          order: the ordered effect that the exchanges have. A program that also waits for other ranks in another way
-            passes the effect of that way. With two effects each order is kept, and two ranks may still wait for each
-            other.
+          order: the ordered effect of the exchanges. If a program also waits for other ranks in another way, pass the
+            effect of that way. With two effects, each order is kept by itself, and two ranks may wait for each other.
         """
         check_number("Shm.over", "timeout", timeout, lambda x: 0 < x < 1e9, "a positive number of seconds")
 
-        # shm_attach waits for all ranks. The steps before it find what one rank can't do.
+        # shm_attach waits for all ranks, so the steps before it find out if one of them can't.
         def process_that_can() -> int:
             module().shm_detach(module().shm_attach(module().shm_create(1), 0, [os.getpid()], timeout))
             return os.getpid()

@@ -1,9 +1,9 @@
 """Ranks along the axes of a mesh between processes of one device each: jaxcgx's own connections move the bytes.
 
-XLA's collectives between CPUs send before they receive, so they are half-duplex; these connections are full-duplex.
-xla_ffi/tcp/net.h says how. Sums of arrays that no codec takes still go through lax.
+XLA's collectives between CPUs send before they receive, so they are half-duplex. These connections are full-duplex
+(xla_ffi/tcp/net.h). Sums of arrays without a codec still go through lax.
 
-Exchanges run in the order of the program, the same on every rank, and hold no thread while they wait.
+Exchanges run in the order of the program, which must be the same on every rank. They hold no thread while they wait.
 """
 
 import dataclasses
@@ -52,16 +52,16 @@ def check_tcp(op: str, names: tuple[Any, ...], marks: tuple[Tcp, ...]) -> "TcpAx
 
 @dataclasses.dataclass(frozen=True)
 class TcpAxes(Axes):
-    """Named axes, some of them in `over`.
+    """Named axes, those in `over` marked as Tcp.
 
-    All axes together go over connections, and so does each axis in `over` by itself.
+    Exchanges over all axes together use the connections, and so do exchanges over one axis in `over`.
     """
 
     over: frozenset[Any]
     timeout: float
     links: Links
     label: int = 0
-    slice_elements: int | None = None  # of a message's slice; None: the engine's, which travel in turn
+    slice_elements: int | None = None  # elements of a slice; None: pieces of the engine's size, which travel in turn
 
     order: ClassVar[Any] = ORDER
     effects: ClassVar[frozenset[Any]] = _compat.effects_in_order(ORDER)

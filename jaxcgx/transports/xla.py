@@ -47,9 +47,9 @@ class Axes(base.Transport):
 
     @property
     def at_once(self) -> bool:
-        """Whether JAX takes the axes together.
+        """Whether JAX gathers and permutes over all axes at once.
 
-        Under vmap(axis_name=...) it gathers and permutes over one axis at a time.
+        Under vmap(axis_name=...) it takes one axis at a time.
         """
         return len(self.names) == 1 or set(self.names) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
@@ -77,7 +77,7 @@ class Axes(base.Transport):
         return lax.psum_scatter(x, self.names, scatter_dimension=scatter_dimension, tiled=tiled)
 
     def plain_all_gather(self, x: jax.Array, axis: int, tiled: bool, to: str) -> jax.Array:
-        if to == "varying" and _compat.reduce_scatter_is_wrong():  # the transpose of a gather
+        if to == "varying" and _compat.reduce_scatter_is_wrong():  # a gather's transpose is one
             rows = self.all_to_all(jnp.broadcast_to(x, (self.size, *x.shape)))
             return base.join_rows(rows, axis, tiled)
         return _compat.all_gather(x, self.names, axis=axis, tiled=tiled, to=to)
@@ -87,9 +87,9 @@ class Axes(base.Transport):
 
 
 class Leaders(base.Leaders):
-    """The ranks of `outer` that are first along `inner` speak.
+    """The leaders are the ranks of `outer` that are first along `inner`.
 
-    The results of the others between two gathers are discarded. `everybody` is `outer` and `inner` combined.
+    Between two gathers, the results of the other ranks are discarded. `everybody` is `outer` and `inner` combined.
     """
 
     everybody: Axes
@@ -117,7 +117,7 @@ class Leaders(base.Leaders):
         return self.everybody.permute(row, pairs)
 
     def _collect(self, row_for: Callable[[int], jax.Array]) -> jax.Array:
-        """[size, ...]: row_for(distance), from the leader that is `distance` ranks before, at the place of its rank."""
+        """The rows of all leaders, [size, ...]. row_for(distance) is the row of the leader `distance` ranks before."""
         rows = [row_for(distance) for distance in range(self.size)]
         return jnp.roll(jnp.stack(rows[::-1]), self.rank + 1, 0)
 
