@@ -140,12 +140,12 @@ def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> C
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
-    """Every operand with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
+    """The operands with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
 
     Args:
       operands: the arrays.
       dims: which axis of each vmap maps, or None.
-      size: the length of the axis, for the case that no operand has it.
+      size: the length of the axis, needed if no operand has it.
     """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     return [
@@ -184,11 +184,11 @@ def _register(
     """Gives a primitive its rules.
 
     Args:
-      primitive: with several results.
+      primitive: a primitive with several results.
       target: the handler is jaxcgx_`target`.
       abstract: the avals of the results, as a pytree.
-      attributes: a dict of the handler's attributes, and a dict of what decides how large the CUDA half's workspace is.
-      function: the same in jnp.
+      attributes: a dict of the handler's attributes, and a dict of values that decide the size of CUDA's workspace.
+      function: the operation in jnp.
       jvp: the differentiation rule.
       over: maps `function` over an axis of the batch.
     """
@@ -230,7 +230,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
     """The leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       leaves: arrays of the layout's shapes and dtypes.
       key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
@@ -245,11 +245,11 @@ def encode_fed(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """`encode` with feedback: (payload of leaves + residuals, new residuals).
 
-    A new residual is what encoding lost. Where that is not finite (an overflow, a NaN) the residual stays as it was. A
-    residual that is donated is overwritten in place.
+    A new residual is the loss of encoding. Where that is not finite (an overflow, a NaN), the residual stays as it was.
+    Donated residuals are updated in place.
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       leaves: arrays of the layout's shapes and dtypes.
       residuals: float32 arrays of the leaves' shapes.
       key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
@@ -273,7 +273,7 @@ def _encode_attributes(operands: Encode, layout: Layout) -> tuple[dict[str, Any]
     return dict(feedback=operands.residuals is not None), dict(payloads=0, encodes=True)
 
 
-# Integers have no tangent, and a residual is what rounding lost, a constant to the straight-through derivative.
+# Integers have no tangent. A residual is a loss of rounding, a constant to the straight-through derivative.
 _register(
     encode_p,
     "encode",
@@ -324,7 +324,7 @@ class Own(NamedTuple):
 
     Attributes:
       leaves: arrays of the layout's shapes and dtypes.
-      rank: whose payload is not read; may be traced. A rank that is out of range is an error on CPU and gives NaN on
+      rank: the rank whose payload is not read; may be traced. A rank out of range is an error on CPU and gives NaN on
         GPU, where kernels cannot raise.
     """
 
@@ -336,7 +336,7 @@ def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divis
     """The sum of messages as float32 leaves: added in float32 in the order of the ranks, then divided.
 
     Args:
-      layout: of each message, of one chunk.
+      layout: the layout of each message, with one chunk.
       payloads: uint8[ranks, layout.chunk_bytes].
       own: leaves that replace the payload of one rank.
       divisor: 2^-126 or more.
@@ -359,12 +359,12 @@ def reduce_encoded(
     """The sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
 
     Args:
-      layout: of each message.
+      layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
         CPU and gives NaN on GPU, where kernels cannot raise.
       own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
-      divisor: of the sum, before it is encoded; 2^-126 or more.
+      divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
@@ -384,16 +384,16 @@ def reduce_fed(
     """`reduce_encoded` with feedback: (payload of the sum + residuals, new residuals).
 
     Only the chunk's elements of the residuals are added to the sum, before it is divided, and only these change. They
-    become what encoding lost, sum - divisor * decoded. Where that is not finite they stay as they were. A residual that
-    is donated is updated in place.
+    become the loss of encoding, sum - divisor * decoded. Where that is not finite, they stay as they were. Donated
+    residuals are updated in place.
 
     Args:
-      layout: of each message.
+      layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
       residuals: float32 arrays of the leaves' whole shapes.
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
         CPU and gives NaN on GPU, where kernels cannot raise.
-      divisor: of the sum, before it is encoded; 2^-126 or more.
+      divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
@@ -446,7 +446,7 @@ def _reduce_attributes(
     return attributes, dict(payloads=ranks, encodes=encoded)
 
 
-# sum = (own + what the payloads decode to) / divisor is linear in own; the payloads are integers.
+# sum = (own + decoded payloads) / divisor is linear in own. The payloads are integers, which have no tangent.
 def _reduce_jvp(
     primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -471,7 +471,7 @@ _register(
 )
 
 
-# clear: arrays without the elements that a payload of a sparse codec has sent
+# clear: arrays without the elements that are in a payload of a sparse codec
 
 clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
@@ -479,12 +479,12 @@ clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
     """The arrays with 0 in place of every element that the payload of a sparse codec has.
 
-    An array that is donated is updated in place.
+    Donated arrays are updated in place.
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       payload: uint8[layout.chunks, layout.chunk_bytes].
-      arrays: of the layout's shapes and dtypes.
+      arrays: arrays of the layout's shapes and dtypes.
     """
     payload = _check_payload("clear", payload, layout)
     arrays = _check_leaves("clear", "arrays", arrays=arrays, layout=layout, dtypes=layout.dtypes)
@@ -519,7 +519,7 @@ def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Arr
     return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
 
-# x is rounded where it is: the sharding that its type has (Explicit meshes) stays.
+# x is rounded where it is, so the result keeps the sharding of its type (Explicit meshes).
 def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple[Any, ...]) -> list[Any]:
     return [tree.unflatten(avals).x.update(weak_type=False)]
 
@@ -538,7 +538,7 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
     """Whether every shard rounds to the same numbers on its own.
 
-    The elements of a shard from the last axis on that is cut are consecutive in the leaf.
+    The elements of a shard along its last sharded axis, and along the axes after it, are consecutive in the leaf.
     """
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:
