@@ -70,7 +70,7 @@ class Begun:
     """A sum that has begun. A pytree.
 
     The ticket is two words, zeros if nothing has begun. The residuals are those of the first encoding. When the sum
-    ends, they also get the loss of an owner's encoding of the sum.
+    ends, an owner's residuals also get the loss of encoding its sum.
     """
 
     ticket: jax.Array
