@@ -3,19 +3,19 @@
     mpirun -n 4 python -m mpi4py train.py
 
 Every function is collective: all ranks of the communicator call it, in the same order, with the same tree of shapes.
-Each process computes on one device. Schedules, messages and bits are those of `compressed_psum` and its like over a
-mesh with as many devices. Derivatives are those under `check_vma=False`, where no type says what is the same on every
-rank.
+Each process computes on one device. Schedules, messages and bits are those of `compressed_psum` and the other functions
+over a mesh of the same number of devices. Derivatives are those under `check_vma=False`, where types don't say which
+values are the same on every rank.
 
-Arguments that are not those of the namesakes over a mesh:
+Arguments that the functions over a mesh don't have:
 
 Args:
   comm: the ranks, one of these. None is MPI.COMM_WORLD.
     An mpi4py communicator.
     `hierarchy()`. Codec and schedule may then be dicts, with a value for "cross" and one for "inner".
     The `cross` or `inner` of a hierarchy alone.
-  check: True compares what the ranks pass when the call is traced, too. Without it they compare when the program runs,
-    and where they differ, every rank raises an error that names the ranks and the leaf.
+  check: True compares the ranks' arguments also when the call is traced. Otherwise they are compared only when the
+    program runs. If they differ, every rank raises an error that names the ranks and the leaf.
 """
 
 import os
@@ -51,7 +51,7 @@ def _check_launch() -> None:
     if MPI.COMM_WORLD.size > 1:
         return
     one = f"and MPI ({MPI.Get_library_version().split(',')[0]}) sees one"
-    # What launchers say of their processes: Open MPI's mpirun, MPICH's, and srun. (SLURM_NTASKS is of the allocation,
+    # The number of processes, as Open MPI's mpirun, MPICH's and srun set it. (SLURM_NTASKS is that of the allocation,
     # in which a process may also be alone.)
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (started := _number(name)) > 1:
@@ -83,5 +83,5 @@ __all__ = [
 ]
 
 # A program may set other numbers.
-WAIT = 60.0  # seconds that a checked call waits for the other ranks, and after which other waits say that they wait
+WAIT = 60.0  # seconds that a checked call waits for the other ranks, and after which other waits report that they wait
 MEET = 1800.0  # seconds that ranks wait for each other at the first use of a communicator and in hierarchy()

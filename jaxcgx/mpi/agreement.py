@@ -1,6 +1,6 @@
-"""Whether all ranks make the same call: what they pass, as text, and how that differs.
+"""Checks that all ranks make the same call: compares descriptions of their arguments, as text.
 
-With check=True, they compare it over mpi4py before anything is compiled.
+With check=True, ranks compare them over mpi4py before anything is compiled.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ _SHOWN = 5  # differences that an error names
 
 
 def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    """What must be the same on every rank, as text: of arguments that are trees of arrays, the types of the leaves."""
+    """The description of a call, as text. It has the types of the leaves of `arrays`, and the values of `settings`."""
     mine = {"function": op, "version of jaxcgx": importlib.metadata.version("jaxcgx")}
     mine |= {f"argument '{argument}'": _spell(value) for argument, value in settings.items()}
     for argument, tree in arrays.items():
@@ -31,13 +31,13 @@ def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) ->
 
 
 def agree(comm: Communicator, mine: Mapping[str, str]) -> None:
-    """check=True: raises an error on every rank if the ranks' descriptions differ."""
+    """Raises an error on every rank if the ranks' descriptions differ (check=True)."""
     op = mine["function"]
     jax.effects_barrier()  # programs that still send may use the same communicator
     digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
     digests = np.zeros((comm.size, digest.size), np.uint8)
     wait(op, comm, comm.Iallgather(digest, digests))
-    wait(op, comm, comm.Ibarrier())  # a digest may be of a call that its rank gave up; then that rank stays away here
+    wait(op, comm, comm.Ibarrier())  # a digest may be of a call that its rank gave up; such a rank doesn't come here
     if not (digests == digest).all():
         compare(op, comm.allgather(mine))
 
@@ -63,7 +63,7 @@ def _difference(what: str, every: Sequence[Mapping[str, str]]) -> str:
 
 
 def _type(leaf: Any) -> str:
-    """The dtype and shape as JAX takes the leaf. The value of a Python number is each rank's own."""
+    """The leaf's dtype and shape, as JAX sees them. The values of Python numbers may differ among ranks."""
     try:
         return spell_array(jax.typeof(leaf))
     except TypeError:
@@ -71,7 +71,7 @@ def _type(leaf: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A setting, without the addresses of objects. Settings may be trees of settings and arrays."""
+    """A setting as text, without the addresses of objects. Settings may be trees of settings and arrays."""
     leaves, tree = jax.tree_util.tree_flatten(value)
     if tree == jax.tree_util.tree_structure(0):
         return re.sub(" at 0x[0-9a-f]+", "", spell_array(value))

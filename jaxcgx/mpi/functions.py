@@ -1,4 +1,4 @@
-"""The collectives over a communicator. Each is its namesake in `jaxcgx`, except that ranks are processes."""
+"""The collectives over a communicator: those of `jaxcgx`, with processes as ranks."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -40,7 +40,7 @@ def compressed_allreduce(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """The sum, or with op="mean" the mean, of `x` over the ranks: `compressed_psum` and `compressed_pmean`.
+    """The sum, or with op="mean" the mean, of `x` over the ranks, as `compressed_psum` and `compressed_pmean`.
 
     Args:
       x: a pytree of this rank's arrays.
@@ -48,15 +48,15 @@ def compressed_allreduce(
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
       op: "sum" or "mean".
-      residuals: what earlier calls lost, to be given back (error feedback).
-      momentum: arrays that lose what is sent, as in Deep Gradient Compression.
+      residuals: the losses of earlier calls, which this call adds to `x` (error feedback).
+      momentum: arrays that are set to 0 where an element is sent, as in Deep Gradient Compression.
       factors: the factors that `PowerSGD` starts from.
       schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay` or "auto"; with a hierarchy also a dict.
-      own: what a rank adds of its own part to the sum it owns: "raw" or "encoded".
+      own: how a rank adds its own part to the sum that it owns: "raw" or "encoded".
       leader: with a hierarchy, only the first rank of each node takes part in the exchange between nodes.
-      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
+      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_allreduce"
     net = _check_ranks(
@@ -93,7 +93,7 @@ def compressed_reduce_scatter(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """The sum of `x` over the ranks, of which every rank keeps its slice: `compressed_psum_scatter`.
+    """This rank's slice of the sum of `x` over the ranks, as `compressed_psum_scatter`.
 
     Args:
       x: a pytree of this rank's arrays.
@@ -103,11 +103,11 @@ def compressed_reduce_scatter(
       scatter_dimension: the dimension that is cut.
       tiled: as in lax.
       schedule: "one_shot", "ring" or "auto".
-      own: what a rank adds of its own part to the sum it owns: "raw" or "encoded".
+      own: how a rank adds its own part to the sum that it owns: "raw" or "encoded".
       backward_codec: the codec of the transpose, an all-gather; by default the same.
-      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
+      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_reduce_scatter"
     net = _check_ranks(
@@ -145,7 +145,7 @@ def compressed_allgather(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """Every rank's `x`: `compressed_all_gather`.
+    """Every rank's `x`, as `compressed_all_gather`.
 
     Args:
       x: a pytree of this rank's arrays.
@@ -155,9 +155,9 @@ def compressed_allgather(
       axis: the dimension of the ranks in the result.
       tiled: as in lax.
       backward_codec: the codec of the transpose, a reduce-scatter; by default the same.
-      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
+      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_allgather"
     net = _check_ranks(
@@ -190,7 +190,7 @@ def compressed_alltoall(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """Slice r of `x` to rank r, and the slices that come: `compressed_all_to_all`.
+    """Sends slice r of `x` to rank r, and returns the received slices, as `compressed_all_to_all`.
 
     Args:
       x: a pytree of this rank's arrays.
@@ -198,12 +198,12 @@ def compressed_alltoall(
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
       split_axis: the dimension that is cut.
-      concat_axis: the dimension along which the slices that come are put together.
+      concat_axis: the dimension along which the received slices are put together.
       tiled: as in lax.
       backward_codec: the codec of the transpose, the exchange back; by default the same.
-      strict: leaves that can't be compressed are an error, instead of travelling raw.
+      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
+      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_alltoall"
     net = _check_ranks(
@@ -226,13 +226,13 @@ def compressed_alltoall(
 
 
 def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:
-    """The `x` of the rank `root`, bit for bit, on every rank: parameters, before the first step.
+    """The `x` of rank `root`, bit for bit, on every rank. Use it for parameters before the first step.
 
     Args:
-      x: a pytree of arrays of any dtype, random keys too.
+      x: a pytree of arrays of any dtype, including random keys.
       root: a rank.
       comm: the ranks, see `jaxcgx.mpi`.
-      check: compare what the ranks pass when the call is traced, too, see `jaxcgx.mpi`.
+      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
     """
     name = "broadcast"
     net = _check_ranks(name, comm, check, dict(x=x), root=root)
@@ -251,7 +251,7 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
 
 
 def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /, **settings: Any) -> Net:
-    """The transport over `comm`. All ranks agree on the arguments: now with `check`, and when the program runs."""
+    """The transport over `comm`. All ranks compare their arguments: now with `check`, and when the program runs."""
     check_flag(name, "check", check)
     given = comm if isinstance(comm, Net) else check_communicator(name, "comm", comm)
     check_ready(name, given.comm if isinstance(given, Net) else given)
@@ -281,7 +281,7 @@ def _check_one_device(name: str, x: Any) -> None:
 
 
 def _check_no_levels(name: str, /, codec: Any = None, schedule: Any = None, leader: Any = False, **_: Any) -> None:
-    """Checks that the arguments don't speak of "cross" and "inner", which only a hierarchy has."""
+    """Checks that the arguments don't have "cross" and "inner", which are for a hierarchy only."""
     given = [codec]
     if isinstance(codec, Plan):
         given = [codec.default, *(rule.codec for rule in codec.rules), codec.schedule]

@@ -1,8 +1,8 @@
-"""Every call begins with a greeting: the ranks exchange digests of what they passed, before anything else is sent.
+"""Every call begins with a greeting: the ranks exchange digests of their arguments, before anything else is sent.
 
-Ranks don't trace together: one may have a call in its cache that another traces anew, and both are right. So the
-digests are compared when the program runs, in the order of the exchanges. They have one length, whatever the ranks
-pass. Where they differ, all ranks see it; only then do they call Python, compare what they passed, and raise an error.
+Ranks don't trace together: one may have a call in its cache that another traces again, and both are right. So the
+digests are compared when the program runs, in the order of the exchanges. They have one length, whatever the arguments.
+If they differ, all ranks see it. Only then do the ranks call Python, compare their arguments, and raise an error.
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from jaxcgx.native.eager import define_impl
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
 _BYTES = 16
-_END: Mapping[str, str] = {"function": ""}  # what a rank passes that makes no more calls
-_passed: dict[bytes, Mapping[str, str]] = {}  # by digest, all that this process has ever passed
+_END: Mapping[str, str] = {"function": ""}  # the description for a rank that makes no more calls
+_passed: dict[bytes, Mapping[str, str]] = {}  # all descriptions of calls of this process, by digest
 
 
 def digest_of(mine: Mapping[str, str]) -> np.ndarray:
@@ -33,17 +33,17 @@ def digest_of(mine: Mapping[str, str]) -> np.ndarray:
 
 
 def greet(mine: Mapping[str, str], net: Net) -> None:
-    """In a program: an error on every rank if the ranks' descriptions of the call differ."""
+    """Raises an error on every rank, when the program runs, if the ranks' descriptions of the call differ."""
     if net.size > 1:
         greet_p.bind(jnp.asarray(digest_of(mine)), net=net)
 
 
 def part(comm: Communicator) -> None:
-    """The last greeting of a rank that makes no more calls. It answers until all ranks say the same."""
+    """Answers the greetings of other ranks, on a rank that makes no more calls, until no rank makes more calls."""
     mine, every = digest_of(_END), np.empty((comm.size, _BYTES), np.uint8)
     comm.Allgather(mine, every)
     while not (every == mine).all():
-        comm.allgather(_END)  # as _explain, on the others
+        comm.allgather(_END)  # the other ranks do the same in _explain
         comm.Allgather(mine, every)
 
 

@@ -1,10 +1,10 @@
-"""How a rank leaves: at its end it tells the ranks that still call.
+"""How a rank leaves: at its end it tells the ranks that still make calls.
 
-Without that they would wait for it forever: MPI's waits have no deadline, and MPI_Finalize returns on no rank before
-all ranks have come there.
+Otherwise they would wait for it forever: MPI's waits have no deadline, and MPI_Finalize returns only after all ranks
+have called it.
 
-- At a normal end it finishes what its programs still send, leaves the memory that it shares, and answers the greetings
-  (greeting.py) of the other ranks until they end too. A rank that calls meanwhile gets an error.
+- At a normal end it finishes the exchanges of its programs, leaves the shared memory, and answers the greetings
+  (greeting.py) of the other ranks until they end too. A rank that makes a call meanwhile gets an error.
 - After an exception it ends all ranks, as `python -m mpi4py` does.
 """
 
@@ -24,15 +24,15 @@ from jaxcgx.transports.mpi import Comm, Shared
 
 _threads: dict[int, "_Parting"] = {}  # by MPI's handle
 _shared: dict[int, Shared] = {}  # by segment
-_PROCESS = os.getpid()  # not one that it forks
+_PROCESS = os.getpid()  # a forked child has another
 _failed = False  # an exception has ended the program
 
 
 class _Parting(threading.Thread):
     """Parts from the ranks of a communicator at the end.
 
-    A communicator needs a thread of its own, because other ranks may greet over one communicator after the other. It
-    starts early, because no thread may start at the end.
+    Each communicator needs a thread of its own, because other ranks may greet over one communicator after the other.
+    The thread starts early, because no thread may start at the end.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -47,7 +47,7 @@ class _Parting(threading.Thread):
 
 
 def watch(net: Comm | Shared) -> None:
-    """Leaves the ranks of a transport at the end. All ranks call it, before they use the transport."""
+    """Registers a transport, whose ranks are left at the end. All ranks call it before they use the transport."""
     if isinstance(net, Shared):
         _shared[net.segment] = net
     elif net.size > 1:

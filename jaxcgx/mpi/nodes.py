@@ -1,4 +1,4 @@
-"""Hierarchies: the ranks of a communicator by nodes."""
+"""Hierarchies: the ranks of a communicator, grouped by nodes."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -31,18 +31,18 @@ def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
 
 
 def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
-    """The ranks of `comm` by nodes, to be passed as `comm` where the network between nodes is slower than within.
+    """The ranks of `comm`, grouped by nodes. Pass it as `comm` if the network between nodes is slower than within.
 
     CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. If the first isn't set, the
     processes of a node share memory if they can, else MPI moves the bytes. All ranks must have the same variables.
 
-    The result's `cross` is the ranks of the same place in all nodes, its `inner` the ranks of this node. Its own ranks,
-    `rank` of `size`, come node by node, which may not be the order of `comm`.
+    The result's `cross` has the ranks at this rank's place in all nodes, and its `inner` the ranks of this node. The
+    result itself numbers all ranks node by node (`rank`, `size`), which may differ from the order of `comm`.
 
     Args:
       comm: all ranks. MPI.COMM_WORLD by default.
-      inner: the ranks of this rank's node. By default they are the ranks that share its memory, as MPI says. Every node
-        must have as many.
+      inner: the ranks of this rank's node. By default, MPI finds the ranks that share its memory. Every node must have
+        the same number of ranks.
     """
     ranks: Communicator = check_communicator("hierarchy", "comm", comm)
     check_ready("hierarchy", ranks)
@@ -66,7 +66,7 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
 
 
 def _check_variables(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
-    """CGX's variables and their text. An error on every rank if one rank has other variables or a bad one."""
+    """CGX's variables and their text. Raises on every rank if one rank has other variables or a bad one."""
     text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
     env = error = None
     try:
@@ -78,7 +78,7 @@ def _check_variables(comm: Communicator) -> tuple[environment.Environment, Itera
         if error:
             raise ValueError(f"{error}, on rank {rank}")
     compare("hierarchy", [text for text, _ in every])
-    assert env is not None  # or this rank would have had an error
+    assert env is not None  # otherwise this rank has raised an error
     return env, text.items()
 
 
@@ -97,7 +97,7 @@ def _check_not_nccl(env: environment.Environment) -> None:
 
 
 def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
-    """places: for each rank the first rank of its node, and its own rank there."""
+    """The hierarchy. places: for each rank, the first rank of its node and its own rank there."""
     firsts, (_, place) = [first for first, _ in places], places[comm.rank]
     nodes = sorted(set(firsts))
     sizes = [firsts.count(first) for first in nodes]
@@ -114,7 +114,7 @@ def _within(comm: Communicator, env: environment.Environment, inner: Communicato
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
     wanted = env.inner_communicator == "SHM"
-    # A program may place computations on CPUs where they aren't by default. Only the program knows.
+    # Even if CPUs aren't the default, a program may place computations there, but only the program knows.
     if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
         return Comm.over(inner)
     shared = error = None

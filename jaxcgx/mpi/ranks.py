@@ -1,7 +1,7 @@
 """The transports over a communicator, which live as long as it does.
 
-Python may be ahead of a program, and its messages must not meet the program's. So exchanges use communicators of their
-own, which the user's communicator keeps, and which are freed with it (`comm.Free()`).
+Python may run ahead of a program, and its messages must not meet the program's. So exchanges use communicators of their
+own. The user's communicator keeps them, and they are freed with it (`comm.Free()`).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +16,12 @@ from jaxcgx.transports.mpi import Comm, Shared
 
 
 def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
-    """A key for attributes of communicators that keep transports. `parts` are those of the attribute."""
+    """A key for attributes of communicators that keep transports. `parts` gives the transports of an attribute."""
 
     def free(comm: Communicator, key: int, kept: Any) -> None:
         if comm == MPI.COMM_WORLD:  # MPI ends, and frees everything
             return
-        jax.effects_barrier()  # programs that still send
+        jax.effects_barrier()  # programs may still send
         for net in set(parts(kept)):
             forget(net)
             if isinstance(net, Shared):

@@ -1,4 +1,4 @@
-"""Waits for the other ranks that end: a request that is polled, and given up after a time."""
+"""Waits for the other ranks with a time limit: a request is polled, and given up at the limit."""
 
 import time
 import warnings
@@ -11,18 +11,18 @@ from jaxcgx.checks import callers_level
 # mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types of mpi4py's extension module.
 Communicator = Any
 
-_LATE = MPI.Comm.Create_keyval()  # the request that a rank gave up: MPI may still write to its buffers
+_LATE = MPI.Comm.Create_keyval()  # keeps the request that this rank gave up, because MPI may still write to its buffers
 
 
 def patience() -> float:
-    """`jaxcgx.mpi.WAIT`: seconds that a checked call waits, and after which other waits say that they wait."""
+    """`jaxcgx.mpi.WAIT`: seconds that a checked call waits, and after which other waits report that they wait."""
     from jaxcgx import mpi  # when it is needed: a program may have set another WAIT
 
     return mpi.WAIT
 
 
 def check_ready(op: str, comm: Communicator) -> None:
-    """Checks that no rank has given up the others over this communicator, and that MPI runs."""
+    """Checks that this rank has not given up a wait over this communicator, and that MPI runs."""
     if MPI.Is_finalized():
         raise RuntimeError(f"{op}: MPI has ended (MPI.Finalize); make every call before that")
     if comm.Get_attr(_LATE) is not None:
@@ -33,7 +33,7 @@ def check_ready(op: str, comm: Communicator) -> None:
 
 
 def wait(op: str, comm: Communicator, request: Any) -> None:
-    """Waits for a checked call of all ranks; an error after `jaxcgx.mpi.WAIT` seconds."""
+    """Waits for all ranks to make a checked call. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
     if not _done(request, patience()):
         comm.Set_attr(_LATE, request)
         raise RuntimeError(
@@ -43,7 +43,7 @@ def wait(op: str, comm: Communicator, request: Any) -> None:
 
 
 def meet(op: str, comm: Communicator, request: Any) -> None:
-    """Waits for what all ranks do before they first exchange. Says so after a while, and is an error at last."""
+    """Waits for all ranks before their first exchange. Warns after `WAIT` seconds, raises after `MEET` seconds."""
     from jaxcgx import mpi  # when it is needed: a program may have set another MEET
 
     what = f"for all {comm.size} ranks to come to the first use of this communicator or to hierarchy()"

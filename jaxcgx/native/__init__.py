@@ -1,1 +1,1 @@
-"""The door to C++: the primitives, their registration, and the same arithmetic in jnp."""
+"""The interface to C++: the primitives, their registration, and the same arithmetic in jnp."""

@@ -16,15 +16,15 @@ from jaxcgx.native.meeting import PLAIN, SILENCE, Links, Meeting, MeetingError, 
 from jaxcgx.native.registration import module
 from jaxcgx.native.traffic import Traffic, traffic
 
-LOOK = 1.0  # seconds after which a process looks again who has come
+LOOK = 1.0  # seconds between two looks for new processes
 _ONE = threading.Lock()
-_data: list[list[int]] = []  # the descriptors of the connections for data to each process, which the engine owns
+_data: list[list[int]] = []  # for each process, the descriptors of the connections for data, which the engine owns
 _why: str | None = None  # why the processes are not connected: "" if they are, None before the first try
 _links: Links | None = None
 
 
 def connect(timeout: float, links: Links = PLAIN) -> None:
-    """Connects the processes of jax.distributed, unless they are connected. It waits for them for `timeout` seconds.
+    """Connects the processes of jax.distributed, unless they are connected. It waits for at most `timeout` seconds.
 
     There is no second try: other processes may have given up. The connections stay as the first call made them.
     """
@@ -62,7 +62,7 @@ def _connect(timeout: float, links: Links) -> None:
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
         store.key_value_set("jaxcgx/tcp/secret", secrets.token_hex(32))
     secret = bytes.fromhex(dict(store.key_value_dir_get("jaxcgx/tcp/"))["jaxcgx/tcp/secret"])
-    # Every process reaches the host of process 0 where it reaches the coordinator, which runs there.
+    # The coordinator runs in process 0, so every process reaches that host at the coordinator's address.
     host = _host(coordinator) if process else ""
     with Meeting(process, processes, secret, hosts=[host] if host else _own(address), links=links) as meeting:
         store.key_value_set(f"jaxcgx/tcp/{process}", f"{meeting.port} {host}")
@@ -86,7 +86,7 @@ def _connect(timeout: float, links: Links) -> None:
 
 
 def sent() -> list[Traffic]:
-    """What this process has sent to each process, itself among them."""
+    """The traffic from this process to each process, including itself."""
     return [traffic(data) for data in _data]
 
 
@@ -100,10 +100,10 @@ def _host(coordinator: str) -> str:
 
 
 def _own(coordinator: str) -> list[str]:
-    """The addresses of this host that the coordinator's host name or address means.
+    """The addresses of this host that the coordinator's name or address means.
 
-    None if they are not this host's: others reach it through a translation, or the name means loopback on the host
-    itself (as Debian's /etc/hosts).
+    The list is empty if others reach this host through address translation, or if the name means loopback on the host
+    itself (as in Debian's /etc/hosts).
     """
     found = list(dict.fromkeys(str(info[4][0]) for info in socket.getaddrinfo(coordinator, 0, type=socket.SOCK_STREAM)))
     loopback = [ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found]

@@ -1,4 +1,4 @@
-"""How a primitive runs outside jit: as a compiled program of its own, which `jax.disable_jit` leaves compiled.
+"""Runs a primitive outside jit as a compiled program of its own, even under `jax.disable_jit`.
 
 JAX's own primitives do the same. A function that is jitted by hand would call itself forever under `jax.disable_jit`.
 """

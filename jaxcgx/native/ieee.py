@@ -1,8 +1,8 @@
 """IEEE arithmetic in jnp, for the reference implementation.
 
 XLA on CPUs flushes denormals to zero, may fuse a product into the sum that uses it, and turns a division by a constant
-into a product. So the wire adds a product to a number only if the product is exact, and very small numbers are first
-multiplied by 2^80, which is exact (`up`): no number is denormal there.
+into a product. So the wire format adds a product to a number only if the product is exact. Very small numbers are first
+multiplied by 2^80 (`up`). That is exact and leaves no denormals.
 """
 
 import jax

@@ -1,10 +1,9 @@
 """Lists of indices to bytes and back: xla_ffi/codec/indices.h in jnp.
 
-A list is int32[k], ascending, of indices below n. Entries of n mean none and come last.
+A list is int32[k]: ascending indices below n. Entries equal to n mean no index and come last.
 
-A list has one of two forms, whichever is shorter; n and k decide that. The form of Elias and Fano has the low bits of
-each index as they are, and the high bits as a row of bits in which the j-th one is at j + high. The other form is a bit
-for each of the n elements.
+The bytes have the shorter of two forms, which n and k decide. The form of Elias and Fano has the low bits of each index
+as they are, and the high bits as a bitmap whose j-th one is at j + high. The other form is a bitmap of the n elements.
 """
 
 import jax
@@ -32,7 +31,7 @@ def _split_bytes(n: int, k: int) -> int:
 
 
 def index_bytes(n: int, k: int) -> int:
-    """Bytes of a list of k of n indices; 0 if it has all of them."""
+    """Bytes of a list of k of n indices; 0 if it has none or all of them."""
     return 0 if k in (0, n) else min(_split_bytes(n, k), _bitmap_bytes(n))
 
 
@@ -41,13 +40,13 @@ def _is_split(n: int, k: int) -> bool:
 
 
 def _to_bitmap(at: jax.Array, bits: int) -> jax.Array:
-    """The bytes of a row of bits with ones at `at`; entries of `at` past its end are left out."""
+    """The bytes of a bitmap with ones at `at`. Entries of `at` past its end are ignored."""
     rows = jnp.pad(jnp.zeros(bits, jnp.uint32).at[at].set(1, mode="drop"), (0, -bits % 32)).reshape(-1, 32)
     return to_bytes((rows << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32))
 
 
 def _from_bitmap(raw: jax.Array, bits: int, k: int) -> jax.Array:
-    """The places of the first k ones; `bits` where there are fewer."""
+    """The places of the first k ones of a bitmap, padded with `bits`."""
     words = from_bytes(raw, jnp.uint32)
     row = (words[:, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     return jnp.nonzero(row.reshape(-1)[:bits], size=k, fill_value=bits)[0].astype(jnp.int32)
@@ -69,7 +68,7 @@ def to_list(indices: jax.Array, n: int) -> jax.Array:
 
 
 def from_list(raw: jax.Array, n: int, k: int) -> jax.Array:
-    """int32[k] from any bytes. An index that is not larger than all before it counts as none."""
+    """The list int32[k] from any bytes. An index that is not larger than all before it counts as none."""
     if k in (0, n):
         return jnp.arange(k, dtype=jnp.int32)
     if not _is_split(n, k):

@@ -1,6 +1,6 @@
-"""Where everything of a message is, from its shapes alone.
+"""The place of every part of a message, from its shapes alone.
 
-In C++ it is xla_ffi/codec/layout.h. docs/wire-format.md describes it.
+The same in C++ is xla_ffi/codec/layout.h. docs/wire-format.md describes it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def align16(n: int) -> int:
 
 
 def check_dtype(function: str, argument: str, dtype: Any) -> DType:
-    """A dtype that the leaves of a message may have."""
+    """The dtype, if the leaves of a message may have it."""
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(dtype)
     if dtype not in DTYPES:
@@ -48,7 +48,7 @@ class Piece:
     tail: int
 
     def buckets(self) -> list[tuple[int, int, int]]:
-        """(first element, number, size) of the whole buckets and of the short one; one stretch without buckets."""
+        """(first element, number, size) of the whole buckets, then of the short one. Without buckets, one stretch."""
         if not self.bucket:
             return [(0, 1, self.coded)] if self.coded else []
         whole, rest = divmod(self.coded, self.bucket)
@@ -61,14 +61,14 @@ class Layout:
     """Leaves of given shapes and dtypes as one message of equal chunks.
 
     Attributes:
-      codec: of all leaves.
-      shapes: of the leaves.
-      dtypes: of the leaves.
-      chunks: how many; a chunk is whole buckets.
-      ids: key the random numbers of each leaf (stochastic codecs). An id is the leaf's number in its tree, so that one
-        key gives the same bits however leaves are grouped into messages.
-      shares: the message is cut into parts of bytes in this proportion, and each part into as many equal chunks. None:
-        all chunks are equal.
+      codec: the codec of all leaves.
+      shapes: the shapes of the leaves.
+      dtypes: the dtypes of the leaves.
+      chunks: the number of chunks. A chunk has whole buckets.
+      ids: a number for each leaf, on which its noise depends (stochastic codecs). An id is the leaf's number in its
+        tree, so one key gives the same bits however leaves are grouped into messages.
+      shares: the message is cut into parts whose bytes have these proportions. Each part is cut into the same number of
+        equal chunks. None: all chunks are equal.
     """
 
     codec: Codec
@@ -106,10 +106,10 @@ class Layout:
 
     @functools.cached_property
     def _cuts(self) -> tuple[list[list[int]], int]:
-        """For each leaf the units in chunks before c, for c = 0..chunks; and the elements of a unit."""
+        """(the units of each leaf that are in chunks before c, for c = 0..chunks; the elements of a unit)."""
         codec = self.codec
         unit = codec.bucket_size or UNIT
-        counted = 4 * codec.meta if codec.bucket_size else 0  # a bucket per piece is not in the balance
+        counted = 4 * codec.meta if codec.bucket_size else 0  # metadata of one bucket per piece is not balanced
         rows, before = [], 0
         for size, dtype in zip(self.sizes, self.dtypes):
             full, rest = divmod(size, unit)
@@ -120,7 +120,7 @@ class Layout:
             before += full * weight + last
         total = before
         shares = self.shares or (1,)
-        cuts = self.chunks // len(shares)  # of a part
+        cuts = self.chunks // len(shares)  # chunks of a part
 
         def cut(c: int, before: int, weight: int, full: int, count: int) -> int:
             if c == self.chunks:
@@ -135,7 +135,7 @@ class Layout:
 
     @functools.cached_property
     def _placed(self) -> tuple[tuple[tuple[Piece, ...], ...], tuple[int, ...], tuple[int, ...]]:
-        """The pieces of each chunk, where they end, and its bytes."""
+        """(the pieces of each chunk, where its pieces end, its bytes)."""
         codec, (cuts, unit) = self.codec, self._cuts
         chunks, overflows, ends = [], [], []
         for c in range(self.chunks):

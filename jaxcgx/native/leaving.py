@@ -1,6 +1,6 @@
-"""What a process does before it ends, for the others to learn at once that it takes part no longer.
+"""Functions that a process calls before it ends, so that the others learn at once that it has left.
 
-JAX, and MPI, may keep a process that ends with an exception until the others end, too. These would wait for it.
+JAX and MPI may keep a process that ends with an exception until the others end, too. The others would wait for it.
 """
 
 import atexit
@@ -14,8 +14,8 @@ import jax
 def at_exit(leave: Callable[[], object]) -> None:
     """Calls `leave` when this process ends, before JAX's own functions, which were registered earlier.
 
-    Exchanges that are under way are completed first, unless the process ends with an exception: then other ranks may
-    never come to them.
+    Exchanges under way are completed first, unless the process ends with an exception: other ranks may then never take
+    part in them.
     """
 
     def end() -> None:

@@ -1,11 +1,11 @@
-"""How processes meet over TCP: each connects to those before it and admits those behind it.
+"""How processes meet over TCP: each connects to those before it and accepts those after it.
 
-Both ends of a connection prove that they know the job's secret, by an HMAC of what both have said. The secret itself
-never travels. A connection that has not proved it yet is a stranger's; there are few of these at a time, and the oldest
-makes room for the next. So a process whose call is cut off before it got an answer calls again.
+Both ends of a connection prove that they know the job's secret, by an HMAC of the bytes that both have sent. The secret
+itself is never sent. A connection without that proof is a stranger's. Few strangers are kept: the oldest is closed to
+make room for the next. So a process calls again if its connection is closed before it got an answer.
 
-One loop in the caller's thread does it all, so a signal interrupts it. A process that ends while the others wait for
-more processes ends the meeting of all who met it.
+One loop in the caller's thread does it all, so a signal interrupts it. If a process ends while others wait for more
+processes, the meeting fails on all that have met it.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 BEATS, DATA = range(2)  # the channels: connections between two processes; DATA is the first of those for data
 HELLO = struct.Struct("=8s32sqqqd")  # magic, nonce, process, channel, links; both ends must have one byte order
-MAGIC = b"jaxcgx\x20\x02"  # the version of the meeting and of what follows (xla_ffi/tcp)
+MAGIC = b"jaxcgx\x20\x02"  # the version of the handshake and of the messages after it (xla_ffi/tcp)
 PROOF = 32  # bytes of an HMAC-SHA256
 REFUSED = bytes(PROOF)
 STRANGERS = 64
-MOST = 1024  # that wait to be accepted
+MOST = 1024  # connections that wait to be accepted
 AGAIN = 0.1  # seconds after which a process calls again
-STEP = 0.5  # seconds until the caller of `step` has its turn, at the latest
-SILENCE = 30  # seconds after which a silent process has vanished
+STEP = 0.5  # the most seconds that `step` waits
+SILENCE = 30  # seconds after which a silent process counts as vanished
 BEAT = SILENCE / 6
 
 Talk = Generator[int, bytes, None]  # yields how many bytes it needs
@@ -45,10 +45,10 @@ class _Refused(Exception):
 
 
 class Links(NamedTuple):
-    """What processes have between them, the same everywhere."""
+    """The settings of the connections between processes, the same in all processes."""
 
     connections: int = 1  # for data, between two processes
-    pace: float | None = None  # bytes a second that a process sends
+    pace: float | None = None  # the most bytes per second that a process sends
 
     def __str__(self) -> str:
         return f"connections={self.connections}, pace={self.pace}"
@@ -69,14 +69,14 @@ class Other(NamedTuple):
 
 
 class _Connection:
-    """A connection that is talked on: the talk, and what has come for it."""
+    """A connection during its handshake: the talk, and the bytes that have come for it."""
 
     def __init__(self, sock: socket.socket, talk: Talk) -> None:
         self.socket, self.talk, self.got = sock, talk, b""
         self.need = next(talk)
 
     def read(self) -> None:
-        """Takes what has come. An OSError if the other end closed the connection."""
+        """Takes the bytes that have come. Raises OSError if the other end closed the connection."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
             some = self.socket.recv(self.need - len(self.got))
             if not some:
@@ -89,14 +89,14 @@ class _Connection:
 
 
 class Meeting:
-    """A process's part in the meeting of all. `with` closes what was not handed over.
+    """A process's part in the meeting of all. `with` closes the sockets that were not handed over.
 
     Args:
       process: this process.
-      processes: how many there are.
-      secret: the job's.
-      hosts: addresses of this host to listen at; none: at all of them.
-      links: what all processes have between them.
+      processes: the number of processes.
+      secret: the job's secret.
+      hosts: the addresses of this host to listen at. Empty: all of them.
+      links: the settings of the connections.
     """
 
     def __init__(self, process: int, processes: int, secret: bytes, hosts: list[str], links: Links = PLAIN) -> None:
@@ -119,7 +119,8 @@ class Meeting:
             if meeting := alive():
                 meeting.__exit__()
 
-        # A child would keep the connections of a process that is killed. Later, xla_ffi/tcp/process.cc does it.
+        # A forked child would keep the connections open if this process is killed, so it closes them. After the
+        # hand-over, xla_ffi/tcp/process.cc does so.
         os.register_at_fork(after_in_child=forget)
         self._listeners = self._listen(hosts)
         self.port: int = self._listeners[0].getsockname()[1]
@@ -145,7 +146,7 @@ class Meeting:
         return [p for p in others if any((p, channel) not in self.found for channel in self.channels)]
 
     def step(self, seconds: float) -> None:
-        """Goes on for at most so long. A `MeetingError` if the processes can't meet."""
+        """Continues for at most `seconds`. Raises `MeetingError` if the processes can't meet."""
         now = time.monotonic()
         due = [call for call in self._calls if call[0] <= now]
         self._calls = [call for call in self._calls if call[0] > now]
@@ -157,13 +158,13 @@ class Meeting:
         wait = min([seconds, STEP, *(at - now for at, *_ in self._calls)])
         ready = [(number, self._handlers[number]) for number, _ in self._poll.poll(max(0.0, wait) * 1000)]
         for number, handler in ready:
-            if self._handlers.get(number) is handler:  # an earlier one may have closed it
+            if self._handlers.get(number) is handler:  # an earlier handler may have closed the socket
                 handler()
 
     def hand_over(self) -> list[tuple[str, list[int], int]]:
-        """By process: its host, the descriptors of its connections for data, and that for heartbeats.
+        """For each process: (its host, the descriptors of the connections for data, the one for heartbeats).
 
-        They belong to the caller from now on.
+        The caller owns the descriptors from now on.
         """
         handed: list[tuple[str, list[int], int]] = []
         for process, host in enumerate(self.hosts):
@@ -185,7 +186,7 @@ class Meeting:
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
                         break
-                    why = f"{host}: {error.strerror}"  # hosts may have one kind of address only
+                    why = f"{host}: {error.strerror}"  # a host may have only one kind of address
             else:
                 if not listeners:
                     raise MeetingError(f"this process can't listen at {why}")
@@ -218,11 +219,11 @@ class Meeting:
         sock.close()
 
     def _keep(self, sock: socket.socket, other: int, channel: int) -> None:
-        """A connection to a process that has proved the secret. From now on, its end ends the meeting."""
+        """Keeps a connection to a process that has proved the secret. If the connection ends, the meeting fails."""
         self._forget(sock)
         for option, value in (
             (socket.TCP_NODELAY, 1),
-            (socket.TCP_KEEPIDLE, SILENCE // 3),  # what is between the hosts may forget a connection that is idle
+            (socket.TCP_KEEPIDLE, SILENCE // 3),  # routers between the hosts may drop an idle connection
             (socket.TCP_KEEPINTVL, SILENCE // 6),
             (socket.TCP_KEEPCNT, 4),
         ):
@@ -233,11 +234,11 @@ class Meeting:
         def ended() -> None:
             raise MeetingError(f"process {other} at {self.hosts[other]} has ended or left before all had come")
 
-        # Not POLLIN: a process that has met all may send already.
+        # Not POLLIN: a process that has met all others may already send.
         self._watch(sock, ended, select.POLLRDHUP)
 
     def _beat(self) -> None:
-        """For those who have met all and already listen for a sign of life (xla_ffi/tcp/net.h)."""
+        """Sends a heartbeat: processes that have met all others already wait for it (xla_ffi/tcp/net.h)."""
         for (_, channel), sock in self.found.items():
             if channel == BEATS:
                 with contextlib.suppress(OSError):
@@ -261,7 +262,7 @@ class Meeting:
             )
 
     def _answer(self, sock: socket.socket, mine: bytes) -> Talk:
-        """The talk with somebody who calls."""
+        """The talk with a caller."""
         hello = yield HELLO.size
         magic, _, other, channel, *links = HELLO.unpack(hello)
         if magic != MAGIC:
@@ -269,7 +270,7 @@ class Meeting:
         proof = yield PROOF
         known = hmac.compare_digest(proof, self._proof(b"calls", hello, mine))
         if not known or not self.process < other < self.processes or channel < 0:
-            sock.send(REFUSED)  # there is always room for this little
+            sock.send(REFUSED)  # the socket always has room for this few bytes
             raise _Refused
         self._compare(other, *links)
         if channel not in self.channels or (other, channel) in self.found:
@@ -324,7 +325,7 @@ class Meeting:
             self._close(connection.socket)
 
     def _make_room(self, error: OSError) -> None:
-        """After an error for want of descriptors: closes a stranger's connection."""
+        """Closes a stranger's connection after an error for lack of descriptors."""
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise error
         if not self._strangers:

@@ -12,7 +12,7 @@ Arrays = list[Any]  # of jax.Array, or of tracers and abstract values
 
 
 def places(tree: Any) -> Any:
-    """The pytree of a structure, with the place that each array has among the operands."""
+    """The pytree of a structure, with each array's place among the operands."""
     return tree.unflatten(range(tree.num_leaves))
 
 

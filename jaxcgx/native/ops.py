@@ -85,7 +85,7 @@ def encode(layout: Layout, leaves: Iterable[ArrayLike], key: ArrayLike | None = 
     """The leaves as one message: uint8[layout.chunks, layout.chunk_bytes].
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       leaves: arrays of the layout's shapes and dtypes.
       key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
     """
@@ -100,11 +100,11 @@ def encode_fed(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """`encode` with feedback: (payload of leaves + residuals, new residuals).
 
-    A new residual is what encoding lost. Where that is not finite (an overflow, a NaN) the residual stays as it was. A
-    residual that is donated is overwritten in place.
+    A new residual is the loss of encoding. Where that is not finite (an overflow, a NaN), the residual stays as it was.
+    Donated residuals are updated in place.
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       leaves: arrays of the layout's shapes and dtypes.
       residuals: float32 arrays of the leaves' shapes.
       key: uint32[2], for stochastic codecs; or uint32[3], with an offset (rng.py).
@@ -179,7 +179,7 @@ class Own(NamedTuple):
 
     Attributes:
       leaves: arrays of the layout's shapes and dtypes.
-      rank: whose payload is not read; may be traced. A rank that is out of range is an error on CPU and gives NaN on
+      rank: the rank whose payload is not read; may be traced. A rank out of range is an error on CPU and gives NaN on
         GPU, where kernels cannot raise.
     """
 
@@ -191,7 +191,7 @@ def reduce(layout: Layout, payloads: jax.Array, *, own: Own | None = None, divis
     """The sum of messages as float32 leaves: added in float32 in the order of the ranks, then divided.
 
     Args:
-      layout: of each message, of one chunk.
+      layout: the layout of each message, with one chunk.
       payloads: uint8[ranks, layout.chunk_bytes].
       own: leaves that replace the payload of one rank.
       divisor: 2^-126 or more.
@@ -214,12 +214,12 @@ def reduce_encoded(
     """The sum of one chunk of messages, encoded again: uint8[layout.of_sum(ranks).chunk_bytes].
 
     Args:
-      layout: of each message.
+      layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
         CPU and gives NaN on GPU, where kernels cannot raise.
       own: leaves (whole, not only the chunk's part) that replace the payload of one rank.
-      divisor: of the sum, before it is encoded; 2^-126 or more.
+      divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_encoded", layout, payloads=payloads, divisor=divisor, chunk=chunk, own=own)
@@ -239,16 +239,16 @@ def reduce_fed(
     """`reduce_encoded` with feedback: (payload of the sum + residuals, new residuals).
 
     Only the chunk's elements of the residuals are added to the sum, before it is divided, and only these change. They
-    become what encoding lost, sum - divisor * decoded. Where that is not finite they stay as they were. A residual that
-    is donated is updated in place.
+    become the loss of encoding, sum - divisor * decoded. Where that is not finite, they stay as they were. Donated
+    residuals are updated in place.
 
     Args:
-      layout: of each message.
+      layout: the layout of each message.
       payloads: uint8[ranks, layout.chunk_bytes].
       residuals: float32 arrays of the leaves' whole shapes.
-      chunk: which of the layout's chunks the payloads are; may be traced. A chunk that is out of range is an error on
+      chunk: which of the layout's chunks the payloads are; may be traced. A chunk out of range is an error on
         CPU and gives NaN on GPU, where kernels cannot raise.
-      divisor: of the sum, before it is encoded; 2^-126 or more.
+      divisor: divides the sum before it is encoded; 2^-126 or more.
       key: uint32[2], if the codec of the sum is stochastic.
     """
     operands, divisor = _check_sum("reduce_fed", layout, payloads=payloads, divisor=divisor, chunk=chunk)
@@ -301,7 +301,7 @@ def _reduce_attributes(
     return attributes, dict(payloads=ranks, encodes=encoded)
 
 
-# sum = (own + what the payloads decode to) / divisor is linear in own; the payloads are integers.
+# sum = (own + decoded payloads) / divisor is linear in own. The payloads are integers, which have no tangent.
 def _reduce_jvp(
     primals: Any, tangents: Any, *, tree: Any, divisor: float, encoded: bool, **params: Any
 ) -> tuple[list[Any], list[Any]]:
@@ -326,7 +326,7 @@ register(
 )
 
 
-# clear: arrays without the elements that a payload of a sparse codec has sent
+# clear: arrays without the elements that are in a payload of a sparse codec
 
 clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 
@@ -334,12 +334,12 @@ clear_p: _compat.Primitive = _compat.Primitive("jaxcgx_clear")
 def clear(layout: Layout, payload: ArrayLike, arrays: Iterable[ArrayLike]) -> list[jax.Array]:
     """The arrays with 0 in place of every element that the payload of a sparse codec has.
 
-    An array that is donated is updated in place.
+    Donated arrays are updated in place.
 
     Args:
-      layout: of the message.
+      layout: the layout of the message.
       payload: uint8[layout.chunks, layout.chunk_bytes].
-      arrays: of the layout's shapes and dtypes.
+      arrays: arrays of the layout's shapes and dtypes.
     """
     payload = _check_payload("clear", payload, layout)
     arrays = _check_leaves("clear", "arrays", arrays=arrays, layout=layout, dtypes=layout.dtypes)
@@ -374,7 +374,7 @@ def roundtrip(codec: Any, x: jax.Array, key: ArrayLike | None = None) -> jax.Arr
     return _bind(roundtrip_p, Roundtrip(x, _check_words("roundtrip", codec, key)), codec=codec)[0]
 
 
-# x is rounded where it is: the sharding that its type has (Explicit meshes) stays.
+# x is rounded where it is, so the result keeps the sharding of its type (Explicit meshes).
 def _roundtrip_abstract(*avals: Any, tree: Any, codec: Any, batch: tuple[Any, ...]) -> list[Any]:
     return [tree.unflatten(avals).x.update(weak_type=False)]
 
@@ -393,7 +393,7 @@ def _roundtrip_lowered(*leaves: Any, tree: Any, codec: Any, batch: tuple[Any, ..
 def _roundtrip_keeps(shape: Sequence[int], shards: Sequence[int], *, codec: Any, tree: Any) -> bool:
     """Whether every shard rounds to the same numbers on its own.
 
-    The elements of a shard from the last axis on that is cut are consecutive in the leaf.
+    The elements of a shard along its last sharded axis, and along the axes after it, are consecutive in the leaf.
     """
     last = max((k for k, n in enumerate(shards) if n > 1), default=None)
     if last is None:

@@ -1,4 +1,4 @@
-"""keep_pages: the memory of freed arrays is kept for the next step."""
+"""keep_pages, which keeps the memory of freed arrays for the next step."""
 
 import ctypes
 import warnings
@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxcgx import _compat
 
-# Parameters of glibc's mallopt, from its malloc.h: freed memory at the end of the heap goes back to the system, large
-# memory has a mapping of its own, threads have heaps of their own.
+# Parameters of glibc's mallopt, from its malloc.h: how much freed memory at the end of the heap goes back to the
+# system, how many large blocks have their own mappings, how many heaps threads have.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 
@@ -27,9 +27,9 @@ def keeps_pages() -> bool:
 def keep_pages() -> bool:
     """Keeps the memory of freed arrays for the next step, on CPUs. Returns whether this system can.
 
-    A step's results and temporaries are otherwise on fresh pages in every call, which the system has to clear: with
-    64 MiB that takes longer than the kernels. Call it at the start of a program, before JAX's first computation. It
-    changes malloc in the whole process, which then gives no memory back to the system before it ends. It is for Linux
+    Otherwise a step's results and temporaries are on fresh pages in every call. The system has to clear these pages:
+    with 64 MiB that takes longer than the kernels. Call it at the start of a program, before JAX's first computation.
+    It changes malloc in the whole process, which then returns no memory to the system until it ends. It is for Linux
     with glibc. Elsewhere it does nothing and returns False.
     """
     mallopt = _mallopt()

@@ -1,4 +1,4 @@
-"""What XLA's partitioner leaves sharded if jit distributes a computation (Auto and Explicit meshes).
+"""Rules that tell XLA's partitioner what stays sharded if jit distributes a computation (Auto and Explicit meshes).
 
 Without a rule the partitioner gathers every operand of a custom call on every device. Inside shard_map no rule is
 needed: an operation sees only its shard.
@@ -25,7 +25,7 @@ def _spec(x: Any) -> tuple[Any, ...]:
 
 
 def _shards(mesh: Any, entry: Any) -> int:
-    """Into how many shards an entry of a spec cuts its axis."""
+    """The number of shards into which an entry of a spec cuts its axis."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return math.prod(mesh.shape[name] for name in names)
 
@@ -34,10 +34,10 @@ def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool]
     """A lowering rule with a rule for the partitioner, if the partitioner decides.
 
     Args:
-      primitive: what is lowered.
+      primitive: the primitive that is lowered.
       direct: the lowering rule without a partitioner.
-      keeps: keeps(shape, shards, **params) says whether the first operand and the first result may stay cut. `shape` is
-        that of the axes after the batch, and `shards` the number of shards along each.
+      keeps: keeps(shape, shards, **params) says whether the first operand and the first result may stay sharded.
+        `shape` has the axes after the batch, and `shards` the number of shards along each of them.
     """
 
     _compat.needs_devices(primitive)
@@ -65,7 +65,7 @@ def lower(primitive: Any, direct: Callable[..., Any], keeps: Callable[..., bool]
             return primitive.bind(*operands, batch=operands[0].shape[:n], **params)
 
         def factors(value: str, avals: Any) -> list[list[str]]:
-            # An axis of the same name is cut alike in every value that has it.
+            # Axes with the same name are sharded alike in all values.
             return [
                 [f"row{k}" if k < n else f"{'x' if keeps and i == 0 else f'{value}{i}'}_{k}" for k in range(a.ndim)]
                 for i, a in enumerate(avals)

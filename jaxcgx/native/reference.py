@@ -1,8 +1,7 @@
 """The native operations in plain jnp.
 
-They are the oracle that kernels are tested against, and what platforms and codecs without kernels run.
-JAXCGX_REFERENCE=1 chooses them everywhere. This file knows messages; the arithmetic of a bucket is in the codec
-(codecs/*.py).
+Kernels are tested against them. Platforms and codecs without kernels use them, and with JAXCGX_REFERENCE=1 everything
+does. This file handles messages; the arithmetic of a bucket is in the codec (codecs/*.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ def narrow(x: jax.Array, dtype: DType) -> jax.Array:
 def to_bits16(x: jax.Array, dtype: DType, noise: jax.Array | None = None) -> jax.Array:
     """The bits of x as bfloat16 or float16, rounded to nearest even, or stochastically with 16 random bits.
 
-    In C++ it is xla_ffi/codec/cast.h.
+    The same in C++ is xla_ffi/codec/cast.h.
     """
     raw, magnitude = ieee.bits(x), ieee.magnitude_bits(x)
     drop = 16 if dtype == jnp.bfloat16 else 13
@@ -71,11 +70,11 @@ def _noise(layout: Layout, key: Any) -> Callable[[Piece, int, int], jax.Array]:
 def _encode_chunk(
     layout: Layout, c: int, fetch: Callable[..., Any], draw: Callable[..., Any]
 ) -> tuple[jax.Array, list[tuple[int, int, jax.Array, jax.Array]]]:
-    """One chunk, and what each stretch of it decodes to: [(leaf, first element, numbers, decoded)].
+    """(the encoded chunk, [(leaf, first element, numbers, decoded numbers)] of its stretches).
 
     Args:
-      layout: of the message.
-      c: which chunk.
+      layout: the layout of the message.
+      c: the number of the chunk.
       fetch: fetch(piece, first, count) gives numbers as float32; raw elements may keep the leaf's dtype.
       draw: draw(piece, first, count) gives the random bits of these elements.
     """
@@ -151,7 +150,7 @@ def encode(layout: Layout, operands: Encode) -> tuple[jax.Array, list[jax.Array]
 
 
 def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.Array:
-    """The payload of one leaf in one chunk, from given random bits of each element."""
+    """The payload of one leaf in one chunk, with given random bits for each element."""
     part = lambda of: lambda p, first, count: of[p.start + first :][:count]
     return _encode_chunk(layout, 0, fetch=part(x), draw=part(drawn))[0]
 
@@ -159,7 +158,7 @@ def encode_drawn(layout: Layout, x: jax.Array, drawn: jax.Array | None) -> jax.A
 def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...]]:
     """The stretches of a piece: (first element, count, meta, codes, elements of a bucket).
 
-    In the raw tail there is neither metadata nor a bucket: both are None.
+    The raw tail has neither metadata nor buckets: both are None.
     """
     codec, dtype = layout.codec, layout.dtypes[p.leaf]
     meta_at, code_at = p.meta, p.codes
@@ -175,12 +174,12 @@ def _read(layout: Layout, chunk: jax.Array, p: Piece) -> Iterator[tuple[Any, ...
 
 
 def decode(layout: Layout, operands: Decode) -> list[jax.Array]:
-    """The leaves."""
+    """The leaves of a payload."""
     if layout.codec.carrier is not None:
         chunks = [layout.codec.unpack_chunk(layout, c, chunk) for c, chunk in enumerate(operands.payload)]
         return decode(layout.carried, Decode(jnp.stack(chunks)))
-    # The leaves are put together as integers: XLA moves bfloat16 through float32, and the way back flushes denormals on
-    # some processors.
+    # The leaves are put together as integers: XLA moves bfloat16 through float32, and on some processors the conversion
+    # back flushes denormals.
     unsigned = {2: jnp.uint16, 4: jnp.uint32}
     flat = [jnp.zeros(n, unsigned[d.itemsize]) for n, d in zip(layout.sizes, layout.dtypes)]
     for c, pieces in enumerate(layout.pieces):

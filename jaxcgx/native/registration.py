@@ -22,7 +22,7 @@ CUDA_REMEDY = (
 
 
 def find() -> ModuleType:
-    """The native module. ImportError if there is none of this version."""
+    """The native module. Raises ImportError if there is none of this version."""
     try:
         from jaxcgx.native import _native  # pyright: ignore[reportAttributeAccessIssue]  (CMake builds it)
     except ImportError as error:
@@ -34,7 +34,7 @@ def find() -> ModuleType:
 
 
 def remedy() -> str:
-    """What to do if there is no native module of this version."""
+    """The remedy if there is no native module of this version."""
     here = pathlib.Path(__file__).resolve().parents[1]
     folders = [pathlib.Path(entry).resolve() / "jaxcgx" for entry in sys.path]
     built = lambda folder: any(folder.glob("native/_native*"))

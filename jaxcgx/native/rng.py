@@ -53,7 +53,7 @@ def philox(counter: Sequence[jax.Array], key: Sequence[jax.Array]) -> tuple[jax.
 
 
 def noise(key: jax.Array, leaf: int, start: int, count: int) -> jax.Array:
-    """int32[count] in [0, 65536): the random bits of the elements from `start` on of a leaf.
+    """The random bits of a leaf's elements from `start` on: int32[count] in [0, 65536).
 
     They come from a key's two words. An offset is added to them modulo 2^16.
     """

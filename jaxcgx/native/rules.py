@@ -78,12 +78,12 @@ def _lower(to_kernel: Callable[..., Any], to_reference: Callable[..., Any]) -> C
 
 
 def in_front(operands: Sequence[Any], dims: Sequence[int | None], size: int | None = None) -> list[jax.Array]:
-    """Every operand with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
+    """The operands with the axis that vmap maps in front. An operand that vmap doesn't map is repeated.
 
     Args:
       operands: the arrays.
       dims: which axis of each vmap maps, or None.
-      size: the length of the axis, for the case that no operand has it.
+      size: the length of the axis, needed if no operand has it.
     """
     size = size or next(x.shape[d] for x, d in zip(operands, dims) if d is not None)
     return [
@@ -122,11 +122,11 @@ def register(
     """Gives a primitive its rules.
 
     Args:
-      primitive: with several results.
+      primitive: a primitive with several results.
       target: the handler is jaxcgx_`target`.
       abstract: the avals of the results, as a pytree.
-      attributes: a dict of the handler's attributes, and a dict of what decides how large the CUDA half's workspace is.
-      function: the same in jnp.
+      attributes: a dict of the handler's attributes, and a dict of values that decide the size of CUDA's workspace.
+      function: the operation in jnp.
       jvp: the differentiation rule.
       over: maps `function` over an axis of the batch.
     """

@@ -1,8 +1,8 @@
 """Exchanges among the processes of a host through shared memory, as a JAX primitive that is linear in one array.
 
-It is written in the order of ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a `size`,
-a `rank`, `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects` (with it), and
-a `label`: what the bytes are.
+The parts are in the same order as in ops.py. `net` is the transport. It has a `segment` (a number from `shm_attach`), a
+`size`, a `rank`, an `order` (the ordered effect that keeps the exchanges of all ranks in the same order), `effects`
+(with that effect), and a `label` (a digest that describes the bytes).
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Exchanges among processes over TCP, as a JAX primitive.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py). The primitive has no
-derivatives; each collective defines its own. The operand `who` says who takes part: this rank, and
-every rank's place in the mesh.
+derivatives; each collective defines its own. The operand `who` says who takes part: this rank, and every rank's place
+in the mesh.
 """
 
 import math
@@ -43,7 +43,7 @@ def exchange(operation: str, x: jax.Array, net: Any, targets: tuple[int, ...] = 
 
 
 def who_takes_part(net: Any) -> jax.Array:
-    """This rank, and for every rank along the names its place among all devices of the mesh."""
+    """This rank, then the place of every rank of `net` among all devices of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes, manual = dict(mesh.shape), mesh.manual_axes
     if whole := [name for name, size in sizes.items() if size > 1 and name not in manual]:
@@ -63,7 +63,7 @@ def who_takes_part(net: Any) -> jax.Array:
 def with_processes(ctx: Any, who: Any, aval: Any, net: Any) -> Any:
     """In a lowering rule: `who`, of type `aval`, with processes in place of places.
 
-    It connects this process, if it isn't connected yet, which may take the transport's timeout.
+    It connects this process if it isn't connected yet. That may take as long as the transport's timeout.
     """
     devices = _compat.devices_of(ctx)
     if devices is None:

@@ -1,7 +1,7 @@
 """The sum of a message over TCP, as two JAX primitives: one begins it, the other ends it.
 
-Pieces are encoded, added up and decoded while other pieces are on their way. Between the two, a sum has memory of its
-own. The program that ends it may be a later one.
+Pieces are encoded, added up and decoded while other pieces are on their way. Between the two primitives, a sum has its
+own memory, and a later program may end it.
 
 The parts are in the same order as in ops.py. `net` is the transport (transports/tcp.py).
 """
@@ -25,9 +25,9 @@ from jaxcgx.native.rules import in_front
 from jaxcgx.native.tcp import refuse, who_takes_part, with_processes
 from jaxcgx.native.terms import digest
 
-# The least bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
+# The fewest bytes of a piece, and the most pieces (benchmarks/notes/collectives.md).
 PIECE, MOST_PIECES = 2**17, 16
-# The same by trees of different shares or of several levels: links are slow, and a level waits for the one below.
+# The same for trees of different shares or several levels: links are slow, and a level waits for the one below.
 TREE_PIECE, MOST_TREE_PIECES = 2**14, 64
 
 
@@ -53,12 +53,12 @@ class Operands(NamedTuple):
 
 
 class How(NamedTuple):
-    """What the handler is told: the schedule, and which encodings have feedback."""
+    """The handler's settings: the schedule, and which encodings have feedback."""
 
     two_shot: bool  # along the trees, else one_shot
     parents: tuple[tuple[int, ...], ...]  # of the ranks in each tree
-    own: bool  # a rank's own part joins the sum as it is
-    sum_feedback: bool  # the residual is what the encoding of the sum loses
+    own: bool  # a rank adds its own part without encoding it
+    sum_feedback: bool  # the residual is the loss of encoding the sum
     divisor: float
 
 
@@ -69,8 +69,8 @@ class How(NamedTuple):
 class Begun:
     """A sum that has begun. A pytree.
 
-    The ticket is two words, zeros where nothing has begun. The residuals are those of the first encoding. What an owner
-    loses of a sum joins them when the sum ends.
+    The ticket is two words, zeros if nothing has begun. The residuals are those of the first encoding. When the sum
+    ends, an owner's residuals also get the loss of encoding its sum.
     """
 
     ticket: jax.Array
@@ -88,17 +88,17 @@ class Results(NamedTuple):
 def begin(
     layout: Layout, operands: Operands, *, parents: tuple[tuple[int, ...], ...], own: str, divisor: float, net: Any
 ) -> Begun:
-    """Begins the schedule "one_shot", "two_shot" or an overlay of exchange/schedules.py, with its bits.
+    """Begins a sum with the bits of "one_shot", "two_shot" or an overlay (exchange/schedules.py).
 
     Args:
       layout: the message, cut into a chunk for each tree, or one for one_shot. Its codec has kernels.
-      operands: the operands. `who` is left to this function.
-      parents: of the ranks in each tree; () for one_shot.
+      operands: the operands. This function sets `who`.
+      parents: the parents of the ranks in each tree; () for one_shot.
       own: how a rank adds its own part.
-      divisor: what the sum is divided by.
+      divisor: divides the sum.
       net: the transport.
     """
-    # A whole codec makes one bucket of a leaf's part, which can't be cut.
+    # A codec with `whole` makes one bucket of a leaf's part, which can't be cut.
     if layout.codec.whole:
         pieces = 1
     elif net.slice_elements is None:
@@ -114,7 +114,7 @@ def begin(
     how = How(
         two_shot=bool(parents),
         parents=parents,
-        own=raw and not feedback and not layout.codec.raw,  # the bytes of a raw codec are the part as it is
+        own=raw and not feedback and not layout.codec.raw,  # a raw codec's payload is the unencoded part already
         sum_feedback=raw and feedback,
         divisor=float(divisor),
     )
@@ -125,12 +125,12 @@ def begin(
 
 
 def end(begun: Begun, later: bool) -> Results:
-    """The float32 sums with "one_shot", else the leaves, and the new residuals.
+    """Ends a sum: (sums, new residuals). Sums are float32 with "one_shot", else they have the leaves' dtypes.
 
     Args:
       begun: the sum.
-      later: whether the program may be a later one than began it. Then no exchange behind this one begins before it
-        has ended: this process could wait for a rank that waits here.
+      later: whether the program may be later than the one that began the sum. Then no later exchange begins before
+        this sum has ended: otherwise this process could wait for a rank that waits here.
     """
     operands = _compat.match_varying(begun.ticket, *(begun.residuals or ()))
     found = tcp_end_p.bind(
@@ -189,7 +189,7 @@ def _lower_end(
 
 
 def _bytes(layout: Layout, parents: tuple[tuple[int, ...], ...], ranks: int) -> int:
-    """The bytes of the operand of a collective that sends as many as the rank which sends most."""
+    """The operand bytes of a collective that sends as many bytes as the rank that sends most."""
     if not parents:
         return sum(layout.ends)
     pieces = layout.chunks // len(parents)
@@ -222,7 +222,7 @@ def _results(avals: Sequence[Any], batch: tuple[int, ...], wanted: Sequence[tupl
     return [_compat.result_aval(avals, (*batch, *shape), dtype, rows=len(batch)) for shape, dtype in wanted]
 
 
-# One call for all messages, as with the operations.
+# One call for all messages, as in ops.py.
 def _batch_begin(
     operands: Sequence[Any], dims: Sequence[Any], *, tree: Any, batch: tuple[int, ...], **params: Any
 ) -> tuple[list[jax.Array], list[int]]:

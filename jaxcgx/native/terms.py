@@ -1,4 +1,4 @@
-"""What the ranks of an exchange must have in common, as a number that they compare before they use a byte."""
+"""A digest of the values that all ranks of an exchange must share. They compare it before they use any bytes."""
 
 import dataclasses
 import hashlib
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def digest(*what: Any) -> np.int64:
-    """A number that differs where any of the values differs. It is the same in every process.
+    """A number that differs if any of the values differs. It is the same in every process.
 
-    Values that have no plain form, such as functions in a codec of a user's own, count as their types: their text would
-    have addresses in it.
+    Values without a plain form, such as functions in a user's codec, count as their types, because their text would
+    contain addresses.
     """
     return np.frombuffer(hashlib.sha256(repr(_plain(what)).encode()).digest(), "<i8")[0]
 

@@ -1,7 +1,7 @@
 """Ranks along the axes of a mesh between processes of one device each: jaxcgx's own connections move the bytes.
 
 XLA's collectives between CPUs send before they receive, so they are half-duplex. These connections are full-duplex
-(xla_ffi/tcp/net.h). Sums of arrays without a codec still go through lax.
+(xla_ffi/tcp/net.h). Sums of arrays that are in no message still go through lax.
 
 Exchanges run in the order of the program, which must be the same on every rank. They hold no thread while they wait.
 """
