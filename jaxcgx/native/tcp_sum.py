@@ -70,7 +70,7 @@ class Begun:
     """A sum that has begun. A pytree.
 
     The ticket is two words, zeros if nothing has begun. The residuals are those of the first encoding. When the sum
-    ends, an owner's residuals also get the loss of encoding its sum.
+    ends, an owner's residuals of its part become the loss of encoding that sum, if `own` is "raw".
     """
 
     ticket: jax.Array
