@@ -34,10 +34,10 @@ MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 MPIRUN := $(MPI_ENV) .venv/bin/mpirun
 
-# Requirements out of pyproject.toml, one a line, and those of an extra as words.
+# Requirements out of pyproject.toml, one a line. EXTRA installs those of an extra.
 REQUIRED = .venv/bin/python -c "import tomllib; \
 	print(*tomllib.load(open('pyproject.toml', 'rb'))$(1), sep='\n')"
-EXTRA = $(shell $(call REQUIRED,['project']['optional-dependencies']['$(1)']))
+EXTRA = .venv/bin/python $(PIP) $(foreach name,$(shell $(call REQUIRED,['project']['optional-dependencies']['$(1)'])),'$(name)')
 
 # What Python has compiled is kept, whatever the environment says: the tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
@@ -80,7 +80,7 @@ demo: $(BUILT) ## build and install into .venv, then train over a slow link, wit
 	@.venv/bin/python examples/digits.py
 
 recipe: $(BUILT) ## build and install into .venv, then train on digits with DGC, in a minute
-	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,recipes),'$(name)')
+	@$(call EXTRA,recipes)
 	@.venv/bin/python recipes/train.py --config=recipes/configs/digits/mlp.py --compression=dgc
 
 check: $(INSTALLED) ## check format, lint and types, without running anything
@@ -95,7 +95,7 @@ check: $(INSTALLED) ## check format, lint and types, without running anything
 	[ -z "$$failed" ] || { echo "make check: failed, see above" >&2; exit 1; }
 
 docs: $(INSTALLED) ## build the site of the documentation in build/docs; a warning is an error
-	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,docs),'$(name)')
+	@$(call EXTRA,docs)
 	@.venv/bin/python -P -m sphinx -W --keep-going -q -b html -c docs . build/docs
 	@echo "the site is build/docs/index.html"
 
@@ -115,7 +115,7 @@ test-recipes: $(INSTALLED) ## the tests of recipes/, with the large models
 	@$(CHEAP_FLAGS) $(PYTEST) tests/recipes tests/recipes/heavy_*.py
 
 test-ray: $(INSTALLED) ## the test of recipes/ray_train.py; installs Ray
-	@.venv/bin/python $(PIP) $(foreach name,$(call EXTRA,ray),'$(name)')
+	@$(call EXTRA,ray)
 	@$(CHEAP_FLAGS) $(PYTEST) -n 0 tests/recipes/ray_workers.py
 
 test-commands: $(INSTALLED) ## every command of README and docs on a copy of the repository; builds it several times

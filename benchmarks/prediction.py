@@ -105,8 +105,7 @@ def show(report, title, networks):
     every, chosen = [], []
     for rows in networks.values():
         for row in predicted(rows):
-            one, two = (row["predicted_ms"][name] for name in ("one_shot", "two_shot"))
-            chosen.append((row, "one_shot" if one <= costs.ENOUGH * two else "two_shot"))
+            chosen.append((row, costs.faster(*(row["predicted_ms"][name] for name in ("one_shot", "two_shot")))))
             report.data["rows"].append(row | dict(table=title))
             every += row["off"].values()
             cells = [

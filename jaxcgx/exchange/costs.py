@@ -130,6 +130,11 @@ def choose(load: Load, network: Network, prefer: str = "time") -> str:
     if prefer == "bytes":
         return "one_shot" if load.wire <= load.both / load.ranks else "two_shot"
     one, two = (seconds(schedule, load, network).total for schedule in ("one_shot", "two_shot"))
+    return faster(one, two)
+
+
+def faster(one: float, two: float) -> str:
+    """The schedule to take, by the times of one_shot and two_shot."""
     return "one_shot" if one <= ENOUGH * two else "two_shot"
 
 
