@@ -46,6 +46,8 @@ FAMILIES = {
     "Micro": [cgx.Micro("nvfp4"), cgx.Micro("mxfp4"), cgx.Micro("mxfp8")],
 }
 KINDS = *RANDOM, *PART
+CHOICES = *FAMILIES["Eden"], cgx.MaxMin(7), cgx.MaxMin(8)  # of each leaf, where L-GreCo chooses
+BY_LEAF = "bits by leaf"
 MOST, TABLE_RANKS = 64, (2, 8, 64)  # ranks of whose numbers the table's means are
 ONE = 8  # ranks whose encodings give the error of one
 # (bits of an element, vNMSE of one encoding, or of a mean). EDEN's is D / (1 - D) for the distortion D of Lloyd and
@@ -158,31 +160,61 @@ def measure_encoding(codec, leaves):
     def decode(x, rank):
         return cgx.roundtrip(x, codec, jax.random.fold_in(jax.random.key(0), rank) if codec.stochastic else None)
 
-    rows = [x[:ONE] for x in leaves]
-    return error([np.asarray(jax.jit(jax.vmap(decode))(x, jnp.arange(ONE))) for x in rows], rows)
+    return error([np.asarray(jax.jit(jax.vmap(decode))(x, jnp.arange(ONE))) for x in leaves], leaves)
 
 
-def bits(codec, leaves):
+def measure_all(codecs, leaves):
+    """The errors of leaves [ranks, ...] with a codec each: of one encoding, and of means."""
+    groups = {codec: [x for other, x in zip(codecs, leaves) if other == codec] for codec in codecs}
+
+    def together(measured, ranks, exact):
+        """Of leaves with different codecs, which are exchanged in turn."""
+        parts = [(codec, [x[:ranks] for x in group]) for codec, group in groups.items()]
+        powers = [sum(np.square(exact(x), dtype=np.float64).sum() for x in group) for _, group in parts]
+        return float(np.average([measured(codec, group) for codec, group in parts], weights=powers))
+
+    def mean(codec, group):
+        return measure(codec, "auto" if codec.low_rank else "two_shot", [group])
+
+    found = {"one": together(measure_encoding, ONE, lambda x: x)}
+    return found | {f"mean of {n}": together(mean, n, lambda x: x.mean(0, dtype=np.float64)) for n in TABLE_RANKS}
+
+
+def by_leaf(reference, leaves):
+    """The codec of each leaf with which all lose the least, with no more bytes than `reference` everywhere."""
+
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="data", out_axes=None)
+    def measured(grads):
+        return cgx.gradient_statistics(grads, "data", CHOICES, key=jax.random.key(0))
+
+    tree = {f"{i:02}": x[:ONE] for i, x in enumerate(leaves)}
+    plan = cgx.Plan(reference, skip_1d=False, min_size=0).adapt(measured(tree), budget="bytes")
+    rows = plan.explain({name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in tree.items()}, ONE).rows
+    return [row.codec for row in rows]
+
+
+def bits(codecs, leaves):
     """Bits of an element, with metadata."""
-    return 8 * sum(codec.wire_bytes(x.shape[1:], x.dtype) for x in leaves) / sum(x[0].size for x in leaves)
+    sent = sum(codec.wire_bytes(x.shape[1:], x.dtype) for codec, x in zip(codecs, leaves))
+    return 8 * sent / sum(x[0].size for x in leaves)
 
 
-def compare_codecs(report, codecs):
+def compare_codecs(report, wanted):
     """The table of all codecs, which is drawn."""
     names = ["one", *(f"mean of {ranks}" for ranks in TABLE_RANKS)]
     for kind in KINDS:
         leaves = numbers(kind, MOST)
+        rows = [(family, spell(c), [c] * len(leaves)) for family, members in FAMILIES.items() for c in members]
+        if len(leaves) > 1:
+            rows += [(BY_LEAF, f"{BY_LEAF}, as {spell(c)}", by_leaf(c, leaves)) for c in FAMILIES["Eden"]]
         report.show("", f"{kind}:", "", *header("codec", "bits", *names))
-        for family, members in FAMILIES.items():
-            for codec in members:
-                if not re.search(codecs, spell(codec)):
-                    continue
-                schedule = "auto" if codec.low_rank else "two_shot"
-                means = [measure(codec, schedule, [[x[:ranks] for x in leaves]]) for ranks in TABLE_RANKS]
-                row = dict(family=family, codec=spell(codec), numbers=kind, bits=round(bits(codec, leaves), 3))
-                row |= dict(zip(names, [measure_encoding(codec, leaves), *means]))
+        for family, name, codecs in rows:
+            if re.search(wanted, name):
+                row = dict(family=family, codec=name, numbers=kind, bits=round(bits(codecs, leaves), 3))
+                row |= measure_all(codecs, leaves)
                 report.data["codecs"].append(row)
-                report.show(line([row["codec"], f"{row['bits']:.3g}", *(f"{row[name]:.3g}" for name in names)]))
+                report.show(line([name, f"{row['bits']:.3g}", *(f"{row[name]:.3g}" for name in names)]))
     report.show("", "Published:", "", *header("", "bits", "vNMSE"))
     for name, points in PUBLISHED.items():
         for n, lost in points:
@@ -200,7 +232,7 @@ def draw(path, rows):
     found = {}  # what the legend says
     for axes, measured in zip(grid, ("one", "mean of 8")):
         for ax, kind in zip(axes, KINDS):
-            for color, family in enumerate(FAMILIES):
+            for color, family in enumerate([*FAMILIES, BY_LEAF]):
                 points = [(r["bits"], r[measured]) for r in rows if (r["family"], r["numbers"]) == (family, kind)]
                 points = sorted((n, lost) for n, lost in points if lost)  # what loses nothing is below the plot
                 if points:
@@ -252,6 +284,8 @@ The tables of codecs:
 - normal, laplace, student (3 degrees of freedom): independent numbers. transformer, ResNet-20: gradients of the models
   of training_speed.py after {STEPS} steps, a batch a rank, of the leaves that plans compress; of the transformer those
   of one block. [errors.png](errors.png) draws all of this.
+- bits by leaf, as Eden(n): each leaf has Eden of 1 to 6 bits or MaxMin of 7 or 8, which L-GreCo chooses
+  (`Plan.adapt(budget="bytes")`) so that all together lose the least, with no more bytes than Eden(n) everywhere.
 - Errors of a mean of gradients are relative to the mean, which is smaller than the ranks' gradients.
 
 The predictions:

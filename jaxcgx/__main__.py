@@ -21,9 +21,8 @@ def tune(options: argparse.Namespace) -> None:
     from jaxcgx.report import tune
 
     try:
-        plan, words = tune.tune(
-            options.gradients, plan=options.plan, method=options.method, alpha=options.alpha, bits=options.bits
-        )
+        how = dict(method=options.method, budget=options.budget, alpha=options.alpha)
+        plan, words = tune.tune(options.gradients, plan=options.plan, bits=options.bits, **how)
         plan.save(options.out)
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"python -m jaxcgx tune: {str(error).removeprefix('tune: ')}")
@@ -117,15 +116,18 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     added.add_argument("--out", required=True, help="the TOML file that the plan is saved to")
     added.add_argument("--plan", help="a TOML file with the plan to adapt (by default Plan.cgx())")
     added.add_argument(
-        "--method",
-        default="lgreco",
-        help="lgreco (the default): fewest bytes within an error; kmeans: by size and norm",
+        "--method", default="lgreco", help="lgreco (the default): the best within a budget; kmeans: by size and norm"
+    )
+    added.add_argument(
+        "--budget",
+        default="error",
+        help="for lgreco, error (the default): fewest bytes within an error; bytes: least error within bytes",
     )
     added.add_argument(
         "--alpha",
         type=float,
         default=1.0,
-        help="for lgreco, the error allowed, as a multiple of what the plan's default codec makes everywhere (1.0)",
+        help="for lgreco, the budget, as a multiple of what the plan's default codec needs everywhere (1.0)",
     )
     added.add_argument(
         "--bits",

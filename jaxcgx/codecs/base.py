@@ -33,8 +33,7 @@ class Codec:
       raw: all elements travel as they are.
       skips: no element travels. Only plans have such a codec, and it is raw too: it encodes nothing.
       sparse: only some elements are sent; `indices` says which.
-      low_rank: the codec makes no bytes. Sums add up its factors (exchange/low_rank.py), by the methods that PowerSGD
-        has for them.
+      low_rank: the codec makes no bytes. Sums add up its factors (low_rank.py).
       carrier: the codec whose chunks this one packs, without loss. It then defines `pack_chunk` and `unpack_chunk`
         instead of `encode_buckets` and `decode_buckets`, and has its carrier's `weight`.
       contracts: the error is smaller than the input (sums of squares, normally distributed numbers). Residuals stay
@@ -126,6 +125,11 @@ class Codec:
         return ops.roundtrip(self, x, key)
 
     # What follows from the traits
+
+    @property
+    def makes_codes(self) -> bool:
+        """Whether leaves travel as codes, neither as they are nor as factors."""
+        return not (self.raw or self.low_rank)
 
     @property
     def sums_grow(self) -> bool:

@@ -9,14 +9,14 @@ is [rank, n].
 
 import dataclasses
 import math
-from typing import ClassVar, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcgx.checks import MOST, check_field, check_integer, check_shape
-from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import check_dtype
 from jaxcgx.typing import DType, DTypeLike
 
@@ -41,7 +41,7 @@ def _over(x: jax.Array, size: jax.Array, least: float = _TINY) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(Codec):
+class PowerSGD(LowRank):
     """Sums of matrices by sums of their factors: rank * (m + n) numbers in place of m * n.
 
     PowerSGD is for sums and means only. It makes no bytes, and needs residuals and `factors`. A leaf of more than two
@@ -53,9 +53,6 @@ class PowerSGD(Codec):
     """
 
     rank: int = 4
-
-    low_rank = True
-    state: ClassVar[tuple[str, ...]] = ("residuals", "factors")
 
     def __post_init__(self) -> None:
         check_field(self, "rank", check_integer, 1, MOST)
@@ -77,7 +74,6 @@ class PowerSGD(Codec):
         return 4 * self.rank * sum(self.matrix(shape))
 
     def factor_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The shape of Q for a leaf that doesn't travel raw."""
         return self.rank, self.matrix(shape)[1]
 
     def approximate(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -89,37 +85,27 @@ class PowerSGD(Codec):
         basis = self.orthonormal(self.left(matrices, self.begin(q)))
         return self.multiply(basis, self.right(basis, matrices))[0].reshape(x.shape).astype(x.dtype)
 
-    # The algebra of a sum, for exchange/low_rank.py
+    # The algebra of a sum
 
-    @staticmethod
-    def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-        """(m, n) of the matrix that a leaf of two or more dimensions is."""
+    def matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         return min(((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))), key=sum)
 
     # The basis doesn't depend on the lengths of Q's columns. Columns whose magnitudes add up to 1 make products that
     # are no larger than their matrix, so numbers of any size neither overflow nor vanish. A column of zeros (in the
     # first step, or if the matrix has a lower rank) would stay zero, so it starts again.
-    @staticmethod
-    def begin(q: jax.Array) -> jax.Array:
-        """The Q to multiply with, from the Q of the step before: [k, rank, n]."""
+    def begin(self, q: jax.Array) -> jax.Array:
         q = jnp.where(jnp.abs(q).max(-1, keepdims=True) < _TINY, _start(*q.shape[1:]), q)
         q = q / jnp.abs(q).max(-1, keepdims=True)
         return q / jnp.abs(q).sum(-1, keepdims=True)
 
-    @staticmethod
-    def left(matrices: jax.Array, q: jax.Array) -> jax.Array:
-        """P = M Q of float32[k, m, n]: [k, rank, m]."""
+    def left(self, matrices: jax.Array, q: jax.Array) -> jax.Array:
         # XLA's matrix product on CPUs takes half the time this way, with a transposition afterwards.
         return jnp.einsum("kmn,krn->kmr", matrices, q, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
-    @staticmethod
-    def right(basis: jax.Array, matrices: jax.Array) -> jax.Array:
-        """Q' = M^T B: [k, rank, n]."""
+    def right(self, basis: jax.Array, matrices: jax.Array) -> jax.Array:
         return jnp.einsum("krm,kmn->krn", basis, matrices, precision=lax.Precision.HIGHEST)
 
-    @staticmethod
-    def multiply(basis: jax.Array, q: jax.Array) -> jax.Array:
-        """B Q'^T: [k, m, n]."""
+    def multiply(self, basis: jax.Array, q: jax.Array) -> jax.Array:
         if q.shape[1] <= _FEW:
             return cast(jax.Array, sum(basis[:, j, :, None] * q[:, j, None, :] for j in range(q.shape[1])))
         return jnp.einsum("kmr,krn->kmn", basis.swapaxes(1, 2), q, precision=lax.Precision.HIGHEST)
@@ -128,12 +114,8 @@ class PowerSGD(Codec):
     # were. A column has norm 1 before, so the rest of it has a known scale, and nothing is divided by a number below
     # _NOTHING. One turn of the loop is one projection. That halves the time to compile, which is long for matrices of
     # many shapes.
-    @staticmethod
-    def orthonormal(p: jax.Array) -> jax.Array:
-        """An orthonormal basis of the columns of k matrices, given as [k, rank, m].
-
-        A column that the columns before it span becomes 0.
-        """
+    def orthonormal(self, p: jax.Array) -> jax.Array:
+        """An orthonormal basis. A column that the columns before it span becomes 0."""
         p = _over(p, jnp.abs(p).max(-1, keepdims=True))
         p = _over(p, jnp.linalg.norm(p, axis=-1, keepdims=True))
 

@@ -12,12 +12,13 @@ of its node, and keeps an equal share of it as its residual.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxcgx import _compat
+from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.exchange import hierarchy, scopes
 from jaxcgx.exchange.message import Message, Sum
 from jaxcgx.transports.base import Transport
@@ -35,8 +36,8 @@ class _Stack(NamedTuple):
 
 def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     """The divided sum of the leaves over all stages, outermost first, with the new residuals and factors."""
-    codec: Any = stages[0].codec  # one with the algebra of PowerSGD
-    net, inner = stages[0].net, math.prod(stage.net.size for stage in stages[1:])
+    codec, net = cast(LowRank, stages[0].codec), stages[0].net
+    inner = math.prod(stage.net.size for stage in stages[1:])
     terms = [[x.astype(jnp.float32) for x in message.leaves]]
     if message.residuals is not None:
         terms.append(message.residuals)
@@ -71,7 +72,7 @@ def allreduce(stages: hierarchy.Stages, message: Message, how: Sum) -> Message:
     )
 
 
-def _stacks(codec: Any, message: Message, terms: list[list[Any]]) -> list[_Stack]:
+def _stacks(codec: LowRank, message: Message, terms: list[list[Any]]) -> list[_Stack]:
     """The leaves by shape. Each large leaf has a stack of its own, because stacking copies."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(message.leaves):

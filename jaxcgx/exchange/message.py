@@ -74,6 +74,10 @@ class Sum(NamedTuple):
     divisor: float = 1.0
     leader: bool = False
 
+    def replaces_own(self, codec: Codec) -> bool:
+        """Whether a rank's own part replaces its payload. The payload of a raw codec is the same already."""
+        return self.own == "raw" and not codec.raw
+
 
 class Sent(NamedTuple):
     """The payload that this rank sent for its leaves."""

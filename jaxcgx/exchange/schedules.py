@@ -120,8 +120,7 @@ def _rows(arrays: list[Any], r: Any) -> list[jax.Array]:
 def exchange(net: Transport, parts: Any, key: Any, how: Sum) -> Any:
     """The first half in one step: every part goes straight to its owner, which sums it."""
     received = net.all_to_all(parts.encode(first(key, parts.layout.codec, net)))
-    raw = how.own == "raw" and not parts.layout.codec.raw  # a raw codec's payload is the unencoded part already
-    own = parts.own(net.rank, net.rank) if raw else None
+    own = parts.own(net.rank, net.rank) if how.replaces_own(parts.layout.codec) else None
     return parts.total(received, net.rank, own=own, key=fold(key, SUM), divisor=how.divisor)
 
 

@@ -62,10 +62,10 @@ class _Climb:
     """A sum on its way up the trees."""
 
     def __init__(self, stage: Stage, overlay: Overlay, message: Message, how: Sum) -> None:
-        self.net, self.overlay, self.message, self.how = stage.net, overlay, message, how
+        self.net, self.overlay, self.message = stage.net, overlay, message
+        self.how = how._replace(own="encoded") if stage.codec.sums_grow else how
         self.layout = message.layout(stage.codec, len(overlay.trees), overlay.shares)
         self.sum_layout = self.layout.of_sum(overlay.ranks)
-        self.own = "encoded" if stage.codec.sums_grow else how.own
         key, self.lost = first(message.key, stage.codec, self.net), None
         if message.residuals is None:
             self.rows = ops.encode(self.layout, message.leaves, key)
@@ -97,18 +97,18 @@ class _Climb:
         mine = jnp.asarray([rank in ranks for rank in range(net.size)])[net.rank]
         divisor = 1.0 if depth else self.how.divisor
         key = fold(key, HOP, net.rank) if depth else fold(key, SUM)
-        if self.lost is not None and self.own == "raw":
+        if self.lost is not None and self.how.own == "raw":
             row, lost = ops.reduce_fed(self.layout, payloads, self.lost, chunk=t, divisor=divisor, key=key)
             self.lost = [jnp.where(mine, new, old) for new, old in zip(lost, self.lost)]
         else:
-            raw = self.own == "raw" and not self.layout.codec.raw  # a raw codec's payload is the unencoded part already
-            own = Own(self.message.leaves, jnp.asarray(place)[net.rank]) if raw else None
+            replaces = self.how.replaces_own(self.layout.codec)
+            own = Own(self.message.leaves, jnp.asarray(place)[net.rank]) if replaces else None
             row = ops.reduce_encoded(self.layout, payloads, chunk=t, own=own, divisor=divisor, key=key)
         if depth:
             self.rows = self.rows.at[t].set(jnp.where(mine, row, self.rows[t]))
         else:
             self.sums = self.sums.at[t].set(jnp.where(mine, row, self.sums[t]))
-        if self.own == "raw":
+        if self.how.own == "raw":
             self.sent = self.sent.at[t].set(jnp.where(mine, row, self.sent[t]))
 
 

@@ -188,7 +188,7 @@ class Settings:
         for plan in self.plans:
             argument, given = ("plan", plan.schedule) if self.schedule == "auto" else ("schedule", self.schedule)
             over: Any = given.get(outermost) if isinstance(given, dict) else given
-            if over == "ring" and not all(codec.raw or codec.low_rank for codec in plan.codecs):
+            if over == "ring" and any(codec.makes_codes for codec in plan.codecs):
                 raise wrong(
                     self.function,
                     argument,

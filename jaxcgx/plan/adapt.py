@@ -25,14 +25,15 @@ _OP = "Plan.adapt"
 _BUCKETS = {2: 128, 3: 256, 4: None}  # bucket sizes of the clusters' bits, CGX's numbers; None: the reference's
 
 
-def adapt(plan: Assignment, statistics: Any, method: str, alpha: float, reference: Any) -> list[Rule]:
+def adapt(plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Any) -> list[Rule]:
     """The rules to add to a plan."""
     if not isinstance(statistics, GradientStatistics):
         raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
     check_choice(_OP, "method", method, _METHODS)
+    check_choice(_OP, "budget", budget, bits.BUDGETS)
     reference = _check_reference(plan, reference)
     ids = _adaptable(plan, statistics)
-    chosen = _METHODS[method](statistics, ids, reference, alpha)
+    chosen = _METHODS[method](statistics, ids, reference, budget, alpha)
     rules: list[Rule] = []
     for codec in dict.fromkeys(chosen):
         paths = "|".join(re.escape(statistics.paths[i]) for i, found in zip(ids, chosen) if found == codec)
@@ -77,7 +78,9 @@ def _adaptable(plan: Assignment, statistics: GradientStatistics) -> list[int]:
     return ids
 
 
-def _lgreco(statistics: GradientStatistics, ids: Sequence[int], reference: Codec, alpha: float) -> list[Codec]:
+def _lgreco(
+    statistics: GradientStatistics, ids: Sequence[int], reference: Codec, budget: str, alpha: float
+) -> list[Codec]:
     check_number(_OP, "alpha", alpha, lambda x: 0 < x < math.inf, "a positive number")
     codecs = statistics.codecs
     names = ", ".join(map(spell, codecs))
@@ -86,16 +89,20 @@ def _lgreco(statistics: GradientStatistics, ids: Sequence[int], reference: Codec
         raise wrong(_OP, "reference", f"one of the statistics' codecs, {names}", spell(reference), remedy)
     errors = _finite(statistics, ids, statistics.errors)
     wire = [[codec.wire_bytes(statistics.shapes[i], statistics.dtypes[i]) for codec in codecs] for i in ids]
-    chosen = bits.lgreco(wire, errors, reference=codecs.index(reference), alpha=alpha)
+    chosen = bits.lgreco(wire, errors, reference=codecs.index(reference), alpha=alpha, budget=budget)
     if chosen is None:
-        remedy = "pass a larger one, or gradient_statistics codecs with more bits"
+        more = "more bits" if budget == "error" else "fewer bytes"
+        remedy = f"pass a larger one, or gradient_statistics codecs with {more}"
         raise wrong(_OP, "alpha", f"a factor that some choice of {names} can keep to", alpha, remedy)
     return [codecs[c] for c in chosen]
 
 
-def _kmeans(statistics: GradientStatistics, ids: Sequence[int], reference: Codec, alpha: float) -> list[Codec]:
-    if alpha != 1.0:
-        raise wrong(_OP, "alpha", '1.0 with method="kmeans", which has no budget', repr(alpha))
+def _kmeans(
+    statistics: GradientStatistics, ids: Sequence[int], reference: Codec, budget: str, alpha: float
+) -> list[Codec]:
+    for name, value, default in (("budget", budget, "error"), ("alpha", alpha, 1.0)):
+        if value != default:
+            raise wrong(_OP, name, f'{default!r} with method="kmeans", which has no budget', repr(value))
     if not isinstance(reference, MaxMin):
         raise wrong(_OP, "reference", 'a MaxMin with method="kmeans"', spell(reference))
     tops = _finite(statistics, ids, statistics.tops)
@@ -105,7 +112,7 @@ def _kmeans(statistics: GradientStatistics, ids: Sequence[int], reference: Codec
     return [dataclasses.replace(reference, bits=b, bucket_size=_BUCKETS[b] or reference.bucket_size) for b in widths]
 
 
-_METHODS: dict[str, Callable[[GradientStatistics, Sequence[int], Codec, float], list[Codec]]] = {
+_METHODS: dict[str, Callable[[GradientStatistics, Sequence[int], Codec, str, float], list[Codec]]] = {
     "lgreco": _lgreco,
     "kmeans": _kmeans,
 }

@@ -12,35 +12,41 @@ from collections.abc import Sequence
 import numpy as np
 
 STEPS = 50_000  # that `lgreco` cuts the budget of bytes into
+BUDGETS = "error", "bytes"  # what a choice keeps to
 _FINEST = 60  # bits of the largest possible sum of errors
 
 Point = tuple[float, ...]
 
 
 def lgreco(
-    wire: Sequence[Sequence[int]], errors: Sequence[Sequence[float]], reference: int, alpha: float
+    wire: Sequence[Sequence[int]],
+    errors: Sequence[Sequence[float]],
+    reference: int,
+    alpha: float,
+    budget: str = "error",
 ) -> list[int] | None:
-    """The candidate to take for each leaf; None if every choice errs too much.
+    """The candidate to take for each leaf; None if every choice exceeds the budget.
 
-    All leaves together send the fewest bytes whose error is at most `alpha` times the error of taking `reference` for
-    all.
+    All leaves together send the fewest bytes whose error is at most `alpha` times that of taking `reference` for all.
+    If the budget is of bytes, they err the least with at most `alpha` times its bytes.
 
     Args:
       wire: [leaves][candidates], bytes.
       errors: [leaves][candidates], finite and at least 0.
       reference: a candidate's number.
       alpha: a finite factor.
+      budget: one of `BUDGETS`.
 
     This is L-GreCo's dynamic program with bytes and errors exchanged: least[b] is the least error of the leaves so far
     at b bytes. Errors are integers, in units of 2^-60 of the largest sum or finer, and rounded up, so that rounding
     never exceeds the budget. Bytes above the smallest choice count in whole steps, of 1/STEPS of the distance to the
-    largest choice. The result is byte-optimal if all differences are multiples of a step; else it may exceed the
-    optimum by one step per leaf.
+    largest choice. The result is optimal if all differences are multiples of a step; else it may be what is optimal
+    for a step of bytes more or less a leaf.
     """
     if not wire:
         return []
-    exact, budget = _as_integers(errors, reference, alpha)
-    steps = _in_steps(wire)
+    exact = _as_integers(errors)
+    steps, step = _in_steps(wire)
     never = 2**62
     least, taken = np.zeros(1, np.int64), list[np.ndarray]()
     for row, costs in zip(exact, steps):
@@ -53,30 +59,41 @@ def lgreco(
             choice[window][better] = c
         least = longer
         taken.append(choice)
-    within = np.flatnonzero(least <= min(budget, never - 1))
-    if not len(within):
-        return None
-    b, found = int(within[0]), list[int]()
+    if budget == "bytes":
+        most = (_times(alpha, sum(row[reference] for row in wire)) - sum(map(min, wire))) // step
+        if most < 0:
+            return None
+        b = int(least[: most + 1].argmin())
+    else:
+        most = _times(alpha, sum(row[reference] for row in exact.tolist()))
+        within = np.flatnonzero(least <= min(most, never - 1))
+        if not len(within):
+            return None
+        b = int(within[0])
+    found = list[int]()
     for choice, costs in zip(reversed(taken), reversed(steps)):
         found.append(int(choice[b]))
         b -= costs[found[-1]]
     return found[::-1]
 
 
-def _as_integers(errors: Sequence[Sequence[float]], reference: int, alpha: float) -> tuple[np.ndarray, int]:
-    """The errors as int64, rounded up, and the budget in the same unit."""
+def _as_integers(errors: Sequence[Sequence[float]]) -> np.ndarray:
+    """The errors as int64, rounded up."""
     largest = math.fsum(max(row) for row in errors)
     unit = fractions.Fraction(2) ** (math.frexp(largest)[1] - _FINEST)
-    exact = [[math.ceil(fractions.Fraction(error) / unit) for error in row] for row in errors]
-    return np.array(exact, np.int64), math.floor(fractions.Fraction(alpha) * sum(row[reference] for row in exact))
+    return np.array([[math.ceil(fractions.Fraction(error) / unit) for error in row] for row in errors], np.int64)
 
 
-def _in_steps(wire: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The bytes above each leaf's smallest candidate, in whole steps, rounded up."""
+def _times(alpha: float, total: int) -> int:
+    return math.floor(fractions.Fraction(alpha) * total)
+
+
+def _in_steps(wire: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
+    """The bytes above each leaf's smallest candidate, in whole steps, rounded up; and the bytes of a step."""
     extra = [[n - min(row) for n in row] for row in wire]
     step = math.gcd(*(n for row in extra for n in row)) or 1
     step *= max(1, -(-sum(map(max, extra)) // (step * STEPS)))
-    return [[-(-n // step) for n in row] for row in extra]
+    return [[-(-n // step) for n in row] for row in extra], step
 
 
 def kmeans(points: Sequence[Point], clusters: int) -> list[int]:

@@ -211,6 +211,5 @@ def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], l
         layout = Layout(codec[name], tuple(shapes), dtypes=tuple(dtypes), chunks=sizes[name] // times)
         plain = codec[name].low_rank or (codec[name].raw and whole)
         yield _Exchange((name,), layout, times, padded=not plain)
-        compresses = not (codec[name].raw or codec[name].low_rank)
-        if leader and k == 0 and compresses and math.prod(sizes[a] for a in inner) > 1:
+        if leader and k == 0 and codec[name].makes_codes and math.prod(sizes[a] for a in inner) > 1:
             yield _Exchange(inner, layout)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcgx.codecs.base import Codec
+from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import DTYPES
 
 # A leaf: a jax.Array, np.ndarray or jax.ShapeDtypeStruct, whose own types JAX leaves open. Tracers are arrays.
@@ -39,7 +40,7 @@ def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | Non
       leaf: the leaf.
       codecs: its codecs, the outermost one first.
     """
-    low_rank: Any = next((codec for codec in codecs if codec.low_rank), None)
+    low_rank = next((codec for codec in codecs if isinstance(codec, LowRank)), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 

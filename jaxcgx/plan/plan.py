@@ -207,6 +207,7 @@ class Plan(Assignment):
         statistics: GradientStatistics,
         *,
         method: str = "lgreco",
+        budget: str = "error",
         alpha: float = 1.0,
         reference: Codec | None = None,
     ) -> Self:
@@ -217,16 +218,17 @@ class Plan(Assignment):
 
         Args:
           statistics: the sum of `gradient_statistics` over some steps.
-          method: "lgreco" takes those of the statistics' codecs with which all leaves together send the fewest bytes,
-            while the sum of squared errors is at most `alpha` times that of `reference` everywhere. "kmeans" puts
-            leaves into three clusters by size and by the norm of their 100 largest magnitudes. The cluster of the
-            lowest norm gets 2 bits in buckets of 128, the middle one 3 bits in buckets of 256, the other 4 bits in the
-            reference's.
-          alpha: the error allowed, for "lgreco".
+          method: "lgreco" chooses among the statistics' codecs. "kmeans" puts leaves into three clusters by size and by
+            the norm of their 100 largest magnitudes. The cluster of the lowest norm gets 2 bits in buckets of 128, the
+            middle one 3 bits in buckets of 256, the other 4 bits in the reference's.
+          budget: what "lgreco" keeps to. "error": all leaves together send the fewest bytes, while the sum of squared
+            errors is at most `alpha` times that of `reference` everywhere. "bytes": that sum is the least, with at most
+            `alpha` times the bytes.
+          alpha: the factor of the budget.
           reference: the uniform choice. By default it is the plan's default codec; if that has one for each axis, the
             one that compresses.
         """
-        rules = adapt.adapt(self, statistics=statistics, method=method, alpha=alpha, reference=reference)
+        rules = adapt.adapt(self, statistics=statistics, method=method, budget=budget, alpha=alpha, reference=reference)
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -266,7 +266,7 @@ class Case:
         ]
         found = 0.0
         for each, leaves in shares:
-            part = 1.0 if each.raw or each.low_rank else costs.wire(each, leaves, mover) / costs.wire(each, leaves)
+            part = costs.wire(each, leaves, mover) / costs.wire(each, leaves) if each.makes_codes else 1.0
             found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
         return round(found)
 

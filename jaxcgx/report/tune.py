@@ -29,15 +29,14 @@ Step = dict[str, np.ndarray[Any, Any]]  # {leaf's path: gradient}
 Assigned = list[tuple[Codec, str | None]]  # for each leaf its codec, and why it travels raw
 
 
-def tune(gradients: Path, plan: Path | None, method: str, alpha: float, bits: Sequence[int]) -> tuple[Plan, str]:
+def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any) -> tuple[Plan, str]:
     """A plan adapted to saved gradients, and text about it.
 
     Args:
       gradients: an .npz file.
       plan: a TOML file with the plan to adapt; by default it is Plan.cgx().
-      method: as in Plan.adapt.
-      alpha: as in Plan.adapt.
       bits: the candidates, besides the plan's own.
+      **options: of Plan.adapt.
     """
     base = Plan.cgx() if plan is None else Plan.load(plan)
     found: list[Any] = compressing(base.default)
@@ -48,7 +47,7 @@ def tune(gradients: Path, plan: Path | None, method: str, alpha: float, bits: Se
     before = _assign(base, steps[0])  # errors in the rules come before anything is measured
     candidates: list[Codec] = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
     measured = statistics(steps, candidates)
-    adapted = base.adapt(measured, method=method, alpha=alpha)
+    adapted = base.adapt(measured, **options)
     return adapted, describe(steps, measured, {"before": before, "adapted": _assign(adapted, steps[0])})
 
 

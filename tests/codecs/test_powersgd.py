@@ -19,11 +19,11 @@ def low_rank(m, n, rank, seed=0):
 
 
 def test_a_leaf_is_the_matrix_with_the_smallest_factors():
-    assert cgx.PowerSGD.matrix((30, 50)) == (30, 50)
-    assert cgx.PowerSGD.matrix((3, 3, 64, 128)) == (576, 128)  # a convolution of Flax
-    assert cgx.PowerSGD.matrix((128, 64, 3, 3)) == (128, 576)  # one of PyTorch
-    assert cgx.PowerSGD.matrix((512, 8, 64)) == (512, 512)  # attention, in and out
-    assert cgx.PowerSGD.matrix((8, 64, 512)) == (512, 512)
+    assert cgx.PowerSGD().matrix((30, 50)) == (30, 50)
+    assert cgx.PowerSGD().matrix((3, 3, 64, 128)) == (576, 128)  # a convolution of Flax
+    assert cgx.PowerSGD().matrix((128, 64, 3, 3)) == (128, 576)  # one of PyTorch
+    assert cgx.PowerSGD().matrix((512, 8, 64)) == (512, 512)  # attention, in and out
+    assert cgx.PowerSGD().matrix((8, 64, 512)) == (512, 512)
     assert CODEC.factor_shape((3, 3, 64, 128)) == (2, 128)
 
 

@@ -72,6 +72,22 @@ def test_the_reference_sets_the_budget():
     assert adapted.rules == cgx.Plan(cgx.MaxMin(6)).adapt(statistics).rules
 
 
+@pytest.mark.parametrize("alpha", [0.8, 1.0])
+def test_a_budget_of_bytes(alpha):
+    statistics = cgx.gradient_statistics(GRADS)
+    plan = cgx.Plan(FOUR)
+    adapted = plan.adapt(statistics, budget="bytes", alpha=alpha)
+    rows = {row.leaf: row for row in adapted.explain(GRADS, 2).rows if not row.why}
+    sizes = [codec.wire_bytes((64, 128), jnp.float32) for codec in BITS]
+    lost = np.asarray(statistics.errors, np.float64)[[statistics.paths.index(path) for path in rows]]
+    choices = itertools.product(range(len(BITS)), repeat=len(rows))
+    within = [c for c in choices if sum(sizes[i] for i in c) <= alpha * len(rows) * sizes[BITS.index(FOUR)]]
+    found = tuple(BITS.index(row.codec) for row in rows.values())
+    error = lambda c: sum(lost[range(len(rows)), c])
+    assert found in within and error(found) == min(map(error, within))
+    assert errors(adapted, statistics) < errors(plan, statistics)
+
+
 def test_candidates_of_any_kind():
     """What each of them loses is measured in jit, not known from its bits: the choice is the best of all choices."""
     rng = np.random.default_rng(0)
@@ -202,6 +218,21 @@ OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
             says("Plan.adapt", "method", expected="'lgreco' 'kmeans'", got="'bayes'"),
         ),
         (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, budget="time"),
+            ValueError,
+            says("Plan.adapt", "budget", expected="'error' 'bytes'", got="'time'"),
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, method="kmeans", budget="bytes"),
+            ValueError,
+            says("Plan.adapt", "budget", expected="'error' method=\"kmeans\"", got="'bytes'"),
+        ),
+        (
+            lambda: cgx.Plan(FOUR).adapt(STATISTICS, budget="bytes", alpha=0.1),
+            ValueError,
+            says("Plan.adapt", "alpha", expected="MaxMin(bits=2) MaxMin(bits=8)", got="0.1", remedy="fewer bytes"),
+        ),
+        (
             lambda: cgx.Plan(FOUR).adapt(STATISTICS, alpha=0),
             ValueError,
             says("Plan.adapt", "alpha", expected="positive number", got="0"),
@@ -276,6 +307,9 @@ OTHERS = cgx.gradient_statistics(GRADS, codecs=[cgx.MaxMin(2), cgx.MaxMin(8)])
     ids=[
         "statistics",
         "method",
+        "budget",
+        "budget of kmeans",
+        "too few bytes",
         "zero",
         "nan",
         "text",

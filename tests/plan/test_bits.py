@@ -42,6 +42,26 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
     assert exact(errors, found) == min(exact(errors, c) for c in possible if total(wire, c) == least)
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_error_of_so_many_bytes(seed):
+    rng = random.Random(1000 + seed)
+    leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
+    wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
+    errors = [
+        [float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)
+    ]
+    reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
+    budget = Fraction(alpha) * total(wire, [reference] * leaves)
+    possible = [c for c in itertools.product(range(candidates), repeat=leaves) if total(wire, c) <= budget]
+    found = bits.lgreco(wire, errors, reference, alpha, budget="bytes")
+    if not possible:
+        assert found is None
+        return
+    least = min(exact(errors, c) for c in possible)
+    assert tuple(found) in possible and exact(errors, found) == least
+    assert total(wire, found) == min(total(wire, c) for c in possible if exact(errors, c) == least)
+
+
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 4.0])
 def test_lgreco_with_many_leaves(alpha):
     """More bytes than there are steps: the budget holds all the same, and the bytes are near a lower bound
@@ -62,6 +82,11 @@ def test_lgreco_with_many_leaves(alpha):
     assert bound - 1 <= total(wire, found) <= bound + 2 * len(sizes) * step
     if alpha == 1:
         assert total(wire, found) < total(wire, reference)
+    # With room for the steps, the least error of these bytes is no larger.
+    most = total(wire, found) + len(sizes) * step
+    turned = bits.lgreco(wire, errors, 2, most / total(wire, reference), budget="bytes")
+    assert total(wire, turned) <= most
+    assert float(exact(errors, turned)) <= (1 + 1e-9) * float(exact(errors, found))
 
 
 def test_lgreco_at_the_edges():

@@ -91,16 +91,18 @@ def test_what_is_measured_once_is_not_measured_again(saved, tmp_path, monkeypatc
     assert measured[1:] == [(cgx.MaxMin(3), cgx.MaxMin(4)), (cgx.Sign(),)]
 
 
-def test_a_plan_of_ones_own(saved, tmp_path):
+@pytest.mark.parametrize(("budget", "alpha"), [("error", 0.5), ("bytes", 0.9)])
+def test_a_plan_of_ones_own(saved, tmp_path, budget, alpha):
     gradients, out = saved(arrays())
     base = cgx.Plan({"node": cgx.AbsMax(5, 64), "local": cgx.Raw()}, [("embed", cgx.Cast("float16"))], fusion_mb=8)
     base.save(tmp_path / "base.toml")
     __main__.main(
-        ["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3", "7", "--alpha", "0.5"]
+        ["tune", gradients, "--out", out, "--plan", str(tmp_path / "base.toml"), "--bits", "3", "7"]
+        + ["--budget", budget, "--alpha", str(alpha)]
     )
     candidates = [cgx.AbsMax(bits, 64) for bits in (3, 5, 7)]
     statistics = jax.jit(functools.partial(cgx.gradient_statistics, codecs=candidates))(arrays())
-    assert cgx.Plan.load(out) == base.adapt(statistics, alpha=0.5)
+    assert cgx.Plan.load(out) == base.adapt(statistics, budget=budget, alpha=alpha)
 
 
 def test_stochastic_candidates(saved, tmp_path):
