@@ -95,7 +95,7 @@ def test_bases_are_orthonormal():
     p[1, 1:3] = p[1, 0]
     p[2, 2:] = 0
     p[3] *= np.float32([1e-37, 1e37, 1e-44, 1, 1e-20])[:, None]
-    basis = np.asarray(jax.jit(cgx.PowerSGD.orthonormal)(p), np.float64)
+    basis = np.asarray(jax.jit(cgx.PowerSGD().orthonormal)(p), np.float64)
     gram = basis @ basis.swapaxes(1, 2)
     there = np.stack([np.diag(g) > 0.5 for g in gram])
     np.testing.assert_allclose(gram, there[:, :, None] * np.eye(5), atol=1e-5)
