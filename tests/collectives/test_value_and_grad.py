@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, normal, sent
+from helpers import assert_same_trees, assert_trees, normal, sent
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,8 +51,9 @@ def place(mesh, tree, spec=P("data")):
 
 
 def close(found, expected):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+    assert_trees(
+        functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6), *map(jax.tree.leaves, (found, expected))
+    )
 
 
 # Where the mesh and the shardings are known from.

@@ -81,7 +81,9 @@ def main(group, repetitions=1):
     both = on("cpu", codecs), on("gpu", codecs, int(repetitions))
     for codec, (expected,), results in zip(codecs * len(MESSAGES), *both, strict=True):
         for got in results:
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            leaves = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
+            assert leaves, codec
+            for a, b in leaves:
                 assert a.tobytes() == b.tobytes(), codec
     print("the same bytes")
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from errors import raises, says
-from helpers import assert_same_trees, normal
+from helpers import assert_same_trees, assert_trees, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from training import CODEC, NESTED, SHARDED, SPECS, X, mesh_of
@@ -53,9 +53,12 @@ def close(found, expected):
     numbers = lambda x: (
         jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.astype(jnp.float32)
     )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+
+    def check(a, b):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         np.testing.assert_allclose(numbers(a), numbers(b), rtol=2e-2 if a.dtype == jnp.bfloat16 else 1e-4, atol=1e-5)
+
+    assert_trees(check, *map(jax.tree.leaves, (found, expected)))
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [(AxisType.Auto, 3), (AxisType.Explicit, 1)], ids=str)
