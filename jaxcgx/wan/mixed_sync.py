@@ -32,7 +32,7 @@ class Late(NamedTuple):
     @property
     def per_rank(self) -> dict[str, str]:
         """The fields per rank, and what of each reshard_state preserves over the ranks."""
-        return {"gradients": "sum"}
+        return {"gradients": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:

@@ -55,6 +55,16 @@ def test_nothing_is_lost():
     np.testing.assert_allclose(arrived + left.mean(0), gradients.sum(0).mean(0), atol=1e-4)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_what_waits_keeps_its_mean_on_other_ranks(ranks):
+    """The next step applies the mean of what waits, however many ranks there are then."""
+    _, state = trained(1, compensation=0.0)
+    waiting = np.asarray(state.late.gradients[0]["w"])
+    moved = np.asarray(cgx.reshard_state(state, ranks).late.gradients[0]["w"])
+    assert moved.shape == (ranks, *waiting.shape[1:]) and np.abs(waiting.mean(0)).max() > 0.01
+    np.testing.assert_allclose(moved.mean(0), waiting.mean(0), rtol=1e-6)
+
+
 def test_bad_input():
     for options, argument, expected, got in (
         (dict(staleness=0), "staleness", "positive integer", "0"),
