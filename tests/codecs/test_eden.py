@@ -106,11 +106,14 @@ def test_the_payload_says_how_to_rotate_back():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: cgx.Eden(7), says("Eden", "bits", expected="integer from 1 to 6", got="7")),
-        (lambda: cgx.Eden(4, 1000), says("Eden", "block", expected="power of two 128 4096 rotated", got="1000")),
+        (lambda: cgx.Eden(7), says("Eden", "bits", expected="an integer from 1 to 6", got="7")),
+        (
+            lambda: cgx.Eden(4, 1000),
+            says("Eden", "block", expected="a power of two from 128 to 4096, because buckets are rotated", got="1000"),
+        ),
         (
             lambda: cgx.encode(normal(9), cgx.Eden(4)),
-            says("encode", "key", expected="random key Eden(bits=4) random bits", got="None"),
+            says("encode", "key", expected="a random key, because Eden(bits=4) draws random bits", got="None"),
         ),
     ],
 )

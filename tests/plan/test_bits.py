@@ -21,8 +21,8 @@ def exact(rows, choice):
     return total([list(map(Fraction, row)) for row in rows], choice)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_lgreco_is_as_good_as_trying_everything(seed):
+def drawn(seed):
+    """The arguments of lgreco, for so few choices that all can be tried."""
     rng = random.Random(seed)
     leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
     wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
@@ -30,6 +30,13 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
         [float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)
     ]
     reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
+    return wire, errors, reference, alpha
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_lgreco_is_as_good_as_trying_everything(seed):
+    wire, errors, reference, alpha = drawn(seed)
+    leaves, candidates = len(wire), len(wire[0])
     budget = Fraction(alpha) * exact(errors, [reference] * leaves)
     possible = [c for c in itertools.product(range(candidates), repeat=leaves) if exact(errors, c) <= budget]
     found = bits.lgreco(wire, errors, reference, alpha)
@@ -44,13 +51,8 @@ def test_lgreco_is_as_good_as_trying_everything(seed):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_least_error_of_so_many_bytes(seed):
-    rng = random.Random(1000 + seed)
-    leaves, candidates = rng.randint(1, 5), rng.randint(1, 4)
-    wire = [[rng.randint(0, 60) for _ in range(candidates)] for _ in range(leaves)]
-    errors = [
-        [float(np.float32(rng.random() * 10.0 ** rng.randint(-6, 3))) for _ in range(candidates)] for _ in range(leaves)
-    ]
-    reference, alpha = rng.randrange(candidates), rng.choice([0.25, 0.5, 1.0, 1.5])
+    wire, errors, reference, alpha = drawn(1000 + seed)
+    leaves, candidates = len(wire), len(wire[0])
     budget = Fraction(alpha) * total(wire, [reference] * leaves)
     possible = [c for c in itertools.product(range(candidates), repeat=leaves) if total(wire, c) <= budget]
     found = bits.lgreco(wire, errors, reference, alpha, budget="bytes")
