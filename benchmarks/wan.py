@@ -34,7 +34,10 @@ LINKS = {
     "110 up, 500 down": Link(up=110_000_000, down=500_000_000),
 }
 UNLIMITED = Link(up=100_000_000_000, down=100_000_000_000)  # while only the losses count
-TURN = 3  # steps in a row; a period where not every step has an exchange
+TURN = 3  # steps in a row
+LONG = (
+    "HFA|DiLoCo|P3"  # techniques that take turns of a period: those where not every step has an exchange, or is whole
+)
 BASE = "float32"
 EQUAL = 20  # steps of BASE, whose time is that of the losses at equal time
 SHORTER = 0.75  # goal of DGT: of the step without it
@@ -48,8 +51,8 @@ NOTES = f"""\
 - A center is a host with a link of its own; its ranks are processes there. All of them share the processors of one
   machine. The model is a transformer of 3.3 million parameters on the text of Python's documentation, 4 windows a rank
   and step; Adam, without momentum where the technique has its own.
-- step ms: the slowest rank's, the median of the turns. Techniques take turns of {TURN} steps, or of {PERIOD} where not
-  every step has an exchange: then ms and bytes are means over all steps. less: than {BASE}, in the same turn.
+- step ms: the slowest rank's, the median of the turns. Techniques take turns of {TURN} steps. HFA, DiLoCo and P3 take
+  turns of {PERIOD}: ms and bytes are means over all steps, and P3's `finish`. less: than {BASE}, in the same turn.
 - MB up, MB down: what the kernel counted on the link of the host that sent or received most, with headers, in a step.
 - loss: on held-out text, after the same steps, and in the time in which {BASE} makes {EQUAL} steps on that network. It
   doesn't depend on the link. One seed: close losses differ by chance. ">": all steps were done before that time.
@@ -86,8 +89,9 @@ def turns(hosts, repeats):
     found = {technique: dict(ms=[], sent=[], received=[]) for technique in hosts.methods}
     for turn in range(repeats + 1):  # the first one isn't counted
         for technique, values in found.items():
-            steps = PERIOD if re.search("HFA|DiLoCo", technique) else TURN
-            told = hosts.ask(technique, steps)
+            steps = PERIOD if re.search(LONG, technique) else TURN
+            # What streaming DiLoCo sends is under way for 3 steps of 5. Nothing is where its turns end.
+            told = hosts.ask(technique, steps + PERIOD // 5 * (turn == 0))
             for what in values:
                 values[what] += [max(told[what])] * (turn > 0)
     return found

@@ -103,17 +103,19 @@ class Program:
     """A model in training by one technique."""
 
     def __init__(self, run, data, technique):
-        init, self._step = technique(run)[:2]
+        self._training = technique(run)
         self._data, self._at, self._loss = data, 0, jax.jit(make_loss(run.model))
         self._sharding = NamedSharding(run.mesh, P(AXES))
-        self._weights, self._state = init(data.weights)
+        self._weights, self._state = self._training.init(data.weights)
 
     def run(self, steps):
         for _ in range(steps):
             batch = [jax.make_array_from_process_local_data(self._sharding, b) for b in self._data.batch(self._at)]
-            self._weights, self._state, _ = self._step(self._weights, self._state, tuple(batch))
+            self._weights, self._state, _ = self._training.step(self._weights, self._state, tuple(batch))
             jax.block_until_ready(self._weights)
             self._at += 1
+        # What P3 has sent belongs to these steps: to their bytes, their time and their weights.
+        self._weights, self._state = jax.block_until_ready(self._training.finish(self._weights, self._state))
 
     def loss(self):
         """Of this rank's part of what is held out."""

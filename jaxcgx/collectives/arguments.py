@@ -150,9 +150,15 @@ def check_own(op: str, own: str, schedule: Any) -> None:
         )
 
 
-def check_hops(op: str, stage: Stage) -> None:
-    """Checks that an overlay has this number of ranks, and that the codec can go from neighbour to neighbour."""
+def check_hops(op: str, stage: Stage, asked: str | Overlay = "auto") -> None:
+    """Checks that an overlay has this number of ranks, and that the codec can go along it or around a ring.
+
+    asked: the schedule that the user gave, which the codec may not have taken.
+    """
     schedule, ranks = stage.schedule, stage.net.size
+    if isinstance(asked, Overlay) and stage.codec.low_rank:
+        expected = f"a schedule's name with {spell(stage.codec)}, whose factors are summed by lax.psum"
+        raise wrong(op, "schedule", expected, "an overlay", "pass another codec, such as jaxcgx.MaxMin(4)")
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
         raise wrong(op, "schedule", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
     hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
@@ -162,7 +168,7 @@ def check_hops(op: str, stage: Stage) -> None:
             "schedule",
             f'"two_shot" or "one_shot" with {spell(stage.codec)}, whose sums grow from rank to rank',
             '"ring"' if schedule == "ring" else "trees of several levels",
-            'pass schedule="two_shot", or a codec with pull="top"',
+            'pass schedule="two_shot", or a codec with pull="top"; jaxcgx.wan.Topology(shape="owners") has one level',
         )
 
 

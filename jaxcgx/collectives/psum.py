@@ -193,8 +193,8 @@ class Reduction:
             )
             leaves = [call.leaves[i] for i in ids]
             self.stages[route] = sums.choose(named, leaves, leader=leader, prefer=prefer, network=network)
-            for stage in self.stages[route]:
-                check_hops(op, stage)
+            for stage, before in zip(self.stages[route], named):
+                check_hops(op, stage, asked=before.schedule)
 
     def check_feedback(self) -> None:
         """Checks that the schedules and codecs allow feedback.

@@ -25,12 +25,21 @@ from jaxcgx.optim.require import import_optax
 from jaxcgx.optim.state import CompressState
 from jaxcgx.optim.train import Step, TrainStep
 from jaxcgx.optim.training import Training
+from jaxcgx.transports.base import Transport
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.fragments import Fragment, cut
 from jaxcgx.wan.rounds import Both, Exchange, Rounds
 
 OP = "make_train_step"
+
+
+def check_centers(function: str, net: Transport) -> None:
+    """Checks that the outermost axis has several ranks, for a public function that is of no use to one."""
+    name, outer = next(iter(net.parts.items()), ("", net))
+    if outer.size == 1:
+        expected = f"several centers along {name!r}" if name else "several processes"
+        raise wrong(function, "axis_name", expected, "one", f"leave {function} out, or make a mesh of several centers")
 
 
 class Center(NamedTuple):

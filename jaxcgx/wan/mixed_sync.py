@@ -16,6 +16,7 @@ from jaxcgx.optim.leaves import check_arrays
 from jaxcgx.optim.require import import_optax
 from jaxcgx.plan import Plan
 from jaxcgx.typing import AxisName
+from jaxcgx.wan.centers import check_centers
 
 if TYPE_CHECKING:
     import optax
@@ -93,6 +94,7 @@ def mixed_sync(
     def update(updates: Any, state: MixedSyncState, params: Any = None) -> tuple[Any, MixedSyncState]:
         if params is None:
             raise wrong(OP, "params", "the parameters", None, "call update(gradients, state, params)", kind=TypeError)
+        check_centers(OP, settings.ranks.net())
         updates = check_arrays(OP, "updates", updates)
         late, exchange, count = state
         due = jax.tree_util.tree_map(lambda x: x[0], late.gradients[0])

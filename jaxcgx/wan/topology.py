@@ -22,10 +22,11 @@ ALIKE = 3  # steps of an octave, to which rates are rounded: measurements differ
 
 
 class Steps(NamedTuple):
-    """The two functions of a training loop whose overlay changes."""
+    """The functions of a training loop whose overlay changes."""
 
     init: Callable[..., Any]
     step: Callable[..., Any]
+    finish: Callable[..., Any]
 
 
 class Topology:
@@ -82,6 +83,7 @@ class Topology:
             self.links.known[:] = True
         self._found: dict[bytes, Overlay] = {}  # the best overlay of the latest rates
         self.overlay = self._best()
+        self._deepest = Overlay.owners(ranks) if shape == "owners" else Overlay.ring(range(ranks))  # that may come
         self.version = self.probes = 0
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # counters
@@ -104,12 +106,12 @@ class Topology:
         return changed
 
     def steps(self, make: Callable[[Overlay], Any], every: int = 10) -> Steps:
-        """`init` and `step` of what `make` makes for an overlay, with the overlay that is best at each step.
+        """`init`, `step` and `finish` of what `make` makes for an overlay, with the overlay that is best at each step.
 
         Every overlay has a program of its own, which is kept.
 
         Args:
-          make: from an overlay to an object with `init` and `step`, such as make_train_step's.
+          make: from an overlay to an object with `init`, `step` and `finish`, as make_train_step returns.
           every: how many steps there are from one `update` to the next.
         """
         every = check_integer("Topology.steps", "every", every, 1)
@@ -126,13 +128,22 @@ class Topology:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
+            if (
+                not count
+                and self._deepest.depth > 1
+                and (trace := getattr(make(self._deepest).step, "eval_shape", None))
+            ):
+                trace(*args, **kwargs)  # a codec that can't go along it is an error now, not in the midst of training
             if count and count % every == 0:
                 jax.block_until_ready((args, kwargs))
                 self.update()
             count += 1
             return current().step(*args, **kwargs)
 
-        return Steps(init, step)
+        def finish(*state: Any) -> Any:
+            return current().finish(*state)
+
+        return Steps(init, step, finish)
 
     def __repr__(self) -> str:
         return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"

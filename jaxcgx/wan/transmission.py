@@ -27,6 +27,7 @@ from jaxcgx.plan import Plan, Rule
 from jaxcgx.plan.by_axis import by_axis
 from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.wan.blocks import Blocks
+from jaxcgx.wan.centers import check_centers
 
 SHORT = MaxMin(4)  # for the rest with rest="quantize"
 LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with them
@@ -52,7 +53,7 @@ class DifferentialState(NamedTuple):
     @property
     def per_rank(self) -> dict[str, str]:
         """The fields per rank, and what of each reshard_state preserves over the ranks."""
-        return {"residuals": "sum", "pending": "sum"}
+        return {"residuals": "sum", "pending": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -109,7 +110,7 @@ class Transmission:
     ) -> tuple[Any, DifferentialState]:
         """The mean of the gradients `updates`, and the new state. value: the loss, which an adaptive share needs."""
         settings, deferred = self.settings, self.how.rest == "defer"
-        settings.ranks.net()  # or an error
+        check_centers(settings.function, settings.ranks.net())
         updates = check_arrays(settings.function, "updates", updates)
         check_state(settings, state, self.describe(settings, updates, 1))
         leaves = flatten(updates)

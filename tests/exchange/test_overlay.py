@@ -164,11 +164,15 @@ def test_what_is_no_overlay(make, error):
 
 @pytest.mark.parametrize(
     ("codec", "schedule", "expected"),
-    [(EXACT, Overlay.tree(3), "an overlay of the 4 ranks"), (cgx.TopK(0.1), UNEVEN, "sums grow")],
+    [
+        (EXACT, Overlay.tree(3), "an overlay of the 4 ranks"),
+        (cgx.TopK(0.1), UNEVEN, "sums grow"),
+        (cgx.PowerSGD(2), UNEVEN, "a schedule's name with PowerSGD(rank=2)"),
+    ],
 )
 def test_where_an_overlay_does_not_fit(codec, schedule, expected):
     with raises(ValueError, says("compressed_psum", "schedule", expected=expected)):
-        on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(normal((4, 600)))
+        on_ranks(lambda x: cgx.compressed_psum(x, "a", codec, schedule=schedule), mesh(4))(normal((4, 60, 40)))
 
 
 def test_an_overlay_of_an_inner_axis():

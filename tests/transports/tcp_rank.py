@@ -419,6 +419,30 @@ def train(axis, late=False, **options):
     return digests(jax.tree.map(lambda x: x._replace(contributions=None) if is_late(x) else x, state, is_leaf=is_late))
 
 
+def changing(**options):
+    """Training whose overlay changes while gradients are on their way."""
+    mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+    batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
+    topology = Topology(mesh, TCP)
+    overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
+    topology.update = lambda: setattr(topology, "overlay", next(overlays))
+    make = lambda overlay: cgx.make_train_step(
+        lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2),
+        optax.sgd(0.1),
+        mesh,
+        data_axis=TCP,
+        plan=cgx.MaxMin(4),
+        schedule=overlay,
+        **options,
+    )
+    train = topology.steps(make, every=2)
+    state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
+    for _ in range(6):
+        *state, _ = jax.block_until_ready(train.step(*state, batch))
+    params, _ = train.finish(*state)
+    return digests(params)
+
+
 def low_rank():
     """Over Tcp and over the plain axes of the same processes: the sums of factors are lax's."""
     found = []
@@ -509,14 +533,15 @@ def main():
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     if action == "everything":
-        result = [
-            messages_of_errors(processes),
-            everything(tcp=True),
-            explained() if rank == 1 else "",
-            low_rank(),
-            order_of_events(),
-            adapted(),
-        ]
+        result = dict(
+            errors=messages_of_errors(processes),
+            digests=everything(tcp=True),
+            explained=explained() if rank == 1 else "",
+            low_rank=low_rank(),
+            events=order_of_events(),
+            adapted=adapted(),
+            changing=[changing(), changing(overlap="priority")],
+        )
     elif action == "cross":
         result = end_without(rank == processes - 1)
     elif action == "connections":

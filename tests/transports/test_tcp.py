@@ -74,18 +74,19 @@ def everything():
 def test_the_bits_of_plain_axes(everything, monkeypatch):
     expected = load_script(RANK, monkeypatch).everything(tcp=False)
     found = {
-        case: {rank: digest for _, ours, *_ in everything for rank, digest in ours[case].items()} for case in expected
+        case: {rank: digest for each in everything for rank, digest in each["digests"][case].items()}
+        for case in expected
     }
     assert found == expected
 
 
 def test_low_rank(everything):
-    for *_, found, _, _ in everything:
+    for found in (each["low_rank"] for each in everything):
         assert len(found) == 6 and found[::2] == found[1::2]
 
 
 def test_meshes_that_it_can_not_serve(everything):
-    for (abstract, automatic), *_ in everything:
+    for abstract, automatic in (each["errors"] for each in everything):
         says(
             "Tcp",
             expected="to be told which devices the mesh has",
@@ -99,7 +100,7 @@ def test_meshes_that_it_can_not_serve(everything):
 
 def test_all_ranks_get_the_same_overlays(everything):
     """Rank 0 decides. What links pass is measured by probes, and by what else was sent."""
-    (overlays, version, probes, known, finite, explained), *others = [found for *_, found in everything]
+    (overlays, version, probes, known, finite, explained), *others = [each["adapted"] for each in everything]
     assert len(overlays) == 4 and probes >= 1 and known > 0.5 and finite
     assert all(other == [overlays, version, probes, None, True, None] for other in others)
     uneven = Overlay((Tree((-1, 0, 1, 0), 5), Tree((2, 2, 3, -1), 2), Tree((1, -1, 1, 1), 1)))
@@ -109,8 +110,14 @@ def test_all_ranks_get_the_same_overlays(everything):
     assert explained == [costs.sent(schedule, codec, [leaf], 4, "tcp") for schedule, codec in sums]
 
 
+def test_an_overlay_may_change_while_gradients_are_on_their_way(everything):
+    """The bits are those of plain steps, whose overlay changes as often."""
+    for plain, priority in (each["changing"] for each in everything):
+        assert plain == priority
+
+
 def test_explain_counts_it(everything):
-    over_one, over_two = everything[1][2]
+    over_one, over_two = everything[1]["explained"]
     rows = [line.split() for line in over_one.splitlines()]
     sent = f"{3 * cgx.MaxMin(4).wire_bytes((4000,), 'float32'):,}"
     assert ["all-gather", "over", "Tcp", "data", "uint8", sent] in [row[:6] for row in rows]
@@ -121,7 +128,7 @@ def test_explain_counts_it(everything):
 
 def test_means_that_cross_programs(everything):
     """A later program runs while an exchange that another one began can't be over: the others have not begun it."""
-    for *_, (same, zeros, in_one_step, ended_twice), _ in everything:
+    for same, zeros, in_one_step, ended_twice in (each["events"] for each in everything):
         assert same and zeros and in_one_step
         assert "INVALID_ARGUMENT" in ended_twice and "end a ticket once" in ended_twice
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -74,3 +75,10 @@ def test_bad_input():
             cgx.wan.mixed_sync("a", **options)
     with raises(TypeError, says("mixed_sync", "params", expected="parameters", got="None", remedy="update")):
         cgx.wan.mixed_sync("a", axis_size=4).update(PARAMS, None)
+    alone = cgx.wan.mixed_sync("a", axis_size=1)
+    one = {"w": jnp.ones((1, 99))}
+    expected = says(
+        "mixed_sync", "axis_name", expected="several centers along 'a'", got="one", remedy="leave mixed_sync"
+    )
+    with raises(ValueError, expected):
+        jax.vmap(lambda g: alone.update(g, alone.init(g), g), axis_name="a")(one)

@@ -4,6 +4,7 @@ one between processes."""
 import types
 
 import numpy as np
+import optax
 import pytest
 from errors import raises, says
 from ranks import mesh
@@ -101,13 +102,13 @@ def test_it_probes_as_often_as_asked():
 
 def test_steps():
     """A program for each overlay, kept; an update every so many steps."""
-    topology, made = Simulated(), []
+    topology, made = Simulated(shape="owners"), []
 
     def make(overlay):
         made.append(overlay)
-        return types.SimpleNamespace(init=lambda x: x, step=lambda x: (x + 1, overlay))
+        return types.SimpleNamespace(init=lambda x: x, step=lambda x: (x + 1, overlay), finish=lambda x: (x, overlay))
 
-    updates = iter([Overlay.tree(4), Overlay.owners(4), Overlay.tree(4)])
+    updates = iter([Overlay.tree(4), Overlay.owners(4, 2), Overlay.tree(4)])
     topology.update = lambda: setattr(topology, "overlay", next(updates))
     first = topology.overlay
     train = topology.steps(make, every=2)
@@ -115,8 +116,23 @@ def test_steps():
     for _ in range(7):
         x, overlay = train.step(x)
         used.append(overlay)
-    assert x == 7 and used == [first] * 2 + [Overlay.tree(4)] * 2 + [Overlay.owners(4)] * 2 + [Overlay.tree(4)]
-    assert made == [first, Overlay.tree(4), Overlay.owners(4)]
+    assert x == 7 and used == [first] * 2 + [Overlay.tree(4)] * 2 + [Overlay.owners(4, 2)] * 2 + [Overlay.tree(4)]
+    assert made == [first, Overlay.tree(4), Overlay.owners(4, 2)] and train.finish(x) == (7, Overlay.tree(4))
+
+
+def test_a_codec_that_can_not_go_along_trees_is_an_error_of_the_first_step():
+    loss_fn = lambda params, batch: (params["w"] * batch[:, None]).sum()
+    make = lambda overlay: cgx.make_train_step(
+        loss_fn, optax.sgd(0.1), mesh(4), data_axis="a", compress=cgx.bsc, size_bound=4, schedule=overlay
+    )
+    topology = Simulated()
+    assert topology.overlay.depth == 1
+    train = topology.steps(make)
+    state = train.init({"w": np.ones(99, np.float32)})
+    words = dict(expected="whose sums grow", got="trees of several levels", remedy="owners")
+    with raises(ValueError, says("compressed_pmean", "schedule", **words)):
+        train.step(*state, np.ones(4, np.float32))
+    assert np.isfinite(Simulated(shape="owners").steps(make).step(*state, np.ones(4, np.float32))[-1].loss)
 
 
 @pytest.mark.parametrize(
