@@ -50,10 +50,14 @@ class Checkpoints:
         """The last checkpoint that can be read: its step and its tree; step 0 and the template where there is none."""
         steps = self.steps()
         for step in reversed(steps):
+            found, why = None, "by another process"
             try:
-                return step, cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
+                found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
             except Exception as error:  # Orbax and TensorStore have many
-                self.say(f"the checkpoint of step {step} can't be read ({_line(error)}): trying the one before")
+                why = _line(error)
+            if self.world.all(found is not None):
+                return step, found
+            self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if steps:
             raise Wrong(f"{self.folder}: no checkpoint can be read; remove this folder to begin anew")
         return 0, template

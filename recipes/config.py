@@ -8,6 +8,8 @@ import ast
 import importlib.util
 import json
 import pathlib
+import re
+import shlex
 from typing import Any, NamedTuple
 
 from checks import Wrong
@@ -22,10 +24,20 @@ class Command(NamedTuple):
 
     config: Any  # a ConfigDict
     name: str  # of the run: its config's, its compression's and its suffix
-    file: str  # of the config
+    arguments: tuple[str, ...]
     devices: int
     launch: str
     runs: pathlib.Path
+
+    def with_compression(self, word: str) -> str:
+        """The same command with another compression, whose options it doesn't have."""
+        given, kept = list(self.arguments), []
+        while given:
+            argument = given.pop(0)
+            taken = [argument] if "=" in argument or not given else [argument, given.pop(0)]
+            if not re.match(r"--(config\.)?compression\b", argument):
+                kept += taken
+        return shlex.join(["python", "recipes/train.py", *kept, f"--compression={word}"])
 
 
 def parse(arguments: list[str]) -> Command:
@@ -56,7 +68,7 @@ def parse(arguments: list[str]) -> Command:
     config: Any = make_config(known.config, changes)
     path = pathlib.Path(known.config)
     name = "-".join(filter(None, (path.parent.name, path.stem, config.compression.word, known.suffix)))
-    return Command(config, name, known.config, devices=known.devices, launch=known.launch, runs=known.runs)
+    return Command(config, name, tuple(arguments), devices=known.devices, launch=known.launch, runs=known.runs)
 
 
 def make_config(file: str, changes: dict[str, str]) -> ConfigDict:
@@ -90,7 +102,10 @@ def load(path: pathlib.Path, place: str) -> ConfigDict:
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise Wrong(f"{place}: {path}, line {error.lineno}: {error.msg}") from error
     if not hasattr(module, "get_config"):
         raise Wrong(f"{place}: {path} has no get_config()")
     return module.get_config()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from checks import Wrong
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -50,6 +51,12 @@ class World(NamedTuple):
     def total(self, sums: jax.Array) -> np.ndarray:
         """The sum over all ranks of what a program computed from `put`'s arrays."""
         return np.asarray(sums) if self.comm is None else self.comm.allreduce(np.asarray(sums))
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds in every process."""
+        if self.comm is not None:
+            return all(self.comm.allgather(holds))
+        return bool(np.all(multihost_utils.process_allgather(np.array(holds))))
 
 
 def start(how: str, devices: int) -> World:

@@ -59,10 +59,10 @@ def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) ->
 
 
 def steps(
-    each: int, num_epochs: float, *, rate: float, warmup_epochs: float, epochs: tuple[float, ...], factor: float
+    each: int, num_epochs: float, *, rate: float, warmup_epochs: float, drops: tuple[float, ...], factor: float
 ) -> Any:
-    """`rate`, multiplied by `factor` after each of `epochs`, behind a linear warm-up from 0."""
-    lower = optax.piecewise_constant_schedule(rate, {int(epoch * each): factor for epoch in epochs})
+    """`rate`, multiplied by `factor` after each of `drops`, shares of the training, behind a linear warm-up from 0."""
+    lower = optax.piecewise_constant_schedule(rate, {round(drop * num_epochs * each): factor for drop in drops})
     warm = int(warmup_epochs * each)
     return lambda step: lower(step) * jax.numpy.minimum(1.0, (step + 1) / max(warm, 1))
 

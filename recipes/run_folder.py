@@ -26,7 +26,7 @@ class RunFolder:
         if writes:
             path.mkdir(parents=True, exist_ok=True)
             self._check_config(settings)
-            (path / "config.json").write_text(config.spell(settings))
+            _replace(path / "config.json", config.spell(settings))
 
     def say(self, text: str) -> None:
         """Shows a line, and adds it to log.txt."""
@@ -39,7 +39,7 @@ class RunFolder:
         """Forgets the metrics of later steps, which will come again."""
         if self.writes:
             lines = [line for line in self.read() if line["step"] <= step]
-            self.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+            _replace(self.metrics, "".join(f"{json.dumps(line)}\n" for line in lines))
             self._events = SummaryWriter(str(self.path), purge_step=step + 1)
 
     def write(self, step: int, **values: float) -> None:
@@ -73,6 +73,13 @@ class RunFolder:
                     f"config.{key}: the run in {self.path} has {old.get(key)!r}, got {new.get(key)!r}; start another "
                     "run by --suffix=..., or remove the folder"
                 )
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file, which has the old text until the new one is whole."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _flat(tree: dict[str, Any], place: str = "") -> dict[str, Any]:

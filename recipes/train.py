@@ -51,6 +51,9 @@ class Train:
         for name in ("batch_size", "num_epochs", "log_every", "test_every", "save_every"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"expected a positive {name}, got {getattr(self, name)}")
+        for name in ("steps", "seed", "test_examples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected a {name} of at least 0, got {getattr(self, name)}")
 
 
 def main(arguments: list[str]) -> None:
@@ -95,40 +98,43 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
         f"{world.ranks} ranks, " + (f"goes on from step {start} of {stop}" if start else f"{stop} steps")
     )
     share = world.share(settings.batch_size)
+    examples = settings.batch_size // world.ranks * world.ranks  # of a step
     score = jax.jit(functools.partial(_score, model.score))
 
     def test() -> dict[str, float]:
         params, rest = state[0], state[1]
         if isinstance(rest, PerRank):  # each center's
             rest = jax.tree.map(lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0], rest.rows)
-        batches = tested(dataset.test, settings.batch_size, share, most=settings.test_examples)
+        batches = tested(dataset.test, examples, share, most=settings.test_examples)
         sums = np.sum([world.total(score(params, rest, world.put(batch))) for batch in batches], axis=0)
         return dict(test_loss=float(sums[0] / sums[2]), test_accuracy=float(sums[1] / sums[2]))
 
     batches = trained(dataset.train, settings.batch_size, share, seed=settings.seed, start=start, stop=stop)
     bar = tqdm(batches, initial=start, total=stop, unit="step", disable=None if world.speaks else True)
     compiled: Any = None
-    begun, done = time.perf_counter(), start
+    done, seconds, begun = start, 0.0, time.perf_counter()
     for number, batch in enumerate(bar, start + 1):
         placed = world.put(batch)
         if compiled is None:
             compiled = step.step.lower(*state, placed).compile()
             run.write(start, **_bytes(compiled, make_step, exchange, (*state, placed)))
+            begun = time.perf_counter()
         *state, metrics = jax.block_until_ready(compiled(*state, placed))  # on CPUs, wait for every step
+        seconds += time.perf_counter() - begun
         last = number == stop
         if number % settings.log_every == 0 or last:
             loss = float(np.mean([shard.data for shard in metrics.loss.addressable_shards], dtype=np.float64))
-            rate, speed = float(schedule(number - 1)), (number - done) * settings.batch_size
-            speed /= time.perf_counter() - begun
+            rate, speed = float(schedule(number - 1)), (number - done) * examples / seconds
             run.write(number, loss=loss, epoch=number / each, rate=rate, examples_per_second=speed)
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            begun, done = time.perf_counter(), number
+            done, seconds = number, 0.0
             if not np.isfinite(loss):
                 raise Wrong(f"step {number}: the loss is {loss}; try a lower config.schedule.rate")
         if number % max(int(settings.test_every * each), 1) == 0 or last:
             run.write(number, **test())
         if number % settings.save_every == 0 or last:
             checkpoints.save(number, tuple(state))
+        begun = time.perf_counter()
     return _finish(command, dataset.name, world, run)
 
 
@@ -159,13 +165,12 @@ def _finish(command: config.Command, data: str, world: launch.World, run: RunFol
     sent = f"{results['bytes']:,.0f} bytes a step, uncompressed {results['raw_bytes']:,.0f}"
     title = f"{data}, {command.config.model.name}, {word}, {world.ranks} ranks: a rank sends {sent}"
     plot.draw(lines, title, run.path / "plot.png")
-    other = "dgc" if word == "none" else "none"
     run.say(
         f"{data}, step {results['step']}: test accuracy {results['test_accuracy']:.1%}, "
         f"test loss {results['test_loss']:.4f}\n"
         f"a rank sends {sent}\n"
         f"plot: {run.path / 'plot.png'}   curves: tensorboard --logdir {run.path.parent}\n"
-        f"next: python recipes/train.py --config={command.file} --compression={other}"
+        f"next: {command.with_compression('dgc' if word == 'none' else 'none')}"
     )
     return results
 

@@ -27,7 +27,8 @@ def test_a_first_run(train, tmp_path):
     assert numbers[1] > 50 * numbers[0]
     plot = tmp_path / "digits-mlp-dgc-wm0/plot.png"
     assert plot.read_bytes().startswith(b"\x89PNG") and str(plot) in files
-    assert following == f"next: python recipes/train.py {config} --compression=none"
+    left = f"{config} --config.train.steps=20 --runs={tmp_path}"
+    assert following == f"next: python recipes/train.py {left} --compression=none"
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):

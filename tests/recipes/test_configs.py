@@ -58,6 +58,8 @@ def test_compressions(word, run):
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
         ({"optimizer.name": "adamw"}, r"config\.optimizer\.momentum: nothing reads it; .* has b1, b2, weight_decay"),
         ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
+        ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
+        ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
         ({"compression": "dgc", "compression.ratio": 2.0}, r"config\.compression: dgc: argument 'ratio': expected"),
         ({"compression": "cgx4", "compression.codec.name": "Max"}, r"a codec's name: expected one of .*, got 'Max'"),
         ({"compression": "cgx4", "compression.codec.bits": 9}, r"config\.compression.*MaxMin: argument 'bits'"),
@@ -84,6 +86,9 @@ def test_wrong_files(train, tmp_path):
         train.config.parse([f"--config={path}"])
     with pytest.raises(train.Wrong, match=r"--config: there is no file .*none\.py; its folder has extra"):
         train.config.parse([f"--config={tmp_path}/none.py"])
+    (tmp_path / "half.py").write_text("def get_config(:")
+    with pytest.raises(train.Wrong, match=r"--config: .*half\.py, line 1: invalid syntax"):
+        train.config.parse([f"--config={tmp_path}/half.py"])
     with pytest.raises(train.Wrong, match=r"--stepz: train\.py has no such argument"):
         train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--stepz=3"])
 
@@ -92,10 +97,10 @@ def test_layers(train):
     """A config, its compression, and what the command line changes."""
     command = train.config.parse(
         [f"--config={CONFIGS}/cifar/resnet20.py", "--config.compression=dgc-fp16", "--config.train.num_epochs", "500"]
-        + ["--config.schedule.epochs=(250,)", "--config.data=cifar100", "--suffix=x"]
+        + ["--config.schedule.drops=(0.25,)", "--config.data=cifar100", "--suffix=x"]
     )
     config = command.config
     assert command.name == "cifar-resnet20-dgc-fp16-x"
-    assert (config.train.num_epochs, config.train.batch_size, config.schedule.epochs) == (500, 128, (250,))
+    assert (config.train.num_epochs, config.train.batch_size, config.schedule.drops) == (500, 128, (0.25,))
     assert (config.data.name, config.data.synthetic, config.model.depth) == ("cifar100", False, 20)
     assert (config.compression["values"].name, config.compression.warmup_epochs) == ("Cast", 5)

@@ -128,3 +128,13 @@ def test_shares(train):
     assert len(np.unique(first.reshape(len(first), -1), axis=0)) == len(first)  # an epoch has an example once
     weights = np.concatenate([weights for *_, weights in tested(split, 8, slice(2, 6), most=21)])
     np.testing.assert_array_equal(weights, [1] * 11 + [0])  # 2..5, 10..13, 18..20 of 21
+
+
+def test_every_example_is_tested_once(run, train, monkeypatch):
+    """Also where a batch has more examples than its equal parts."""
+    counted, total = [], train.launch.World.total
+    monkeypatch.setattr(train.launch.World, "total", lambda *args: counted.append(total(*args)) or counted[-1])
+    changes = {"data": "digits", "train.batch_size": 64, "train.steps": 1, "train.test_examples": 0}
+    run("digits/mlp", changes, devices=3)
+    split = train.data.load(name="digits", synthetic=False).test
+    assert sum(sums[2] for sums in counted) == len(split) and len(split) % 64

@@ -1,6 +1,8 @@
 """A run that goes on has the bits of one that was never interrupted. A bad checkpoint harms no good one."""
 
+import itertools
 import json
+import pathlib
 import resource
 import shutil
 import types
@@ -111,3 +113,28 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
         (folder / f"checkpoints/{step}/_METADATA").unlink()
     with pytest.raises(train.Wrong, match=r"no checkpoint can be read; remove this folder"):
         go(10)
+
+
+def test_a_full_disk_leaves_the_files_of_a_run(run, tmp_path, monkeypatch):
+    run("digits/mlp", {"train.steps": 2})
+    folder = next(tmp_path.glob("*"))
+    before = {name: (folder / name).read_text() for name in ("config.json", "metrics.jsonl")}
+    write = pathlib.Path.write_text
+
+    def half(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        run("digits/mlp", {"train.steps": 4})
+    assert before == {name: (folder / name).read_text() for name in before}
+
+
+def test_speed_is_that_of_steps(run, train, tmp_path, monkeypatch):
+    """Without compiling, tests and checkpoints. Here the clock ticks once between two looks at it."""
+    monkeypatch.setattr(train, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
+    often = {"train.log_every": 3, "train.save_every": 1, "train.test_every": 0.01}
+    run("digits/mlp", often | {"train.steps": 7, "train.batch_size": 8}, devices=3)
+    found = [json.loads(line) for line in next(tmp_path.glob("*/metrics.jsonl")).read_text().splitlines()]
+    assert [line["examples_per_second"] for line in found if "examples_per_second" in line] == [6.0] * 3

@@ -8,6 +8,6 @@ import configs
 def get_config() -> ConfigDict:
     config = configs.get_config()
     config.data = ConfigDict(dict(name="cifar10", synthetic=False, folder="data", augment=True))
-    config.schedule.epochs = (82, 123)  # 32,000 and 48,000 steps
+    config.schedule.drops = (0.5, 0.75)  # 32,000 and 48,000 steps
     config.train.num_epochs = 164
     return config

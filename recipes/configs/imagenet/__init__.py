@@ -9,7 +9,7 @@ def get_config() -> ConfigDict:
     config = configs.get_config()
     config.data = ConfigDict(dict(name="imagenet", synthetic=False, folder="data/imagenet", size=224, threads=8))
     config.schedule.warmup_epochs = 5
-    config.schedule.epochs = (30, 60, 80)
+    config.schedule.drops = (30 / 90, 60 / 90, 80 / 90)
     config.train.batch_size = 256
     config.train.num_epochs = 90
     return config

@@ -11,6 +11,6 @@ def get_config() -> ConfigDict:
     config.optimizer.weight_decay = 5e-4
     config.schedule.rate = 0.01
     config.schedule.warmup_epochs = 0
-    config.schedule.epochs = (25, 50, 65)
+    config.schedule.drops = (25 / 74, 50 / 74, 65 / 74)
     config.train.num_epochs = 74
     return config
