@@ -192,7 +192,7 @@ class Member:
             now = time.monotonic()
             if self._sent and self._waits and self._steps - self._sent.steps >= given.overlap:
                 self._waits = False
-                self._changed.wait_for(lambda: self._arrived or assembly.outcome(), given.grace)
+                self._changed.wait_for(lambda: self._arrived or assembly.outcome(), given.grace - self.waited)
                 self.waited += time.monotonic() - now
             if assembly.must_fetch(now):
                 self._ask()
@@ -202,7 +202,8 @@ class Member:
                 self._outcome = outcome
                 return _Act.MOVE
             due = self._steps >= given.every or (self._steps > 0 and assembly.gathers(now))
-            return _Act.SEND if due and not self._sent else _Act.GO_ON
+            # After a round without this center it sends in the next step: it has waited enough in this one.
+            return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
 
     def _send(self, params: Any) -> Any:
         """Sends this center's outer gradient."""

@@ -354,6 +354,26 @@ def test_a_training_goes_on_from_its_state():
     other.leave()
 
 
+def test_a_step_waits_for_one_round(monkeypatch):
+    """Rounds that end without this center, one after the other, don't hold up its step: it sends again in the next."""
+    ((params, member),) = join(decoupled(2, grace=0.01)[:1])
+    rounds = []
+
+    def of_the_other():
+        if member._sent:
+            rounds.append(member.last)
+            assert len(rounds) < 10
+            return {1: member._sent.contribution}
+        return None
+
+    monkeypatch.setattr(member._assembly, "outcome", of_the_other)
+    params, _ = steps(params, member, 0, count=2)
+    assert member.last.centers == (1,) and member.last.number == 1 and member._steps == 2 and not member._sent
+    steps(params, member, 0, count=1)
+    assert member.last.number == 2 and member._steps == 3
+    member.leave()
+
+
 # Bad input
 
 
