@@ -135,6 +135,8 @@ class Diloco:
         check_number(OP, "decay", self.decay, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
         for name in ("eager", "telemetry"):
             check_flag(OP, name, getattr(self, name))
+        if self.decay != 1 and not self.feedback:
+            raise wrong(OP, "decay", "1 without feedback", self.decay, "leave out feedback=False, or pass decay=1.0")
         if self.eager and (self.overlap or self.alpha):
             name = "overlap" if self.overlap else "alpha"
             raise wrong(OP, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
