@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcgx import _compat
 from jaxcgx.checks import check_flag, wrong
-from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_schedules, check_summable
+from jaxcgx.collectives.arguments import Options, check_hops, check_own, check_schedules, check_stages, check_summable
 from jaxcgx.collectives.calls import Call, Route
 from jaxcgx.collectives.state import Kept, State, warn_of_growth
 from jaxcgx.exchange import hierarchy, scopes, sums
@@ -187,9 +187,12 @@ class Reduction:
         self.how = Sum(own=options.own, divisor=float(call.size) if mean else 1.0, leader=leader)
         self.stages = {}
         for route, ids in call.groups.items():
+            stages = route.stages
+            if parts and len(stages) < len(parts) and stages[0].codec.raw:  # what a plan leaves raw, as the axes do
+                stages = check_stages(op, options.codec_name, dict.fromkeys(net.parts, stages[0].codec), net)
             named = tuple(
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
-                for j, stage in enumerate(route.stages)
+                for j, stage in enumerate(stages)
             )
             leaves = [call.leaves[i] for i in ids]
             self.stages[route] = sums.choose(named, leaves, leader=leader, prefer=prefer, network=network)

@@ -180,3 +180,12 @@ def test_an_overlay_of_an_inner_axis():
     f = lambda x: cgx.compressed_psum(x, ("a", "b"), {"a": EXACT, "b": EXACT}, schedule=schedule)
     with raises(ValueError, says("compressed_psum", "schedule", expected="over the outermost axis alone")):
         on_ranks(f, mesh(2, 2))(normal((2, 2, 600)))
+
+
+def test_an_overlay_of_the_outer_axis_carries_what_a_plan_leaves_raw():
+    plan = cgx.Plan({"a": EXACT, "b": cgx.Raw()})  # raw: leaves of one dimension
+    schedule = {"a": Overlay.owners(2, [2, 1]), "b": "auto"}
+    tree = {"w": whole_numbers((2, 2, 70, 13)), "b": whole_numbers((2, 2, 99), 1)}
+    found = on_ranks(lambda t: cgx.compressed_psum(t, ("a", "b"), plan, schedule=schedule), mesh(2, 2))(tree)
+    for name, x in tree.items():
+        np.testing.assert_array_equal(found[name], np.broadcast_to(np.asarray(x).sum((0, 1)), x.shape))

@@ -1,0 +1,52 @@
+"""Every technique keeps the replicas the same, in few bits, at every step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcgx as cgx
+from jaxcgx.wan import Overlay
+
+AXES = "dc", "local"
+CODEC = cgx.MaxMin(3, 64, rounding="stochastic")  # ranks draw noise of their own
+BETWEEN = cgx.Plan({"dc": CODEC, "local": cgx.Raw()}, min_size=0)
+INNER = optax.sgd(0.1, momentum=0.9)
+SPARSE = dict(threshold=0.1, size_bound=100)
+TECHNIQUES = {
+    "P3": dict(plan=BETWEEN, overlap="priority", slice_elements=400),
+    "mixed sync": dict(plan=BETWEEN, compress=cgx.wan.mixed_sync),
+    "DGT, quantize": dict(plan=BETWEEN, compress=cgx.wan.Differential(k=0.5, block_bytes=256, rest="quantize")),
+    "BSC": dict(compress=cgx.bsc, **SPARSE),
+    "MPQ, the top of sums": dict(compress=cgx.mpq, pull="top", **SPARSE),
+    "FP16": dict(plan=cgx.Plan.fp16(axis_name=AXES)),
+    "MultiGPS": dict(plan=BETWEEN, schedule={"dc": Overlay.owners(2, [2, 1]), "local": "auto"}),
+    "HFA": dict(diloco=cgx.wan.hfa(INNER, k1=1, k2=2, axis_name="dc", plan=CODEC)),
+    "SparseLoCo": dict(diloco=cgx.wan.sparseloco(INNER, every=2, ratio=0.1, axis_name="dc")),
+}
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_replicas_agree(technique):
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    loss_fn = lambda params, x: jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - 1) ** 2)
+    random = np.random.default_rng(0)
+    batches = random.standard_normal((4, 8, 40), np.float32)
+    params = {"w": random.standard_normal((40, 30), np.float32), "v": random.standard_normal(30, np.float32)}
+    train = cgx.make_train_step(loss_fn, INNER, mesh, data_axis=AXES, **TECHNIQUES[technique])
+    check = jax.jit(
+        jax.shard_map(
+            lambda tree: cgx.check_replicas(tree, AXES), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+    )
+    state, seen = train.init(params), [params["w"]]
+    for batch in batches:
+        *state, _ = train.step(*state, batch)
+        check(state[0]).check()
+        seen.append(np.asarray(state[0]["w"]))
+    last, _ = train.finish(*state)
+    check(last).check()
+    assert np.abs(np.asarray(last["w"]) - seen[0]).max() > 1e-3 and np.isfinite(last["w"]).all()
