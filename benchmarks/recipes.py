@@ -32,14 +32,12 @@ class Task(NamedTuple):
 
 
 WARM = {"compression.warmup_epochs": 1}
+ALL = ["none", "cgx4", "eden4", "bytegrad", "fp16", "powersgd", "dgc", "dgc-wm0", "dgc-fp16", "bsc", "mpq", "diloco"]
 TASKS = {
     "ResNet-20 on digits": Task(
         "digits/resnet20",
         {"train.num_epochs": 12},
-        {
-            **dict.fromkeys(("none", "cgx4", "eden4", "bytegrad", "fp16", "powersgd", "dgc", "dgc-wm0"), {}),
-            **dict.fromkeys(("dgc-fp16", "bsc", "mpq", "diloco"), {}),
-        },
+        {word: {} for word in ALL},
         {
             "dgc": "DGC, CIFAR-10, ResNet-110: 93.75 to 93.87",
             "cgx4": "CGX, ImageNet, ResNet-50: 75.8 to 75.9; VGG-16: 69.1 to 68.9",
@@ -66,8 +64,8 @@ NOTES = f"""\
 - lost: points of accuracy against `none`; of text, what perplexity (of a byte) grows by, in %.
 - bytes: what a rank sends in a step after any warm-up, as jaxcgx.explain finds it in the compiled step, and how many
   times fewer than uncompressed. They have the loss and the statistics of batch norm, too, which travel as they are.
-- hours: of the steps alone, without compiling, tests and checkpoints. Other programs ran on the same cores: hours show the size
-  of a run, and don't compare methods.
+- hours: of the steps alone, without compiling, tests and checkpoints. Other programs ran on the same cores: hours show
+  the size of a run, and don't compare methods.
 - published: from float32 to compressed, in the papers of DGC and CGX, as accuracy in % or perplexity. They differ from
   these rows in the data, in the networks (all have more parameters), the epochs (about 90 to 164 on images) and the
   ranks (4 to 64 GPUs). DGC sends 277 times fewer bytes with ResNet-50 and 462 times with the LSTM, whose matrices are

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcgx.checks import wrong
 from jaxcgx.optim.halves import Halves
 from jaxcgx.optim.training import Found, Training
-from jaxcgx.transports.axes import marked
+from jaxcgx.transports.axes import crosses
 
 
 class Pending(NamedTuple):
@@ -80,7 +80,7 @@ class PriorityTraining(Training):
 
     def _send(self, params: Any, inner: Any, found: Found, order: Any) -> tuple[Any, ...]:
         """The optimizer's state with what was found, which is on its way where the transport can do that."""
-        if not marked(self.placement.data_axis) or self.placement.state:
+        if not crosses(self.placement.data_axis) or self.placement.state:
             return *inner, Pending(found.gradients, found.loss)
         sent, *rest = inner
         function = self.exchanging(params, order)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Hashable
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -17,7 +17,22 @@ MOST_CONNECTIONS = 64  # between two processes
 
 
 @dataclasses.dataclass(frozen=True)
-class Tcp:
+class Mark:
+    """An axis with a transport of its own, in place of the axis's name: `MAKERS` in resolve.py has its maker."""
+
+    name: Hashable
+
+    crosses: ClassVar[bool] = False
+    """Whether its transport has `begin_sum`, whose exchanges go on while later programs run."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.name, tuple | list | Mark):
+            kind = type(self).__name__
+            raise wrong(kind, "name", "the name of one axis", repr(self.name), f"a tuple of axes has a {kind} for each")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tcp(Mark):
     """An axis whose compressed bytes travel over jaxcgx's own TCP connections.
 
     Pass it instead of the axis's name in `axis_name`, alone or in a tuple of axes. Everything else knows the axis by
@@ -38,14 +53,14 @@ class Tcp:
     A process connects once, so every Tcp in all processes must have the same `connections` and `pace`.
     """
 
-    name: Hashable
+    crosses: ClassVar[bool] = True
+
     timeout: float = 1800.0
     connections: int = 1
     pace: float | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.name, tuple | list | Tcp):
-            raise wrong("Tcp", "name", "the name of one axis", repr(self.name), "a tuple of axes has a Tcp for each")
+        super().__post_init__()
         check_field(self, "timeout", check_number, lambda x: 0.001 <= x < 1e9, "a positive number of seconds")
         check_field(self, "connections", check_integer, 1, MOST_CONNECTIONS)
         check_field(self, "pace", _check_pace)
@@ -72,12 +87,17 @@ def _each(axis_name: AxisName) -> tuple[Any, ...]:
 
 def axis_names(axis_name: AxisName) -> tuple[Any, ...]:
     """The names of an axis or a tuple of axes, without the marks."""
-    return tuple(axis.name if isinstance(axis, Tcp) else axis for axis in _each(axis_name))
+    return tuple(axis.name if isinstance(axis, Mark) else axis for axis in _each(axis_name))
 
 
-def marked(axis_name: AxisName) -> tuple[Tcp, ...]:
+def marked(axis_name: AxisName) -> tuple[Mark, ...]:
     """The marks among an axis or a tuple of axes."""
-    return tuple(axis for axis in _each(axis_name) if isinstance(axis, Tcp))
+    return tuple(axis for axis in _each(axis_name) if isinstance(axis, Mark))
+
+
+def crosses(axis_name: AxisName) -> bool:
+    """Whether an exchange over these axes may go on while later programs run."""
+    return any(mark.crosses for mark in marked(axis_name))
 
 
 def check_axis_names(

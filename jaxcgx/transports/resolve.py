@@ -1,12 +1,19 @@
 """Finds the transport over the axes that a caller names."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jax import lax
 
-from jaxcgx.transports.axes import check_axis_names, marked
+from jaxcgx.checks import wrong
+from jaxcgx.transports.axes import Mark, Tcp, check_axis_names, marked
 from jaxcgx.transports.base import Transport
 from jaxcgx.transports.tcp import check_tcp
 from jaxcgx.transports.xla import Axes
 from jaxcgx.typing import AxisName
+
+# Of each mark, a function (op, the names of all axes, the marks among them) that returns the transport.
+MAKERS: dict[type[Mark], Callable[[str, tuple[Any, ...], Any], Transport]] = {Tcp: check_tcp}
 
 
 def check_axes(op: str, axis_name: AxisName) -> Transport:
@@ -22,4 +29,7 @@ def check_axes(op: str, axis_name: AxisName) -> Transport:
                 f"that leaves the ranks to jit, take jaxcgx.value_and_grad(loss_fn, {name!r}, codec)"
             ) from None
     marks = marked(axis_name)
-    return check_tcp(op, names, marks) if marks else Axes(names)
+    kinds = list(dict.fromkeys(type(mark) for mark in marks))
+    if len(kinds) > 1:
+        raise wrong(op, "axis_name", "axes with one kind of mark", " and ".join(kind.__name__ for kind in kinds))
+    return MAKERS[kinds[0]](op, names, marks) if kinds else Axes(names)

@@ -16,7 +16,7 @@ from jaxcgx.optim.leaves import loose
 from jaxcgx.optim.state import CompressState
 from jaxcgx.plan import Plan
 from jaxcgx.plan.by_axis import by_axis
-from jaxcgx.transports.axes import axis_names, marked
+from jaxcgx.transports.axes import axis_names, crosses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Between:
     @property
     def crosses(self) -> bool:
         """Whether an exchange goes on while the next steps' programs run."""
-        return bool(marked(self.axis)) and not self._inner
+        return crosses(self.axis) and not self._inner
 
     @property
     def centers(self) -> int:

@@ -380,7 +380,11 @@ def test_matched_nesterov_moves_as_far_as_sgd():
         (dict(eager=True, alpha=0.5), ValueError, says("diloco", "alpha", expected="0 eager", got="0.5")),
         (dict(alpha=1.0), ValueError, says("diloco", "alpha", expected="0 below 1", got="1.0")),
         (dict(decay=0), ValueError, says("diloco", "decay", expected="above 0", got="0")),
-        (dict(decay=0.9, feedback=False), ValueError, says("diloco", "decay", expected="1 without feedback", got="0.9")),
+        (
+            dict(decay=0.9, feedback=False),
+            ValueError,
+            says("diloco", "decay", expected="1 without feedback", got="0.9"),
+        ),
         (dict(outer="adam"), TypeError, says("diloco", "outer", expected="'nesterov' 'sgd' optax", got="'adam'")),
         (dict(axis_name=("a", "b")), ValueError, says("diloco", "axis_name", expected="one axis", got="('a'")),
         (
