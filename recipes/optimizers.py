@@ -1,6 +1,5 @@
 """Optimizers and the schedules of their rates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,19 +30,28 @@ def make(
 
 
 def sgd(
-    schedule: Any, moves: bool, *, momentum: float, nesterov: bool, weight_decay: float
+    schedule: Any, moves: bool, *, momentum: float, nesterov: bool, weight_decay: float, decay_1d: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """SGD with momentum, and weight decay as part of the gradient."""
-    if moves:
-        return optax.sgd(schedule), dict(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay or None)
-    return optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(schedule, momentum, nesterov)), {}
+    """SGD with momentum, and weight decay as part of the gradient. decay_1d: of biases and norms, too."""
+    mask = None if decay_1d else matrices
+    if not moves:
+        decay = optax.add_decayed_weights(weight_decay, mask)
+        return optax.chain(decay, optax.sgd(schedule, momentum, nesterov)), {}
+    moved = dict(momentum=momentum, nesterov=nesterov)
+    if weight_decay:
+        moved |= dict(weight_decay=weight_decay, weight_decay_mask=mask)
+    return optax.sgd(schedule), moved
 
 
 def adamw(schedule: Any, moves: bool, *, b1: float, b2: float, weight_decay: float) -> tuple[Any, dict[str, Any]]:
     """Adam with weight decay of matrices. Where the exchange has the momentum, Adam has none."""
-    matrices: Callable[[Any], Any] = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
     optimizer = optax.adamw(schedule, 0.0 if moves else b1, b2, weight_decay=weight_decay, mask=matrices)
     return optimizer, dict(momentum=b1) if moves else {}
+
+
+def matrices(params: Any) -> Any:
+    """Which parameters are neither biases nor of norms."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 def make_schedule(each: int, num_epochs: float, *, name: str, **section: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxcgx.optim.exchange import Kept, exchange
 from jaxcgx.optim.feedback import damp, forget
 from jaxcgx.optim.initial import init_state
 from jaxcgx.optim.leaves import check_arrays, flatten
-from jaxcgx.optim.momentum import accelerate, accelerate_mean, hold
+from jaxcgx.optim.momentum import accelerate, accelerate_mean, decayed, hold
 from jaxcgx.optim.nonfinite import count_nonfinite, unless
 from jaxcgx.optim.phases import switch
 from jaxcgx.optim.require import import_optax
@@ -39,6 +39,7 @@ def compress_gradients(
     nesterov: bool = False,
     momentum_masking: bool = False,
     weight_decay: float | jax.Array | None = None,
+    weight_decay_mask: Any = None,
     skip_nonfinite: bool = False,
     telemetry: bool = False,
     seed: int | jax.Array = 0,
@@ -73,6 +74,8 @@ def compress_gradients(
       momentum_masking: u becomes 0 where TopK sent an element (DGC), so that stale momentum doesn't carry on.
       weight_decay: weight_decay * parameters is added to the mean. It has a momentum of its own, as it would have in an
         optimizer with momentum.
+      weight_decay_mask: which parameters have weight decay: a tree of bools like them, or a prefix of it, or a function
+        from them to such a tree. None: all.
       skip_nonfinite: residuals, momentum and factors keep their values in a step whose mean is not finite everywhere.
         This is for optimizers that skip such steps (optax.apply_if_finite, loss scaling). They are then not updated
         in place. Without check_vma, every device looks only at its own shards.
@@ -103,6 +106,7 @@ def compress_gradients(
         nesterov=nesterov,
         momentum_masking=momentum_masking,
         weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
         skip_nonfinite=skip_nonfinite,
         telemetry=telemetry,
         seed=seed,
@@ -200,7 +204,7 @@ def _update(settings: Settings, updates: Any, state: CompressState, params: Any)
         new = new._replace(residuals=damp(settings.beta, kept.residuals, new.residuals))
     held = [hold(old, u, x) for old, u, x in zip(kept.momentum, new.momentum, found.mean)]
     new = new._replace(momentum=held)
-    means = zip(trace, held, found.mean, grads.match(params))
+    means = zip(trace, held, found.mean, decayed(settings, grads, params))
     final = [accelerate_mean(settings, t, u=u, x=x, p=p) for t, u, x, p in means]
     new_trace = [each.momentum for each in final]
     if settings.skip_nonfinite:

@@ -41,6 +41,7 @@ def dgc(
     warmup_coeff: float | Sequence[float] | None = None,
     steps_per_epoch: int | None = None,
     weight_decay: "float | jax.Array | None" = None,
+    weight_decay_mask: Any = None,
     **options: Any,
 ) -> "optax.GradientTransformation":
     """Deep Gradient Compression: every rank sends the `ratio` of its elements that are largest.
@@ -69,6 +70,7 @@ def dgc(
         c**(epoch + 1); the paper's is 0.25. Or a list of the shares; 1 sends everything.
       steps_per_epoch: the number of steps in an epoch of the warm-up.
       weight_decay: weight_decay * parameters is added to the mean, as in `compress_gradients`.
+      weight_decay_mask: which parameters have weight decay, as in `compress_gradients`.
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
@@ -95,6 +97,7 @@ def dgc(
         nesterov=nesterov,
         momentum_masking=momentum_masking,
         weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
         **options,
     )
 

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcgx.checks import wrong
+from jaxcgx.optim.leaves import Leaves
 from jaxcgx.optim.settings import Settings
 
 
@@ -33,6 +35,23 @@ def hold(old: Any, new: Any, mean: jax.Array) -> jax.Array | None:
     return None if new is None else jnp.where(jnp.isfinite(mean) & jnp.isfinite(new), new, old)
 
 
+def decayed(settings: Settings, grads: Leaves, params: Any) -> list[Any]:
+    """The parameters that have weight decay, and None for the others."""
+    if settings.weight_decay is None or settings.weight_decay_mask is None:
+        return grads.match(params)
+    mask = settings.weight_decay_mask(params) if callable(settings.weight_decay_mask) else settings.weight_decay_mask
+    try:
+        chosen = grads.structure.flatten_up_to(jax.tree_util.tree_map(_spread, mask, params))
+    except ValueError as error:
+        expected = "a tree of bools like the parameters"
+        raise wrong(settings.function, "weight_decay_mask", expected, repr(mask)) from error
+    return [p if keep else None for p, keep in zip(grads.match(params), chosen)]
+
+
+def _spread(keep: Any, params: Any) -> Any:
+    return jax.tree_util.tree_map(lambda _: keep, params)
+
+
 def accelerate_mean(settings: Settings, trace: Any, u: Any, x: jax.Array, p: Any) -> Accelerated:
     """Applies an optimizer's momentum to the mean of a leaf, except to what had momentum before it was sent.
 
@@ -41,12 +60,12 @@ def accelerate_mean(settings: Settings, trace: Any, u: Any, x: jax.Array, p: Any
       trace: the momentum of what is the same on every rank; None: the leaf has none.
       u: the momentum of this rank's own gradients. None: the leaf always travels raw, and its mean has momentum here.
       x: the mean.
-      p: the parameter; needed for weight decay only.
+      p: the parameter; None: it has no weight decay.
     """
     if trace is None:
         return Accelerated(trace, x)
     rest = x if u is None else jnp.zeros_like(x)
-    if settings.weight_decay is not None:
+    if p is not None:
         rest = rest + (jnp.asarray(settings.weight_decay, p.dtype) * p).astype(x.dtype)
     moved = accelerate(settings, trace, rest)
     after = jnp.where(jnp.isfinite(moved.momentum), moved.momentum, trace)

@@ -59,6 +59,7 @@ class Settings:
     nesterov: bool
     momentum_masking: bool
     weight_decay: Any
+    weight_decay_mask: Any
     skip_nonfinite: bool
     telemetry: bool
     seed: Any
@@ -153,6 +154,8 @@ class Settings:
                 None,
                 "optax.add_decayed_weights is weight decay without momentum",
             )
+        if self.weight_decay is None and self.weight_decay_mask is not None:
+            raise wrong(self.function, "weight_decay_mask", "None without 'weight_decay'", repr(self.weight_decay_mask))
         fed = self.momentum_masking or self.beta is not None or self.reset_every is not None
         if fed and not self.feedback:
             raise wrong(self.function, "feedback", "True with 'beta', 'reset_every' or 'momentum_masking'", False)

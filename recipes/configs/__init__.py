@@ -10,7 +10,7 @@ def get_config() -> ConfigDict:
             compression="none",  # the name of a file in compression/
             data=dict(name="", synthetic=False),  # synthetic: random numbers in place of the data
             model=dict(name=""),
-            optimizer=dict(name="sgd", momentum=0.9, nesterov=False, weight_decay=1e-4, clip=0.0),
+            optimizer=dict(name="sgd", momentum=0.9, nesterov=False, weight_decay=1e-4, decay_1d=True, clip=0.0),
             schedule=dict(name="steps", rate=0.1, warmup_epochs=0.0, drops=(), factor=0.1),
             train=dict(
                 batch_size=128,  # of all ranks together

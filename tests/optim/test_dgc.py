@@ -224,6 +224,34 @@ def test_conservation(name):
         assert min(shares[:6]) > 2 * max(shares[6:])
 
 
+@pytest.mark.parametrize("mask", ["function", "tree", "prefix"])
+def test_a_mask_of_weight_decay(mask):
+    """What it leaves out goes on as without weight decay, the rest as with it, to the bit, sent raw or not."""
+    grads, params = numbers(3, 4, RANKS), {"all": numbers(2)}
+    chosen = {name: i % 2 == 0 for i, name in enumerate(params["all"])}
+    masks = dict(function=lambda params: jax.tree.map(lambda _: True, params) | {"all": chosen})
+    masks |= dict(tree={"all": chosen}, prefix={"all": False})
+
+    def steps(weight_decay, mask):
+        given = dict(weight_decay=weight_decay, weight_decay_mask=mask, nesterov=True, min_size=36)
+        optimizer = optax.chain(cgx.dgc("data", 0.05, **given), optax.sgd(RATE))
+
+        def rank(grads):
+            p, state = params, optimizer.init(params)
+            for t in range(4):
+                updates, state = optimizer.update({"all": {k: g[t] for k, g in grads.items()}}, state, p)
+                p = optax.apply_updates(p, updates)
+            return p["all"]
+
+        return jax.jit(jax.vmap(rank, axis_name="data"))(grads)
+
+    none, full, masked = steps(None, None), steps(0.125, None), steps(0.125, masks[mask])
+    for name in chosen:
+        decays = mask != "prefix" and chosen[name]
+        np.testing.assert_array_equal(masked[name], (full if decays else none)[name])
+        assert (np.asarray(full[name]) != np.asarray(none[name])).any()
+
+
 def test_states():
     """They are compress_gradients', and go to other ranks with what they owe."""
     plan = dict(min_size=1000, select="exact")
@@ -412,6 +440,21 @@ def test_sparse_local_steps():
             says("dgc", "params", expected="'weight_decay'", got="None", remedy="update(gradients, state, params)"),
         ),
         (
+            lambda: jax.vmap(
+                lambda g: cgx.dgc("data", weight_decay=0.1, weight_decay_mask={"w": True}).update(
+                    g, cgx.dgc("data", weight_decay=0.1).init(g), g
+                ),
+                axis_name="data",
+            )(numbers(1, 2)),
+            ValueError,
+            says("dgc", "weight_decay_mask", expected="a tree of bools like the parameters", got="{'w': True}"),
+        ),
+        (
+            lambda: cgx.dgc("data", weight_decay_mask=True),
+            ValueError,
+            says("dgc", "weight_decay_mask", expected="None without 'weight_decay'", got="True"),
+        ),
+        (
             lambda: cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh_of(2), compress=None),
             TypeError,
             says("make_train_step", "compress", expected="jaxcgx.compress_gradients jaxcgx.dgc jaxcgx.bsc", got="None"),
@@ -445,6 +488,8 @@ def test_sparse_local_steps():
         "no option",
         "no axis",
         "no parameters",
+        "mask",
+        "mask of nothing",
         "compress",
     ],
 )

@@ -56,7 +56,7 @@ def test_compressions(word, run):
         ),
         ({"data.name": "imagenet"}, r"config\.data: .*missing.* 'folder', 'size',? and 'threads'"),
         ({"model.name": "resnet"}, r"config\.model\.hidden: nothing reads it; config\.model has depth"),
-        ({"optimizer.name": "adamw"}, r"config\.optimizer\.momentum: nothing reads it; .* has b1, b2, weight_decay"),
+        ({"optimizer.name": "adamw"}, r"config\.optimizer\.decay_1d: nothing reads it; .* has b1, b2, weight_decay"),
         ({"schedule.name": "step"}, r"config\.schedule\.name: expected one of cosine, steps, got 'step'"),
         ({"train.log_every": 0}, r"config\.train: expected a positive log_every, got 0"),
         ({"train.test_examples": -1}, r"config\.train: expected a test_examples of at least 0, got -1"),
