@@ -221,8 +221,8 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
   }
 }
 
-// The sum over all quads of the bucket, in the order of codec/eden.h. lane: the sums of the thread's four lanes.
-// `which`: the memory to use, which no other thread may still read.
+// The sum over all quads of the bucket, in the order of codec/eden.h, which CUB doesn't promise. lane: the sums of the
+// thread's four lanes. `which`: the memory to use, which no other thread may still read.
 CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {

@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __
     sum += x - last_t;
     ++number;
   }
+  // In the order of the CPU's, which CUB doesn't promise.
 #pragma unroll
   for (uint32_t lane_bit = kLanes / 2; lane_bit > 0; lane_bit /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lane_bit);
   if (lane == 0 && here > 0) sums[part] = sum;
