@@ -344,7 +344,12 @@ class Member:
         }
         for path, x in jax.tree_util.tree_flatten_with_path(held.optimizer)[0]:
             leaves[f"outer state {jax.tree_util.keystr(path)}"] = spell_array(x)
-        return Terms({"addresses": f"{len(given.addresses)} centers", "weights": repr(given.weights)}, leaves)
+        options = {
+            "addresses": f"{len(given.addresses)} centers",
+            "weights": repr(given.weights),
+            "outer": f"the optimizer with the digest {self._moves.rule(held.outer, held.optimizer)}",
+        }
+        return Terms(options, leaves)
 
     @property
     def _state_bytes(self) -> int:
@@ -386,7 +391,7 @@ class Member:
         argument, leaf, mine, theirs = difference
         where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
         expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
-        error = unexpected(where, expected, mine, "give all centers the same model, plan and options")
+        error = unexpected(where, expected, mine, "give all centers the same model, plan, optimizer and options")
         with self._changed:
             if self._joined:
                 warnings.warn(f"a center was turned away: {error}", stacklevel=callers_level())

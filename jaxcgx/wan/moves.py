@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import re
 from typing import Any
 
 import jax
@@ -31,6 +32,14 @@ class Moves:
     packing: Packing
     optimizer: Any
     seed: int
+
+    def rule(self, outer: Any, state: Any) -> str:
+        """A digest of what the outer optimizer does with such parameters and state, its numbers included."""
+        before = self.packing.trained.take(outer)
+        program = jax.make_jaxpr(self.optimizer.update)(before, state, before)
+        text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
+        constants = b"".join(np.asarray(x).tobytes() for x in program.consts)
+        return hashlib.sha256(text.encode() + constants).hexdigest()[:8]
 
     @_program
     def copy(self, tree: Any) -> Any:

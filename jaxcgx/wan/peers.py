@@ -57,12 +57,12 @@ class Terms(NamedTuple):
 
     def difference(self, theirs: "Terms") -> tuple[str, str, str, str] | None:
         """The first difference: (argument, leaf or "", what is here, what is there)."""
-        for name in {**self.options, **theirs.options}:
-            if (mine := self.options.get(name, "none")) != (other := theirs.options.get(name, "none")):
-                return name, "", mine, other
         for name in {**self.leaves, **theirs.leaves}:
             if (mine := self.leaves.get(name, "none")) != (other := theirs.leaves.get(name, "none")):
                 return "params", name, mine, other
+        for name in {**self.options, **theirs.options}:
+            if (mine := self.options.get(name, "none")) != (other := theirs.options.get(name, "none")):
+                return name, "", mine, other
         return None
 
 

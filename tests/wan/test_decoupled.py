@@ -395,6 +395,24 @@ def test_a_center_with_other_shapes_is_told():
         member.leave()
 
 
+def test_a_center_with_another_outer_rate_is_told():
+    """Each round would undo what it has learnt: its outer parameters would never be those of the others."""
+    first, second = decoupled(2, quorum=1, grace=0.1)
+    _, member = first.join(PARAMS)
+    says_so = says(
+        "Decoupled.join",
+        "outer",
+        expected="which center 0 has",
+        got="the optimizer with the digest",
+        remedy="give all centers the same model, plan, optimizer and options",
+    )
+    with pytest.warns(UserWarning, match="turned away") as warned:
+        with raises(ValueError, says_so):
+            dataclasses.replace(second, outer=optax.sgd(0.5), grace=LIMIT).join(PARAMS)
+        until(lambda: None, lambda _: len(warned))
+        member.leave()
+
+
 def test_a_center_without_the_secret_is_a_stranger():
     first, second = decoupled(2, quorum=1, grace=0.3)
     (_, member), (_, stranger) = join([first, dataclasses.replace(second, secret="other")])
