@@ -165,8 +165,8 @@ class Ranks:
                     f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose numbers of examples differ",
                     self.remedy,
                 )
-            # More than one example of a rank doesn't fit to those of all. One does: it is broadcast.
-            if given is None and said == P() and np.shape(x)[:1] == (batch,) == (self.size,):
+            # A rank's examples would be broadcast to those of all ranks, or look up those of others.
+            if given is None and said == P() and self.size > 1 and any(specs[first]) and np.shape(x)[:1] == (batch,):
                 raise wrong(
                     self.op,
                     "batch_specs",

@@ -102,7 +102,9 @@ class Overlay:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trees", tuple(self.trees))
-        if not self.trees or len({len(tree.parents) for tree in self.trees}) > 1:
+        if not self.trees:
+            raise wrong("Overlay", "trees", "one tree or more", "none")
+        if len({len(tree.parents) for tree in self.trees}) > 1:
             raise wrong("Overlay", "trees", "trees of the same ranks", self.trees)
         if sum(self.shares) > MOST_SHARES:
             raise wrong("Overlay", "trees", f"shares of at most {MOST_SHARES:,} together", f"{sum(self.shares):,}")
@@ -123,9 +125,10 @@ class Overlay:
                 raise wrong("Overlay.owners", "owners", f"1 to {ranks} owners among {ranks} ranks", given)
             weights = [float(rank < given) for rank in range(ranks)]
         else:
-            if len(given) != ranks or not all(is_number(w) and 0 <= w < float("inf") for w in given) or not any(given):
+            numbers = lambda: all(is_number(w) and 0 <= w < float("inf") for w in given) and any(given)
+            if not hasattr(given, "__len__") or len(given) != ranks or not numbers():
                 expected = f"a number of at least 0 for each of {ranks} ranks, and one above 0"
-                raise wrong("Overlay.owners", "owners", expected, given)
+                raise wrong("Overlay.owners", "owners", expected, repr(given))
             weights = list(given)
         unit = 1 if len({w for w in weights if w}) == 1 else MOST_SHARES // (2 * ranks)
         shares = [round(unit * w / max(weights)) for w in weights]
@@ -145,6 +148,7 @@ class Overlay:
     @classmethod
     def tree(cls, ranks: int) -> "Overlay":
         """A binary tree rooted at each rank, for links of equal speed."""
+        check_integer("Overlay.tree", "ranks", ranks, 1)
         heap = [(i - 1) // 2 for i in range(ranks)]  # parents, if ranks are counted from the root
         trees = []
         for root in range(ranks):

@@ -28,7 +28,8 @@ class Output(NamedTuple):
     """What becomes of an auxiliary output of a rank's micro-batches."""
 
     rows: int | None  # the dimension of the examples, which stay beside each other
-    averaged: bool  # over micro-batches and ranks; if neither, it is the last one
+    averaged: bool  # over micro-batches and ranks, by their weights; if neither, it is the last one
+    dtype: Any = None  # of one that is averaged
 
 
 class Parts(NamedTuple):
@@ -37,6 +38,7 @@ class Parts(NamedTuple):
     number: int
     dimensions: list[int | None]  # that are split, for each leaf of a batch; None where micro-batches share it
     outputs: Sequence[Output] = ()  # for each leaf of the auxiliary outputs
+    guessed: bool = False  # whether nobody said that these dimensions are those of the examples
 
 
 class Found(NamedTuple):
@@ -44,7 +46,7 @@ class Found(NamedTuple):
 
     loss: Any  # a sum where it has a weight
     weight: Any  # None without weighted
-    aux: Any  # None without has_aux
+    aux: Any  # None without has_aux; what is averaged is times the weight
     gradients: Any
     model_state: Any  # the new one
 
@@ -63,6 +65,11 @@ def local_gradients(objective: Callable[..., Any], ranks: Ranks, parts: Parts) -
         with without_constraints(OP, "loss_fn", ranks.net().names):
             (loss, (weight, model_state, aux)), grads = value_and_grad(params, given)
         loss, aux = jax.tree_util.tree_map(jnp.asarray, (loss, aux))
+        if weight is not None:
+            leaves, structure = jax.tree_util.tree_flatten(aux)
+            # A mean of nothing counts nothing, though it is NaN.
+            times = lambda x: jnp.where(weight == 0, 0, x.astype(wide(x.dtype)) * weight.astype(wide(x.dtype)))
+            aux = structure.unflatten(times(x) if y.averaged else x for x, y in zip(leaves, parts.outputs))
         return Found(loss, weight, aux, gradients=grads, model_state=model_state)
 
     def of_batch(params: Any, given: Given) -> Found:

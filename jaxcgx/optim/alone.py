@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxcgx.optim.batch import check_batch_specs, split_batch
@@ -53,9 +54,12 @@ class Alone:
         return P()
 
     def place_batch(self, batch: Any, accumulate: int) -> tuple[Any, Any]:
-        # A batch is that of the process. Its micro-batches alone are parts of it.
-        given = P() if accumulate == 1 else self.batch_specs
-        return batch, split_batch(batch, given, P("ranks"), said=lambda _: None)
+        # A batch is that of the process. Only micro-batches are parts of it: without them, lengths may differ.
+        given, rows = self.batch_specs, P("ranks")
+        if given is None and accumulate == 1:
+            lengths = [np.shape(x)[0] for x in jax.tree_util.tree_leaves(batch) if np.ndim(x)]
+            given = jax.tree_util.tree_map(lambda x: rows if np.shape(x)[:1] == (*lengths[:1],) else P(), batch)
+        return batch, split_batch(batch, given, rows, said=lambda _: None)
 
     def over_ranks(self, function: Callable[..., Any], **specs: Any) -> Callable[..., Any]:
         return function

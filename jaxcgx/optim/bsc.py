@@ -74,4 +74,5 @@ def sparsified(
     plans = {
         start: Plan(**sparsification(function, share, axis_name=names, **large)) for start, share in shares.items()
     }
-    return compress_with(function, axis_name, plans, **options)
+    masking = options["momentum_masking"] if min(shares.values()) < 1 else False
+    return compress_with(function, axis_name, plans, **options | dict(momentum_masking=masking))

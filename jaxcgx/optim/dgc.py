@@ -74,7 +74,8 @@ def dgc(
       **options: all other options of `compress_gradients`.
     """
     refuse_plan(OP, options, "ratio, values, select, pull, min_size and skip_1d")
-    check_number(OP, "ratio", ratio, lambda x: 0 < x < 1, "a number above 0 and below 1")
+    remedy = "compress_gradients(axis_name, jaxcgx.Raw(), momentum=0.9) sends everything"
+    check_number(OP, "ratio", ratio, lambda x: 0 < x < 1, "a number above 0 and below 1", remedy)
     values, select = check_values(OP, "values", values), check_select(OP, "select", select)
     check_pull(OP, "pull", pull)
     check_integer(OP, "min_size", min_size, 0)

@@ -49,8 +49,9 @@ def find_outputs(
         try:
             other = trace(double)
         except (TypeError, ValueError) as error:
-            expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
-            raise wrong(OP, "loss_fn", expected, got, "take sizes from the shapes of the batch") from error
+            if not parts.guessed:  # else it is a batch of something else than examples
+                expected, got = "a function of any number of examples, with has_aux", "one that fails for twice as many"
+                raise wrong(OP, "loss_fn", expected, got, "take sizes from the shapes of the batch") from error
     states = jax.tree_util.tree_leaves(given.model_state)
     of_state = [True] * len(states) if own is None else own
     known = [False] * len(jax.tree_util.tree_leaves(params)), [d is not None for d in parts.dimensions]
@@ -102,5 +103,5 @@ def _of_aux(traced: Traced, other: Traced, differ: Sequence[bool], of_states: in
             expected = "auxiliary outputs that are means in floating point, or have a row for each example"
             remedy = "return a mean, as in (prediction == label).mean()"
             raise wrong(OP, "loss_fn", expected, f"{spell_array(x)} that depends on the batch", remedy, path=path)
-        outputs.append(Output(rows[0] if rows else None, bool(differs and inexact and not rows)))
+        outputs.append(Output(rows[0] if rows else None, bool(differs and inexact and not rows), x.dtype))
     return outputs

@@ -1,48 +1,15 @@
 """Training whose gradients travel until the next step needs them: P3 (Jayarajan et al., MLSys 2019)."""
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from jaxcgx.checks import wrong
 from jaxcgx.optim.halves import Halves
+from jaxcgx.optim.pending import InFlight, Pending
 from jaxcgx.optim.training import Found, Training
 from jaxcgx.transports.axes import crosses
-
-
-class Pending(NamedTuple):
-    """What a step has found and the next one sends."""
-
-    gradients: Any  # of every rank, like the trained parameters, [ranks, *shape], sharded over the ranks
-    loss: jax.Array  # that they are of
-
-    @property
-    def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
-        return {"gradients": "mean"}
-
-    @property
-    def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
-        return ()
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "loss"], meta_fields=["halves"])
-@dataclasses.dataclass(frozen=True)
-class InFlight:
-    """What a step has sent and the next one receives, in this process. It has the state of the exchange in it."""
-
-    values: list[Any]  # of every rank, [ranks, ...], sharded over the ranks
-    loss: jax.Array  # of the gradients
-    halves: Halves
-
-    @property
-    def per_rank(self) -> NoReturn:
-        expected, got = "a state whose gradients have arrived", "one whose gradients are on their way"
-        raise wrong("reshard_state", "opt_state", expected, got, "call train.finish(params, opt_state) before")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

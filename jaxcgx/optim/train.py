@@ -1,6 +1,7 @@
 """make_train_step: data-parallel training done, for a loss, an optimizer and a mesh or an MPI communicator."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,6 +158,9 @@ def make_train_step(
     if overlap == "priority" and diloco is not None:
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
+    if overlap is not None and not _takes(compress, "fusion_mb"):
+        expected, remedy = f"None with compress={compress.__name__}, whose exchange has no messages", "leave it out"
+        raise wrong(OP, "overlap", expected, repr(overlap), remedy)
     options |= _slices(overlap, slice_elements, options, placement)
     training = (PriorityTraining if overlap == "priority" else Training)(
         placement=placement,
@@ -223,6 +227,11 @@ def _check_functions(loss_fn: Any, optimizer: Any, compress: Any) -> None:
     if not callable(compress):
         expected = "jaxcgx.compress_gradients, jaxcgx.dgc or jaxcgx.bsc"
         raise wrong(OP, "compress", expected, repr(compress), kind=TypeError)
+
+
+def _takes(function: Callable[..., Any], option: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return option in parameters or any(each.kind == each.VAR_KEYWORD for each in parameters.values())
 
 
 def _slices(

@@ -18,6 +18,7 @@ from jaxcgx.optim.frozen import find_skipped, join, part
 from jaxcgx.optim.model_state import ModelState, agree, put
 from jaxcgx.optim.nesting import has_rows
 from jaxcgx.optim.outputs import find_outputs
+from jaxcgx.optim.pending import check_arrived
 from jaxcgx.optim.placement import Placement
 from jaxcgx.optim.ranks import Ranks
 from jaxcgx.optim.require import import_optax
@@ -94,6 +95,7 @@ class Training:
 
     def step(self, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None) -> tuple[Any, ...]:
         """(parameters, model state, optimizer state, Metrics) after a step of all ranks."""
+        check_arrived(opt_state)
         find, order = self.prepare(params, model_state, sent=opt_state[0], batch=batch, key=key)
         found = find(params, opt_state[0])
         params, opt_state = self.apply(params, opt_state, found.gradients, loss=found.loss, order=order)
@@ -117,7 +119,8 @@ class Training:
         given = lambda params, sent: (params, model_state, batch, (key, self.sharded.key(sent)))
         # A loss is traced without check_vma, which refuses loops that start from zeros.
         in_specs = placement.params_of_rank, spec, batch_specs, P()
-        parts, of_aux = Parts(self.accumulate, dimensions(batch_specs)), None
+        guessed = placement.mesh is None and self.accumulate == 1 and placement.batch_specs is None
+        parts, of_aux = Parts(self.accumulate, dimensions(batch_specs), guessed=guessed), None
         if self.has_aux or self.state.counts(model_state):
             of_aux, outputs = self._look(parts, in_specs, given(params, sent))
             parts = parts._replace(outputs=outputs)
@@ -236,11 +239,13 @@ class Training:
         sent = [None if kept(x, y) else x for x, y in zip(leaves, parts.outputs)]
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
         loss, weight, sent = agree((found.loss, found.weight, sent), self.ranks, averaged=inexact)
-        aux = [x if of_all is None else of_all for x, of_all in zip(leaves, sent)]
         grads = found.gradients
-        if weight is not None:  # loss and gradients are means of sums, weight is that of the weights
+        if weight is not None:  # the others are means of sums, weight is that of the weights
             divide = lambda x, dtype: (x.astype(dtype) / weight.astype(dtype)).astype(x.dtype)
             loss, grads = jax.tree_util.tree_map(lambda x: divide(x, wide(x.dtype)), (loss, grads))
+            narrow = lambda x, y: divide(x, x.dtype).astype(y.dtype) if y.averaged else x
+            sent = [narrow(x, y) for x, y in zip(sent, parts.outputs)]
+        aux = [x if of_all is None else of_all for x, of_all in zip(leaves, sent)]
         grads = jax.tree_util.tree_map(lambda x: x[None], grads)
         return grads, self.state.of_all(model_state, own_state, found.model_state), loss, aux
 

@@ -21,7 +21,9 @@ def sparsification(
     """
     remedy = "with 0, large leaves would never be sent; 0.01 is GeoMX's, and 1 sends every element"
     check_number(function, "threshold", threshold, lambda x: 0 < x <= 1, "a number above 0 and up to 1", remedy)
-    codec = TopK(threshold, select=check_select(function, "select", select), pull=check_pull(function, "pull", pull))
+    select, pull = check_select(function, "select", select), check_pull(function, "pull", pull)
+    # Where everything is sent, nothing is masked, as in dgc.
+    codec = Raw() if threshold == 1 else TopK(threshold, select=select, pull=pull)
     names = check_axis_names(function, axis_name, optional=True)
     rule = Rule(by_axis(names, tiny, tiny), max_size=check_integer(function, "size_bound", size_bound, 0, MOST))
     return dict(default=by_axis(names, codec, Raw()), rules=[rule], min_size=0, skip_1d=False, prefer="bytes")

@@ -266,7 +266,8 @@ class Case:
         ]
         found = 0.0
         for each, leaves in shares:
-            part = costs.wire(each, leaves, mover) / costs.wire(each, leaves) if each.makes_codes else 1.0
+            whole = costs.wire(each, leaves)
+            part = costs.wire(each, leaves, mover) / whole if each.makes_codes and whole else 1.0  # TopK(0): no bytes
             found += part * costs.sent(schedule, each, leaves, self.nodes, mover=mover)
         return round(found)
 

@@ -126,7 +126,7 @@ class Centers:
         if training.has_aux or training.state.mode == "per_rank":
             name, got = ("has_aux", True) if training.has_aux else ("model_state", "'per_rank'")
             remedy = "leave it out" if training.has_aux else 'pass "mean": every center has its own'
-            raise wrong(OP, name, "another with diloco", got, remedy)
+            raise wrong(OP, name, f"{False if training.has_aux else 'mean'!r} with diloco", got, remedy)
         if training.plan is None:
             training = dataclasses.replace(training, plan=self.diloco.plan)
         if training.state.mode is not None:

@@ -108,7 +108,8 @@ class Differential:
         settings = check_settings(OP, axis_name, plan, options)
         for name in REFUSED:
             if options.get(name):
-                remedy = "leave it out, or give the optimizer behind its momentum and weight decay"
+                moves = name not in ("skip_nonfinite", "telemetry")
+                remedy = "leave it out" + ", or give the optimizer behind its momentum and weight decay" * moves
                 raise wrong(OP, name, "none", repr(options[name]), remedy)
         for each in settings.plans:
             if low := next((codec for codec in each.codecs if codec.low_rank), None):

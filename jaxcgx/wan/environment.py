@@ -1,6 +1,7 @@
 """GeoMX's environment variables, as they are set for a program that ran under GeoMX."""
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ def _share(text: str) -> float | None:
 
 # {variable: (its default, what it says or None, what it may be)}
 VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
+    "MXNET_KVSTORE_USE_HFA": (False, _flag, "one of 0, 1"),
+    "MXNET_KVSTORE_HFA_K1": (20, _integer(1), "an integer of at least 1"),
+    "MXNET_KVSTORE_HFA_K2": (10, _integer(1), "an integer of at least 1"),
     "MXNET_KVSTORE_SIZE_LOWER_BOUND": (200_000, _integer(0), "an integer of at least 0"),
     "ENABLE_DGT": (0, {"0": 0, "1": 1, "2": 2, "3": 3}.get, "one of 0, 1, 2, 3"),
     "DMLC_UDP_CHANNEL_NUM": (3, _integer(1), "an integer of at least 1"),
@@ -47,6 +51,7 @@ class GeoMX:
 
     Attributes:
       differential: for `compress` of make_train_step; None without DGT.
+      hfa: {"k1": steps, "k2": averages} with HFA, else None: `diloco=jaxcgx.wan.hfa(optimizer, **geomx.hfa)`.
       overlap: "priority" with P3, else None: for `overlap` of make_train_step.
       greed: {"dc": rate, "local": rate}, for the axes whose traffic TSEngine routes: the greed of a `Topology`.
       owners: {"dc": n, "local": n}: how many ranks of an axis own sums (MultiGPS). One, GeoMX's default, is no limit.
@@ -54,6 +59,7 @@ class GeoMX:
     """
 
     differential: Differential | None
+    hfa: dict[str, int] | None
     overlap: str | None
     greed: dict[str, float]
     owners: dict[str, int]
@@ -72,18 +78,25 @@ def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
         geomx = cgx.wan.from_env()
         train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=("dc", "local"), **geomx.train_options)
 
-    Values that GeoMX doesn't have are errors. All ranks must have the same variables.
+    Values that GeoMX doesn't have are errors, and so are names that are nearly those of its variables. All
+    ranks must have the same variables.
 
     Args:
       environ: the variables.
     """
+    for name in environ:
+        near = difflib.get_close_matches(name, VARIABLES, 1, cutoff=0.9)
+        if near and name not in VARIABLES:
+            raise unexpected(f"{OP}: variable {name}", "one of GeoMX's", "none of these", f"it may be {near[0]}")
     said = {name: _read(environ, name) for name in VARIABLES}
     k, dgt = said["DMLC_K"], said["ENABLE_DGT"]
     adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None  # GeoMX has no variable for the least; 0.2 of its 0.8
     servers = {"dc": said["DMLC_NUM_GLOBAL_SERVER"], "local": said["DMLC_NUM_SERVER"]}
     routed = {"dc": said["ENABLE_INTER_TS"], "local": said["ENABLE_INTRA_TS"]}
+    averages = {"k1": said["MXNET_KVSTORE_HFA_K1"], "k2": said["MXNET_KVSTORE_HFA_K2"]}
     return GeoMX(
         differential=Differential(k=k, rest=RESTS[dgt], adaptive=adaptive) if dgt else None,
+        hfa=averages if said["MXNET_KVSTORE_USE_HFA"] else None,
         overlap="priority" if said["ENABLE_P3"] else None,
         greed={axis: said["MAX_GREED_RATE_TS"] for axis, on in routed.items() if on},
         owners={axis: number for axis, number in servers.items() if number > 1},
@@ -95,7 +108,7 @@ def _read(environ: Mapping[str, str], name: str) -> Any:
     default, meaning, expected = VARIABLES[name]
     if name not in environ:
         return default
-    value = meaning(environ[name])
+    value = meaning(str(environ[name]))
     if value is None:
         raise unexpected(f"{OP}: variable {name}", expected, repr(environ[name]), "unset it for GeoMX's default")
     return value

@@ -33,8 +33,11 @@ def sparseloco(
       decay: what residuals are multiplied by after each exchange.
       **options: other options of `diloco`.
     """
+    op = "sparseloco"
+    check_number(op, "ratio", ratio, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
     given: dict[str, Any] = dict(plan=TopK(ratio, values=MaxMin(bits)), decay=decay)
-    return diloco(inner, import_optax("sparseloco").sgd(rate), every=every, **given | options)
+    return diloco(inner, import_optax(op).sgd(rate), every=every, **given | options)
 
 
 def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int = 2, **options: Any) -> Diloco:
@@ -73,6 +76,7 @@ def pier(
     """
     op = "pier"
     check_integer(op, "rounds", rounds, 1)
+    check_number(op, "rate", rate, lambda x: x > 0, "a number above 0")
     check_number(op, "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
     check_number(op, "warmup", warmup, lambda x: 0 <= x <= 1, "a number from 0 to 1")
     check_number(op, "decay_from", decay_from, lambda x: warmup <= x <= 1, "a number from warmup to 1")

@@ -51,10 +51,19 @@ def hfa(
       k2: the number of these averages between two exchanges among centers.
       axis_name: the axis of the centers, the outermost of `data_axis`. It may be a `Tcp`.
       plan: how changes travel between centers: a codec, {axis: codec} or a Plan.
-      **options: other options of `diloco`, such as feedback=False or seed=.
+      **options: other options of `diloco`, such as feedback=False or seed=. `fragments` must divide `k2`: a fragment is
+        exchanged after every k2 / fragments averages, another one each time.
     """
     for name, value in (("k1", k1), ("k2", k2)):
         check_integer(OP, name, value, 1)
+    for name in ("every", "outer"):
+        if name in options:
+            expected = "none: k1 and k2 say when centers exchange, and the outer parameters become the mean"
+            raise wrong(OP, name, expected, repr(options[name]), "leave it out", kind=TypeError)
+    fragments = check_integer(OP, "fragments", options.get("fragments", 1), 1)
+    if k2 % fragments:  # the ranks of a center would exchange what they have not averaged
+        expected = f"a divisor of k2={k2}, so that each exchange follows an average"
+        raise wrong(OP, "fragments", expected, fragments, f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}")
     if len(check_axis_names(OP, axis_name)) > 1:
         raise wrong(OP, "axis_name", "the one axis of the centers", repr(axis_name))
     given = diloco(inner, "sgd", every=k1 * k2, axis_name=axis_name, plan=plan, **options)

@@ -131,6 +131,26 @@ def test_keys_and_auxiliary_outputs():
     assert aux["rank"] == 0
 
 
+def test_auxiliary_outputs_of_batches_of_different_sizes():
+    """Rows are the process's own, means those of all, and integers that depend on the batch are refused."""
+    mine = X[R : 2 * R + 2]
+
+    def loss(params, x, count=lambda x: 2):
+        out = x @ params
+        return (out**2).mean(), {"rows": 2 * x, "large": x > 0, "mean": x.mean(), "count": count(x)}
+
+    train = cgx.make_train_step(loss, OPTIMIZER, data_axis=COMM, plan=cgx.Raw(), has_aux=True)
+    aux = run(train, mine, jnp.ones(30))[2].aux
+    np.testing.assert_array_equal(aux["rows"], 2 * mine)
+    np.testing.assert_array_equal(aux["large"], mine > 0)
+    np.testing.assert_allclose(aux["mean"], np.mean(COMM.allgather(float(mine.mean()))), rtol=1e-5, atol=1e-6)
+    assert aux["count"] == 2
+    counting = lambda params, x: loss(params, x, count=lambda x: (x > 0).sum())
+    train = cgx.make_train_step(counting, OPTIMIZER, data_axis=COMM, plan=cgx.Raw(), has_aux=True)
+    with raises(ValueError, says("make_train_step", "loss_fn", at="leaf ['count']", expected="means", got="int32[]")):
+        run(train, mine, jnp.ones(30))
+
+
 def test_weighted_means():
     """Of all ranks and micro-batches, which share an array."""
 

@@ -224,6 +224,28 @@ def test_conservation(name):
         assert min(shares[:6]) > 2 * max(shares[6:])
 
 
+@pytest.mark.parametrize("compress", [cgx.bsc, cgx.mpq])
+def test_a_warm_up_that_sends_everything_masks_nothing(compress):
+    """Large leaves keep their momentum, as small ones do, and those of dgc."""
+    grads = {"large": np.ones((RANKS, 300), np.float32), "small": np.ones((RANKS, 3), np.float32)}
+
+    def steps(**given):
+        optimizer = compress("data", size_bound=100, momentum=0.5, **given)
+
+        def rank(grads):
+            state, found = optimizer.init(grads), []
+            for _ in range(3):
+                updates, state = optimizer.update(grads, state)
+                found.append(updates)
+            return found
+
+        return jax.jit(jax.vmap(rank, axis_name="data"))(grads)
+
+    for given in (dict(warmup_epochs=1, warmup_coeff=[1.0], steps_per_epoch=9), dict(threshold=1)):
+        for updates, momentum in zip(steps(**given), (1.0, 1.5, 1.75)):
+            assert all((np.asarray(x) == momentum).all() for x in updates.values())
+
+
 @pytest.mark.parametrize("mask", ["function", "tree", "prefix"])
 def test_a_mask_of_weight_decay(mask):
     """What it leaves out goes on as without weight decay, the rest as with it, to the bit, sent raw or not."""

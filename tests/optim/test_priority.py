@@ -112,6 +112,14 @@ def test_after_finish_a_state_is_like_a_fresh_one():
     assert step.step._cache_size() == 2  # without pending gradients, and with
 
 
+def test_a_plain_step_refuses_what_is_pending():
+    step = make(overlap="priority")
+    state = step.step(*step.init(PARAMS), BATCHES[0])[:2]
+    words = says("train.step", "opt_state", expected="arrived", got="one whose gradients", remedy="finish")
+    with raises(ValueError, words):
+        make().step(*state, BATCHES[1])
+
+
 def test_what_it_refuses():
     for overlap in (None, "backward"):
         with raises(

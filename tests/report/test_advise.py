@@ -44,6 +44,10 @@ def advice(tree=SHAPES, **options):
     return cgx.advise(tree, **dict(link="1gbit", world=4, codecs=[FOUR], over="gloo") | options)
 
 
+def test_a_codec_that_sends_nothing():
+    assert [row.bytes for row in advice(codecs=[cgx.TopK(0.0)]).rows if row.codec != cgx.Raw()]
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 def test_bytes_are_those_of_programs(codec):
     found = advice(codecs=[codec])

@@ -204,6 +204,8 @@ def test_bad_input():
             Differential(**options)
     with raises(ValueError, says("Differential", "momentum", expected="none", got="0.9", remedy="optimizer")):
         Differential()("data", momentum=0.9)
+    with raises(ValueError, says("Differential", "skip_nonfinite", expected="none", got="True", remedy="leave it out")):
+        Differential()("data", skip_nonfinite=True)
     with raises(ValueError, says("Differential", "plan", expected="blocks", got="PowerSGD", remedy="jaxcgx.MaxMin")):
         Differential()("data", cgx.PowerSGD(2))
     adaptive = Differential(k=0.5, block_bytes=4 * BLOCK, adaptive=0.1)("data", axis_size=2)

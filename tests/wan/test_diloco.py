@@ -352,6 +352,15 @@ def test_forms():
     np.testing.assert_allclose(momenta, [0, 0.45, 0.9, 0.9, 0.9, 0.9, 0.9, 0.675, 0.45, 0.225, 0], atol=1e-6)
 
 
+def test_forms_that_would_learn_nothing():
+    for given in (dict(ratio=0.0), dict(rate=0)):
+        ((name, value),) = given.items()
+        with raises(ValueError, says("sparseloco", name, expected="above 0", got=str(value))):
+            cgx.wan.sparseloco(INNER, **given)
+    with raises(ValueError, says("pier", "rate", expected="above 0", got="0.0")):
+        cgx.wan.pier(INNER, rounds=4, rate=0.0)
+
+
 def test_matched_nesterov_moves_as_far_as_sgd():
     """Along outer gradients that are always the same (rho 1), and along those that never agree (rho 0)."""
     for rho in (0.0, 0.99999):
@@ -420,10 +429,10 @@ def test_few_bits_without_feedback_are_a_warning():
             dict(param_specs={"w": P("dc"), "b": P(), "s": P()}),
             says("make_train_step", "diloco", expected="whole", got="shards", remedy="param_specs"),
         ),
-        (dict(has_aux=True), says("make_train_step", "has_aux", expected="another", got="True")),
+        (dict(has_aux=True), says("make_train_step", "has_aux", expected="False with diloco", got="True")),
         (
             dict(model_state="per_rank"),
-            says("make_train_step", "model_state", expected="another", got="'per_rank'", remedy='"mean"'),
+            says("make_train_step", "model_state", expected="'mean' with diloco", got="'per_rank'", remedy='"mean"'),
         ),
         (
             dict(plan=cgx.MaxMin(4)),

@@ -9,7 +9,7 @@ from jaxcgx.wan.environment import VARIABLES
 
 def test_defaults_turn_nothing_on():
     found = from_env({"DMLC_ROLE": "worker"})
-    assert len(VARIABLES) == 11
+    assert len(VARIABLES) == 14 and found.hfa is None
     assert found.train_options == found.greed == found.owners == {} and found.size_bound == 200_000
 
 
@@ -31,8 +31,11 @@ def test_the_others():
             "DMLC_NUM_GLOBAL_SERVER": "2",
             "DMLC_NUM_SERVER": "3",
             "DMLC_UDP_CHANNEL_NUM": "7",
+            "MXNET_KVSTORE_USE_HFA": "1",
+            "MXNET_KVSTORE_HFA_K2": "5",
         }
     )
+    assert found.hfa == {"k1": 20, "k2": 5}
     assert found.train_options == {"overlap": "priority"} and found.greed == {"dc": 0.75}
     assert found.owners == {"dc": 2, "local": 3} and found.size_bound == 1000
 
@@ -42,3 +45,9 @@ def test_unknown_values(name):
     for text in ("", "-1", "two", "4.5", "1e400"):
         with raises(ValueError, says("wan.from_env", name, expected="", got=repr(text), remedy="unset")):
             from_env({name: text})
+
+
+@pytest.mark.parametrize("name, near", [("ENABLE_DGTT", "ENABLE_DGT"), ("DMLC_KK", "DMLC_K")])
+def test_names_that_are_nearly_right(name, near):
+    with raises(ValueError, says("wan.from_env", name, expected="one of GeoMX's", got="none of these", remedy=near)):
+        from_env({name: "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_GLOBAL_WORKER": "2", "DMLC_PS_ROOT_URI": "a"})

@@ -73,6 +73,12 @@ def test_bad_input():
         (dict(axis_name="wan"), mesh_of(2, 2), says("hfa", "axis_name", expected="axis 'dc'", got="'wan'")),
         ({}, mesh_of(1, 2), says("hfa", "axis_name", expected="several centers", got="one", remedy="hfa")),
     ]
+    for fragments in (2, 3):  # a center's ranks would exchange what they have not averaged
+        words = says("hfa", "fragments", expected="a divisor of k2=5", got=str(fragments), remedy=f"fragments=1 k2={6}")
+        wrong.append((dict(k1=2, k2=5, fragments=fragments), mesh_of(2, 2), words))
+    for name in ("every", "outer"):
+        with raises(TypeError, says("hfa", name, expected="none: k1 and k2", got="1", remedy="leave it out")):
+            trainer(mesh_of(2, 2), **{name: 1})
     for options, mesh, words in wrong:
         with raises(ValueError, words):
             trainer(mesh, **options)
