@@ -62,7 +62,9 @@ def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[
     if missing or unknown:
         problems = [(missing, "missing"), (unknown, "not among them")]
         spelled = "; ".join(f"{', '.join(map(repr, names))} {problem}" for names, problem in problems if names)
-        raise wrong(op, argument, f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})")
+        steps = any(isinstance(n, int) for n in unknown)
+        remedy = "a schedule of plans, by steps, is for compress_gradients and make_train_step" if steps else ""
+        raise wrong(op, argument, f"{what} for each axis of {tuple(parts)}", f"{given} ({spelled})", remedy)
     return [given[name] for name in parts]
 
 

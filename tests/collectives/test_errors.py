@@ -73,6 +73,11 @@ def test_wordings(f, error, text):
     ("f", "error", "words"),
     [
         (
+            lambda x, same: psum(x, "a", {0: CODEC, 5: CODEC}),
+            ValueError,
+            says("compressed_psum", "codec", expected="a codec for each axis", remedy="a schedule of plans, by steps"),
+        ),
+        (
             lambda x, same: psum({"w": same}),
             ValueError,
             says(
