@@ -100,11 +100,15 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     share = world.share(settings.batch_size)
     examples = settings.batch_size // world.ranks * world.ranks  # of a step
     score = jax.jit(functools.partial(_score, model.score))
+    # One program: on virtual devices, several with collectives at a time wait for one another for good.
+    mean = jax.jit(
+        functools.partial(jax.tree.map, lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0])
+    )
 
     def test() -> dict[str, float]:
         params, rest = state[0], state[1]
         if isinstance(rest, PerRank):  # each center's
-            rest = jax.tree.map(lambda x: x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0], rest.rows)
+            rest = jax.block_until_ready(mean(rest.rows))
         batches = tested(dataset.test, examples, share, most=settings.test_examples)
         sums = np.sum([world.total(score(params, rest, world.put(batch))) for batch in batches], axis=0)
         return dict(test_loss=float(sums[0] / sums[2]), test_accuracy=float(sums[1] / sums[2]))
