@@ -159,8 +159,9 @@ def make_train_step(
         remedy = "leave it out: what centers exchange travels while they go on training"
         raise wrong(OP, "overlap", "None or 'backward' with 'diloco'", repr(overlap), remedy)
     if overlap is not None and not _takes(compress, "fusion_mb"):
-        expected, remedy = f"None with compress={compress.__name__}, whose exchange has no messages", "leave it out"
-        raise wrong(OP, "overlap", expected, repr(overlap), remedy)
+        name = getattr(compress, "__name__", repr(compress))
+        expected = f"None with compress={name}, whose exchange has no messages"
+        raise wrong(OP, "overlap", expected, repr(overlap), "leave it out")
     options |= _slices(overlap, slice_elements, options, placement)
     training = (PriorityTraining if overlap == "priority" else Training)(
         placement=placement,

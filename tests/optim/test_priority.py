@@ -128,6 +128,9 @@ def test_what_it_refuses():
             make(overlap=overlap, slice_elements=9)
     with raises(ValueError, says("make_train_step", "slice_elements", expected="positive integer", got="0")):
         make(overlap="priority", slice_elements=0)
+    for overlap in ("backward", "priority"):
+        with raises(ValueError, says("make_train_step", "overlap", expected="compress=demo", got=repr(overlap))):
+            make(compress=cgx.wan.demo, overlap=overlap)
     with raises(ValueError, says("make_train_step", "overlap", expected="'backward' 'diloco'", got="'priority'")):
         sgd = optax.sgd(0.1)
         centers = jax.make_mesh((2, 2), ("dc", "local"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
