@@ -62,8 +62,7 @@ NOTES = f"""\
   table names, on {RANKS} virtual devices of one process. It is one seed, and differences of a point are within the
   spread of seeds ([training.md](training.md) has several).
 - Text is trained from random weights, and a thousand steps are few: what gradients lose then shows as slower learning.
-  cgx4 rounds stochastically, as CGX does, which loses twice as much as rounding to nearest. [accuracy.md](accuracy.md)
-  compares codecs after a thousand steps of float32.
+  [accuracy.md](accuracy.md) compares codecs after a thousand steps of float32.
 - lost: points of accuracy against `none`; of text, what perplexity (of a byte) grows by, in %.
 - bytes: what a rank sends in a step after any warm-up, as jaxcgx.explain finds it in the compiled step, and how many
   times fewer than uncompressed. They have the loss and the statistics of batch norm, too, which travel as they are.

@@ -22,7 +22,7 @@ def test_a_worker_dies(tmp_path):
     """Of 4 workers one is killed: 3 go on from the last checkpoint, and then 4 again."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     changes = {"compression": "cgx4", "model.hidden": (32,), "train.save_every": 25, "train.log_every": 25}
-    changes |= {"train.num_epochs": 15, "train.test_every": 100}
+    changes |= {"train.num_epochs": 15, "train.test_every": 100, "compression.feedback": True}
     changes = [f"--config.{key}={value}" for key, value in changes.items()]
     config = f"--config={RECIPES}/configs/digits/mlp.py"
     line = [sys.executable, HERE / "ray_probe.py", tmp_path, "--workers=4", config, f"--runs={tmp_path}", *changes]
