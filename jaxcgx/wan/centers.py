@@ -37,9 +37,14 @@ OP = "make_train_step"
 def check_centers(function: str, net: Transport) -> None:
     """Checks that the outermost axis has several ranks, for a public function that is of no use to one."""
     name, outer = next(iter(net.parts.items()), ("", net))
-    if outer.size == 1:
-        expected = f"several centers along {name!r}" if name else "several processes"
-        raise wrong(function, "axis_name", expected, "one", f"leave {function} out, or make a mesh of several centers")
+    check_several(function, f"centers along {name!r}" if name else "processes", outer.size)
+
+
+def check_several(function: str, what: str, count: int) -> None:
+    """The same for a known number of centers. what: they, in words."""
+    if count == 1:
+        remedy = f"leave {function} out, or make a mesh of several centers"
+        raise wrong(function, "axis_name", f"several {what}", "one", remedy)
 
 
 class Center(NamedTuple):

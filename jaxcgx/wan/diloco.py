@@ -17,7 +17,7 @@ from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.typing import AxisName
 from jaxcgx.wan.between import Between
-from jaxcgx.wan.centers import Centers
+from jaxcgx.wan.centers import Centers, check_several
 from jaxcgx.wan.outer import check_outer
 
 if TYPE_CHECKING:
@@ -183,9 +183,7 @@ class Diloco:
             expected = f"{name!r}, the axis of the centers, first"
             remedy = f"pass data_axis={name!r}, or ({name!r}, ...) with the axes of a center's ranks"
             raise wrong("make_train_step", "data_axis", expected, repr(data_axis), remedy)
-        if placement.mesh.shape[name] == 1:
-            remedy = "leave diloco out, or make a mesh of several centers"
-            raise wrong(OP, "axis_name", f"several centers along {name!r}", "one", remedy)
+        check_several(OP, f"centers along {name!r}", placement.mesh.shape[name])
         if placement.state_specs is not None or placement.param_specs is not None:
             remedy = "leave out param_specs and optimizer_specs"
             raise wrong("make_train_step", "diloco", "parameters and state that every rank has whole", "shards", remedy)

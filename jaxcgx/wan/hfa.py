@@ -16,7 +16,7 @@ from jaxcgx.optim.training import Training
 from jaxcgx.plan import Plan
 from jaxcgx.transports.axes import axis_names, check_axis_names
 from jaxcgx.typing import AxisName
-from jaxcgx.wan.centers import Centers
+from jaxcgx.wan.centers import Centers, check_several
 from jaxcgx.wan.diloco import Diloco, diloco
 from jaxcgx.wan.rounds import Both, Exchange
 
@@ -83,9 +83,7 @@ class Hfa(Diloco):
             if name not in placement.mesh.shape:
                 axes = ", ".join(map(repr, placement.mesh.shape))
                 raise wrong(OP, "axis_name", f"an axis of the mesh, {axes}", repr(name))
-            if placement.mesh.shape[name] == 1:
-                remedy = "leave hfa out, or make a mesh of several centers"
-                raise wrong(OP, "axis_name", f"several centers along {name!r}", "one", remedy)
+            check_several(OP, f"centers along {name!r}", placement.mesh.shape[name])
         found = super().over(placement, optimizer, data_axis)
         return Workers(**{field.name: getattr(found, field.name) for field in dataclasses.fields(found)})
 

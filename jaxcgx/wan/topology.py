@@ -83,7 +83,6 @@ class Topology:
             self.links.known[:] = True
         self._found: dict[bytes, Overlay] = {}  # the best overlay of the latest rates
         self.overlay = self._best()
-        self._deepest = Overlay.owners(ranks) if shape == "owners" else Overlay.ring(range(ranks))  # that may come
         self.version = self.probes = 0
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
         self._before: Any = None  # counters
@@ -118,6 +117,14 @@ class Topology:
         made: dict[Overlay, Any] = {}
         count = 0
 
+        def check(*args: Any, **kwargs: Any) -> None:
+            """Traces a step along an overlay that may come, so that a codec which can't go along it is an error now."""
+            deep = Overlay.ring(range(len(self.links.rates)))
+            if self._build is not routes.SHAPES["owners"] and deep.depth > 1:
+                trace = getattr(make(deep).step, "eval_shape", None)
+                if trace is not None:
+                    trace(*args, **kwargs)
+
         def current() -> Any:
             if self.overlay not in made:
                 made[self.overlay] = make(self.overlay)
@@ -128,13 +135,9 @@ class Topology:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if (
-                not count
-                and self._deepest.depth > 1
-                and (trace := getattr(make(self._deepest).step, "eval_shape", None))
-            ):
-                trace(*args, **kwargs)  # a codec that can't go along it is an error now, not in the midst of training
-            if count and count % every == 0:
+            if not count:
+                check(*args, **kwargs)
+            elif count % every == 0:
                 jax.block_until_ready((args, kwargs))
                 self.update()
             count += 1

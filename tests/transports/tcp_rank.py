@@ -402,13 +402,24 @@ def assert_meanwhile(program):
     assert begins[0] < backward[-1] < ends[0], (begins, backward, ends)
 
 
+MATRICES = {"v": np.ones((300, 40), np.float32), "w": np.ones((8, 300), np.float32)}
+
+
+def of_matrices(axis, **options):
+    """A training step of two matrices."""
+    loss_fn = lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2)
+    return cgx.make_train_step(loss_fn, optax.sgd(0.1), the_mesh("data"), data_axis=axis, **options)
+
+
+def batch_of_ranks():
+    """The batch of each step, an example for each rank."""
+    batch, sharding = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8), PartitionSpec("data")
+    return jax.make_array_from_callback(batch.shape, NamedSharding(the_mesh("data"), sharding), lambda at: batch[at])
+
+
 def train(axis, late=False, **options):
-    mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
-    batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
-    train = cgx.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2), optax.sgd(0.1), mesh, data_axis=axis, **options
-    )
-    params, state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
+    train, batch = of_matrices(axis, **options), batch_of_ranks()
+    params, state = train.init(MATRICES)
     for _ in range(2):
         params, state, _ = jax.block_until_ready(train.step(params, state, batch))
     if late:
@@ -421,22 +432,11 @@ def train(axis, late=False, **options):
 
 def changing(**options):
     """Training whose overlay changes while gradients are on their way."""
-    mesh, batch = the_mesh("data"), np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
-    batch = jax.make_array_from_callback(batch.shape, NamedSharding(mesh, PartitionSpec("data")), lambda at: batch[at])
-    topology = Topology(mesh, TCP)
+    topology, batch = Topology(the_mesh("data"), TCP), batch_of_ranks()
     overlays = iter([Overlay.owners(4, 2), Overlay.ring(range(4))])
     topology.update = lambda: setattr(topology, "overlay", next(overlays))
-    make = lambda overlay: cgx.make_train_step(
-        lambda p, x: jnp.mean((x @ p["w"] @ p["v"] - 1) ** 2),
-        optax.sgd(0.1),
-        mesh,
-        data_axis=TCP,
-        plan=cgx.MaxMin(4),
-        schedule=overlay,
-        **options,
-    )
-    train = topology.steps(make, every=2)
-    state = train.init({"v": jnp.ones((300, 40)), "w": jnp.ones((8, 300))})
+    train = topology.steps(lambda overlay: of_matrices(TCP, plan=cgx.MaxMin(4), schedule=overlay, **options), every=2)
+    state = train.init(MATRICES)
     for _ in range(6):
         *state, _ = jax.block_until_ready(train.step(*state, batch))
     params, _ = train.finish(*state)

@@ -377,39 +377,42 @@ def test_a_step_waits_for_one_round(monkeypatch):
 # Bad input
 
 
-def test_a_center_with_other_shapes_is_told():
+@pytest.mark.parametrize(
+    ("other", "params", "says_so"),
+    [
+        (
+            {},
+            PARAMS | {"w": jnp.zeros((6, 5))},
+            says(
+                "Decoupled.join",
+                "params",
+                at="leaf 'w'",
+                expected="float32[6, 4] in Raw() which center 0 has",
+                got="float32[6, 5] in Raw()",
+                remedy="give all centers the same model",
+            ),
+        ),
+        (  # each round would undo what it has learnt: its outer parameters would never be those of the others
+            dict(outer=optax.sgd(0.5)),
+            PARAMS,
+            says(
+                "Decoupled.join",
+                "outer",
+                expected="which center 0 has",
+                got="the optimizer with the digest",
+                remedy="give all centers the same model, plan, optimizer and options",
+            ),
+        ),
+    ],
+    ids=["shapes", "outer rate"],
+)
+def test_a_center_with_other_terms_is_told(other, params, says_so):
     first, second = decoupled(2, quorum=1, grace=0.1)
-    params, member = first.join(PARAMS)
-    says_so = says(
-        "Decoupled.join",
-        "params",
-        at="leaf 'w'",
-        expected="float32[6, 4] in Raw() which center 0 has",
-        got="float32[6, 5] in Raw()",
-        remedy="give all centers the same model",
-    )
+    own, member = first.join(PARAMS)
     with pytest.warns(UserWarning, match="turned away") as warned:  # in a thread of the first center, maybe later
         with raises(ValueError, says_so):
-            dataclasses.replace(second, grace=LIMIT).join(PARAMS | {"w": jnp.zeros((6, 5))})
-        until(lambda: member.step(params), lambda _: member.last and len(warned))  # it goes on
-        member.leave()
-
-
-def test_a_center_with_another_outer_rate_is_told():
-    """Each round would undo what it has learnt: its outer parameters would never be those of the others."""
-    first, second = decoupled(2, quorum=1, grace=0.1)
-    _, member = first.join(PARAMS)
-    says_so = says(
-        "Decoupled.join",
-        "outer",
-        expected="which center 0 has",
-        got="the optimizer with the digest",
-        remedy="give all centers the same model, plan, optimizer and options",
-    )
-    with pytest.warns(UserWarning, match="turned away") as warned:
-        with raises(ValueError, says_so):
-            dataclasses.replace(second, outer=optax.sgd(0.5), grace=LIMIT).join(PARAMS)
-        until(lambda: None, lambda _: len(warned))
+            dataclasses.replace(second, grace=LIMIT, **other).join(params)
+        until(lambda: member.step(own), lambda _: member.last and len(warned))  # it goes on
         member.leave()
 
 
