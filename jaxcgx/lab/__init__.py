@@ -1,4 +1,4 @@
-"""A network of hosts on one machine, for measurements: `Lab` and its links."""
+"""Networks of virtual hosts on one machine, for measurements: `Lab` and its links."""
 
 from jaxcgx.lab.network import Lab, Link, signals_raise, why_not
 

@@ -1,8 +1,8 @@
-"""What the kernel counted on the links of a network.
+"""Reads the kernel's counters of the links of a network.
 
-The counters are those of the token buckets (`tc -s qdisc`). They count what leaves them: every packet as it is on the
-wire, with its Ethernet, IP and TCP headers, also where the kernel passes many of them on as one. The counters of the
-devices (`ip -s link`) count the headers of such a large packet once.
+The counters are those of the token buckets (`tc -s qdisc`). They count the packets that leave the buckets, each with
+the Ethernet, IP and TCP headers that it has on the wire. If the kernel passes on many packets as one large packet, they
+still count the headers of each. The counters of the devices (`ip -s link`) count the headers of a large packet once.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxcgx.lab.network import Lab
 
-ETHERNET, IP, TCP = 14, 20, 32  # bytes of the headers of a packet; TCP's with timestamps, which Linux sends
+ETHERNET, IP, TCP = 14, 20, 32  # bytes of a packet's headers; TCP's include the timestamps that Linux sends
 CLONE_NEWNET = 0x40000000
 GET_QDISC, NEW_QDISC, DONE = 38, 36, 3  # linux/rtnetlink.h
 REQUEST_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
@@ -25,26 +25,26 @@ KIND, STATS2, BASIC, QUEUE = 1, 7, 1, 3  # attributes of linux/rtnetlink.h and l
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one direction of a link carried."""
+    """The traffic in one direction of a link."""
 
-    bytes: int = 0  # with the headers of Ethernet, IP and TCP
+    bytes: int = 0  # including the headers of Ethernet, IP and TCP
     packets: int = 0
     dropped: int = 0  # packets that found the queue full
 
     @property
     def payload(self) -> int:
-        """The bytes inside TCP. All headers are subtracted, those of acknowledgements, too."""
+        """The bytes of TCP's payload: all bytes without the headers of all packets, also of acknowledgements."""
         return self.bytes - (ETHERNET + IP + TCP) * self.packets
 
     def __sub__(self, other: "Traffic") -> "Traffic":
         return Traffic(*(a - b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other))))
 
 
-History = list[tuple[float, list[tuple[Traffic, Traffic]]]]  # (seconds, for each host what was sent and received)
+History = list[tuple[float, list[tuple[Traffic, Traffic]]]]  # (seconds, (sent, received) of each host)
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(type, value) of every netlink attribute."""
+    """Yields (type, value) of every netlink attribute."""
     while len(data) >= 4:
         size, kind = struct.unpack_from("HH", data)
         yield kind & 0x3FFF, data[4:size]
@@ -52,7 +52,7 @@ def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse(message: bytes) -> tuple[int, Traffic] | None:
-    """The device and the traffic that a message is about, if it is about a token bucket."""
+    """Returns (device, traffic) of a message about a token bucket; None for other messages."""
     found = dict(_attributes(message[20:]))
     if found.get(KIND) != b"tbf\0":
         return None
@@ -70,16 +70,16 @@ def _enter(name: str, devices: Sequence[str]) -> tuple[socket.socket, list[int]]
 
 
 class _Namespace:
-    """A netlink socket in a namespace, and the numbers of devices there."""
+    """A netlink socket in a namespace, and the indices of devices there."""
 
     def __init__(self, name: str, devices: Sequence[str]) -> None:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which enters the namespace, and ends
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:  # because setns changes the namespace of its thread
             entered = thread.submit(_enter, name, devices).result()
         self.socket: socket.socket = entered[0]
         self.devices: list[int] = entered[1]
 
     def read(self) -> list[Traffic]:
-        """Of every device, in the order of their names."""
+        """Returns the traffic of every device, in the order of the names that were given."""
         self.socket.send(struct.pack("IHH28x", 36, GET_QDISC, REQUEST_DUMP))
         found: dict[int, Traffic] = {}
         while True:
@@ -94,7 +94,7 @@ class _Namespace:
 
 
 class Counters:
-    """The counters of a lab's links. `with` closes them."""
+    """The counters of a lab's links. A `with` statement opens and closes them."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab: Lab = lab
@@ -112,16 +112,22 @@ class Counters:
             namespace.socket.close()
 
     def read(self) -> list[tuple[Traffic, Traffic]]:
-        """(sent, received) of each host, since the lab began."""
+        """Returns (sent, received) of each host since the lab began."""
         return list(zip((up.read()[0] for up in self.ups), self.downs.read()))
 
     def note(self) -> None:
-        """Adds a line to the history."""
+        """Adds the current counters to the history."""
         self.history.append((time.monotonic() - self.start, self.read()))
 
 
 def busiest(times: Sequence[float], counts: Sequence[int], window: float = 1.0) -> float:
-    """The most bytes a second in any `window` of seconds, of a count at some times."""
+    """Returns the most bytes per second in any window.
+
+    Args:
+      times: the seconds at which the bytes were counted.
+      counts: the bytes until then.
+      window: the seconds of a window.
+    """
     best, first = 0.0, 0
     for last in range(1, len(times)):
         while first + 1 < last and times[last] - times[first + 1] >= window:

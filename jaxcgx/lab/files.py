@@ -1,4 +1,4 @@
-"""The two TOML files of a lab: the links of single hosts, and the changes while it runs."""
+"""Reads the two TOML files of a lab: the links of single hosts, and the changes of links while the lab runs."""
 
 import dataclasses
 import os
@@ -16,13 +16,13 @@ Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What happens to some links at a time.
+    """A change of some links at a point in time.
 
     Args:
-      at: seconds after the commands have begun.
-      hosts: whose links.
-      rates: the new rates, {"up": bit/s, "down": bit/s}, or one of both.
-      cut: True takes the links down, False up again.
+      at: the seconds after the start of the commands.
+      hosts: the hosts whose links change.
+      rates: the new rates, {"up": bit/s, "down": bit/s}, or only one of them.
+      cut: True takes the links down, False takes them up again. None: neither.
     """
 
     at: float
@@ -56,7 +56,7 @@ def _check_keys(place: str, table: Any, known: Collection[str]) -> dict[str, Any
 
 
 def _rates(place: str, table: Mapping[str, Any]) -> dict[str, int]:
-    """The keys rate, up and down of a table: rate is of both directions."""
+    """Returns the rates that a table gives with "rate", "up" and "down". "rate" is for both directions."""
     found = {key: parse_rate(f"{place}, key {key!r}", table[key]) for key in ("rate", "up", "down") if key in table}
     if "rate" in found:
         found = {"up": found["rate"], "down": found["rate"]} | found
@@ -65,7 +65,7 @@ def _rates(place: str, table: Mapping[str, Any]) -> dict[str, int]:
 
 
 def read_links(path: Path, hosts: int, link: Link) -> list[Link]:
-    """The link of every host: `link`, except for what the file says of single hosts in tables such as [host1]."""
+    """Returns the link of every host: `link`, with the changes that the file has in tables such as [host1]."""
     names = [f"host{i}" for i in range(hosts)]
     links: list[Link] = []
     tables = _check_keys(str(path), _load(path), names)
@@ -78,7 +78,7 @@ def read_links(path: Path, hosts: int, link: Link) -> list[Link]:
 
 
 def read_schedule(path: Path, hosts: int) -> list[Change]:
-    """The changes of a file, [[change]] tables, in the order of their times."""
+    """Returns the changes in the [[change]] tables of a file, in the order of their times."""
     changes: list[Change] = []
     tables = _check_keys(str(path), _load(path), ("change",)).get("change", [])
     if not isinstance(tables, list):

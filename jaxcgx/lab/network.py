@@ -1,9 +1,9 @@
-"""A network of hosts on one machine, with links of a limited rate.
+"""A network of virtual hosts on one machine, with links of a limited rate.
 
-A host is a network namespace with a name that resolves to its address. A virtual cable joins it to a switch, which is a
-bridge in a namespace of its own. A token bucket at each end of the cable limits the rate of one direction. The queues
-are long enough that little is dropped. What a host sends can be delayed: by netem where the kernel has it, otherwise by
-a relay (relay.py) between the cable and the switch. Needs root and iproute2.
+A host is a network namespace with a name that resolves to its address. A virtual cable connects the host to a switch. A
+switch is a bridge in another namespace. A token bucket at each end of the cable limits the rate of one direction. The
+queues are so long that few packets are dropped. The packets that a host sends can be delayed: by netem if the kernel
+has it, otherwise by a relay (relay.py) between the cable and the switch. The module needs root and iproute2.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from jaxcgx.checks import check_integer, wrong
 from jaxcgx.units import parse_rate
 
 PREFIX = "jaxcgx-lab"
-BURST = 1e-3  # seconds at the full rate that may pass at once; with less, a busy machine doesn't reach the rate
-QUEUE = "400ms"
+BURST = 1e-3  # the size of a bucket, in seconds at the full rate; with less, a busy machine doesn't reach the rate
+QUEUE = "400ms"  # the longest time that a packet waits in a bucket's queue
 CONGESTION = "cubic"
-MOST = 200  # hosts: what one subnet has, and more than a machine can run
+MOST = 200  # the most hosts: 200 fit into one subnet, and are more than a machine can run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Link:
     """The link of a host.
 
     Args:
-      up: bit/s of what the host sends.
-      down: bit/s of what it receives.
-      delay: extra seconds of what the host sends. A round trip takes longer by the delays of both hosts.
+      up: the rate at which the host sends, in bit/s.
+      down: the rate at which the host receives, in bit/s.
+      delay: the seconds that packets from the host are delayed. The delays of both hosts add to a round trip.
     """
 
     up: int
@@ -44,7 +44,7 @@ class Link:
 
 
 def why_not() -> str:
-    """Why hosts are impossible on this machine, or ""."""
+    """Returns the reason why this machine can't have virtual hosts, or "" if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc", "unshare", "setpriv") if not shutil.which(tool)]
@@ -61,7 +61,7 @@ def _run(words: str) -> None:
 
 
 def _burst(rate: int) -> int:
-    """Bytes that may pass at once."""
+    """Returns the size of a bucket in bytes."""
     return max(16_000, int(rate / 8 * BURST))
 
 
@@ -70,25 +70,25 @@ def _limit(action: str, namespace: str, place: str, rate: int) -> None:
 
 
 def _send_whole(namespace: str, device: str, rate: int) -> None:
-    """Has a host send packets that pass a link of this rate whole.
+    """Limits the size of a host's packets, so that they pass a link of this rate whole.
 
-    A bucket cuts a longer one into frames of 1,500 bytes, and the processor, which hosts share, handles each of them. A
-    network card would do that for a real host.
+    A bucket cuts longer packets into frames of 1,500 bytes, and the processor that all hosts share has to handle each
+    frame. A real host's network card would do that.
     """
     _run(f"ip -n {namespace} link set {device} gso_max_size {min(65_536, _burst(rate) * 9 // 10)}")
 
 
 def _use_cubic(namespace: str) -> bool:
-    """Has a host's TCP use cubic, Linux's own default. False: the machine doesn't allow hosts to.
+    """Makes a host's TCP use cubic, Linux's default. Returns False if the machine doesn't allow it.
 
-    bbr would send by timers, which come late where all hosts share the processors.
+    bbr sends by timers, which are late if all hosts share the processors.
     """
     setting = f"echo {CONGESTION} >/proc/sys/net/ipv4/tcp_congestion_control"
     return not subprocess.run(["ip", "netns", "exec", namespace, "sh", "-c", setting], capture_output=True).returncode
 
 
 def _has_netem(namespace: str) -> bool:
-    """Whether the kernel can delay packets, tried on the loopback device of a namespace."""
+    """Returns whether the kernel can delay packets. It tries so on the loopback device of a namespace."""
     words = f"tc -n {namespace} qdisc %s dev lo root netem delay 1ms"
     if subprocess.run((words % "add").split(), capture_output=True).returncode:
         return False
@@ -97,7 +97,7 @@ def _has_netem(namespace: str) -> bool:
 
 
 def _sweep() -> None:
-    """Removes what a killed lab left behind. Names end in the number of the process that made them."""
+    """Removes the namespaces of labs that were killed. Their names end in the ids of the labs' processes."""
     for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
         name = line.split()[0]
         if name.startswith(PREFIX) and not os.path.exists(f"/proc/{name.split('-')[-1]}"):
@@ -105,11 +105,11 @@ def _sweep() -> None:
 
 
 class Lab:
-    """Hosts 0 to n - 1. `with` makes them; its end removes them and ends what runs in them.
+    """Hosts 0 to n - 1. A `with` statement makes them. At its end, it ends their processes and removes them.
 
     Args:
-      hosts: how many.
-      link: the rate of every link in both directions, as in "1gbit"; a Link; or a Link for each host.
+      hosts: the number of hosts.
+      link: the rate of every link in both directions, such as "1gbit"; a Link; or a Link for each host.
     """
 
     def __init__(self, hosts: int, link: str | Link | Sequence[Link]) -> None:
@@ -117,7 +117,7 @@ class Lab:
         if isinstance(link, str):
             rate = parse_rate("Lab: argument 'link'", link)
             link = Link(rate, rate)
-        self.netem: bool = False  # whether the kernel delays, not the relay
+        self.netem: bool = False  # whether netem delays packets, not the relay
         self.links: list[Link] = [link] * hosts if isinstance(link, Link) else list(link)
         if len(self.links) != hosts:
             raise wrong("Lab", "link", f"one for each of {hosts} hosts", f"{len(self.links)}")
@@ -128,7 +128,7 @@ class Lab:
         return f"10.77.0.{host + 1}"
 
     def namespace(self, host: int | str) -> str:
-        """The name of the namespace of a host, or of the "switch"."""
+        """Returns the name of the namespace of a host, or of the "switch"."""
         return f"{PREFIX}-{host}-{os.getpid()}"
 
     def __enter__(self) -> "Lab":
@@ -199,12 +199,12 @@ class Lab:
         _limit(action, self.namespace("switch"), f"port{host} root", link.down)
 
     def start(self, host: int, command: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a process in a host, with its own mounts: Gloo finds the address in an /etc/hosts of its own.
+        """Starts a process in a host. Its own /etc/hosts has the addresses of all hosts, in which Gloo finds them.
 
         Args:
-          host: which one.
+          host: the number of the host.
           command: the words of the command.
-          **options: of subprocess.Popen.
+          **options: options of subprocess.Popen.
         """
         inside = f'hostname host{host} && mount --bind "$0" /etc/hosts && exec "$@"'
         enter = f"setpriv --pdeathsig KILL ip netns exec {self.namespace(host)} unshare --uts sh -c".split()
@@ -213,15 +213,15 @@ class Lab:
         return process
 
     def change(self, host: int, link: Link) -> None:
-        """Gives a host's link other rates. Its delay stays."""
+        """Changes the rates of a host's link. The delay stays the same."""
         link = dataclasses.replace(link, delay=self.links[host].delay)
         self.links[host] = link
         self._set("change", host, link)
 
     def join(self, one: int, other: int, rate: str) -> None:
-        """Gives what two hosts send each other a cable of its own, of a rate in each direction.
+        """Connects two hosts by a direct cable that has a rate in each direction.
 
-        It leaves their links to what they send to others. `part` takes it away.
+        The traffic between them then uses the cable, and no longer their links. `part` removes the cable.
         """
         bits, names = parse_rate("Lab.join: argument 'rate'", rate), (f"to{other}", f"to{one}")
         first, second = self.namespace(one), self.namespace(other)
@@ -234,15 +234,15 @@ class Lab:
             _run(f"ip -n {namespace} route add {self.address(there)}/32 dev {name} src {self.address(here)}")
 
     def part(self, one: int, other: int) -> None:
-        """Takes away the cable between two hosts. What they send goes over their links again."""
+        """Removes the cable between two hosts. Their traffic then uses their links again."""
         _run(f"ip -n {self.namespace(one)} link delete to{other}")
 
     def cut(self, host: int) -> None:
-        """Takes a host's link down: nothing that is sent to it arrives, and nobody is told."""
+        """Takes a host's link down. Packets from and to the host are lost, and no process is told."""
         _run(f"ip -n {self.namespace('switch')} link set port{host} down")
 
     def mend(self, host: int) -> None:
-        """Takes a link up again that was cut."""
+        """Takes up a link again that was cut."""
         _run(f"ip -n {self.namespace('switch')} link set port{host} up")
 
     def __exit__(self, *_: object) -> None:
@@ -252,14 +252,14 @@ class Lab:
         if self.relay:
             self.relay.kill()
             self.relay.communicate()
-        for host in [*range(self.hosts), "switch"]:  # their devices and cables go with them
+        for host in [*range(self.hosts), "switch"]:  # which also removes their devices and cables
             subprocess.run(["ip", "netns", "delete", self.namespace(host)], stderr=subprocess.DEVNULL)
         self.names.close()
 
 
 @contextlib.contextmanager
 def signals_raise() -> Generator[None]:
-    """Makes SIGTERM and SIGHUP end the program as Ctrl-C does, so that `with` cleans up."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that `with` statements clean up."""
 
     def stop(number: int, _: object) -> None:
         sys.exit(128 + number)

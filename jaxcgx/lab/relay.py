@@ -1,10 +1,11 @@
-"""Holds what hosts send, as a program of its own, for kernels without netem.
+"""A program that delays the frames that hosts send, for kernels without netem.
 
     python relay.py SECONDS INNER OUTER [SECONDS INNER OUTER ...]
 
 It carries frames between two network devices: from INNER to OUTER after SECONDS, from OUTER to INNER at once. Programs
-on either side see one cable. The kernel hands over large TCP segments whole, with the header that says how they are
-cut (PACKET_VNET_HDR), so that the relay keeps up with fast links. Only modules of Python itself: it starts at once.
+on both sides see a single cable. The kernel passes large TCP segments whole, with a header that says how they are cut
+into packets (PACKET_VNET_HDR). So the relay keeps up with fast links. It imports only Python's standard library, to
+start quickly.
 """
 
 import collections
@@ -16,14 +17,14 @@ import time
 
 ALL = 3  # ETH_P_ALL: frames of every protocol
 SOL_PACKET, VNET_HDR, IGNORE_OUTGOING = 263, 15, 23  # linux/if_packet.h
-SNDBUFFORCE, RCVBUFFORCE = 32, 33  # asm/socket.h: past the limits of the system
-MEMORY = 1 << 28  # bytes of a socket's buffers
-LARGEST = 1 << 18  # bytes of a frame, and more
-TURN = 64  # frames of a device before the others have their turn
+SNDBUFFORCE, RCVBUFFORCE = 32, 33  # asm/socket.h: buffer sizes above the limits of the system
+MEMORY = 1 << 28  # bytes of each of a socket's buffers
+LARGEST = 1 << 18  # bytes, more than any frame has
+TURN = 64  # the most frames that are read from a device before it is another device's turn
 
 
 def open_device(name: str) -> socket.socket:
-    """A socket that sends and receives the frames of a device."""
+    """Opens a socket that sends and receives the frames of a device."""
     device = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     for level, option, value in (
         (SOL_PACKET, VNET_HDR, 1),
@@ -38,9 +39,9 @@ def open_device(name: str) -> socket.socket:
 
 
 def main() -> None:
-    """Opens the devices, says so, and carries frames until it is ended."""
-    ways: dict[socket.socket, tuple[socket.socket, float]] = {}  # from a device: to which, and after how long
-    held: dict[socket.socket, collections.deque[tuple[float, bytes]]] = {}  # (when it is due, the frame), in order
+    """Opens the devices, prints "ready", and carries frames until the process is ended."""
+    ways: dict[socket.socket, tuple[socket.socket, float]] = {}  # from a device: (to this device, after these seconds)
+    held: dict[socket.socket, collections.deque[tuple[float, bytes]]] = {}  # from a device: (due time, frame), in order
     for seconds, *names in zip(*[iter(sys.argv[1:])] * 3):
         inner, outer = map(open_device, names)
         ways |= {inner: (outer, float(seconds)), outer: (inner, 0.0)}
@@ -57,7 +58,7 @@ def main() -> None:
         now = time.monotonic()
         for device, frames in held.items():
             while frames and frames[0][0] <= now:
-                with contextlib.suppress(OSError):  # a cut cable loses frames
+                with contextlib.suppress(OSError):  # if the cable is cut, frames are lost
                     ways[device][0].send(frames.popleft()[1])
 
 

@@ -1,21 +1,21 @@
-"""The collectives between the processes of mpirun: an MPI communicator in place of a named axis.
+"""Compressed collectives between the processes of mpirun, over an MPI communicator instead of a named axis.
 
     mpirun -n 4 python -m mpi4py train.py
 
 Every function is collective: all ranks of the communicator call it, in the same order, with the same tree of shapes.
-Each process computes on one device. Schedules, messages and bits are those of `compressed_psum` and the other functions
-over a mesh of the same number of devices. Derivatives are those under `check_vma=False`, where types don't say which
-values are the same on every rank.
+Each process computes on one device. Schedules, messages and bits are the same as with `compressed_psum` and the other
+functions over a mesh with this number of devices. Derivatives are the same as with `check_vma=False`, where types don't
+say which values are the same on every rank.
 
-Arguments that the functions over a mesh don't have:
+The functions have two arguments that the functions over a mesh don't have:
 
 Args:
-  comm: the ranks, one of these. None is MPI.COMM_WORLD.
+  comm: the ranks. None means MPI.COMM_WORLD. Otherwise it is one of these:
     An mpi4py communicator.
     `hierarchy()`. Codec and schedule may then be dicts, with a value for "cross" and one for "inner".
-    The `cross` or `inner` of a hierarchy alone.
-  check: True compares the ranks' arguments also when the call is traced. Otherwise they are compared only when the
-    program runs. If they differ, every rank raises an error that names the ranks and the leaf.
+    The `cross` or the `inner` of a hierarchy.
+  check: True compares the ranks' arguments when the call is traced, and again when the program runs. False compares
+    them only when the program runs. If they differ, every rank raises an error that names the ranks and the leaf.
 """
 
 import os
@@ -51,8 +51,8 @@ def _check_launch() -> None:
     if MPI.COMM_WORLD.size > 1:
         return
     one = f"and MPI ({MPI.Get_library_version().split(',')[0]}) sees one"
-    # The number of processes, as Open MPI's mpirun, MPICH's and srun set it. (SLURM_NTASKS is that of the allocation,
-    # in which a process may also be alone.)
+    # Open MPI's mpirun, MPICH's mpirun and srun set these variables to the number of processes. SLURM_NTASKS isn't
+    # used: it counts the tasks of the whole allocation, in which a single process may run.
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (started := _number(name)) > 1:
             raise ImportError(
@@ -82,6 +82,6 @@ __all__ = [
     "hierarchy",
 ]
 
-# A program may set other numbers.
-WAIT = 60.0  # seconds that a checked call waits for the other ranks, and after which other waits report that they wait
+# Programs may change these two times.
+WAIT = 60.0  # seconds that a call with check=True waits for the other ranks, and after which other waits are reported
 MEET = 1800.0  # seconds that ranks wait for each other at the first use of a communicator and in hierarchy()

@@ -1,6 +1,6 @@
-"""Checks that all ranks make the same call: compares descriptions of their arguments, as text.
+"""Checks that all ranks make the same call, by comparing descriptions of their arguments as text.
 
-With check=True, ranks compare them over mpi4py before anything is compiled.
+With check=True, the ranks compare these descriptions over mpi4py before anything is compiled.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import numpy as np
 from jaxcgx.checks import at, spell_array, unexpected
 from jaxcgx.mpi.waiting import Communicator, wait
 
-_SHOWN = 5  # differences that an error names
+_SHOWN = 5  # the most differences that an error names
 
 
 def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, str]:
-    """The description of a call, as text. It has the types of the leaves of `arrays`, and the values of `settings`."""
+    """Returns the description of a call. It has the types of the leaves of `arrays`, and the values of `settings`."""
     mine = {"function": op, "version of jaxcgx": importlib.metadata.version("jaxcgx")}
     mine |= {f"argument '{argument}'": _spell(value) for argument, value in settings.items()}
     for argument, tree in arrays.items():
@@ -33,17 +33,17 @@ def describe(op: str, arrays: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def agree(comm: Communicator, mine: Mapping[str, str]) -> None:
     """Raises an error on every rank if the ranks' descriptions differ (check=True)."""
     op = mine["function"]
-    jax.effects_barrier()  # programs that still send may use the same communicator
+    jax.effects_barrier()  # programs that are still running may use the same communicator
     digest = np.frombuffer(hashlib.blake2b(repr(mine).encode()).digest(), np.uint8)
     digests = np.zeros((comm.size, digest.size), np.uint8)
     wait(op, comm, comm.Iallgather(digest, digests))
-    wait(op, comm, comm.Ibarrier())  # a digest may be of a call that its rank gave up; such a rank doesn't come here
+    wait(op, comm, comm.Ibarrier())  # a digest may be from a call that its rank gave up; such a rank doesn't come here
     if not (digests == digest).all():
         compare(op, comm.allgather(mine))
 
 
 def compare(op: str, every: Sequence[Mapping[str, str]]) -> None:
-    """Raises an error that says where the ranks' descriptions differ, if they do. `every` has one for each rank."""
+    """Raises an error that names the differences between the ranks' descriptions. Equal descriptions pass."""
     said = dict.fromkeys(what for one in every for what in one)
     different = [what for what in said if len({one.get(what) for one in every}) > 1]
     if not different:
@@ -63,7 +63,7 @@ def _difference(what: str, every: Sequence[Mapping[str, str]]) -> str:
 
 
 def _type(leaf: Any) -> str:
-    """The leaf's dtype and shape, as JAX sees them. The values of Python numbers may differ among ranks."""
+    """Returns the leaf's dtype and shape as JAX sees them. So Python numbers may have different values on the ranks."""
     try:
         return spell_array(jax.typeof(leaf))
     except TypeError:
@@ -71,7 +71,7 @@ def _type(leaf: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """A setting as text, without the addresses of objects. Settings may be trees of settings and arrays."""
+    """Returns a setting as text, without the addresses of objects. It may be a tree of settings and arrays."""
     leaves, tree = jax.tree_util.tree_flatten(value)
     if tree == jax.tree_util.tree_structure(0):
         return re.sub(" at 0x[0-9a-f]+", "", spell_array(value))

@@ -1,4 +1,4 @@
-"""The collectives over a communicator: those of `jaxcgx`, with processes as ranks."""
+"""The collectives of `jaxcgx` over an MPI communicator, whose ranks are processes."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -40,23 +40,23 @@ def compressed_allreduce(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """The sum, or with op="mean" the mean, of `x` over the ranks, as `compressed_psum` and `compressed_pmean`.
+    """Returns the sum of `x` over the ranks, or the mean with op="mean", like `compressed_psum` and `compressed_pmean`.
 
     Args:
       x: a pytree of this rank's arrays.
-      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      codec: a codec, a `Plan`, or, with a hierarchy, {"cross": codec, "inner": codec}.
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
       op: "sum" or "mean".
-      residuals: the losses of earlier calls, which this call adds to `x` (error feedback).
+      residuals: the compression errors of earlier calls, which this call adds to `x` (error feedback).
       momentum: arrays that are set to 0 where an element is sent, as in Deep Gradient Compression.
       factors: the factors that `PowerSGD` starts from.
-      schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay` or "auto"; with a hierarchy also a dict.
+      schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay` or "auto"; with a hierarchy, also a dict.
       own: how a rank adds its own part to the sum that it owns: "raw" or "encoded".
-      leader: with a hierarchy, only the first rank of each node takes part in the exchange between nodes.
-      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
+      leader: with a hierarchy, whether only the first rank of each node takes part in the exchange between nodes.
+      strict: whether a leaf that can't be compressed is an error. Otherwise it is sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
+      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_allreduce"
     net = _check_ranks(
@@ -93,21 +93,21 @@ def compressed_reduce_scatter(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """This rank's slice of the sum of `x` over the ranks, as `compressed_psum_scatter`.
+    """Returns this rank's slice of the sum of `x` over the ranks, like `compressed_psum_scatter`.
 
     Args:
       x: a pytree of this rank's arrays.
-      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      codec: a codec, a `Plan`, or, with a hierarchy, {"cross": codec, "inner": codec}.
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
-      scatter_dimension: the dimension that is cut.
-      tiled: as in lax.
+      scatter_dimension: the dimension that is cut into slices.
+      tiled: as in jax.lax.
       schedule: "one_shot", "ring" or "auto".
       own: how a rank adds its own part to the sum that it owns: "raw" or "encoded".
-      backward_codec: the codec of the transpose, an all-gather; by default the same.
-      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
+      backward_codec: the codec of the transpose, an all-gather; by default the same codec.
+      strict: whether a leaf that can't be compressed is an error. Otherwise it is sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
+      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_reduce_scatter"
     net = _check_ranks(
@@ -145,19 +145,19 @@ def compressed_allgather(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """Every rank's `x`, as `compressed_all_gather`.
+    """Returns every rank's `x`, like `compressed_all_gather`.
 
     Args:
       x: a pytree of this rank's arrays.
-      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      codec: a codec, a `Plan`, or, with a hierarchy, {"cross": codec, "inner": codec}.
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
       axis: the dimension of the ranks in the result.
-      tiled: as in lax.
-      backward_codec: the codec of the transpose, a reduce-scatter; by default the same.
-      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
+      tiled: as in jax.lax.
+      backward_codec: the codec of the transpose, a reduce-scatter; by default the same codec.
+      strict: whether a leaf that can't be compressed is an error. Otherwise it is sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
+      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_allgather"
     net = _check_ranks(
@@ -190,20 +190,20 @@ def compressed_alltoall(
     fusion_mb: float | None = None,
     check: bool = False,
 ) -> Any:
-    """Sends slice r of `x` to rank r, and returns the received slices, as `compressed_all_to_all`.
+    """Sends slice r of `x` to rank r, and returns the received slices, like `compressed_all_to_all`.
 
     Args:
       x: a pytree of this rank's arrays.
-      codec: a codec, a `Plan`, or with a hierarchy {"cross": codec, "inner": codec}.
+      codec: a codec, a `Plan`, or, with a hierarchy, {"cross": codec, "inner": codec}.
       comm: the ranks, see `jaxcgx.mpi`.
       key: a random key, the same on every rank. Codecs that round stochastically need one.
-      split_axis: the dimension that is cut.
-      concat_axis: the dimension along which the received slices are put together.
-      tiled: as in lax.
-      backward_codec: the codec of the transpose, the exchange back; by default the same.
-      strict: leaves that can't be compressed are an error, instead of being sent uncompressed.
+      split_axis: the dimension that is cut into slices.
+      concat_axis: the dimension along which the received slices are joined.
+      tiled: as in jax.lax.
+      backward_codec: the codec of the transpose, the exchange back; by default the same codec.
+      strict: whether a leaf that can't be compressed is an error. Otherwise it is sent uncompressed.
       fusion_mb: the largest message in MiB, 64 by default.
-      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
+      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
     """
     name = "compressed_alltoall"
     net = _check_ranks(
@@ -226,13 +226,13 @@ def compressed_alltoall(
 
 
 def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, check: bool = False) -> Any:
-    """The `x` of rank `root`, bit for bit, on every rank. Use it for parameters before the first step.
+    """Returns the `x` of rank `root` on every rank, bit for bit. Use it for parameters before the first step.
 
     Args:
       x: a pytree of arrays of any dtype, including random keys.
       root: a rank.
       comm: the ranks, see `jaxcgx.mpi`.
-      check: compare the ranks' arguments also when the call is traced, see `jaxcgx.mpi`.
+      check: whether the ranks' arguments are also compared when the call is traced, see `jaxcgx.mpi`.
     """
     name = "broadcast"
     net = _check_ranks(name, comm, check, dict(x=x), root=root)
@@ -251,7 +251,10 @@ def broadcast(x: Any, root: int = 0, comm: Communicator | Net | None = None, *, 
 
 
 def _check_ranks(name: str, comm: Any, check: Any, arrays: Mapping[str, Any], /, **settings: Any) -> Net:
-    """The transport over `comm`. All ranks compare their arguments: now with `check`, and when the program runs."""
+    """Returns the transport over `comm`, and lets the ranks compare their arguments.
+
+    They compare them when the program runs, and with `check` also now.
+    """
     check_flag(name, "check", check)
     given = comm if isinstance(comm, Net) else check_communicator(name, "comm", comm)
     check_ready(name, given.comm if isinstance(given, Net) else given)
@@ -281,7 +284,7 @@ def _check_one_device(name: str, x: Any) -> None:
 
 
 def _check_no_levels(name: str, /, codec: Any = None, schedule: Any = None, leader: Any = False, **_: Any) -> None:
-    """Checks that the arguments don't have "cross" and "inner", which are for a hierarchy only."""
+    """Checks that no argument has "cross" or "inner", because only a hierarchy has these two levels."""
     given = [codec]
     if isinstance(codec, Plan):
         given = [codec.default, *(rule.codec for rule in codec.rules), codec.schedule]

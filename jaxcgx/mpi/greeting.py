@@ -1,8 +1,9 @@
-"""Every call begins with a greeting: the ranks exchange digests of their arguments, before anything else is sent.
+"""The greeting at the beginning of every call: ranks exchange digests of their arguments before anything else.
 
-Ranks don't trace together: one may have a call in its cache that another traces again, and both are right. So the
-digests are compared when the program runs, in the order of the exchanges. They have one length, whatever the arguments.
-If they differ, all ranks see it. Only then do the ranks call Python, compare their arguments, and raise an error.
+Ranks don't trace at the same time: one rank may find a call in its cache that another rank traces again, and both are
+right. So the digests are compared when the program runs, in the order of the exchanges. All digests have the same
+length. If they differ, all ranks see this. Only then do the ranks call Python, compare their arguments, and raise an
+error.
 """
 
 import hashlib
@@ -22,8 +23,8 @@ from jaxcgx.native.eager import define_impl
 from jaxcgx.transports.mpi import EFFECTS, ORDER, Net
 
 _BYTES = 16
-_END: Mapping[str, str] = {"function": ""}  # the description for a rank that makes no more calls
-_passed: dict[bytes, Mapping[str, str]] = {}  # all descriptions of calls of this process, by digest
+_END: Mapping[str, str] = {"function": ""}  # the description that a rank sends when it makes no more calls
+_passed: dict[bytes, Mapping[str, str]] = {}  # the descriptions of all calls of this process, by digest
 
 
 def digest_of(mine: Mapping[str, str]) -> np.ndarray:
@@ -39,11 +40,11 @@ def greet(mine: Mapping[str, str], net: Net) -> None:
 
 
 def part(comm: Communicator) -> None:
-    """Answers the greetings of other ranks, on a rank that makes no more calls, until no rank makes more calls."""
+    """Answers the greetings of other ranks until no rank makes further calls. A rank calls it when it ends."""
     mine, every = digest_of(_END), np.empty((comm.size, _BYTES), np.uint8)
     comm.Allgather(mine, every)
     while not (every == mine).all():
-        comm.allgather(_END)  # the other ranks do the same in _explain
+        comm.allgather(_END)  # matches the call in _explain on the other ranks
         comm.Allgather(mine, every)
 
 

@@ -1,11 +1,11 @@
-"""How a rank leaves: at its end it tells the ranks that still make calls.
+"""The end of a rank: it tells the ranks that still make calls that it makes no more.
 
-Otherwise they would wait for it forever: MPI's waits have no deadline, and MPI_Finalize returns only after all ranks
-have called it.
+Otherwise the other ranks would wait for it forever: MPI's waits have no deadline, and MPI_Finalize returns only after
+all ranks have called it.
 
-- At a normal end it finishes the exchanges of its programs, leaves the shared memory, and answers the greetings
-  (greeting.py) of the other ranks until they end too. A rank that makes a call meanwhile gets an error.
-- After an exception it ends all ranks, as `python -m mpi4py` does.
+- At a normal end, a rank finishes the exchanges of its programs, leaves the shared memory, and answers the greetings
+  (greeting.py) of the other ranks until they end too. A rank that makes a call in the meantime gets an error.
+- After an exception, a rank ends all ranks, as `python -m mpi4py` does.
 """
 
 import atexit
@@ -22,17 +22,17 @@ from jaxcgx.mpi.greeting import part
 from jaxcgx.mpi.waiting import patience
 from jaxcgx.transports.mpi import Comm, Shared
 
-_threads: dict[int, "_Parting"] = {}  # by MPI's handle
+_threads: dict[int, "_Parting"] = {}  # by the communicator's MPI handle
 _shared: dict[int, Shared] = {}  # by segment
-_PROCESS = os.getpid()  # a forked child has another
-_failed = False  # an exception has ended the program
+_PROCESS = os.getpid()  # a forked child has a different id
+_failed = False  # whether an exception has ended the program
 
 
 class _Parting(threading.Thread):
-    """Parts from the ranks of a communicator at the end.
+    """A thread that calls `part` for a communicator when this rank ends.
 
-    Each communicator needs a thread of its own, because other ranks may greet over one communicator after the other.
-    The thread starts early, because no thread may start at the end.
+    Each communicator needs its own thread, because other ranks may greet over their communicators in any order. The
+    thread starts early, because no thread can start when the interpreter shuts down.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -47,7 +47,10 @@ class _Parting(threading.Thread):
 
 
 def watch(net: Comm | Shared) -> None:
-    """Registers a transport, whose ranks are left at the end. All ranks call it before they use the transport."""
+    """Registers a transport, so that this rank leaves it properly at its end.
+
+    All ranks of the transport call this function before they use the transport.
+    """
     if isinstance(net, Shared):
         _shared[net.segment] = net
     elif net.size > 1:
@@ -55,7 +58,7 @@ def watch(net: Comm | Shared) -> None:
 
 
 def forget(net: Comm | Shared) -> None:
-    """The opposite of `watch`, for a transport that is closed before the end."""
+    """Unregisters a transport that is closed before the end of the rank."""
     if isinstance(net, Shared):
         _shared.pop(net.segment, None)
     elif thread := _threads.pop(net.handle, None):

@@ -15,12 +15,12 @@ from jaxcgx.mpi.waiting import Communicator, check_ready, meet
 from jaxcgx.plan import environment
 from jaxcgx.transports.mpi import Comm, Nodes, Shared
 
-# the hierarchies over a communicator
+# The key of the hierarchies that a communicator keeps.
 _NODES = keyval(lambda made: [net for each in made.values() for net in (each.everybody, each.cross, each.inner)])
 
 
 def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
-    """The communicator; None is all ranks."""
+    """Checks a communicator and returns it. None means MPI.COMM_WORLD."""
     if comm is None:
         return MPI.COMM_WORLD
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
@@ -31,18 +31,21 @@ def check_communicator(op: str, argument: str, comm: Any) -> Communicator:
 
 
 def hierarchy(comm: Communicator | None = None, inner: Communicator | None = None) -> Nodes:
-    """The ranks of `comm`, grouped by nodes. Pass it as `comm` if the network between nodes is slower than within.
+    """Groups the ranks of `comm` by nodes, for networks that are slower between nodes than inside them.
 
-    CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE say who moves the bytes. If the first isn't set, the
-    processes of a node share memory if they can, else MPI moves the bytes. All ranks must have the same variables.
+    Pass the result as the `comm` of the collectives.
 
-    The result's `cross` has the ranks at this rank's place in all nodes, and its `inner` the ranks of this node. The
-    result itself numbers all ranks node by node (`rank`, `size`), which may differ from the order of `comm`.
+    The environment variables CGX_INNER_COMMUNICATOR_TYPE and CGX_CROSS_COMMUNICATOR_TYPE choose what moves the bytes
+    inside nodes and between nodes. If the first isn't set, the processes of a node use shared memory if they can, and
+    MPI otherwise. All ranks must have the same variables.
+
+    The result's `cross` has the ranks with this rank's place in all nodes. Its `inner` has the ranks of this node. The
+    result itself numbers all ranks node by node (`rank`, `size`). This order may differ from the order of `comm`.
 
     Args:
       comm: all ranks. MPI.COMM_WORLD by default.
-      inner: the ranks of this rank's node. By default, MPI finds the ranks that share its memory. Every node must have
-        the same number of ranks.
+      inner: the ranks of this rank's node. By default, MPI finds the ranks that share memory with this rank. Every node
+        must have the same number of ranks.
     """
     ranks: Communicator = check_communicator("hierarchy", "comm", comm)
     check_ready("hierarchy", ranks)
@@ -66,7 +69,10 @@ def hierarchy(comm: Communicator | None = None, inner: Communicator | None = Non
 
 
 def _check_variables(comm: Communicator) -> tuple[environment.Environment, Iterable[tuple[str, str]]]:
-    """CGX's variables and their text. Raises on every rank if one rank has other variables or a bad one."""
+    """Returns CGX's variables, parsed and as text.
+
+    Raises an error on every rank if the ranks' variables differ, or if a variable of any rank is invalid.
+    """
     text = {f"variable {name}": value for name, value in sorted(os.environ.items()) if name.startswith("CGX_")}
     env = error = None
     try:
@@ -97,7 +103,7 @@ def _check_not_nccl(env: environment.Environment) -> None:
 
 
 def _make(comm: Communicator, env: environment.Environment, places: Sequence[tuple[int, int]]) -> Nodes:
-    """The hierarchy. places: for each rank, the first rank of its node and its own rank there."""
+    """Makes the hierarchy. `places` has for each rank the first rank of its node, and its own rank there."""
     firsts, (_, place) = [first for first, _ in places], places[comm.rank]
     nodes = sorted(set(firsts))
     sizes = [firsts.count(first) for first in nodes]
@@ -110,11 +116,12 @@ def _make(comm: Communicator, env: environment.Environment, places: Sequence[tup
 
 
 def _within(comm: Communicator, env: environment.Environment, inner: Communicator) -> Comm | Shared:
-    """The transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
+    """Makes the transport over the ranks of a node: shared memory or MPI, the same on all nodes of `comm`."""
     if inner.size == 1 or env.inner_communicator == "MPI":
         return Comm.over(inner)
     wanted = env.inner_communicator == "SHM"
-    # Even if CPUs aren't the default, a program may place computations there, but only the program knows.
+    # Shared memory is for computations on CPUs. A program may place computations there even if CPUs aren't the default,
+    # but only the program knows.
     if not wanted and set(comm.allgather(jax.default_backend())) != {"cpu"}:
         return Comm.over(inner)
     shared = error = None

@@ -1,7 +1,8 @@
-"""The transports over a communicator, which live as long as it does.
+"""The transports over a communicator. They live as long as the communicator.
 
-Python may run ahead of a program, and its messages must not meet the program's. So exchanges use communicators of their
-own. The user's communicator keeps them, and they are freed with it (`comm.Free()`).
+Python may run ahead of a compiled program, and its messages must not be mistaken for those of the program. So exchanges
+use separate communicators. The user's communicator keeps these as attributes, and they are freed with it
+(`comm.Free()`).
 """
 
 from collections.abc import Callable, Iterable
@@ -16,12 +17,12 @@ from jaxcgx.transports.mpi import Comm, Shared
 
 
 def keyval(parts: Callable[[Any], Iterable[Comm | Shared]]) -> int:
-    """A key for attributes of communicators that keep transports. `parts` gives the transports of an attribute."""
+    """Makes a key for communicator attributes that keep transports. `parts` returns an attribute's transports."""
 
     def free(comm: Communicator, key: int, kept: Any) -> None:
-        if comm == MPI.COMM_WORLD:  # MPI ends, and frees everything
+        if comm == MPI.COMM_WORLD:  # MPI is ending, and frees everything
             return
-        jax.effects_barrier()  # programs may still send
+        jax.effects_barrier()  # running programs may still send
         for net in set(parts(kept)):
             forget(net)
             if isinstance(net, Shared):
@@ -35,7 +36,7 @@ _OWN = keyval(lambda kept: [kept])
 
 
 def over(op: str, comm: Communicator) -> Comm:
-    """The ranks of a communicator."""
+    """Returns the transport over the ranks of a communicator. It is made at the first call."""
     net: Comm | None = comm.Get_attr(_OWN)
     if net is None:
         own, request = comm.Idup()  # not Dup: ranks that come here in different orders would wait forever

@@ -1,4 +1,4 @@
-"""Waits for the other ranks with a time limit: a request is polled, and given up at the limit."""
+"""Waits for other ranks with a time limit: polls an MPI request, and gives it up at the limit."""
 
 import time
 import warnings
@@ -8,21 +8,21 @@ from mpi4py import MPI
 
 from jaxcgx.checks import callers_level
 
-# mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types of mpi4py's extension module.
+# It means mpi4py.MPI.Intracomm. `pyright --verifytypes` doesn't see the types in mpi4py's extension module.
 Communicator = Any
 
-_LATE = MPI.Comm.Create_keyval()  # keeps the request that this rank gave up, because MPI may still write to its buffers
+_LATE = MPI.Comm.Create_keyval()  # keeps alive a request that was given up: MPI may still write to its buffers
 
 
 def patience() -> float:
-    """`jaxcgx.mpi.WAIT`: seconds that a checked call waits, and after which other waits report that they wait."""
-    from jaxcgx import mpi  # when it is needed: a program may have set another WAIT
+    """Returns `jaxcgx.mpi.WAIT`: the limit of a call with check=True, and the time after which other waits warn."""
+    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
 
     return mpi.WAIT
 
 
 def check_ready(op: str, comm: Communicator) -> None:
-    """Checks that this rank has not given up a wait over this communicator, and that MPI runs."""
+    """Checks that MPI has not ended, and that this rank has not given up a wait over this communicator."""
     if MPI.Is_finalized():
         raise RuntimeError(f"{op}: MPI has ended (MPI.Finalize); make every call before that")
     if comm.Get_attr(_LATE) is not None:
@@ -33,7 +33,7 @@ def check_ready(op: str, comm: Communicator) -> None:
 
 
 def wait(op: str, comm: Communicator, request: Any) -> None:
-    """Waits for all ranks to make a checked call. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
+    """Waits for all ranks to make a call with check=True. Raises an error after `jaxcgx.mpi.WAIT` seconds."""
     if not _done(request, patience()):
         comm.Set_attr(_LATE, request)
         raise RuntimeError(
@@ -44,7 +44,7 @@ def wait(op: str, comm: Communicator, request: Any) -> None:
 
 def meet(op: str, comm: Communicator, request: Any) -> None:
     """Waits for all ranks before their first exchange. Warns after `WAIT` seconds, raises after `MEET` seconds."""
-    from jaxcgx import mpi  # when it is needed: a program may have set another MEET
+    from jaxcgx import mpi  # not at the top, because jaxcgx.mpi imports this module
 
     what = f"for all {comm.size} ranks to come to the first use of this communicator or to hierarchy()"
     early = patience()

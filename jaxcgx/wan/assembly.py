@@ -1,8 +1,9 @@
-"""How decoupled centers agree on the contributions of a round: what one of them knows and decides. No network in here.
+"""The agreement of decoupled centers on the contributions of a round: the state and decisions of one center.
 
-Each center sends its contribution to all others. The chair names those that count: it is the center that has merged the
-most contributions, and among equals the one of the lowest place. Everyone applies a decision to the same outer
-parameters. A center that can't, because it misses a contribution or has other ones, fetches them from the chair.
+Each center sends its contribution to all other centers. The chair decides which contributions count. The chair is the
+center that has merged the most contributions; among equals, it is the center with the lowest place. All centers apply a
+decision to the same outer parameters. A center that can't apply it, because it misses a contribution or has different
+outer parameters, fetches the outer parameters from the chair. This module does no network I/O.
 """
 
 import dataclasses
@@ -12,18 +13,18 @@ from typing import NamedTuple
 
 
 class Version(NamedTuple):
-    """Which outer parameters a center has."""
+    """The version of a center's outer parameters."""
 
-    round: int = 0  # how many rounds they have had
-    merged: int = 0  # how many contributions
-    digest: int = 0  # of their bits and those of the outer optimizer's state
+    round: int = 0  # the number of rounds that they have been through
+    merged: int = 0  # the number of contributions in these rounds
+    digest: int = 0  # of the bits of the parameters and of the outer optimizer's state
 
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-    """What a center sends in a round."""
+    """The message that a center sends in a round: its outer gradient and a weight."""
 
-    version: Version  # from which it started
+    version: Version  # of the outer parameters that the outer gradient starts from
     weight: float
     payload: bytes | memoryview
 
@@ -34,19 +35,20 @@ class Contribution:
 
 
 class Decision(NamedTuple):
-    """Which contributions make the next outer parameters of this version."""
+    """The contributions that move the outer parameters of this version to the next one."""
 
     version: Version
-    members: tuple[tuple[int, int], ...]  # (place, `check` of its contribution), in order
+    members: tuple[tuple[int, int], ...]  # (place of a center, `check` of its contribution), by place
 
 
 class Assembly:
-    """What a center knows of all.
+    """The versions, contributions and decisions that a center knows.
 
     Args:
-      place: its own.
-      quorum: the number of contributions after which a round waits no longer than `grace`.
-      grace: seconds.
+      place: the place of this center.
+      quorum: the number of contributions that a round needs.
+      grace: the most seconds that a round waits for further contributions after the quorum, and that a center waits
+        before it fetches the chair's state.
     """
 
     def __init__(self, place: int, quorum: int, grace: float) -> None:
@@ -54,41 +56,45 @@ class Assembly:
         self.quorum: int = quorum
         self.grace: float = grace
         self.version: Version = Version()
-        self.others: dict[int, Version] = {}  # that are connected
+        self.others: dict[int, Version] = {}  # the versions of the connected centers, by place
         self._sent: dict[int, dict[int, Contribution]] = {}  # by round and place
         self._decided: dict[Version, Decision] = {}
-        self.fetching: int | None = None  # the round whose outer parameters it has asked for
-        self._since: float | None = None  # when the quorum was there
-        self._apart: float | None = None  # since when the chair's version can't be reached
+        self.fetching: int | None = None  # the round of the state that this center has asked for
+        self._since: float | None = None  # when the quorum was reached
+        self._apart: float | None = None  # since when no known decision leads to the chair's version
 
     @property
     def chair(self) -> int:
-        """The place of the center that decides."""
+        """The place of the chair."""
         everyone = {**self.others, self.place: self.version}
         return min(everyone, key=lambda place: (-everyone[place].merged, place))
 
     def present(self) -> dict[int, Contribution]:
-        """The contributions to the next round, by place."""
+        """Returns the contributions to the next round, by place."""
         found = self._sent.get(self.version.round, {})
         return {place: each for place, each in sorted(found.items()) if each.version == self.version}
 
     def contribute(self, place: int, contribution: Contribution) -> None:
-        """Keeps what a center has sent, if this one may need it."""
+        """Keeps a contribution of the center at `place`, if this center may need it."""
         if self._needs(contribution.version.round):
             self._sent.setdefault(contribution.version.round, {})[place] = contribution
 
     def learn(self, decision: Decision) -> None:
-        """Keeps a decision, if this center may need it. The first one of a version counts."""
+        """Keeps a decision, if this center may need it. Later decisions for the same version are ignored."""
         if self._needs(decision.version.round):
             self._decided.setdefault(decision.version, decision)
 
     def _needs(self, number: int) -> bool:
-        """Whether a round is this one or the next one, or comes after the one that is being fetched."""
+        """Returns whether this center may need messages of a round.
+
+        It needs the messages of its current round and of the next one. While it fetches a state, it also needs those of
+        the state's round and of all later ones.
+        """
         fetched = self.fetching is not None and number >= self.fetching
         return fetched or 0 <= number - self.version.round <= 1
 
     def gathers(self, now: float) -> bool:
-        """Whether a quorum has sent and the round waits for others, who should hurry."""
+        """Returns whether a quorum has sent. Centers that have not sent should then send soon."""
         if len(self.present()) < self.quorum:
             self._since = None
         elif self._since is None:
@@ -96,11 +102,11 @@ class Assembly:
         return self._since is not None
 
     def decide(self, now: float) -> Decision | None:
-        """A decision, if this center has to make one now."""
+        """Makes a decision if this center has to make one now. Returns None otherwise."""
         if not self.gathers(now) or self.chair != self.place or self.version in self._decided:
             return None
         present = self.present()
-        # A center one round behind is about to apply it. One further behind fetches first.
+        # A center that is one round behind is about to catch up. A center further behind has to fetch first.
         expected = [place for place, version in self.others.items() if version.round >= self.version.round - 1]
         if self._since is not None and now < self._since + self.grace and not {self.place, *expected} <= present.keys():
             return None
@@ -109,7 +115,7 @@ class Assembly:
         return decision
 
     def outcome(self) -> dict[int, Contribution] | None:
-        """The contributions that count, by place, if they are decided and all here."""
+        """Returns the contributions that the decision names, by place. None if one is missing, or without decision."""
         decision, present = self._decided.get(self.version), self.present()
         if decision is None:
             return None
@@ -118,13 +124,16 @@ class Assembly:
         return chosen if right else None
 
     def advance(self, version: Version) -> None:
-        """Goes on with other outer parameters."""
+        """Goes on with the outer parameters of another version."""
         self.version, self.fetching, self._since, self._apart = version, None, None, None
         self._sent = {number: each for number, each in self._sent.items() if number >= version.round}
         self._decided = {base: each for base, each in self._decided.items() if base.round >= version.round}
 
     def must_fetch(self, now: float) -> bool:
-        """Whether this center has had no way to the chair's outer parameters for longer than `grace`."""
+        """Returns whether this center must fetch the chair's outer parameters.
+
+        It must if, for longer than `grace`, the chair has had another version and there was no outcome to apply.
+        """
         chair = self.others.get(self.chair, self.version)
         if chair == self.version or self.outcome() is not None:
             self._apart = None

@@ -1,4 +1,4 @@
-"""The exchange of outer gradients between centers: it begins in one step, and ends in the same or in a later one."""
+"""The exchange of outer gradients between centers. It ends in the step in which it begins, or in a later step."""
 
 import dataclasses
 from typing import Any
@@ -21,21 +21,21 @@ from jaxcgx.transports.axes import axis_names, crosses
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """A compressed mean over the centers, with feedback, of a part of the parameters.
+    """A compressed mean of outer gradients over the centers, with error feedback, for a part of the parameters.
 
-    The ranks of a center share the work uncompressed. All of them have the same outer gradients and residuals, of which
-    the first rank's count.
+    All ranks of a center have the same outer gradients and residuals. The exchange takes those of the first rank, and
+    zeros from the other ranks. Inside a center, the ranks share the work and exchange uncompressed arrays.
     """
 
-    axis: Any  # the axis of the centers, then those of a center's ranks; some of them marked
+    axis: Any  # the axis of the centers, then the axes of a center's ranks; some may be marked, as by Tcp
     plan: Plan
     feedback: bool
     seed: int
-    options: dict[str, Any]  # of begin_pmean
+    options: dict[str, Any]  # further options of begin_pmean
 
     @property
     def crosses(self) -> bool:
-        """Whether an exchange goes on while the next steps' programs run."""
+        """Whether an exchange goes on while the programs of later steps run."""
         return crosses(self.axis) and not self._inner
 
     @property
@@ -48,19 +48,19 @@ class Between:
 
     @property
     def _parts(self) -> Plan:
-        """The plan for a part of the parameters, by axis."""
+        """The plan for a part of the parameters. A codec that isn't given by axis is for the axis of the centers."""
         names, plan = axis_names(self.axis), loose(self.plan)
         by_name = lambda codec: by_axis(names, codec, Raw()) if isinstance(codec, Codec) and not codec.skips else codec
         rules = [dataclasses.replace(rule, codec=by_name(rule.codec)) for rule in plan.rules]
         return dataclasses.replace(plan, default=by_name(plan.default), rules=rules)
 
     def init(self, params: Any) -> CompressState:
-        """The state before the first exchange of outer gradients like these parameters."""
+        """Returns the state before the first exchange, for outer gradients like these parameters."""
         made: Any = compress_gradients(self.axis, self._parts, feedback=self.feedback, seed=self.seed)
         return made.init(params)
 
     def begin(self, moved: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Begins an exchange: (a ticket, the state)."""
+        """Begins an exchange of the outer gradients `moved`. Returns (ticket, state)."""
         key = fold(sent.key, sent.count) if self.plan.stochastic else None
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         if self._inner:
@@ -77,7 +77,7 @@ class Between:
         return ticket, sent._replace(count=count, **renewed)
 
     def end(self, ticket: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """Ends an exchange: (the mean, the state)."""
+        """Ends an exchange. Returns (mean, state)."""
         residuals = jax.tree_util.tree_map(lambda r: r[0], sent.residuals)
         fed = bool(jax.tree_util.tree_leaves(residuals))
         mean, residuals = end_pmean(ticket, residuals) if fed else (end_pmean(ticket), residuals)

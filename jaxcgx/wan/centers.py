@@ -1,4 +1,4 @@
-"""The centers of a mesh: where their parameters and states are, and a training step of all of them."""
+"""The centers of a mesh: the placement of their parameters and states, and a training step of all centers."""
 
 import dataclasses
 import functools
@@ -35,45 +35,45 @@ OP = "make_train_step"
 
 
 def check_centers(function: str, net: Transport) -> None:
-    """Checks that the outermost axis has several ranks, for a public function that is of no use to one."""
+    """Checks that the outermost axis has several ranks, because the public function `function` needs several."""
     name, outer = next(iter(net.parts.items()), ("", net))
     check_several(function, f"centers along {name!r}" if name else "processes", outer.size)
 
 
 def check_several(function: str, what: str, count: int) -> None:
-    """The same for a known number of centers. what: they, in words."""
+    """Checks that there is more than one center. `count` is their number, and `what` describes them in the error."""
     if count == 1:
         remedy = f"leave {function} out, or make a mesh of several centers"
         raise wrong(function, "axis_name", f"several {what}", "one", remedy)
 
 
 class Center(NamedTuple):
-    """What a center has of its own. Over all centers, everything has a leading axis of theirs."""
+    """The state that each center has for itself. In `DilocoState`, arrays have a leading axis of the centers."""
 
     params: Any
-    start: Any  # its parameters at the beginning of the round; None without eager updates
+    start: Any  # the parameters at the beginning of the round; None without eager updates
     inner: Any  # the state of the inner optimizer
-    sent: Any  # the state of the exchange inside the center, with a second axis, of the center's ranks
+    sent: Any  # the state of the exchange inside the center; its arrays have a second axis, of the center's ranks
 
 
 class DilocoState(NamedTuple):
     """The state of training with `diloco`."""
 
     count: Any  # int32[]: the number of steps until now
-    centers: PerRank  # of a Center
+    centers: PerRank  # a Center with a row for each center
     exchanges: tuple[Exchange, ...]  # one for each fragment
 
 
 class DilocoMetrics(NamedTuple):
-    """What a step reports."""
+    """The metrics that a step reports."""
 
-    loss: Any  # [centers]: that of each center. Their mean would be sent in every step.
+    loss: Any  # [centers]: the loss of each center. Their mean would need an exchange in every step.
     telemetry: Any  # of the exchange inside a center; arrays have a leading axis of the centers
-    outer: Any  # an OuterTelemetry for each fragment, of its last round; None without telemetry
+    outer: Any  # for each fragment, the OuterTelemetry of its last round; None without telemetry
 
 
 class One(MeshRanks):
-    """The single rank of a center. `jaxcgx.optim.ranks.Ranks` documents the members."""
+    """The rank of a center that has a single rank. `jaxcgx.optim.ranks.Ranks` documents the members."""
 
     def net(self) -> Axes:
         return Axes(())
@@ -86,7 +86,7 @@ class One(MeshRanks):
 
 
 def _no_exchange(axis_name: AxisName, **options: Any) -> Any:
-    """The gradients of a single rank are their mean."""
+    """Makes the transformation of a center with one rank. The rank's gradients are already their mean."""
     if given := [name for name, value in options.items() if value is not None]:
         expected = "none, as a center has one rank, which exchanges nothing"
         remedy = f"give it to jaxcgx.wan.diloco, which exchanges outer gradients (or leave {given[0]} out)"
@@ -99,12 +99,12 @@ def _no_exchange(axis_name: AxisName, **options: Any) -> Any:
 class Centers:
     """The centers of a mesh.
 
-    A rank computes as a process alone does: all axes of the ranks are manual, and it has all parameters whole.
+    A rank computes like a process without a mesh: all axes of the ranks are manual, and each rank has whole parameters.
     """
 
     diloco: Any
     placement: Placement
-    axis: Any  # of the exchange between centers: their axis and those of a center's ranks, some of them marked
+    axis: Any  # of the exchange between centers: their axis, then the axes of a center's ranks; some may be marked
 
     @property
     def name(self) -> Any:
@@ -116,7 +116,10 @@ class Centers:
         return self.placement.names[1:]
 
     def inside(self, compress: Callable[..., Any], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What a step inside a center is made of: (placement, ranks, what makes its exchange, options of that)."""
+        """Returns (placement, ranks, compress, options), the parts of a step inside a center.
+
+        `compress` makes the transformation that exchanges gradients inside the center, with `options`.
+        """
         if not self.inner:
             if compress is not compress_gradients:
                 options = {"compress": compress, **options}
@@ -127,7 +130,7 @@ class Centers:
         return Alone(axis, self.placement.batch_specs), MeshRanks(OP, axis), compress, {**raw, **options}
 
     def train_step(self, training: Training, donate: bool) -> TrainStep:
-        """The functions of a training loop."""
+        """Returns the functions of a training loop."""
         if training.has_aux or training.state.mode == "per_rank":
             name, got = ("has_aux", True) if training.has_aux else ("model_state", "'per_rank'")
             remedy = "leave it out" if training.has_aux else 'pass "mean": every center has its own'
@@ -167,7 +170,10 @@ class Centers:
         return self.placement.over_ranks(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def _init(self, training: Training, params: Any, model_state: Any = None) -> tuple[Any, ...]:
-        """(outer parameters, a PerRank of each center's model state, optimizer state) before the first step."""
+        """Returns (outer parameters, model states, optimizer state) before the first step.
+
+        The model states are a PerRank with a row for each center.
+        """
         training.state.check_given(model_state)
         params, model_state = jax.tree_util.tree_map(jnp.asarray, (params, model_state))
         self._check(training, params)
@@ -192,7 +198,7 @@ class Centers:
     def _step(
         self, training: Training, params: Any, model_state: Any, opt_state: Any, batch: Any, key: Any = None
     ) -> tuple[Any, ...]:
-        """(outer parameters, model states, optimizer state, metrics) after a step of all ranks."""
+        """Returns (outer parameters, model states, optimizer state, metrics) after a step of all ranks."""
         if not isinstance(opt_state, DilocoState):
             got = type(opt_state).__name__
             raise wrong("train.step", "opt_state", "a DilocoState, which init or the step before returned", got)
@@ -223,11 +229,14 @@ class Centers:
         return both.outer, PerRank(_row(model_state)), state, DilocoMetrics(loss, telemetry, outer)
 
     def _exchange(self, training: Training, count: Any, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-        """The parameters and states after `count` steps: one fragment may begin its exchange, one may end it."""
+        """Returns the parameters and the states of the exchanges after `count` steps.
+
+        In a step, at most one fragment begins its exchange, and at most one fragment ends its exchange.
+        """
         rounds, fragments, given = self._rounds, self._cut(training, both.outer), self.diloco
 
         def turn(act: Callable[..., Any], delay: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
-            """Acts on the fragment whose turn was `delay` steps ago, if it was one's."""
+            """Calls `act` for the fragment whose turn was `delay` steps ago, if a fragment had its turn then."""
 
             def on(p: int, both: Both, exchanges: tuple[Exchange, ...]) -> Any:
                 both, done = act(fragments[p], both, exchanges[p])
@@ -261,7 +270,7 @@ class Centers:
         return cut("diloco", params, training.skipped(params), self.diloco.fragments)
 
     def _check(self, training: Training, params: Any) -> None:
-        """Checks that each rule of the plan holds for a parameter, and that the plans freeze the same ones."""
+        """Checks that each rule of the plan holds for a parameter, and that both plans freeze the same parameters."""
         found, plan = flatten(params), self.diloco.plan
         plan.assign("diloco", "plan", paths=found.paths, leaves=found.values)
         each = (plan.skipped("diloco", "plan", params), training.skipped(params))
@@ -273,17 +282,17 @@ class Centers:
 
 
 def _row(tree: Any) -> Any:
-    """A center's part of what all centers have."""
+    """Adds a leading axis of size one to all arrays: this center's row of the arrays of all centers."""
     return jax.tree_util.tree_map(lambda x: x[None], tree)
 
 
 def _rows(center: Center) -> Center:
-    """The same of a Center, of a rank."""
+    """Adds the leading axes to a rank's Center: the axis of the centers, and in `sent` that of the ranks too."""
     found = _row(center)
     return found._replace(sent=_row(found.sent))
 
 
 def _of_rank(rows: Center) -> Center:
-    """The inverse of `_rows`."""
+    """Removes the leading axes: the inverse of `_rows`."""
     found = jax.tree_util.tree_map(lambda x: x[0], rows)
     return found._replace(sent=jax.tree_util.tree_map(lambda x: x[0], found.sent))

@@ -1,4 +1,4 @@
-"""The outer gradients of decoupled centers as bytes, and the averages of several."""
+"""Encodes the outer gradients of decoupled centers as bytes, and averages those of several centers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,8 +19,9 @@ from jaxcgx.plan import Plan
 from jaxcgx.plan.leaves import spell_path, why_raw
 from jaxcgx.wan.fragments import Fragment, cut
 
-TINY = 2.0**-126
-WEIGHTS: dict[str | None, Callable[[float, float], float]] = {  # of a center, by its tokens and steps since the last
+TINY = 2.0**-126  # the smallest normal float32
+# The weight of a center, from its tokens and steps since it last took part.
+WEIGHTS: dict[str | None, Callable[[float, float], float]] = {
     "tokens": lambda tokens, steps: tokens**2 / steps,
     "steps": lambda tokens, steps: steps,
     None: lambda tokens, steps: 1.0,
@@ -28,13 +29,13 @@ WEIGHTS: dict[str | None, Callable[[float, float], float]] = {  # of a center, b
 
 
 class Leaf(NamedTuple):
-    """How a parameter's outer gradient travels."""
+    """The encoding of a parameter's outer gradient."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str  # of the parameter. Its outer gradient is float32.
+    dtype: str  # of the parameter; its outer gradient is float32
     codec: Codec
-    radial: bool  # how it is averaged
+    radial: bool  # True: averaged as "radial", False: as "mean"
 
     @property
     def bytes(self) -> int:
@@ -43,14 +44,14 @@ class Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How outer gradients of some parameters become bytes and back. Frozen parameters don't travel."""
+    """The encoding of outer gradients as bytes, and its inverse. Frozen parameters are not sent."""
 
     leaves: tuple[Leaf, ...]
     trained: Fragment = dataclasses.field(compare=False)  # all parameters that aren't frozen
 
     @classmethod
     def of(cls, op: str, plan: Plan, params: Any, average: Any) -> Self:
-        """The packing of these parameters. `Decoupled` explains the arguments, and `op` is what errors name."""
+        """Returns the packing for these parameters. `Decoupled` explains the arguments. Errors name `op`."""
         trained = cut(op, params, plan.skipped(op, "plan", params), 1)[0]
         whole = flatten(params)
         assigned = plan.assign(op, "plan", paths=whole.paths, leaves=whole.values)
@@ -71,11 +72,11 @@ class Packing:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all outer gradients of a center."""
+        """The number of bytes of a center's outer gradients."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     def pack(self, moved: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
-        """(uint8[bytes], what other centers will make of it). moved: the outer gradients."""
+        """Returns (uint8[bytes], the tree that other centers decode from it) for the outer gradients `moved`."""
         found = flatten(moved)
         keys = [fold(key, i) if leaf.codec.stochastic else None for i, leaf in enumerate(self.leaves)]
         rows = [encode(x, leaf.codec, k) for x, leaf, k in zip(found.values, self.leaves, keys)]
@@ -83,13 +84,14 @@ class Packing:
         return row, found.tree(self._unpack(row))
 
     def average(self, rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        """(the average of each leaf, whether there is one).
+        """Returns (the average of each leaf, whether any center counts).
 
-        Every center adds in the same order, so that all get the same bits.
+        Every center adds in the same order, so that all centers get the same bits.
 
         Args:
           rows: uint8[centers, bytes].
-          weights: float32[centers]; 0 for a center that doesn't take part. One whose numbers aren't finite counts as 0.
+          weights: float32[centers]; 0 for a center that doesn't take part. A center whose outer gradients aren't finite
+            counts as one with weight 0.
         """
 
         def add(total: Any, given: Any) -> tuple[Any, None]:
@@ -113,7 +115,10 @@ class Packing:
         return means, weight > 0
 
     def _terms(self, parts: list[jax.Array], weight: jax.Array) -> tuple[Any, list[Any], list[Any]]:
-        """What a center adds: (its weight, weighted norms of its leaves, weighted leaves or their unit vectors)."""
+        """Returns (weight, norms, leaves), which a center adds to the sums. Norms and leaves are times the weight.
+
+        Leaves with the radial average are unit vectors. The norms of the other leaves are 0.
+        """
         norms = [weight * _norm(x) if leaf.radial else jnp.float32(0) for leaf, x in zip(self.leaves, parts)]
         return weight, norms, [weight * (_unit(x) if leaf.radial else x) for leaf, x in zip(self.leaves, parts)]
 
@@ -126,7 +131,7 @@ class Packing:
 
 
 def _how(op: str, average: Any, path: Any, x: Any) -> str:
-    """How a parameter is averaged, "mean" or "radial"."""
+    """Returns the kind of a parameter's average: "mean" or "radial"."""
     name = spell_path(path)
     if average == "radial":
         return "mean" if "embed" in name.lower() else "radial"
@@ -142,6 +147,6 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """The vector of length 1 in the same direction; 0 for 0."""
+    """Returns the vector of length 1 in the same direction. The unit vector of 0 is 0."""
     norm = _norm(x)
     return jnp.where(norm > 0, x / jnp.where(norm > 0, norm, 1), 0)

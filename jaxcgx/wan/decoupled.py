@@ -1,4 +1,4 @@
-"""Decoupled: centers that are programs of their own exchange outer gradients, and none of them waits for another."""
+"""Decoupled: every center is a separate program. Centers exchange outer gradients without waiting for a slow one."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -29,30 +29,33 @@ class Decoupled:
             params, opt_state, metrics = train.step(params, opt_state, batch)
             params = member.step(params)
 
-    Every center is a JAX program of its own: one process, or several with a `jax.distributed` world of their own. It
-    trains with any model and optimizer. After `every` steps it sends its outer gradient, outer parameters - own
-    parameters, to all other centers. A round ends when all that are there have sent theirs, or half of `grace` seconds
-    after a `quorum` has. Then every center moves the same outer parameters, `member.params`, by the average.
+    Every center is a separate JAX program: one process, or several processes that `jax.distributed` connects. It can
+    train any model with any optimizer. After `every` steps a center sends its outer gradient, outer parameters - own
+    parameters, to all other centers. A round ends when all connected centers have sent their outer gradients, or half
+    of `grace` seconds after a `quorum` of centers has. Then every center moves the outer parameters by the average of
+    the outer gradients. The outer parameters, `member.params`, are the same in all centers.
 
     Args:
-      addresses: "host:port" of every center that may ever take part, the same list everywhere. It listens there.
+      addresses: "host:port" of every center that may ever take part. The list is the same in all centers. Each center
+        listens at its address.
       place: the index of this center in `addresses`.
       outer: the outer optimizer, as in `diloco`.
-      every: the number of steps after which a center sends its outer gradient. As soon as a quorum has sent, others
-        send theirs after the step that they are in.
+      every: the number of steps after which a center sends its outer gradient. As soon as a quorum has sent, the other
+        centers send at the end of their current step.
       plan: a codec or a Plan, for outer gradients.
       quorum: the number of outer gradients that a round needs.
-      grace: the longest time that a step waits for a round, in seconds. A round that has a quorum waits half of that
-        for further centers.
-      overlap: the number of steps, less than `every`, that a center goes on before a step waits for the round. What it
-        learns in them counts in the next round.
-      weights: how much a center counts. "tokens": tokens^2 / steps, since it last took part. "steps": steps. None: all
-        count the same.
-      average: "mean"; or "radial", for each parameter the mean of norms times the direction of the mean of directions,
-        except parameters with "embed" in their path; or a function (path, parameter) that returns "mean" or "radial".
-      feedback: keep what compression loses of outer gradients, and send it later.
+      grace: the longest time that a step waits for a round, in seconds. After the quorum has sent, a round waits for
+        further centers for half of this time.
+      overlap: the number of steps, less than `every`, that a center makes after it has sent and before it waits for the
+        round. The progress of these steps counts in the next round.
+      weights: the weight of a center in the average. "tokens": tokens^2 / steps, both since the center last took part.
+        "steps": the steps since then. None: all centers have the same weight.
+      average: "mean", "radial", or a function (path, parameter) that returns "mean" or "radial". The radial average is
+        the mean of the norms times the direction of the mean of the directions. With "radial", parameters with "embed"
+        in their path still have the mean.
+      feedback: whether residuals, the compression errors of outer gradients, are kept and sent later.
       seed: the seed of the noise of codecs that round stochastically.
-      secret: what all centers know. A program that doesn't know it is turned away. Nothing is encrypted.
+      secret: a secret that all centers share. A program without the secret is turned away. Nothing is encrypted.
     """
 
     addresses: Sequence[str]
@@ -98,7 +101,7 @@ class Decoupled:
 
     @property
     def hosts(self) -> list[tuple[str, int]]:
-        """(host, port) of every center."""
+        """The (host, port) of every center."""
         expected = "a list of 'host:port', one for each of several centers"
         if isinstance(self.addresses, str) or len(self.addresses) < 2:
             raise wrong(OP, "addresses", expected, repr(self.addresses))
@@ -113,15 +116,15 @@ class Decoupled:
         return found
 
     def join(self, params: Any, state: DecoupledState | None = None) -> tuple[Any, Member]:
-        """(parameters to go on with, this center's `Member`).
+        """Returns (parameters to go on with, this center's `Member`).
 
         It waits up to `grace` seconds for the other centers. If they are already training, this center gets the outer
-        parameters and the outer optimizer's state from one of them. If all begin, they begin with the parameters of the
-        first one. An error says so if the others have other shapes or options.
+        parameters and the outer optimizer's state from one of them. If all centers start together, all take the
+        parameters of the first one. If another center has other shapes or options, this is an error.
 
         Args:
-          params: the parameters. In every process of this center they are whole.
-          state: `member.state` of a training that goes on, whose `member.params` are the `params`.
+          params: the parameters. Every process of this center has them whole.
+          state: to go on with a saved training, its `member.state`. Its `member.params` are then the `params`.
         """
         member = Member(self, params=params, state=state)
         return member.params, member

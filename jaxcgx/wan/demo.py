@@ -31,33 +31,33 @@ OP = "demo"
 class DemoState(NamedTuple):
     """The state of `demo`."""
 
-    momentum: Any  # like the gradients, float32[ranks, *shape]: what hasn't been sent yet
+    momentum: Any  # like the gradients, float32[ranks, *shape]: the part that hasn't been sent yet
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"momentum": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that have the structure of the parameters and are the same on every rank."""
         return ()
 
     @property
     def telemetry(self) -> None:
-        """There is none."""
+        """None: DeMo reports no telemetry."""
 
     @property
     def factors(self) -> None:
-        """There are none."""
+        """None: DeMo has no PowerSGD factors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A leaf as a matrix that is cut into blocks, and their cosine transforms."""
+    """The blocks of a leaf, which is cut as a matrix, and the cosine transforms of the blocks."""
 
     shape: tuple[int, ...]
-    side: int  # of a block, at most
+    side: int  # the longest side of a block
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -65,18 +65,18 @@ class Blocks:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The sides of a block: the largest divisors of those of the matrix."""
+        """The sides of a block: for each side of the matrix, its largest divisor up to `side`."""
         return tuple(max(d for d in range(1, self.side + 1) if n % d == 0) for n in self.matrix)
 
     def coefficients(self, x: jax.Array) -> jax.Array:
-        """The coefficients of each block: [blocks, elements]."""
+        """Returns the coefficients of each block, [blocks, elements]."""
         (m, n), (a, b) = self.matrix, self.block
         parts = x.reshape(m // a, a, n // b, b)
         found = jnp.einsum("aibj,ki,lj->abkl", parts, *map(_cosines, (a, b)), precision="highest")
         return found.reshape(-1, a * b)
 
     def restore(self, coefficients: jax.Array) -> jax.Array:
-        """The leaf with these coefficients."""
+        """Returns the leaf that has these coefficients."""
         (m, n), (a, b) = self.matrix, self.block
         parts = coefficients.reshape(m // a, n // b, a, b)
         return jnp.einsum("abkl,ki,lj->aibj", parts, *map(_cosines, (a, b)), precision="highest").reshape(self.shape)
@@ -84,7 +84,7 @@ class Blocks:
 
 @functools.cache
 def _cosines(n: int) -> np.ndarray:
-    """The orthonormal cosine transform (DCT-II) of n numbers, a row for each coefficient."""
+    """Returns the matrix of the orthonormal cosine transform (DCT-II) of n numbers, with a row per coefficient."""
     k, i = np.ogrid[:n, :n]
     rows = np.sqrt(2 / n) * np.cos(np.pi * (2 * i + 1) * k / (2 * n))
     return np.where(k == 0, np.sqrt(1 / n), rows).astype(np.float32)
@@ -99,20 +99,22 @@ def demo(
     values: Codec = Raw(),
     axis_size: int | None = None,
 ) -> "optax.GradientTransformation":
-    """Makes an optax.GradientTransformation from every rank's own gradients to what all ranks step along (DeMo).
+    """Makes an optax.GradientTransformation that sends only the largest parts of every rank's momentum (DeMo).
 
         train = cgx.make_train_step(loss_fn, optax.sign_sgd(1e-3), mesh, compress=cgx.wan.demo)
 
-    Every rank has a momentum of its own, m = decay * m + gradient. It sends the largest coefficients of the cosine
-    transform of each block of m, and takes them out of m. Ranks add up the coefficients that they get, each divided by
-    the number of ranks that sent it. The sign of the result is DeMo's step: `optax.sign_sgd` behind it takes that.
+    Every rank has its own momentum, m = decay * m + gradient. It sends the largest coefficients of the cosine transform
+    of each block of m, and subtracts them from m. All ranks add up the coefficients that they receive. Each sum is
+    divided by the number of ranks that sent this coefficient. DeMo's step is the sign of the result. `optax.sign_sgd`
+    after this transformation takes the sign.
 
     Args:
       axis_name: the axis of the ranks, or a tuple of axes; or an MPI communicator.
-      decay: of the momentum, from 0 to 1.
-      side: the longest side of a block. Blocks divide a leaf, as a matrix of its last dimension, evenly.
+      decay: the decay of the momentum, from 0 to 1.
+      side: the longest side of a block. A leaf is cut as a matrix whose rows have the length of its last dimension.
+        The sides of blocks divide the sides of the matrix evenly.
       k: the number of coefficients of a block that a rank sends.
-      values: the codec of the coefficients that are sent. One that rounds to nearest, such as Sign() for one bit.
+      values: the codec of the coefficients that are sent. It must round to nearest. Sign() sends one bit each.
       axis_size: as in `compress_gradients`.
     """
     optax, ranks = import_optax(OP), check_ranks(OP, axis_name)
@@ -150,13 +152,13 @@ def demo(
 
 
 def _decoded(payload: jax.Array, codec: Any, cut: Blocks) -> jax.Array:
-    """The coefficients that a rank sent of a leaf's blocks."""
+    """Returns the coefficients of a leaf's blocks that a rank sent. All other coefficients are 0."""
     n = math.prod(cut.block)
     return jax.vmap(lambda row: decode(row, codec(n), (n,), jnp.float32))(payload)
 
 
 def _gathered(net: Any, payloads: Sequence[jax.Array]) -> list[jax.Array]:
-    """Every rank's payloads, [ranks, *shape] each, in one exchange."""
+    """Gathers every rank's payloads in one exchange. Returns an array [ranks, *shape] for each payload."""
     rows = net.all_gather(jnp.concatenate([payload.reshape(-1) for payload in payloads]))
     ends = np.cumsum([payload.size for payload in payloads])[:-1]
     parts = jnp.split(rows, ends, axis=1)

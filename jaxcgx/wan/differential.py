@@ -1,4 +1,4 @@
-"""Differential transmission (GeoMX's DGT): important blocks of gradients travel at once, the rest later or shorter."""
+"""Differential transmission (GeoMX's DGT): sends important blocks of gradients at once, the others later or shorter."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import optax
 
 OP = "Differential"
-LEVELS = 8  # sizes of the important part, of which an adaptive share takes one
-# Options of compress_gradients that go with whole gradients.
+LEVELS = 8  # the number of shares that an adaptive share is rounded to
+# Options of compress_gradients that need whole gradients.
 REFUSED = (
     "beta",
     "momentum",
@@ -36,31 +36,32 @@ __all__ = ["Differential", "DifferentialState"]
 
 @dataclasses.dataclass(frozen=True)
 class Differential:
-    """Differential transmission: the blocks of each leaf that contribute most travel at once, the rest as `rest` says.
+    """Differential transmission: sends the blocks of each leaf that contribute most at once, the others as `rest` says.
 
         train = cgx.make_train_step(
             loss_fn, optimizer, mesh, compress=cgx.wan.Differential(k=0.5), plan=cgx.MaxMin(8)
         )
 
-    Called with an axis and a plan, it is an optax.GradientTransformation from every rank's own gradients to their mean:
-    `cgx.wan.Differential(k=0.5)("data", cgx.Raw())`. All blocks of the first step travel at once. Leaves of one block,
-    and those that no codec can take, always do.
+    Call it with an axis and a plan to get an optax.GradientTransformation that turns every rank's own gradients into
+    their mean: `cgx.wan.Differential(k=0.5)("data", cgx.Raw())`. In the first step, all blocks are sent at once. Leaves
+    with so few blocks that the share rounds to all of them, and leaves that no codec can take, are always sent whole.
 
     A block's contribution is a moving average of its mean magnitude, averaged over the ranks. It becomes
-    `alpha * contribution + (1 - alpha) * mean(abs(g))`. A step ranks blocks by the contributions up to the step before,
-    so that all ranks choose the same ones, and send no indices.
+    `alpha * contribution + (1 - alpha) * mean(abs(g))`. A step ranks blocks by the contributions up to the step before.
+    So all ranks choose the same blocks, and send no indices.
 
     Args:
       k: the share of a leaf's blocks that is important, above 0 and up to 1.
       block_bytes: the bytes of a block, a multiple of 4.
       alpha: the weight of the old contribution, from 0 to below 1.
-      rest: what becomes of the other blocks. "defer": their mean is added to the next step's. It travels while the next
-        step computes. "quantize": they travel at once, at 4 bits. "drop": they don't travel. With feedback, a rank adds
-        what it lost to its next gradients; with feedback=False it is lost for good.
-      adaptive: the smallest share K_min of an adaptive one, below k. The share is max(k * loss / first loss, K_min), at
-        most k, rounded up to one of 8 sizes from K_min to k. The loss is the argument `value` of `update`, which
+      rest: the treatment of the other blocks. "defer": they are sent while the next step computes, and their mean is
+        added to the mean of the next step. "quantize": they are sent at once, at 4 bits. "drop": they are not sent.
+        With feedback, a rank adds dropped blocks and quantization errors to its next gradients. With feedback=False
+        they are lost for good.
+      adaptive: the smallest share K_min of an adaptive share, below k. The share is max(k * loss / first loss, K_min),
+        at most k, rounded up to one of 8 values from K_min to k. The loss is the argument `value` of `update`, which
         make_train_step passes. None: the share is always k.
-      ranked: choose blocks by their contributions. False: at random, as a control.
+      ranked: whether important blocks are chosen by their contributions. False: at random, as a control.
     """
 
     k: float = 0.8
@@ -86,7 +87,7 @@ class Differential:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The shares that the important part may have, the smallest first."""
+        """The shares of blocks that may count as important, the smallest first."""
         if self.adaptive is None:
             return (self.k,)
         step = (self.k - self.adaptive) / (LEVELS - 1)
@@ -95,13 +96,13 @@ class Differential:
     def __call__(
         self, axis_name: AxisName, plan: Codec | Plan | dict[Any, Any] = Raw(), **options: Any
     ) -> "optax.GradientTransformationExtraArgs":
-        """The optax.GradientTransformation, whose `update` takes the loss as `value` where the share is adaptive.
+        """Makes the optax.GradientTransformation. With an adaptive share, its `update` takes the loss as `value`.
 
         Args:
           axis_name: the axis of the ranks, or a tuple of axes, outermost first; or an MPI communicator, or
             `jaxcgx.mpi.hierarchy()`.
-          plan: how blocks travel: a codec, {axis: codec}, a Plan or a schedule of these. Rules and guards of a plan see
-            the leaves, not the blocks. Codecs of low rank are refused.
+          plan: a codec, {axis: codec}, a Plan or a schedule of plans, for the blocks. Rules and guards of a plan see
+            the leaves, not the blocks. Low-rank codecs are refused.
           **options: `feedback`, `seed`, `axis_size`, `schedule`, `own`, `leader`, `strict`, `fusion_mb` and `order` of
             `compress_gradients`.
         """

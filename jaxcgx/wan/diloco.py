@@ -1,4 +1,4 @@
-"""diloco: centers train on their own, and exchange compressed outer gradients every few steps."""
+"""diloco: centers train independently, and exchange compressed outer gradients once in many steps."""
 
 import dataclasses
 import warnings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import optax
 
 OP = "diloco"
-FEW_BITS = 3  # bits of an element below which training without feedback fails (benchmarks/results/diloco.md)
+FEW_BITS = 3  # with fewer bits per element, training without feedback fails (benchmarks/results/diloco.md)
 
 
 def diloco(
@@ -47,7 +47,7 @@ def diloco(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> "Diloco":
-    """Low-communication training (DiLoCo), for `make_train_step(..., diloco=)`.
+    """Makes the settings of low-communication training (DiLoCo), for `make_train_step(..., diloco=)`.
 
         inner = optax.adamw(1e-3)
         diloco = cgx.wan.diloco(inner, every=100, plan=cgx.MaxMin(4))
@@ -56,34 +56,36 @@ def diloco(
         for batch in batches:
             params, opt_state, metrics = train.step(params, opt_state, batch)
 
-    Every center trains parameters of its own with the inner optimizer. Every `every` steps the centers exchange their
+    Every center trains its own parameters with the inner optimizer. Every `every` steps the centers exchange their
     outer gradients, D = outer parameters - own parameters, and the outer optimizer moves the outer parameters by the
-    mean of D. The centers go on from there. `params` are the outer parameters: evaluate, save and restore these. They
-    change only where an exchange ends. Nothing is sent between centers in other steps.
+    mean of D. The centers go on from the new outer parameters. `params` are the outer parameters: evaluate, save and
+    restore these. They change only in steps in which an exchange ends. In other steps, centers send nothing to each
+    other.
 
     Args:
-      inner: the optimizer of a center, the same that make_train_step gets. Its state is never averaged.
+      inner: the optimizer of a center, the same object that make_train_step gets. Its state is never averaged.
       outer: an optax.GradientTransformation. "nesterov" is SGD of rate 0.7 with Nesterov's momentum 0.9, for `every` in
-        the hundreds. "sgd" is SGD of rate 1: the outer parameters become the mean of the centers'. Momentum of 0.9
-        hurts where `every` is small; see `telemetry`.
+        the hundreds. "sgd" is SGD of rate 1: the outer parameters become the mean of the centers' parameters. Momentum
+        of 0.9 hurts if `every` is small; see `telemetry`.
       every: the number of steps between two exchanges of a parameter, H.
-      axis_name: the axis of the centers, the outermost of `data_axis`. It may be a `Tcp`.
-      plan: a codec, {axis: codec} or a Plan, for outer gradients. Codecs that aren't given by axis are those between
-        centers; the ranks of a center share the work uncompressed.
-      fragments: the number of fragments that parameters are dealt to, P. One of them is exchanged every `every` / P
-        steps. Each has about as many bytes as the others. Large parameters are cut along their first dimension.
+      axis_name: the axis of the centers, the outermost axis of `data_axis`. It may be a `Tcp`.
+      plan: a codec, {axis: codec} or a Plan, for outer gradients. A codec that isn't given by axis is used between
+        centers. The ranks of a center share the work, and exchange uncompressed arrays.
+      fragments: the number of fragments of the parameters, P. One fragment is exchanged every `every` / P steps. All
+        fragments have about the same number of bytes. Large parameters are cut along their first dimension.
       overlap: the number of steps, less than `every` / P, after which the result of an exchange is applied. Over `Tcp`,
         with centers of one rank, the exchange goes on while these steps run.
-      alpha: the weight of a center's own parameters where a result is applied, from 0 to below 1: own = alpha * own +
+      alpha: the weight of a center's own parameters when a result is applied, from 0 to below 1: own = alpha * own +
         (1 - alpha) * outer.
-      eager: apply the result of an exchange where the fragment's next exchange begins, `every` steps later. Meanwhile a
-        center goes on from an outer step of its own, with its part of the mean alone. There is no other `overlap`, and
-        no `alpha`.
-      decay: what residuals are multiplied by after each exchange, above 0 and up to 1 (SparseLoCo's beta).
-      telemetry: report the outer steps in `metrics.outer`. It keeps the outer gradients of the last round.
-      feedback: keep what compression loses of outer gradients, and send it later.
+      eager: whether the result of an exchange is applied when the fragment's next exchange begins, `every` steps later.
+        Until then, a center goes on from an outer step with its own part of the mean alone. `overlap` and `alpha` must
+        be 0.
+      decay: the factor of residuals after each exchange, above 0 and up to 1 (SparseLoCo's beta).
+      telemetry: whether `metrics.outer` reports the outer steps. The state then also has the mean of the outer
+        gradients of the last round.
+      feedback: whether residuals, the compression errors of outer gradients, are kept and sent later.
       seed: the seed of the noise of codecs that round stochastically.
-      schedule: how the bytes travel, as in `compressed_pmean`.
+      schedule: the schedule of the exchange, as in `compressed_pmean`.
       own: how a center adds its own part, as in `compressed_pmean`.
       strict: whether a parameter that can't be compressed is an error.
       fusion_mb: the size of a message in MiB (64).
@@ -108,7 +110,7 @@ def diloco(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Diloco:
-    """The arguments of `diloco`, which explains them, checked."""
+    """The checked arguments of `diloco`, whose docstring explains them."""
 
     inner: Any
     outer: Any
@@ -123,7 +125,7 @@ class Diloco:
     telemetry: bool
     feedback: bool
     seed: int
-    options: dict[str, Any]  # of begin_pmean
+    options: dict[str, Any]  # further options of begin_pmean
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer", check_outer(OP, self.outer))
@@ -141,7 +143,7 @@ class Diloco:
             name = "overlap" if self.overlap else "alpha"
             raise wrong(OP, name, "0 with eager=True", getattr(self, name), f"leave out {name} or eager")
         self._check_rhythm()
-        # Its checks.
+        # This call only checks the arguments.
         compress_gradients(self.axis_name, self.plan, feedback=self.feedback, seed=self.seed, **self.options)
         phase, *others = check_phases(OP, self.plan)
         if others:
@@ -151,7 +153,7 @@ class Diloco:
 
     @property
     def period(self) -> int:
-        """The number of steps between two exchanges of any fragments."""
+        """The number of steps from the exchange of one fragment to the exchange of the next fragment."""
         return self.every // self.fragments
 
     def _check_rhythm(self) -> None:
@@ -165,12 +167,12 @@ class Diloco:
             raise wrong(OP, "overlap", expected, self.overlap, remedy)
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
-        """The `Centers` of a mesh, for make_train_step.
+        """Returns the `Centers` of a mesh, for make_train_step.
 
         Args:
-          placement: where its batches and parameters are.
-          optimizer: its optimizer.
-          data_axis: its axes, some of which may be marked.
+          placement: the placement of the step's batches and parameters.
+          optimizer: the optimizer that make_train_step was given.
+          data_axis: the axes that make_train_step was given. Some may be marked, as by `Tcp`.
         """
         if optimizer is not self.inner:
             remedy = f"pass the same object to make_train_step and to {OP}"
@@ -193,12 +195,12 @@ class Diloco:
         return Centers(diloco=self, placement=placement, axis=axis)
 
     def between(self, axis: Any) -> Between:
-        """The exchange between the centers of a mesh over these axes."""
+        """Returns the exchange between the centers of a mesh over these axes."""
         return Between(axis, self.plan, feedback=self.feedback, seed=self.seed, options=self.options)
 
 
 def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
-    """Warns of outer gradients that lose too much for training."""
+    """Warns if there is no feedback and a codec of the plan loses too much of outer gradients to train without it."""
     few = [codec for codec in plan.codecs if not codec.raw and _bits(codec) < FEW_BITS]
     if few and not feedback:
         warnings.warn(
@@ -209,5 +211,5 @@ def warn_of_few_bits(op: str, plan: Plan, feedback: bool) -> None:
 
 
 def _bits(codec: Codec) -> float:
-    """The bits of an element on the wire. Low rank sends a few numbers of each row."""
+    """Returns the bits per element on the wire. Low-rank codecs count as 0, as they send a few numbers per row."""
     return 0 if codec.low_rank else codec.wire_bytes((2**16,), jnp.float32) / 2**13

@@ -1,4 +1,4 @@
-"""GeoMX's environment variables, as they are set for a program that ran under GeoMX."""
+"""Reads GeoMX's environment variables, so that a program can keep the variables that it had under GeoMX."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ from jaxcgx.checks import unexpected
 from jaxcgx.wan.differential import Differential
 
 OP = "wan.from_env"
-RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by ENABLE_DGT
+RESTS = {1: "drop", 2: "defer", 3: "quantize"}  # by the value of ENABLE_DGT
 
 
 def _flag(text: str) -> bool | None:
@@ -26,7 +26,7 @@ def _share(text: str) -> float | None:
     return float(text) if re.fullmatch(r"[0-9]*\.?[0-9]+", text) and 0 < float(text) <= 1 else None
 
 
-# {variable: (its default, what it says or None, what it may be)}
+# {variable: (default, parser that returns None for an invalid text, description of the valid texts)}
 VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
     "MXNET_KVSTORE_USE_HFA": (False, _flag, "one of 0, 1"),
     "MXNET_KVSTORE_HFA_K1": (20, _integer(1), "an integer of at least 1"),
@@ -47,15 +47,16 @@ VARIABLES: dict[str, tuple[Any, Callable[[str], Any], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class GeoMX:
-    """What GeoMX's variables say, in jaxcgx's words. docs/wan.md has the table.
+    """The settings in GeoMX's environment variables, as arguments of jaxcgx. docs/wan.md has a table of the variables.
 
     Attributes:
-      differential: for `compress` of make_train_step; None without DGT.
-      hfa: {"k1": steps, "k2": averages} with HFA, else None: `diloco=jaxcgx.wan.hfa(optimizer, **geomx.hfa)`.
-      overlap: "priority" with P3, else None: for `overlap` of make_train_step.
-      greed: {"dc": rate, "local": rate}, for the axes whose traffic TSEngine routes: the greed of a `Topology`.
-      owners: {"dc": n, "local": n}: how many ranks of an axis own sums (MultiGPS). One, GeoMX's default, is no limit.
-      size_bound: for `size_bound` of `jaxcgx.bsc` and `jaxcgx.mpq`.
+      differential: the `compress` of make_train_step; None without DGT.
+      hfa: {"k1": steps, "k2": averages} for `diloco=jaxcgx.wan.hfa(optimizer, **geomx.hfa)`; None without HFA.
+      overlap: the `overlap` of make_train_step: "priority"; None without P3.
+      greed: {"dc": rate, "local": rate}, the `greed` of a `Topology`. It has only the axes that TSEngine routes.
+      owners: {"dc": n, "local": n}, the number of ranks of an axis that own sums (MultiGPS). Axes with GeoMX's default
+        of 1 are left out: they have no limit.
+      size_bound: the `size_bound` of `jaxcgx.bsc` and `jaxcgx.mpq`.
     """
 
     differential: Differential | None
@@ -67,19 +68,19 @@ class GeoMX:
 
     @property
     def train_options(self) -> dict[str, Any]:
-        """Keyword arguments of make_train_step: `compress` and `overlap`, where the variables turn them on."""
+        """The keyword arguments of make_train_step that the variables turn on: `compress` and `overlap`."""
         given = dict(compress=self.differential, overlap=self.overlap)
         return {name: value for name, value in given.items() if value is not None}
 
 
 def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
-    """What GeoMX's environment variables say.
+    """Reads GeoMX's environment variables.
 
         geomx = cgx.wan.from_env()
         train = cgx.make_train_step(loss_fn, optimizer, mesh, data_axis=("dc", "local"), **geomx.train_options)
 
-    Values that GeoMX doesn't have are errors, and so are names that are nearly those of its variables. All
-    ranks must have the same variables.
+    A value that GeoMX doesn't have is an error. So is a variable whose name is nearly that of one of GeoMX's variables.
+    All ranks must have the same variables.
 
     Args:
       environ: the variables.
@@ -90,7 +91,8 @@ def from_env(environ: Mapping[str, str] = os.environ) -> GeoMX:
             raise unexpected(f"{OP}: variable {name}", "one of GeoMX's", "none of these", f"it may be {near[0]}")
     said = {name: _read(environ, name) for name in VARIABLES}
     k, dgt = said["DMLC_K"], said["ENABLE_DGT"]
-    adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None  # GeoMX has no variable for the least; 0.2 of its 0.8
+    # GeoMX has no variable for the smallest share. It uses 0.2 with its default k of 0.8.
+    adaptive = k / 4 if said["ADAPTIVE_K_FLAG"] else None
     servers = {"dc": said["DMLC_NUM_GLOBAL_SERVER"], "local": said["DMLC_NUM_SERVER"]}
     routed = {"dc": said["ENABLE_INTER_TS"], "local": said["ENABLE_INTRA_TS"]}
     averages = {"k1": said["MXNET_KVSTORE_HFA_K1"], "k2": said["MXNET_KVSTORE_HFA_K2"]}

@@ -22,15 +22,17 @@ def sparseloco(
     decay: float = 0.95,
     **options: Any,
 ) -> Diloco:
-    """SparseLoCo: the largest elements of outer gradients at few bits, and feedback in place of outer momentum.
+    """Makes the settings of SparseLoCo, a form of `diloco`.
+
+    Centers send the largest elements of their outer gradients at few bits. Feedback takes the place of outer momentum.
 
     Args:
       inner: the optimizer of a center.
       every: the number of steps between two exchanges.
-      ratio: the share of elements that is sent, of each parameter.
-      bits: the bits of an element that is sent. Its index comes on top.
-      rate: the rate of the outer SGD.
-      decay: what residuals are multiplied by after each exchange.
+      ratio: the share of each parameter's elements that is sent.
+      bits: the bits of the value of an element that is sent. Its index takes further bits.
+      rate: the learning rate of the outer SGD.
+      decay: the factor of residuals after each exchange.
       **options: other options of `diloco`.
     """
     op = "sparseloco"
@@ -41,7 +43,9 @@ def sparseloco(
 
 
 def muloco(inner: "optax.GradientTransformation", *, every: int = 30, bits: int = 2, **options: Any) -> Diloco:
-    """MuLoCo's exchange: outer gradients at 2 bits, with feedback. Its inner optimizer is Muon (optax.contrib.muon).
+    """Makes the settings of MuLoCo's exchange, a form of `diloco`.
+
+    Centers send their outer gradients at 2 bits, with feedback. MuLoCo's inner optimizer is Muon (optax.contrib.muon).
 
     Args:
       inner: the optimizer of a center.
@@ -63,15 +67,18 @@ def pier(
     decay_from: float = 0.8,
     **options: Any,
 ) -> Diloco:
-    """Pier's outer momentum: Nesterov's, warmed up from 0, and decayed to 0 at the end, both linearly.
+    """Makes the settings of Pier, a form of `diloco`.
+
+    The outer optimizer has Nesterov's momentum. The momentum rises linearly from 0 at the beginning of the training,
+    and falls linearly to 0 at the end.
 
     Args:
       inner: the optimizer of a center.
       rounds: the number of exchanges in the whole training, steps / `every`.
       rate: the learning rate of the outer SGD.
       momentum: the largest momentum, from 0 to below 1.
-      warmup: the share of the rounds in which momentum rises.
-      decay_from: the share of the rounds after which it falls.
+      warmup: the share of the rounds in which momentum rises, at the beginning.
+      decay_from: the share of the rounds after which momentum falls.
       **options: other options of `diloco`.
     """
     op = "pier"

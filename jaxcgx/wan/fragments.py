@@ -1,4 +1,4 @@
-"""Fragments of a tree of parameters: parts of about as many bytes each, which are exchanged at different steps."""
+"""Fragments of a tree of parameters: parts with about equal numbers of bytes that are exchanged in different steps."""
 
 import itertools
 import math
@@ -10,17 +10,17 @@ from jaxcgx.checks import wrong
 
 
 class Fragment(NamedTuple):
-    """A part of a tree: for each leaf its rows in this fragment, or None if there are none."""
+    """A part of a tree: for each leaf, the slice of its rows in this fragment, or None without rows."""
 
     rows: tuple[slice | None, ...]
 
     def take(self, tree: Any) -> Any:
-        """The part of a tree. It has None in place of other leaves."""
+        """Returns this part of a tree. Leaves without rows in this fragment are None."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         return structure.unflatten([None if at is None else _rows(x, at) for x, at in zip(leaves, self.rows)])
 
     def put(self, tree: Any, part: Any) -> Any:
-        """The tree with another part."""
+        """Returns the tree in which `part` replaces this fragment."""
         leaves, structure = jax.tree_util.tree_flatten(tree)
         new = structure.flatten_up_to(part)
         return structure.unflatten(
@@ -36,7 +36,7 @@ def _rows(x: Any, at: slice) -> Any:
 
 
 class _Piece(NamedTuple):
-    """Rows of a leaf."""
+    """Some or all rows of a leaf."""
 
     bytes: float
     leaf: int
@@ -45,15 +45,15 @@ class _Piece(NamedTuple):
 
 
 def cut(op: str, params: Any, skipped: Any, number: int) -> tuple[Fragment, ...]:
-    """Deals all parameters to a number of fragments, each to the one that has the fewest bytes yet.
+    """Divides the parameters into fragments. Each piece goes to the fragment that has the fewest bytes so far.
 
-    A leaf of more bytes than a fragment should have is cut along its first dimension. The result depends on shapes
-    alone.
+    A leaf with more bytes than an equal share is cut into pieces along its first dimension. The result depends on
+    shapes and dtypes, not on values.
 
     Args:
       op: the function that errors name.
       params: the parameters.
-      skipped: for each whether it is frozen. Those are in no fragment.
+      skipped: for each parameter, whether it is frozen. Frozen parameters are in no fragment.
       number: the number of fragments.
     """
     leaves = jax.tree_util.tree_leaves(params)

@@ -1,4 +1,4 @@
-"""hfa: local steps, averages inside a center, and now and then a compressed exchange between centers (GeoMX's HFA)."""
+"""hfa: local steps, averages inside each center, and rare compressed exchanges between centers (GeoMX's HFA)."""
 
 import dataclasses
 import functools
@@ -35,24 +35,25 @@ def hfa(
     plan: Codec | Plan | dict[Any, Any] = Raw(),
     **options: Any,
 ) -> "Hfa":
-    """Hierarchical averaging of parameters (HFA), for `make_train_step(..., diloco=)`.
+    """Makes the settings of hierarchical averaging of parameters (HFA), for `make_train_step(..., diloco=)`.
 
         inner = optax.sgd(0.1)
         hfa = cgx.wan.hfa(inner, k1=20, k2=10, plan=cgx.MaxMin(4))
         train = cgx.make_train_step(loss_fn, inner, mesh, data_axis=("dc", "local"), diloco=hfa)
 
-    Every rank trains parameters of its own. Every `k1` steps the ranks of a center average their parameters,
-    uncompressed. After `k2` of these averages the centers average what has changed since their last exchange. In other
-    steps nothing is sent. `params` are those of the last exchange, the same on every rank: evaluate and save these.
+    Every rank trains its own parameters. Every `k1` steps the ranks of a center average their parameters, uncompressed.
+    After `k2` such averages, the centers average the changes of their parameters since the last exchange. In other
+    steps, nothing is sent. `params` are the parameters after the last exchange, the same on every rank: evaluate and
+    save these.
 
     Args:
-      inner: the optimizer of a rank, the same that make_train_step gets. Its state is never averaged.
+      inner: the optimizer of a rank, the same object that make_train_step gets. Its state is never averaged.
       k1: the number of steps between two averages inside a center.
-      k2: the number of these averages between two exchanges among centers.
-      axis_name: the axis of the centers, the outermost of `data_axis`. It may be a `Tcp`.
-      plan: how changes travel between centers: a codec, {axis: codec} or a Plan.
-      **options: other options of `diloco`, such as feedback=False or seed=. `fragments` must divide `k2`: a fragment is
-        exchanged after every k2 / fragments averages, another one each time.
+      k2: the number of averages inside a center between two exchanges between centers.
+      axis_name: the axis of the centers, the outermost axis of `data_axis`. It may be a `Tcp`.
+      plan: a codec, {axis: codec} or a Plan, for the changes that centers exchange.
+      **options: other options of `diloco`, such as feedback=False or seed=. `fragments` must divide `k2`: after every
+        k2 / fragments averages the next fragment is exchanged.
     """
     for name, value in (("k1", k1), ("k2", k2)):
         check_integer(OP, name, value, 1)
@@ -61,7 +62,7 @@ def hfa(
             expected = "none: k1 and k2 say when centers exchange, and the outer parameters become the mean"
             raise wrong(OP, name, expected, repr(options[name]), "leave it out", kind=TypeError)
     fragments = check_integer(OP, "fragments", options.get("fragments", 1), 1)
-    if k2 % fragments:  # the ranks of a center would exchange what they have not averaged
+    if k2 % fragments:  # the ranks of a center would have different parameters at some exchanges
         expected = f"a divisor of k2={k2}, so that each exchange follows an average"
         raise wrong(OP, "fragments", expected, fragments, f"pass fragments=1, or k2={-(-k2 // fragments) * fragments}")
     if len(check_axis_names(OP, axis_name)) > 1:
@@ -72,12 +73,12 @@ def hfa(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Hfa(Diloco):
-    """The arguments of `hfa`. Its exchange between centers is that of `diloco` with an outer optimizer of rate 1."""
+    """The checked arguments of `hfa`. Centers exchange as with `diloco` and an outer SGD of rate 1."""
 
     k1: int
 
     def over(self, placement: Any, optimizer: Any, data_axis: Any) -> Any:
-        """The ranks of a mesh, for make_train_step."""
+        """Returns the `Workers` of a mesh, for make_train_step."""
         name = axis_names(self.axis_name)[0]
         if isinstance(placement, Placement):
             if name not in placement.mesh.shape:
@@ -90,7 +91,7 @@ class Hfa(Diloco):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workers(Centers):
-    """The ranks of a mesh, each with parameters of its own."""
+    """The ranks of a mesh. Each rank has its own parameters, like a center with a single rank."""
 
     @property
     def name(self) -> Any:

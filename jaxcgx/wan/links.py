@@ -1,29 +1,29 @@
-"""What is known about the links between ranks: decaying estimates of their rates."""
+"""Decaying estimates of the rates of the links between ranks."""
 
 from typing import Any
 
 import numpy as np
 
-ENOUGH = 2**16  # bytes, below which a transfer says nothing about a rate
-SHARED = 0.5  # transfers share a line if one gets at least that much of what another gets
-CHANGED = 2.0  # a link has changed if it is that much faster or slower than it was
+ENOUGH = 2**16  # the fewest bytes of a transfer that gives an estimate of the rate
+SHARED = 0.5  # a transfer shares a line if its rate is at least this part of the fastest transfer's rate
+CHANGED = 2.0  # a link has changed if its rate is higher or lower than its estimate by more than this factor
 
 Array = np.ndarray[Any, Any]
 
 
 class Links:
-    """Estimates of the rates of links, in bytes a second, from what ranks have sent.
+    """Estimates of the rates of links in bytes per second, from the transfers of the ranks.
 
-    An estimate is a moving average. If a link has changed, the others may have changed, too: what is known about them
-    is kept as an estimate, but they count as unknown until they are measured again.
+    An estimate is a moving average. If a link has changed, other links may have changed too. Then the estimates of all
+    other links are kept, but these links count as unknown until they are measured again.
 
     Args:
-      ranks: how many.
-      decay: what remains of an estimate when a new measurement comes, from 0 to below 1.
+      ranks: the number of ranks.
+      decay: the weight of the old estimate when a new measurement comes, from 0 to below 1.
     """
 
-    rates: Array  # [ranks, ranks]; nan where nothing was ever measured
-    known: Array  # [ranks, ranks], whether an estimate is from after the last change
+    rates: Array  # [ranks, ranks]; NaN for links that were never measured
+    known: Array  # [ranks, ranks], whether a link was measured since the last change
 
     def __init__(self, ranks: int, decay: float) -> None:
         self.rates = np.full((ranks, ranks), np.nan)
@@ -31,11 +31,15 @@ class Links:
         self.decay = decay
 
     def note(self, sent: Array, busy: Array) -> None:
-        """Takes a measurement: the bytes that each rank (row) sent to each other one, and the seconds that it took.
+        """Updates the estimates with a measurement.
 
-        Transfers at the same time share a line, of which each gets a like part. What they all sent in the time of the
-        longest is what the line passes. One that is much slower than another on the same line is held up by its link,
-        or by the other rank's line.
+        A rank's line carries all of its transfers. Transfers at the same time share the line equally, so the line's
+        rate is the sum of their bytes divided by the time of the longest one. A transfer that is much slower than
+        another one on the same line is limited by its link or by the other rank's line. It doesn't get the line's rate.
+
+        Args:
+          sent: the bytes that each rank (row) sent to each other rank.
+          busy: the seconds that these transfers took.
         """
         measured = (sent >= ENOUGH) & (busy > 0)
         if not measured.any():
@@ -59,18 +63,21 @@ class Links:
 
     @property
     def estimates(self) -> Array:
-        """The rates, with that of the fastest link where nothing is known: what is unknown is worth a try."""
+        """The rates. Links that were never measured have the rate of the fastest link, so that they are tried."""
         fastest = np.nanmax(self.rates) if np.isfinite(self.rates).any() else 1.0
         return np.where(np.isfinite(self.rates), self.rates, fastest)
 
     def greedy(self, greed: float) -> float:
-        """The probability to rely on what is known: the part of the links that is known, and `greed` at most."""
+        """Returns the probability to rely on the estimates: the fraction of links that are known, at most `greed`."""
         links = len(self.known) * (len(self.known) - 1)
         known = int(self.known.sum()) - len(self.known)
         return min(known / links, greed)
 
     def pairs(self, random: np.random.Generator) -> list[tuple[int, int]]:
-        """Pairs of ranks to probe, at random, unknown ones first. No rank is in two, so that each has its line."""
+        """Returns pairs of ranks to probe, in random order with unknown links first.
+
+        No rank is in two pairs, so that each pair has the lines of its ranks to itself.
+        """
         ranks = len(self.known)
         every = [(i, j) for i in range(ranks) for j in range(i + 1, ranks)]
         every = [every[k] for k in random.permutation(len(every))]

@@ -1,4 +1,4 @@
-"""A center's part in decoupled training: what it holds, sends and applies."""
+"""A center in decoupled training: the state that it holds, and the messages that it sends and applies."""
 
 import enum
 import math
@@ -23,28 +23,28 @@ from jaxcgx.wan.peers import Events, Frame, Kind, Peers, Terms
 
 OP = "Decoupled.join"
 WEIGHT = struct.Struct("!d")
-NAMED = struct.Struct("!II")  # of a decision: a place, a checksum
-TICK = 0.02  # seconds between two looks at a round that gathers
+NAMED = struct.Struct("!II")  # an entry of a decision: place, checksum
+TICK = 0.02  # seconds between two checks of a round that waits for further centers
 
 
 class DecoupledState(NamedTuple):
-    """What a center needs besides `member.params` to go on after all centers have stopped."""
+    """The state that a center needs, besides `member.params`, to go on after all centers have stopped."""
 
     round: Any  # int32[]: the number of rounds until now
     merged: Any  # int32[]: the number of outer gradients in them
     optimizer: Any  # the state of the outer optimizer
-    residuals: Any  # this center's, like the parameters; None without feedback
+    residuals: Any  # of this center, like the parameters; None without feedback
 
 
 class Round(NamedTuple):
     """A round that has ended."""
 
     number: int
-    centers: tuple[int, ...]  # the places of those whose outer gradients are in it
+    centers: tuple[int, ...]  # the places of the centers whose outer gradients are in it
 
 
 class _Held(NamedTuple):
-    """What all centers of a version have."""
+    """The state that is the same in all centers with this version."""
 
     version: Version
     outer: Any
@@ -52,17 +52,17 @@ class _Held(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """What this center has sent for the next round."""
+    """The outer gradient that this center has sent for the next round, and its state at that time."""
 
-    contribution: Contribution | None  # None in processes that send nothing
-    own: Any  # its parameters then
-    residuals: Any  # if the contribution counts
+    contribution: Contribution | None  # None in processes other than the first, which send nothing
+    own: Any  # this center's parameters when it sent
+    residuals: Any  # the new residuals, if the contribution counts
     steps: int
     tokens: float
 
 
 class _Act(enum.IntEnum):
-    """What a step has to do."""
+    """The next action of a step."""
 
     GO_ON = 0
     SEND = 1
@@ -71,11 +71,11 @@ class _Act(enum.IntEnum):
 
 
 class Member:
-    """A center in decoupled training. `Decoupled.join` makes it. `with` leaves in the end.
+    """A center in decoupled training. `Decoupled.join` makes it. A `with` statement calls `leave` at its end.
 
     Attributes:
       last: the last `Round` that this center applied, or None.
-      waited: the seconds that the last `step` waited for others.
+      waited: the seconds that the last `step` waited for other centers.
     """
 
     def __init__(self, given: Any, params: Any, state: DecoupledState | None) -> None:
@@ -103,16 +103,16 @@ class Member:
         self._steps, self._tokens = 0, 0.0  # since this center last took part
         self.last: Round | None = None
         self.waited: float = 0.0
-        self._changed = threading.Condition()  # guards what follows
-        # A round waits for half of the grace, so that its end reaches those who wait for it.
+        self._changed = threading.Condition()  # guards the attributes below
+        # A round waits for half of the grace, so that its end reaches steps before they have waited for all of it.
         self._assembly = Assembly(given.place, given.quorum, given.grace / 2)
         self._assembly.advance(self._held.version)
         self._outcome: dict[int, Contribution] = {}  # of the round that ends
-        self._arrived: Frame | None = None  # a STATE
-        self._asked: int | None = None  # whom for one
+        self._arrived: Frame | None = None  # a STATE frame to adopt
+        self._asked: int | None = None  # the place of the center that was asked for a STATE
         self._difference: Exception | None = None
         self._joined = self._closed = False
-        self._peers: Any = None  # Peers in the first process
+        self._peers: Any = None  # a Peers in the first process, None in the others
         if jax.process_index() == 0:
             sizes = {
                 Kind.BEAT: [0],
@@ -133,7 +133,7 @@ class Member:
             self.leave()
             raise
 
-    # What a user calls
+    # The public methods.
 
     @property
     def params(self) -> Any:
@@ -142,22 +142,22 @@ class Member:
 
     @property
     def state(self) -> DecoupledState:
-        """What `join` needs, with `params`, to go on later."""
+        """The state that `join` needs, with `params`, to go on later."""
         version, _, optimizer = self._held
         return DecoupledState(np.int32(version.round), np.int32(version.merged), optimizer, self._residuals)
 
     @property
     def centers(self) -> tuple[int, ...]:
-        """The places of the centers that are connected, and this one's."""
+        """The places of the connected centers and of this center."""
         with self._changed:
             return tuple(sorted([self._given.place, *self._assembly.others]))
 
     def step(self, params: Any, tokens: float = 1.0) -> Any:
-        """The parameters to go on with. Call it after each step of the inner optimizer.
+        """Returns the parameters to go on with. Call it after each step of the inner optimizer.
 
         Args:
           params: this center's parameters after the step.
-          tokens: the number of tokens, or examples, of the step's batch in all of this center.
+          tokens: the number of tokens, or examples, in the step's batch of the whole center.
         """
         self._check(params)
         check_positive("Member.step", "tokens", tokens)
@@ -168,7 +168,7 @@ class Member:
         return params
 
     def leave(self) -> None:
-        """Ends this center's connections. The others go on without it."""
+        """Ends this center's connections. The other centers go on without it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -181,12 +181,12 @@ class Member:
     def __exit__(self, *_: object) -> None:
         self.leave()
 
-    # What a step does
+    # The actions of a step.
 
     def _next(self) -> _Act:
-        """What has to be done now. It waits for the others if it is time for that."""
+        """Returns the next action. First it waits for the other centers, if this step has to wait for the round."""
         if not self._peers:
-            return _Act.GO_ON  # the first process says
+            return _Act.GO_ON  # the first process decides
         given, assembly = self._given, self._assembly
         with self._changed:
             now = time.monotonic()
@@ -202,7 +202,7 @@ class Member:
                 self._outcome = outcome
                 return _Act.MOVE
             due = self._steps >= given.every or (self._steps > 0 and assembly.gathers(now))
-            # After a round without this center it sends in the next step: it has waited enough in this one.
+            # A step that has already waited sends nothing: a center that a round left out sends in its next step.
             return _Act.SEND if due and not (self._sent or self.waited) else _Act.GO_ON
 
     def _send(self, params: Any) -> Any:
@@ -222,7 +222,7 @@ class Member:
         return params
 
     def _move(self, params: Any) -> Any:
-        """Moves the outer parameters by the average of a round, and this center's own with them."""
+        """Moves the outer parameters by the average of a round, and this center's own parameters by as much."""
         (rows, weights), included = self._nothing(), False
         for place, each in self._outcome.items():
             rows[place], weights[place] = np.frombuffer(each.payload, np.uint8), each.weight
@@ -235,7 +235,7 @@ class Member:
         if self._sent and included:
             self._residuals, base = self._sent.residuals, self._sent.own
             self._steps, self._tokens = self._steps - self._sent.steps, self._tokens - self._sent.tokens
-        # What a center has learnt beyond the base, it keeps, and sends in the next round.
+        # The center keeps its progress since the base, and sends it in the next round.
         params = self._moves.follow(params, outer, base) if self._steps else self._moves.copy(outer)
         members = tuple(int(place) for place in np.flatnonzero(weights))
         self.last = Round(version.round + 1, members)
@@ -243,7 +243,7 @@ class Member:
         return params
 
     def _adopt(self, params: Any) -> Any:
-        """Goes on from what another center has sent."""
+        """Goes on from the outer parameters and the optimizer's state that another center has sent."""
         words, body = np.zeros(6, np.uint32), np.zeros(self._state_bytes, np.uint8)
         if self._peers and self._arrived:
             words[:] = [word for number in self._arrived.version for word in divmod(number, 2**32)]
@@ -268,38 +268,38 @@ class Member:
             self._changed.notify_all()
 
     def _compile(self) -> None:
-        """Runs its programs, before others wait for it."""
+        """Compiles the programs by running them, before other centers wait for this one."""
         _, outer, optimizer = self._held
         self._moves.encode(outer, outer, self._residuals, np.array([self._given.place, 0], np.int32))
         self._moves.move(outer, optimizer, *self._nothing())
         self._moves.follow(outer, outer, outer)
 
     def _nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        """(the bytes, the weights) of a round before anything is in it."""
+        """Returns (rows, weights) of a round without contributions, all zero."""
         count = len(self._given.addresses)
         return np.zeros((count, self._moves.packing.bytes), np.uint8), np.zeros(count, np.float32)
 
-    # Among the processes of a center
+    # The agreement of the processes of a center.
 
     def _agreed(self, act: _Act) -> _Act:
-        """What the first process says."""
+        """Returns the first process's action, on all processes."""
         return _Act(int(self._shared(np.int32(act))))
 
     def _shared(self, tree: Any) -> Any:
-        """What the first process has."""
+        """Returns the first process's tree, on all processes."""
         return tree if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
-    # Among centers
+    # The communication between centers.
 
     def _begin(self) -> None:
-        """Meets the other centers, and gets what they have."""
+        """Meets the other centers, and adopts the chair's state if it differs from this center's."""
         if self._peers:
             self._meet()
         if self._agreed(_Act.ADOPT if self._arrived else _Act.GO_ON) == _Act.ADOPT:
             self._adopt(None)
 
     def _meet(self) -> None:
-        """Waits for the others, and for what they have if that is more."""
+        """Waits for the other centers, and for the chair's state if it differs from this center's."""
         with self._changed:
             others = len(self._given.addresses) - 1
             met = lambda: self._difference or len(self._assembly.others) == others
@@ -310,7 +310,11 @@ class Member:
             self._joined = True
 
     def _ready(self) -> bool:
-        """Whether this center has what the chair has, or gets it."""
+        """Returns whether the wait for the chair's state is over, and asks the chair for its state otherwise.
+
+        It is over if this center has the chair's version, if the state has arrived, or if another center has other
+        terms.
+        """
         assembly = self._assembly
         same = assembly.others.get(assembly.chair, assembly.version) == assembly.version
         if not same and not self._difference and not self._arrived:
@@ -318,7 +322,7 @@ class Member:
         return bool(same or self._difference or self._arrived)
 
     def _ask(self) -> None:
-        """Asks the chair for what it has, once."""
+        """Asks the chair for its state, unless a request is already open."""
         assembly = self._assembly
         if self._asked is None:
             self._asked = assembly.chair
@@ -326,7 +330,7 @@ class Member:
             self._peers.send(assembly.chair, Frame(Kind.FETCH, assembly.version))
 
     def _preside(self) -> None:
-        """Ends rounds, where this center is the chair."""
+        """Decides rounds whenever this center is the chair. It runs in a thread until the center leaves."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
@@ -357,7 +361,7 @@ class Member:
         return sum(x.nbytes for x in jax.tree_util.tree_leaves(like))
 
     def _check(self, params: Any) -> None:
-        """Checks that parameters are like those that this center joined with."""
+        """Checks that parameters have the same structure, shapes and dtypes as when this center joined."""
         (found, structure), (wanted, expected) = map(jax.tree_util.tree_flatten_with_path, (params, self._held.outer))
         if structure != expected:
             raise wrong("Member.step", "params", f"the structure {expected}", structure)
@@ -365,29 +369,29 @@ class Member:
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 raise wrong("Member.step", "params", spell_array(y), spell_array(x), path=path)
 
-    # Events of `Peers`, in its threads
+    # The events of `Peers`. They are called in its threads.
 
     def _beat(self) -> Frame:
-        """Says that this center lives, and what it has."""
+        """Returns a frame that says that this center is alive, with its version."""
         return Frame(Kind.BEAT, self._held.version)
 
     def _came(self, place: int) -> None:
-        """A center is connected."""
+        """Handles the connection of a center."""
         with self._changed:
-            self._asked = None if self._asked == place else self._asked  # what it was asked is lost
+            self._asked = None if self._asked == place else self._asked  # a request over the old connection is lost
             self._peers.send(place, self._beat())
             if own := self._assembly.present().get(self._given.place):
                 self._peers.send(place, _contribution(own))
 
     def _left(self, place: int) -> None:
-        """A center has gone."""
+        """Handles the loss of a center."""
         with self._changed:
             self._assembly.others.pop(place, None)
             self._asked = None if self._asked == place else self._asked
             self._changed.notify_all()
 
     def _differs(self, place: int, difference: tuple[str, str, str, str]) -> None:
-        """A center with other terms called, or was called."""
+        """Handles a center with other terms: an error while this center joins, a warning after that."""
         argument, leaf, mine, theirs = difference
         where = f"{OP}: argument '{argument}'" + (f", leaf {leaf!r}" if leaf else "")
         expected = f"{theirs}, which center {place} at {self._given.addresses[place]} has"
@@ -400,7 +404,7 @@ class Member:
             self._changed.notify_all()
 
     def _got(self, place: int, frame: Frame) -> None:
-        """A frame has come."""
+        """Handles a frame from a center."""
         kind, version, body = frame
         if kind == Kind.FETCH:
             held = self._held
@@ -428,7 +432,7 @@ def _contribution(contribution: Contribution) -> Frame:
 
 
 def _from_bytes(like: Any, body: np.ndarray) -> Any:
-    """A tree of arrays like others, with other numbers."""
+    """Returns a tree of arrays from their bytes, with the shapes, dtypes and shardings of the tree `like`."""
     leaves, structure = jax.tree_util.tree_flatten(like)
     found, at = [], 0
     for x in leaves:

@@ -1,4 +1,4 @@
-"""mixed_sync: gradients that arrive some steps late, with DCASGD's compensation of the delay (GeoMX's mixed sync)."""
+"""mixed_sync: applies gradients some steps late, with DCASGD's compensation for the delay (GeoMX's mixed sync)."""
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,19 +25,19 @@ OP = "mixed_sync"
 
 
 class Late(NamedTuple):
-    """What waits. Both are lists with an entry for each step of the staleness, the oldest first."""
+    """The gradients that are still to be exchanged. Both lists have an entry for each step of delay, oldest first."""
 
     gradients: list[Any]  # [ranks, *shape]
-    params: list[Any]  # at which the gradients were found, the same on every rank
+    params: list[Any]  # the parameters at which these gradients were computed, the same on every rank
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"gradients": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that have the structure of the parameters and are the same on every rank."""
         return ()
 
 
@@ -45,7 +45,7 @@ class MixedSyncState(NamedTuple):
     """The state of `mixed_sync`."""
 
     late: Late
-    exchange: Any  # of compress_gradients
+    exchange: Any  # the state of compress_gradients
     count: Any  # int32[]: the number of steps until now
 
     @property
@@ -61,21 +61,21 @@ def mixed_sync(
     compensation: float = 0.04,
     **options: Any,
 ) -> "optax.GradientTransformation":
-    """Gradients that arrive `staleness` steps late, and are compensated for the delay: an optax.GradientTransformation.
+    """Makes an optax.GradientTransformation whose means are `staleness` steps late and compensated for the delay.
 
         train = cgx.make_train_step(loss_fn, optax.sgd(0.1), mesh, compress=cgx.wan.mixed_sync, plan=cgx.MaxMin(4))
 
-    A step exchanges the gradients of `staleness` steps before. The exchange doesn't depend on what the step computes,
-    so over `Tcp` both go on at once. What comes back is mean + compensation * mean^2 * (params - the params at which
-    these gradients were found), DCASGD's. All ranks have the same delay, so replicas stay the same. The first
-    `staleness` steps change nothing, and the gradients of the last ones wait in the state.
+    A step exchanges the gradients of the step `staleness` steps before. The exchange doesn't depend on the step's own
+    computation, so over `Tcp` both run at the same time. The result is mean + compensation * mean^2 * (params - the
+    params at which these gradients were computed), as in DCASGD. All ranks have the same delay, so replicas stay equal.
+    The first `staleness` steps change nothing. The gradients of the last `staleness` steps stay in the state.
 
     Args:
       axis_name: the axis of the ranks, or a tuple of axes, outermost first; or an MPI communicator, or
         `jaxcgx.mpi.hierarchy()`.
       plan: as in `compress_gradients`.
-      staleness: the number of steps, at least 1.
-      compensation: DCASGD's lambda. 0: none.
+      staleness: the delay in steps, at least 1.
+      compensation: DCASGD's lambda. 0: no compensation.
       **options: all other options of `compress_gradients`.
     """
     steps = check_integer(OP, "staleness", staleness, 1)
@@ -100,7 +100,7 @@ def mixed_sync(
         due = jax.tree_util.tree_map(lambda x: x[0], late.gradients[0])
         arrived = begin(inner.update, due, exchange, params)
         mean, exchange = arrived(updates)
-        waited = count >= steps  # else nothing has arrived, not even of momentum or weight decay
+        waited = count >= steps  # before that, updates are 0, even if momentum or weight decay are not
 
         def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
             if not jnp.issubdtype(g.dtype, jnp.inexact):  # a frozen leaf

@@ -1,4 +1,4 @@
-"""The compiled programs of a decoupled center: what it sends, and how parameters move."""
+"""The compiled programs of a decoupled center: they encode its outer gradient, and move its parameters."""
 
 import dataclasses
 import functools
@@ -24,9 +24,9 @@ class Moves:
     """The programs for some parameters.
 
     Args:
-      packing: how outer gradients travel.
+      packing: the encoding of outer gradients.
       optimizer: the outer optimizer.
-      seed: the seed of noise.
+      seed: the seed of the noise of codecs that round stochastically.
     """
 
     packing: Packing
@@ -34,7 +34,10 @@ class Moves:
     seed: int
 
     def rule(self, outer: Any, state: Any) -> str:
-        """A digest of what the outer optimizer does with such parameters and state, its numbers included."""
+        """Returns a digest of the outer optimizer's update for such parameters and state, with its constants.
+
+        Centers compare it to check that they have the same outer optimizer.
+        """
         before = self.packing.trained.take(outer)
         program = jax.make_jaxpr(self.optimizer.update)(before, state, before)
         text = re.sub(r"0x[0-9a-f]+", "", str(program))  # addresses of functions
@@ -43,22 +46,25 @@ class Moves:
 
     @_program
     def copy(self, tree: Any) -> Any:
-        """The same in other memory: a step may donate its arguments."""
+        """Returns a copy of a tree in new memory, because a step may donate its arguments."""
         return jax.tree_util.tree_map(jnp.copy, tree)
 
     @_program
     def zeros(self, tree: Any) -> Any:
-        """Residuals before the first round."""
+        """Returns the residuals before the first round: zeros, in float32."""
         return jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), tree)
 
     @_program
     def encode(self, outer: Any, own: Any, residuals: Any, numbers: Any) -> tuple[jax.Array, Any, Any]:
-        """(bytes of the outer gradient, a copy of the own parameters, the residuals if it counts).
+        """Returns (bytes of the outer gradient, a copy of the own parameters, residuals).
+
+        The residuals are valid if the outer gradient counts in the round.
 
         Args:
-          outer, own: the parameters.
-          residuals: those before; None without feedback.
-          numbers: the center's place and the round, which noise depends on.
+          outer: the outer parameters.
+          own: the center's own parameters.
+          residuals: the residuals before; None without feedback.
+          numbers: the center's place and the round, which the noise depends on.
         """
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), take(outer), take(own))
@@ -72,7 +78,7 @@ class Moves:
 
     @_program
     def move(self, outer: Any, state: Any, rows: jax.Array, weights: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """(the outer parameters after a round, the outer optimizer's state, checksums of both)."""
+        """Returns (the outer parameters after a round, the outer optimizer's state, checksums of both)."""
         before = self.packing.trained.take(outer)
         means, some = self.packing.average(rows, weights)
         leaves, structure = jax.tree_util.tree_flatten(before)
@@ -83,12 +89,15 @@ class Moves:
 
     @_program
     def checksums(self, trained: Any, state: Any) -> jax.Array:
-        """Checksums of what all centers have: the outer parameters and the outer optimizer's state."""
+        """Returns checksums of the outer parameters and of the outer optimizer's state."""
         return jnp.stack([jnp.zeros(2, jnp.uint32), *map(checksum, jax.tree_util.tree_leaves((trained, state)))])
 
     @_program
     def follow(self, own: Any, outer: Any, base: Any) -> Any:
-        """Own parameters, moved as far as the outer ones are from the base; the outer ones if they aren't finite."""
+        """Returns the own parameters + (the outer parameters - the base).
+
+        If the result isn't finite, it returns the outer parameters.
+        """
         take = self.packing.trained.take
         moved = jax.tree_util.tree_map(
             lambda x, new, old: (wide(x) + (wide(new) - wide(old))).astype(x.dtype), take(own), take(outer), take(base)
@@ -97,5 +106,5 @@ class Moves:
 
 
 def number_of(checksums: Any) -> int:
-    """Checksums as a number of 64 bits."""
+    """Returns a 64-bit digest of checksums."""
     return int.from_bytes(hashlib.blake2b(np.asarray(checksums).tobytes(), digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""The outer optimizer: what moves the outer parameters by the mean of the centers' outer gradients."""
+"""The outer optimizer, which moves the outer parameters by the mean of the centers' outer gradients."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,11 +12,11 @@ from jaxcgx.optim.require import import_optax
 if TYPE_CHECKING:
     import optax
 
-TINY = 2.0**-126
+TINY = 2.0**-126  # the smallest normal float32
 
 
 def check_outer(op: str, outer: Any) -> Any:
-    """An optimizer, or one by its name."""
+    """Returns the outer optimizer that a user gave as an optax.GradientTransformation or by its name."""
     optax = import_optax(op)
     if isinstance(outer, str) and outer in ("sgd", "nesterov"):
         return optax.sgd(1.0) if outer == "sgd" else optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -27,7 +27,7 @@ def check_outer(op: str, outer: Any) -> Any:
 
 
 def init_outer(op: str, outer: Any, params: Any) -> Any:
-    """The state of the outer optimizer. It must be the same in every center."""
+    """Returns the initial state of the outer optimizer. Checks that it can be the same in every center."""
     state = outer.init(params)
     if any(map(has_rows, jax.tree_util.tree_leaves(state, is_leaf=has_rows))):
         remedy = f"pass the plain one, such as optax.sgd(0.7, momentum=0.9, nesterov=True), and plan= to {op}"
@@ -36,15 +36,21 @@ def init_outer(op: str, outer: Any, params: Any) -> Any:
 
 
 def effective(learning_rate: float, momentum: float, rho: float) -> float:
-    """The rate at which Nesterov's momentum moves along outer gradients of a correlation rho from round to round."""
+    """Returns the effective rate of Nesterov's momentum along outer gradients.
+
+    Args:
+      learning_rate: the learning rate.
+      momentum: the momentum.
+      rho: the correlation of outer gradients from round to round.
+    """
     return learning_rate * (1 + momentum / (1 - momentum * rho))
 
 
 def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0) -> "optax.GradientTransformation":
-    """SGD with Nesterov's momentum that moves as far as SGD of rate `rate`.
+    """Makes an optimizer, SGD with Nesterov's momentum, that moves as far as plain SGD with the rate `rate`.
 
-    At the same learning rate, momentum moves 1 + momentum / (1 - momentum * rho) times as far. Compare different
-    momenta at the same `rate`.
+    At the same learning rate, SGD with momentum moves 1 + momentum / (1 - momentum * rho) times as far as plain SGD. To
+    compare different momenta, use the same `rate`.
 
     Args:
       rate: the rate of SGD without momentum.
@@ -59,21 +65,21 @@ def matched_nesterov(rate: float = 1.0, momentum: float = 0.9, rho: float = 0.0)
 
 
 class OuterTelemetry(NamedTuple):
-    """What the last outer step of a fragment did."""
+    """The metrics of the last outer step of a fragment."""
 
-    # -<step, D> / |D|^2, with D the mean of outer gradients: how many times D the step moved along it. With Nesterov's
-    # momentum it is the learning rate times A_t.
+    # -<step, D> / |D|^2, where D is the mean of outer gradients: the length of the step in the direction of -D, in
+    # units of |D|. With Nesterov's momentum, it is the learning rate times A_t.
     gain: jax.Array
-    rho: jax.Array  # <D, D of the round before> / (|D| |D of the round before|)
+    rho: jax.Array  # <D, E> / (|D| |E|), where E is the D of the round before
 
 
 def measure(mean: Any, step: Any, before: Any) -> OuterTelemetry:
-    """The telemetry of an outer step. They are trees.
+    """Returns the telemetry of an outer step. All arguments are trees.
 
     Args:
       mean: the mean of outer gradients.
-      step: what the optimizer added to the parameters.
-      before: the mean of the round before.
+      step: the update that the optimizer added to the parameters.
+      before: the mean of outer gradients of the round before.
     """
     square = dot(mean, mean)
     norms = jnp.sqrt(square) * jnp.sqrt(dot(before, before))
@@ -83,7 +89,7 @@ def measure(mean: Any, step: Any, before: Any) -> OuterTelemetry:
 
 
 def dot(x: Any, y: Any) -> jax.Array:
-    """The scalar product of two trees."""
+    """Returns the scalar product of two trees, in float32."""
     wide = lambda a: a.astype(jnp.float32)
     products = jax.tree_util.tree_map(lambda a, b: (wide(a) * wide(b)).sum(), x, y)
     return sum(jax.tree_util.tree_leaves(products), jnp.zeros((), jnp.float32))

@@ -1,8 +1,10 @@
-"""The connections of a decoupled center to the others, in threads of their own: frames, signs of life, new tries.
+"""The connections of a decoupled center to the other centers: handshakes, frames, heartbeats and reconnects.
 
-A center listens at its address and calls those of lower places, again and again. Both ends of a connection prove that
-they know the secret, by an HMAC of what both have said, and tell their terms: what all centers must have in common.
-After that they send frames: a header and a body, whose size is checked before it is read. Nothing is unpickled.
+A center listens at its address. It calls the centers with lower places, and calls them again whenever a connection
+fails or ends. Both ends of a connection prove that they know the secret, by an HMAC of both hellos. Then they exchange
+their terms: the options and leaves that must be the same in all centers. After that they send frames, each with a
+header and a body. The size of a body is checked before it is read. Nothing is unpickled. All of this runs in separate
+threads.
 """
 
 import contextlib
@@ -23,40 +25,40 @@ HEADER = struct.Struct("!4sB3xQQQQ")  # magic, kind, round, merged, digest, byte
 MAGIC = b"cgx\x01"  # the version of this protocol
 HELLO = struct.Struct("!4sI32s")  # magic, place, nonce
 PROOF = 32  # bytes of an HMAC-SHA256
-MOST = 64 << 20  # bytes of terms
-PIECE = 256 << 10  # bytes that are sent at a time
+MOST = 64 << 20  # the most bytes of terms
+PIECE = 256 << 10  # the most bytes of one call of sendall
 SILENCE = 10.0  # seconds after which a silent center counts as gone
-AGAIN = 0.5  # seconds after which a center is called again
-WAITING = 16  # frames that may wait for a center
-STRANGERS = 16  # connections that prove themselves at a time
+AGAIN = 0.5  # seconds until a center is called again
+WAITING = 16  # the most frames in the queue to a center
+STRANGERS = 16  # the most accepted connections in the handshake at a time
 
 
 class Kind(enum.IntEnum):
-    """What a frame has in its body."""
+    """The kinds of frames. The comments say what their bodies have."""
 
-    BEAT = 0  # nothing: the sender lives
+    BEAT = 0  # nothing: the sender is alive
     CONTRIBUTION = 1  # a weight and the bytes of an outer gradient
     DECISION = 2  # places and checksums
-    FETCH = 3  # nothing: the sender wants a STATE
+    FETCH = 3  # nothing: the sender asks for a STATE
     STATE = 4  # outer parameters and the outer optimizer's state
 
 
 class Frame(NamedTuple):
-    """What one center sends another."""
+    """A message from one center to another."""
 
     kind: Kind
-    version: Version  # of the sender, or of what it sends
+    version: Version  # of the sender's state, or of the state that the body belongs to
     body: Any = b""
 
 
 class Terms(NamedTuple):
-    """What all centers must have in common."""
+    """The options and leaves that must be the same in all centers."""
 
     options: dict[str, str]
     leaves: dict[str, str]  # by name
 
     def difference(self, theirs: "Terms") -> tuple[str, str, str, str] | None:
-        """The first difference: (argument, leaf or "", what is here, what is there)."""
+        """Returns the first difference, (argument, leaf or "", own value, other value), or None."""
         for name in {**self.leaves, **theirs.leaves}:
             if (mine := self.leaves.get(name, "none")) != (other := theirs.leaves.get(name, "none")):
                 return "params", name, mine, other
@@ -67,29 +69,29 @@ class Terms(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What `Peers` calls, in its threads."""
+    """The callbacks of `Peers`, which it calls in its threads. The first argument is the place of a center."""
 
-    beat: Callable[[], Frame]  # makes a frame that says that this center lives
-    came: Callable[[int], None]  # a center is connected
-    got: Callable[[int, Frame], None]  # a center has sent a frame
-    left: Callable[[int], None]  # a center has gone
-    differs: Callable[[int, tuple[str, str, str, str]], None]  # a center has other terms
+    beat: Callable[[], Frame]  # returns a BEAT frame; without an argument
+    came: Callable[[int], None]  # after a center has connected
+    got: Callable[[int, Frame], None]  # after a center has sent a frame
+    left: Callable[[int], None]  # after a center has gone
+    differs: Callable[[int, tuple[str, str, str, str]], None]  # after a center has shown other terms
 
 
 class Stranger(Exception):
-    """The other end of a connection is no center of this training."""
+    """Raised if the other end of a connection is no center of this training."""
 
 
 class Peers:
     """The connections to other centers.
 
     Args:
-      place: that of this center among `addresses`.
+      place: the index of this center in `addresses`.
       addresses: (host, port) of all centers.
-      secret: what all know.
-      terms: what all must have in common.
-      sizes: the possible sizes of a body of each kind of frame.
-      events: what happens.
+      secret: the secret that all centers share.
+      terms: this center's terms.
+      sizes: for each kind of frame, the sizes that a body may have.
+      events: the callbacks.
     """
 
     def __init__(
@@ -115,29 +117,29 @@ class Peers:
         self._acceptor = threading.Thread(target=self._accept, name="jaxcgx-accept", daemon=True)
 
     def start(self) -> None:
-        """Begins to listen and to call."""
+        """Starts the threads that listen for and call other centers."""
         self._acceptor.start()
         for place in range(self._place):
             self._start(self._call, place)
 
     def send(self, place: int, frame: Frame) -> None:
-        """Sends a frame soon, if the center is connected."""
+        """Queues a frame for a center, if the center is connected."""
         with self._lock:
             link = self._links.get(place)
         if link:
             link.put(frame)
 
     def send_all(self, frame: Frame) -> None:
-        """Sends a frame to all connected centers."""
+        """Queues a frame for all connected centers."""
         for place in range(len(self._addresses)):
             self.send(place, frame)
 
     def close(self) -> None:
-        """Ends all connections, after what waits to be sent."""
+        """Ends all connections after the queued frames have been sent."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join()  # the address is free again
+        self._acceptor.join()  # after this, the address is free again
         with self._lock:
             links = list(self._links.values())
         for link in links:
@@ -173,7 +175,11 @@ class Peers:
             self._closed.wait(AGAIN)
 
     def _meet(self, sock: socket.socket, expected: int | None) -> int | None:
-        """The place of the center at the other end; None if there is none."""
+        """Makes the handshake of a connection.
+
+        Returns the place of the center at the other end, or None if the handshake fails. `expected` is the place of the
+        center that was called, None for a connection that was accepted.
+        """
         try:
             sock.settimeout(SILENCE)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -196,7 +202,10 @@ class Peers:
         return place
 
     def _tell(self, sock: socket.socket, first: bool) -> Terms:
-        """The other's terms, for this center's. One end speaks first: both at once may fill the connection."""
+        """Sends this center's terms, and returns those of the other center.
+
+        `first` says which end sends first: if both sent at once, large terms could fill the buffers and block both.
+        """
         text = json.dumps(self._terms).encode()
         mine = struct.pack("!I", len(text)) + text
         if first:
@@ -213,12 +222,12 @@ class Peers:
         return hmac.digest(self._secret, first + second, "sha256")
 
     def _serve(self, sock: socket.socket, place: int) -> None:
-        """Reads what a center sends, until it has gone."""
+        """Reads the frames of a center until it has gone."""
         link = _Link(sock, self._events.beat)
         with self._lock:
             old, self._links[place] = self._links.get(place), link
         if old:
-            old.close()  # it has come again
+            old.close()  # the center has connected again
         self._events.came(place)
         try:
             while not self._closed.is_set():
@@ -243,7 +252,7 @@ class Peers:
 
 
 class _Link:
-    """What one center sends another: a queue, and a thread that empties it."""
+    """The sending half of a connection: a queue of frames, and a thread that sends them."""
 
     def __init__(self, sock: socket.socket, beat: Callable[[], Frame]) -> None:
         self._socket, self._beat = sock, beat
@@ -254,11 +263,11 @@ class _Link:
     def put(self, frame: Frame | None) -> None:
         try:
             self._queue.put_nowait(frame)
-        except queue.Full:  # it is too slow. It comes again, and fetches.
+        except queue.Full:  # the center is too slow; it will connect again and fetch the state
             self.close()
 
     def finish(self) -> None:
-        """Closes the connection after all frames."""
+        """Closes the connection after all queued frames have been sent."""
         self.put(None)
         self._thread.join(SILENCE)
         self.close()
@@ -286,7 +295,7 @@ class _Link:
 
 
 def _read(sock: socket.socket, size: int) -> bytearray:
-    """Exactly `size` bytes. An OSError if they don't come."""
+    """Reads exactly `size` bytes. Raises an OSError if they don't come."""
     found = bytearray(size)
     view = memoryview(found)
     while view:

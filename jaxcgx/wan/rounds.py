@@ -1,4 +1,4 @@
-"""A round of a fragment: the centers' outer gradients are exchanged, and the outer parameters move by their mean."""
+"""The rounds of a fragment: centers exchange their outer gradients, and the outer parameters move by the mean."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,28 +17,28 @@ OP = "diloco"
 
 
 class Exchange(NamedTuple):
-    """The state of a fragment, the same in every center except the residuals of `sent`."""
+    """The state of a fragment. It is the same in every center, except residuals in `sent` and a ticket in `waiting`."""
 
-    sent: CompressState  # of the exchange of outer gradients
-    outer: Any  # of the outer optimizer
-    # The mean of outer gradients that is still to be applied, or a PerRank of the ticket of its exchange. None where
-    # each exchange ends in the step in which it begins.
+    sent: CompressState  # the state of the exchange of outer gradients
+    outer: Any  # the state of the outer optimizer
+    # The mean of outer gradients that is still to be applied, or a PerRank of the ticket of its exchange. None if every
+    # exchange ends in the step in which it begins.
     waiting: Any
-    before: Any  # the mean of the round before; None without telemetry
-    telemetry: Any  # an OuterTelemetry of the last round, or None
+    before: Any  # the mean of outer gradients of the round before; None without telemetry
+    telemetry: Any  # the OuterTelemetry of the last round; None without telemetry
 
 
 class Both(NamedTuple):
-    """The parameters in a center."""
+    """The outer parameters and the own parameters of a center."""
 
     outer: Any  # the same in every center
     own: Any
-    start: Any  # what a center began its round with; None if that is always the outer parameters
+    start: Any  # the own parameters at the beginning of the round; None if they always equal the outer parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """What the rounds of all fragments are made of. `diloco` explains the last fields."""
+    """The functions of a round, the same for all fragments. `diloco` explains the last three fields."""
 
     between: Between
     outer: Any
@@ -49,11 +49,11 @@ class Rounds:
 
     @property
     def crosses(self) -> bool:
-        """Whether an exchange goes on while the next steps' programs run."""
+        """Whether an exchange goes on while the programs of later steps run."""
         return self.later and self.between.crosses
 
     def init(self, params: Any) -> Exchange:
-        """The state before the first round of these parameters."""
+        """Returns the state before the first round, for these parameters of a fragment."""
         zeros = lambda: jax.tree_util.tree_map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         sent, waiting = self.between.init(params), None
         if self.crosses:
@@ -70,7 +70,7 @@ class Rounds:
         )
 
     def begin(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
-        """Begins to exchange outer gradients. What can't go on in later steps ends here, too."""
+        """Begins the exchange of outer gradients. It also ends the exchange if this can't go on in later steps."""
         ticket, sent = self.between.begin(_moved(fragment, both), exchange.sent)
         if self.crosses:
             return both, exchange._replace(sent=sent, waiting=PerRank(ticket))
@@ -78,9 +78,9 @@ class Rounds:
         return both, exchange._replace(sent=choose(finite(mean), sent, exchange.sent), waiting=mean)
 
     def end(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
-        """Moves the outer parameters by the mean, and the center's own to them.
+        """Moves the outer parameters by the mean, and the center's own parameters to the outer parameters.
 
-        After a mean that isn't finite the center goes back to the outer parameters, which stay as they are.
+        If the mean isn't finite, the outer parameters stay as they are, and the center goes back to them.
         """
         mean, exchange = self._arrived(exchange)
         good = finite(mean)
@@ -92,20 +92,20 @@ class Rounds:
         return both._replace(outer=fragment.put(both.outer, after), own=fragment.put(both.own, own)), done
 
     def at_once(self, fragment: Fragment, both: Both, exchange: Exchange) -> tuple[Both, Exchange]:
-        """Exchanges outer gradients, and moves by their mean."""
+        """Exchanges outer gradients, and moves the parameters by their mean in the same step."""
         both, done = self.end(fragment, *self.begin(fragment, both, exchange))
         return both, done._replace(waiting=None)
 
     def eager(self, fragment: Fragment, both: Both, exchange: Exchange, *, first: jax.Array) -> tuple[Both, Exchange]:
         """Moves the outer parameters by the mean of the round before, and exchanges this round's outer gradients.
 
-        The center goes on from an outer step that it makes with its own part of their mean alone.
+        The center goes on from a preliminary outer step with its own part of this round's mean alone.
 
         Args:
           fragment: the fragment.
           both: the parameters.
           exchange: the state.
-          first: whether this is the fragment's first round, which has none before it.
+          first: whether this is the fragment's first round. It has no earlier mean to apply.
         """
         moved = _moved(fragment, both)
         mean, exchange = self._arrived(exchange)
@@ -117,21 +117,21 @@ class Rounds:
         return Both(fragment.put(both.outer, after), *(fragment.put(x, start) for x in both[1:])), begun
 
     def _received(self, ticket: Any, sent: CompressState) -> tuple[Any, CompressState]:
-        """The mean of an exchange that has begun, and the state after it."""
+        """Ends an exchange. Returns (mean, state), with residuals times `decay`."""
         mean, sent = self.between.end(ticket, sent)
         if self.decay != 1:
             sent = sent._replace(residuals=jax.tree_util.tree_map(lambda r: self.decay * r, sent.residuals))
         return mean, sent
 
     def _arrived(self, exchange: Exchange) -> tuple[Any, Exchange]:
-        """The mean that has been waited for, and the state, which then waits for none."""
+        """Returns (mean, state) of the exchange that began in an earlier step. The state then has no open exchange."""
         if not self.crosses:
             return exchange.waiting, exchange
         mean, sent = self._received(exchange.waiting.rows, exchange.sent)
         return mean, exchange._replace(sent=sent, waiting=jax.tree_util.tree_map(jnp.zeros_like, exchange.waiting))
 
     def _move(self, before: Any, exchange: Exchange, mean: Any, good: jax.Array) -> tuple[Any, Exchange]:
-        """The outer parameters after a step along the mean, and the state; both as they were unless it is good."""
+        """Returns (outer parameters, state) after an outer step with the mean, or both unchanged unless `good`."""
         given = jax.tree_util.tree_map(lambda d, x: d.astype(x.dtype), mean, before)
         step, state = self.outer.update(given, exchange.outer, before)
         done = exchange._replace(outer=state)
@@ -141,21 +141,21 @@ class Rounds:
 
 
 def _moved(fragment: Fragment, both: Both) -> Any:
-    """A center's outer gradients."""
+    """Returns a center's outer gradients."""
     start = fragment.take(both.outer if both.start is None else both.start)
     return jax.tree_util.tree_map(lambda x, y: wide(x) - wide(y), start, fragment.take(both.own))
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """An array in float32."""
+    """Returns an array in float32."""
     return x.astype(jnp.float32)
 
 
 def finite(tree: Any) -> jax.Array:
-    """Whether all numbers of a tree are finite."""
+    """Returns whether all numbers of a tree are finite."""
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree_util.tree_leaves(tree)]).all()
 
 
 def choose(condition: jax.Array, yes: Any, no: Any) -> Any:
-    """One of two trees."""
+    """Returns the tree `yes` if the condition is True, otherwise the tree `no`."""
     return jax.tree_util.tree_map(lambda x, y: jnp.where(condition, x, y), yes, no)

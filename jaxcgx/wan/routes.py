@@ -1,7 +1,7 @@
-"""The best overlay for links of given rates: several trees, the ring whose slowest link is fastest, or owners.
+"""Finds the best overlay for links of given rates: several trees, the ring whose slowest link is fastest, or owners.
 
-A link between two ranks goes through both ranks' lines. Nobody sees a line, only links: a line is at least as fast as
-its fastest link, and is taken to be no faster.
+A rank's line carries the traffic of all of its links. Only the rates of links can be measured. A line is at least as
+fast as its fastest link, and the model takes it to be exactly as fast.
 """
 
 import itertools
@@ -13,29 +13,29 @@ import numpy as np
 
 from jaxcgx.exchange.overlay import Overlay, Tree
 
-Rates = np.ndarray[Any, Any]  # [ranks, ranks], bytes a second that a rank (row) sends to another
+Rates = np.ndarray[Any, Any]  # [ranks, ranks], bytes per second from a rank (row) to another rank
 
-ROUNDS = 40  # of the packing of trees, for each rank
-LEAST = 0.02  # share of the message of a tree that is kept
-DETOUR = 1.05  # a way around a link must be that much cheaper than the link
-EXACT = 12  # ranks up to which the best ring is found; beyond, one that no swap improves
+ROUNDS = 40  # rounds of the packing of trees, per rank
+LEAST = 0.02  # trees with a smaller share of the message are dropped; for owners, relative to an equal share
+DETOUR = 1.05  # links of other ranks must be cheaper by this factor to be preferred to links of the center
+EXACT = 12  # the most ranks for which the best ring is found; for more, a ring that no swap improves
 
 
 def both(rates: Rates) -> Rates:
-    """What a link passes in each direction at the same time: the slower one."""
+    """Returns the rate of each link in both directions at the same time: the rate of its slower direction."""
     return np.minimum(rates, rates.T)
 
 
 def lines(rates: Rates) -> Rates:
-    """What each rank's line passes in each direction."""
+    """Returns the rate of each rank's line in both directions at the same time."""
     off = np.where(np.eye(len(rates), dtype=bool), 0, rates)
     return np.minimum(off.max(0), off.max(1))
 
 
 def seconds(overlay: Overlay, rates: Rates) -> float:
-    """How long a message of one byte takes, if nothing but links and lines holds it up."""
+    """Returns the seconds per byte of a message, in a model in which only links and lines limit the rate."""
     links, line = both(rates), lines(rates)
-    through = [0.0] * overlay.ranks  # of each line, in each direction
+    through = [0.0] * overlay.ranks  # the load of each line, in each direction
     longest = 0.0
     for (i, j), load in overlay.loads().items():
         longest = max(longest, load / links[i, j])
@@ -45,16 +45,16 @@ def seconds(overlay: Overlay, rates: Rates) -> float:
 
 
 def trees(rates: Rates) -> Overlay:
-    """Trees that together load no link and no line more than they must.
+    """Returns trees that together keep the load of the busiest link or line low.
 
-    Every round adds the tree that is cheapest where prices grow with what is loaded already (Garg and Konemann's
-    packing). Where links are alike, the cheapest trees are stars around one rank after the other: that is two_shot.
+    Every round adds the cheapest tree. The price of a link grows with the load from earlier rounds (Garg and Konemann's
+    packing). If all links have the same rate, the cheapest trees are stars around each rank in turn, as in two_shot.
     """
     n = len(rates)
     links, line = both(rates), lines(rates)
     load_of_link, load_of_line = np.zeros((n, n)), np.zeros(n)
     found: dict[tuple[tuple[int, int], ...], int] = {}
-    unit = 1 / line.max()  # of a load
+    unit = 1 / line.max()  # the unit of loads
     for k in range(ROUNDS * n):
         worst = max(load_of_link.max(), load_of_line.max())
         steep = 8 * math.log(2 * n) / max(worst, unit)
@@ -68,7 +68,7 @@ def trees(rates: Rates) -> Overlay:
             load_of_line[[i, j]] += 1 / line[[i, j]]
     most = {tree: count for tree, count in found.items() if count >= LEAST * ROUNDS * n}
     kept = most or {max(found, key=lambda tree: found[tree]): 1}
-    roots = [0] * n  # as many trees for each where there is a choice
+    roots = [0] * n  # the number of trees with each root, which is kept even among roots of the same depth
     made: list[Tree] = []
     for tree, count in kept.items():
         made.append(min(_rooted(tree, count), key=lambda one: (one.depth, roots[one.root])))
@@ -81,7 +81,7 @@ def _rooted(links: tuple[tuple[int, int], ...], share: int) -> list[Tree]:
 
 
 def _cheapest_tree(price: Rates, center: int) -> tuple[tuple[int, int], ...]:
-    """The links of the cheapest tree over all ranks, from a center whose own links are preferred."""
+    """Returns the links of the cheapest tree over all ranks. It prefers links of the rank `center`."""
     n = len(price)
     near, links = [center], []
     while len(near) < n:
@@ -93,12 +93,12 @@ def _cheapest_tree(price: Rates, center: int) -> tuple[tuple[int, int], ...]:
 
 
 def ring(rates: Rates) -> Overlay:
-    """The ring whose slowest link is fastest. A ring takes as long as its slowest link."""
+    """Returns the ring whose slowest link is fastest, because a ring takes as long as its slowest link."""
     return Overlay.ring(best_order(both(rates)))
 
 
 def best_order(links: Rates) -> list[int]:
-    """The order of a ring whose slowest link is fastest: exact up to `EXACT` ranks."""
+    """Returns the order of the ring whose slowest link is fastest. It is exact for at most `EXACT` ranks."""
     n = len(links)
     if n < 4:
         return list(range(n))
@@ -118,9 +118,12 @@ def best_order(links: Rates) -> list[int]:
 
 
 def _circle(allowed: Rates) -> list[int] | None:
-    """A circle through all ranks along allowed links, or None. It extends paths from rank 0 by sets of ranks."""
+    """Returns a circle through all ranks along allowed links, or None if there is none.
+
+    It is a dynamic program over sets of ranks: it extends paths that begin at rank 0.
+    """
     n = len(allowed)
-    before: dict[tuple[int, int], int] = {(1, 0): -1}  # (ranks on the path, the last one): the one before
+    before: dict[tuple[int, int], int] = {(1, 0): -1}  # (set of ranks on a path, last rank): the rank before the last
     for ranks in range(1, 1 << n, 2):
         for last in range(n):
             if (ranks, last) in before:
@@ -139,7 +142,10 @@ def _circle(allowed: Rates) -> list[int] | None:
 
 
 def _by_swaps(links: Rates) -> list[int]:
-    """A ring that no reversal of a stretch improves, by its slowest links."""
+    """Returns a ring that no reversal of a section improves.
+
+    A ring is better if its slowest link is faster; if these are equal, its second slowest link decides, and so on.
+    """
     order = list(range(len(links)))
 
     def slowest(order: Sequence[int]) -> list[float]:
@@ -156,10 +162,10 @@ def _by_swaps(links: Rates) -> list[int]:
 
 
 def owners(rates: Rates) -> Overlay:
-    """Owners whose parts are such that all lines are busy for the same time.
+    """Returns owners with parts such that the lines of all owners are busy for the same time.
 
-    A rank's line carries the message once, and its own part n - 2 times more, in each direction. So with w the part of
-    a rank, (1 + (n - 2) w) / rate is the same for all ranks that own one.
+    In each direction, a rank's line carries the message once, and the rank's own part n - 2 times more. If w is the
+    part of a rank, (1 + (n - 2) w) / rate is therefore the same for all ranks that own a part.
     """
     line = lines(rates)
     n = len(line)

@@ -1,4 +1,4 @@
-"""Topology: the overlay that is best for the links as they are measured, while training goes on."""
+"""Topology: measures links while training goes on, and finds the best overlay for them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from jaxcgx.transports.resolve import check_axes
 from jaxcgx.wan import routes
 from jaxcgx.wan.links import Links
 
-BETTER = 1.15  # another overlay is taken if it is that much faster: each is a program of its own to compile
-ALIKE = 3  # steps of an octave, to which rates are rounded: measurements differ by a little each time
+BETTER = 1.15  # another overlay must be faster by this factor, because every overlay compiles another program
+ALIKE = 3  # rates are rounded to this many steps per factor of 2, because measurements vary a little
 
 
 class Steps(NamedTuple):
-    """The functions of a training loop whose overlay changes."""
+    """The functions of a training loop whose overlay may change."""
 
     init: Callable[..., Any]
     step: Callable[..., Any]
@@ -30,34 +30,34 @@ class Steps(NamedTuple):
 
 
 class Topology:
-    """Measures the links between the ranks of an axis over `Tcp`, and finds the overlay that is best for them.
+    """Measures the links between the ranks of an axis over `Tcp`, and finds the best overlay for them.
 
-    What training sends is measured by the kernel of each host. Links that it doesn't use are probed now and then. Rank
-    0 decides, and all ranks take the same overlay from the same step on:
+    The kernel of each host measures the traffic of training. Links without traffic are probed now and then. Rank 0
+    decides, and all ranks take the same overlay from the same step on:
 
         topology = cgx.wan.Topology(mesh, cgx.Tcp("dc"))
         train = topology.steps(lambda overlay: cgx.make_train_step(..., data_axis=cgx.Tcp("dc"), schedule=overlay))
 
     Args:
-      mesh: of one device of each process.
-      axis: the `Tcp` of the axis whose ranks the links are between.
-      shape: what it builds. "trees": several trees, each with a share of the bytes. "ring": the ring whose slowest link
-        is fastest. "owners": owners with parts in proportion to what their links pass.
-      greed: how often it relies on what it knows, at most. Otherwise it probes some links, at random.
-      decay: what remains of an estimate when a link is measured anew.
-      probe_bytes: how many bytes a probe sends over a link in each direction.
-      rates: what is known of the links at first, in bytes a second: [ranks, ranks], from a rank (row) to another. None:
-        nothing.
+      mesh: a mesh with one device of each process.
+      axis: the `Tcp` of the axis whose links are measured.
+      shape: the shape of the overlay. "trees": several trees, each with a share of the bytes. "ring": the ring whose
+        slowest link is fastest. "owners": owners, with larger parts for ranks with faster links.
+      greed: the highest probability that an update relies on the estimates. Otherwise it probes some links at random.
+      decay: the weight of the old estimate when a link is measured again.
+      probe_bytes: the number of bytes that a probe sends over a link in each direction.
+      rates: initial estimates in bytes per second: [ranks, ranks], from a rank (row) to another rank. None: no
+        estimates.
     """
 
     overlay: Overlay
-    """The overlay of the next step, which takes the place of a schedule's name."""
+    """The overlay of the next step, to be passed as `schedule`."""
 
     version: int
-    """How often the overlay has changed."""
+    """The number of changes of the overlay so far."""
 
     probes: int
-    """How many probes there were."""
+    """The number of probes so far."""
 
     def __init__(
         self,
@@ -81,17 +81,17 @@ class Topology:
         if rates is not None:
             self.links.rates = _check_rates(rates, ranks)
             self.links.known[:] = True
-        self._found: dict[bytes, Overlay] = {}  # the best overlay of the latest rates
+        self._found: dict[bytes, Overlay] = {}  # the best overlay for the latest rates
         self.overlay = self._best()
         self.version = self.probes = 0
         self._processes = np.vectorize(lambda device: device.process_index, otypes=[int])(mesh.devices)
-        self._before: Any = None  # counters
+        self._before: Any = None  # the kernel's counters at the last measurement
         self._programs: dict[tuple[tuple[int, int], ...], Callable[[], Any]] = {}
 
     def update(self) -> bool:
-        """Takes what was measured since the last call, perhaps probes, and decides. Whether the overlay has changed.
+        """Takes the measurements since the last call, may probe links, and decides on an overlay.
 
-        All processes call it between the same steps.
+        All processes call it between the same steps. It returns whether the overlay has changed.
         """
         self._measure()
         pairs = self._same(self._pairs() if jax.process_index() == 0 else []).reshape(-1, 2)
@@ -105,20 +105,21 @@ class Topology:
         return changed
 
     def steps(self, make: Callable[[Overlay], Any], every: int = 10) -> Steps:
-        """`init`, `step` and `finish` of what `make` makes for an overlay, with the overlay that is best at each step.
+        """Returns `init`, `step` and `finish` of a training loop. Each step uses the overlay that is best at the time.
 
-        Every overlay has a program of its own, which is kept.
+        Every overlay has its own compiled program. All programs are kept.
 
         Args:
-          make: from an overlay to an object with `init`, `step` and `finish`, as make_train_step returns.
-          every: how many steps there are from one `update` to the next.
+          make: a function of an overlay that returns an object with `init`, `step` and `finish`, as make_train_step
+            does.
+          every: the number of steps from one `update` to the next.
         """
         every = check_integer("Topology.steps", "every", every, 1)
         made: dict[Overlay, Any] = {}
         count = 0
 
         def check(*args: Any, **kwargs: Any) -> None:
-            """Traces a step along an overlay that may come, so that a codec which can't go along it is an error now."""
+            """Traces a step with a deep overlay, so that a codec that refuses deep overlays is an error at once."""
             deep = Overlay.ring(range(len(self.links.rates)))
             if self._build is not routes.SHAPES["owners"] and deep.depth > 1:
                 trace = getattr(make(deep).step, "eval_shape", None)
@@ -151,7 +152,7 @@ class Topology:
     def __repr__(self) -> str:
         return f"Topology(version {self.version}, {len(self.overlay.trees)} trees, depth {self.overlay.depth})"
 
-    # Rank 0 alone
+    # The decisions. Only those of rank 0 count.
 
     def _pairs(self) -> list[tuple[int, int]]:
         greedy = self._random.random() < self.links.greedy(self._greed)
@@ -169,10 +170,10 @@ class Topology:
         better = routes.seconds(self.overlay, rates) > BETTER * routes.seconds(found, rates)
         return found if better else self.overlay
 
-    # All ranks
+    # The measurements. All ranks call these methods together.
 
     def _measure(self) -> None:
-        """Gathers what each process has sent to the others since the last time."""
+        """Gathers the traffic between all processes since the last measurement, and updates the estimates."""
         now = np.array(connections.sent() or [(0.0, 0.0)] * jax.process_count())
         before = np.zeros_like(now) if self._before is None else self._before
         self._before = now
@@ -186,12 +187,12 @@ class Topology:
         self.links.note(sent, busy)
 
     def _groups(self) -> np.ndarray[Any, Any]:
-        """The processes of the axis's ranks, for each place along the other axes."""
+        """Returns the processes along the axis, [places along the other axes, ranks]."""
         place = self._mesh.axis_names.index(self._axis.name)
         return np.moveaxis(self._processes, place, -1).reshape(-1, len(self.links.rates))
 
     def _same(self, words: Any) -> np.ndarray[Any, Any]:
-        """Process 0's integers, on all processes."""
+        """Returns process 0's integers, on all processes."""
         count = int(multihost_utils.broadcast_one_to_all(np.int32(np.size(words))))
         words = np.asarray(words, np.int32) if jax.process_index() == 0 else np.zeros(count, np.int32)
         return np.asarray(multihost_utils.broadcast_one_to_all(words.reshape(count)))

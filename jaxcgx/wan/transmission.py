@@ -1,4 +1,4 @@
-"""A step of differential transmission: the rest of the last step, important blocks, what becomes of the others."""
+"""A step of differential transmission: exchanges important blocks now, and treats the others as `rest` says."""
 
 import dataclasses
 import functools
@@ -29,54 +29,57 @@ from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.wan.blocks import Blocks
 from jaxcgx.wan.centers import check_centers
 
-SHORT = MaxMin(4)  # for the rest with rest="quantize"
-LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with them
+SHORT = MaxMin(4)  # the codec of the other blocks with rest="quantize"
+LATE, NOW, REST, CHOICE = range(4)  # the key of a step is folded with these numbers
 
 
 class DifferentialState(NamedTuple):
     """The state of `Differential`.
 
-    Trees are like the gradients, with None for leaves that travel whole. Arrays per rank have a leading axis of the
-    ranks and are sharded over it (`state_specs`).
+    Trees have the structure of the gradients, with None for leaves that are sent whole. Arrays per rank have a leading
+    axis of the ranks and are sharded over it (`state_specs`).
     """
 
     count: Any  # int32[]: the number of steps until now
     key: Any  # uint32[2], the same on every rank and in every step
     contributions: Any  # float32[blocks]
-    order: Any  # int32[blocks]: of the last step, the most important block first; None unless the rest is deferred
-    pending: Any  # [ranks, blocks of the rest, size]: the rest of the last step; None unless it is deferred
-    residuals: Any  # float32[ranks, *shape], also of whole leaves; None for a leaf that loses nothing
+    order: Any  # int32[blocks]: the order of the last step, most important block first; None unless rest="defer"
+    pending: Any  # [ranks, blocks, size]: the other blocks of the last step; None unless rest="defer"
+    residuals: Any  # float32[ranks, *shape], also for whole leaves; None for a leaf that loses nothing
     first_loss: Any  # float32[]; None unless the share is adaptive
-    level: Any  # int32[]: the share of the last step, by its number in `Differential.shares`; None as above
+    level: Any  # int32[]: the index of the last step's share in `Differential.shares`; None unless it is adaptive
     telemetry: Any = None
 
     @property
     def per_rank(self) -> dict[str, str]:
-        """The fields per rank, and what of each reshard_state preserves over the ranks."""
+        """The fields with arrays per rank, and whether `reshard_state` keeps their sum or their mean over the ranks."""
         return {"residuals": "sum", "pending": "mean"}
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The fields like the parameters."""
+        """The fields that have the structure of the parameters and are the same on every rank."""
         return ()
 
 
 class Sent(NamedTuple):
-    """The mean of each leaf, and its residuals after an exchange. Those of cut leaves are blocks."""
+    """The mean and the residuals of each leaf after an exchange. For a leaf that is cut, both are blocks.
+
+    Before an exchange, `means` has this rank's gradients.
+    """
 
     means: list[Any]
-    residuals: list[Any]  # [1, ...]; None for a leaf without
+    residuals: list[Any]  # [1, ...]; None for a leaf without residuals
 
 
 @dataclasses.dataclass(frozen=True)
 class Transmission:
-    """The transformation of `Differential`: what it is told, and the arguments of the exchange."""
+    """The transformation of `Differential`, with the arguments of the exchange."""
 
     how: Any  # a Differential
     settings: Settings
 
     def cut(self, leaves: Leaves) -> list[Blocks | None]:
-        """The blocks of each leaf, or None for a leaf that travels whole."""
+        """Returns the blocks of each leaf, or None for a leaf that is sent whole."""
         found: list[Blocks | None] = []
         for x, codecs in zip(leaves.values, encoders(self.settings, self.settings.plans[0], leaves)):
             blocks = None if codecs is None or why_unfit(x) else Blocks.of(x, self.how.block_bytes)
@@ -84,7 +87,7 @@ class Transmission:
         return found
 
     def describe(self, settings: Settings, tree: Any, ranks: int) -> DifferentialState:
-        """The state for gradients or parameters `tree`, of jax.ShapeDtypeStructs."""
+        """Returns the shapes of the state for gradients or parameters `tree`, as jax.ShapeDtypeStructs."""
         how, leaves = self.how, flatten(tree)
         cut = self.cut(leaves)
         array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
@@ -108,7 +111,7 @@ class Transmission:
     def update(
         self, updates: Any, state: DifferentialState, params: Any = None, *, value: Any = None, **_: Any
     ) -> tuple[Any, DifferentialState]:
-        """The mean of the gradients `updates`, and the new state. value: the loss, which an adaptive share needs."""
+        """Returns (mean, state) of the gradients `updates`. An adaptive share needs the loss as `value`."""
         settings, deferred = self.settings, self.how.rest == "defer"
         check_centers(settings.function, settings.ranks.net())
         updates = check_arrays(settings.function, "updates", updates)
@@ -116,7 +119,7 @@ class Transmission:
         leaves = flatten(updates)
         step = Step(self, leaves, state)
         first_loss, level = step.level(value)
-        # It needs nothing that this step computes, so it travels meanwhile.
+        # This exchange needs nothing that the step computes, so it runs at the same time.
         late = begin(lambda: step.with_share(state.level, step.late)) if deferred else None
         order = step.order()
         now, pending = step.with_share(level, functools.partial(step.now, order=order))
@@ -140,7 +143,7 @@ class Transmission:
 
 
 class Step:
-    """One step of all leaves. Lists have an entry for each leaf, None where it has none."""
+    """One step for all leaves. Each list has an entry for each leaf; None means that the leaf has no such value."""
 
     how: Any  # a Differential
     settings: Settings
@@ -148,7 +151,7 @@ class Step:
     state: DifferentialState
     cut: list[Blocks | None]
     plans: list[Plan]
-    gradients: list[Any]  # blocks of leaves that are cut
+    gradients: list[Any]  # of a leaf that is cut, its blocks
     residuals: list[Any]
 
     def __init__(self, transmission: Transmission, leaves: Leaves, state: DifferentialState) -> None:
@@ -161,7 +164,7 @@ class Step:
         ]
 
     def level(self, value: Any) -> tuple[Any, Any]:
-        """(the first loss, the share of this step by its number); None where the share is always the same."""
+        """Returns (the first loss, the index of this step's share), or (None, None) if the share isn't adaptive."""
         how, state, function = self.how, self.state, self.settings.function
         if how.adaptive is None:
             return None, None
@@ -176,12 +179,15 @@ class Step:
         return first, jnp.where(jnp.isfinite(level), jnp.clip(level, 0, last), last).astype(jnp.int32)
 
     def with_share(self, level: Any, run: Callable[[float], Any]) -> Any:
-        """run(share), where only the program knows the number `level` of an adaptive share."""
+        """Returns run(share) for the share with the index `level`.
+
+        `level` is a traced array, so the program has a branch for each share. None: there is only one share.
+        """
         shares = self.how.shares
         return run(shares[0]) if level is None else lax.switch(level, [functools.partial(run, k) for k in shares])
 
     def contributions(self) -> list[Any]:
-        """The contributions after this step, the same on every rank."""
+        """Returns the contributions after this step, the same on every rank."""
 
         def own(b: Blocks, g: jax.Array, r: Any) -> jax.Array:
             return b.magnitudes(g if r is None else g + r[0].astype(g.dtype))
@@ -193,13 +199,13 @@ class Step:
         found = _each(own, self.cut, self.gradients, self.residuals)
         if not (present := [x for x in found if x is not None]):
             return found
-        mean = self.settings.ranks.pmean(jnp.concatenate(present))  # one small message
+        mean = self.settings.ranks.pmean(jnp.concatenate(present))  # all leaves in one small message
         ends = itertools.accumulate(0 if x is None else x.size for x in found)
         parts = _each(lambda x, end: mean[end - x.size : end], found, list(ends))
         return _each(average, self.leaves.match(self.state.contributions), parts)
 
     def order(self) -> list[Any]:
-        """The numbers of the blocks of each leaf, the most important first."""
+        """Returns the indices of each leaf's blocks, the most important first."""
         found = self.leaves.match(self.state.contributions)
         if not self.how.ranked:
             words: Any = fold(self.state.key, self.state.count, CHOICE)
@@ -209,7 +215,10 @@ class Step:
         return _each(lambda c: jnp.argsort(-c).astype(jnp.int32), found)
 
     def late(self, share: float) -> Sent:
-        """The exchange of what the last step deferred."""
+        """Exchanges the blocks that the last step deferred.
+
+        The result has all blocks of a leaf in the last step's order. Blocks that were not deferred are zeros.
+        """
         last, pending = self.leaves.match(self.state.order), self.leaves.match(self.state.pending)
         places = _each(lambda b, o: o[b.share(share) :], self.cut, last)
         rows = _each(lambda o, p: p[0, : o.size], places, pending)
@@ -219,12 +228,12 @@ class Step:
         return Sent(*(_line(self.cut, nothing, x) for x in sent))
 
     def arrive(self, late: Sent) -> Sent:
-        """What was deferred, in its place."""
+        """Returns the result of `late` with each block at its place in the leaf."""
         places = _each(jnp.argsort, self.leaves.match(self.state.order))
         return Sent(*(_take(places, x) for x in late))
 
     def now(self, share: float, order: list[Any]) -> tuple[Sent, list[Any]]:
-        """The exchange of important blocks and of whole leaves, and what is deferred."""
+        """Exchanges important blocks and whole leaves. Returns (all blocks, the blocks that are deferred)."""
         heads = _each(lambda b, o: o[: b.share(share)], self.cut, order)
         tails = _each(lambda b, o: o[b.share(share) :], self.cut, order)
         chosen = Sent(_take(heads, self.gradients), _take(heads, self.residuals))
@@ -235,11 +244,14 @@ class Step:
         return Sent(*(_put(self.cut, order, x, y) for x, y in zip(sent, rest))), pending
 
     def _rest(self, given: Sent) -> tuple[Sent, list[Any]]:
-        """What is sent of the other blocks, and what is deferred. given: their gradients and residuals."""
+        """Treats the other blocks as `rest` says. Returns (the result of their exchange, the blocks that are deferred).
+
+        given: the gradients and residuals of the other blocks.
+        """
         rest, first = self.how.rest, self.state.count == 0
 
         def hold(x: jax.Array, r: Any) -> tuple[Any, Any]:
-            """(what is deferred, the residual)."""
+            """Returns (the deferred blocks, their residuals)."""
             if rest == "drop":
                 return None, None if r is None else r + x
             if r is None:
@@ -265,7 +277,7 @@ class Step:
         return sent, _each(pend, self.cut, held)
 
     def _send(self, plans: list[Plan], given: Sent, part: int) -> Sent:
-        """The mean of what there is of the leaves, and their new residuals."""
+        """Exchanges the leaves that aren't None. Returns their means and new residuals."""
         settings, state, none = self.settings, self.state, self.leaves.match(None)
         present = [i for i, x in enumerate(given.means) if x is not None]
         if not present:
@@ -283,7 +295,10 @@ class Step:
 
 
 def _of_blocks(function: str, plan: Plan, leaves: Leaves) -> Plan:
-    """The plan that gives blocks the codecs of their leaves, whose shapes they don't have."""
+    """Returns a plan that gives blocks the codecs of their leaves.
+
+    The plan itself can't do so, because its conditions and guards are for the shapes of leaves.
+    """
     chosen: dict[Any, set[str]] = {}
     assigned = plan.assign(function, "plan", paths=leaves.paths, leaves=leaves.values)
     for path, (codec, _) in zip(leaves.paths, assigned):
@@ -296,26 +311,26 @@ def _of_blocks(function: str, plan: Plan, leaves: Leaves) -> Plan:
 
 
 def _each(function: Callable[..., Any], *values: list[Any]) -> list[Any]:
-    """The function of the entries of each leaf; None where the first list has none."""
+    """Calls the function with the entries of each leaf. The result is None where the first list has None."""
     return [None if each[0] is None else function(*each) for each in zip(*values)]
 
 
 def _take(places: list[Any], values: list[Any]) -> list[Any]:
-    """The blocks at these places; whole leaves as they are."""
+    """Returns the blocks at these places. Whole leaves, which have None as places, stay as they are."""
     take = lambda at, x: x.at[..., at, :].get(mode="promise_in_bounds", unique_indices=True)
     return [x if at is None or x is None else take(at, x) for at, x in zip(places, values)]
 
 
 def _put(cut: list[Blocks | None], order: list[Any], first: list[Any], rest: list[Any]) -> list[Any]:
-    """All blocks of each leaf in their places. The first and the rest are those in its order.
+    """Returns all blocks of each leaf at their places. `first` and `rest` have the blocks in the order `order`.
 
-    XLA's CPU programs gather much faster than they scatter.
+    It gathers with the inverse order, because XLA's CPU programs gather much faster than they scatter.
     """
     return _take(_each(jnp.argsort, order), _line(cut, first, rest))
 
 
 def _line(cut: list[Blocks | None], first: list[Any], rest: list[Any]) -> list[Any]:
-    """The first blocks and the rest, one behind the other. None: they are zeros. Whole leaves are among the first."""
+    """Returns the blocks of `first` followed by those of `rest`. None stands for zeros. Whole leaves are in `first`."""
 
     def join(b: Blocks, x: Any, y: Any) -> Any:
         given: Any = x if y is None else y
@@ -329,5 +344,5 @@ def _line(cut: list[Blocks | None], first: list[Any], rest: list[Any]) -> list[A
 
 
 def _add(some: list[Any], more: list[Any]) -> list[Any]:
-    """The sums of what leaves have."""
+    """Returns the sum of two values for each leaf. A None in `more` counts as zeros."""
     return [x if y is None else x + y for x, y in zip(some, more)]
