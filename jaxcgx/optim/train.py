@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -209,12 +210,19 @@ class Step:
     def __init__(self, jitted: Any, placement: Placement | Alone, place: int, finish: Any = None) -> None:
         """place: the position of the batch among the arguments. finish: see `TrainStep`; None: nothing is pending."""
         self._jitted, self._placement, self._place = jitted, placement, place
-        self.finish: Callable[..., tuple[Any, ...]] = finish or (lambda *state: state)
+        self._finish: Callable[..., tuple[Any, ...]] = finish or (lambda *state: state)
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         self._placement.check_batch(kwargs.get("batch", args[self._place] if len(args) > self._place else None))
         with without_constraints(OP, "loss_fn", self._placement.names):
             return self._jitted(*args, **kwargs)
+
+    def finish(self, *state: Any) -> tuple[Any, ...]:
+        """See `TrainStep`."""
+        with warnings.catch_warnings():
+            # Pending gradients are donated to be freed early. No result can take their place.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return self._finish(*state)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_jitted"), name)  # which a copy lacks at first

@@ -1,5 +1,7 @@
 """overlap="priority": the steps of plain training, one update later, and what `finish` does."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import optax
 import pytest
 from errors import raises, says
 from helpers import assert_same_trees, assert_trees
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ranks import mesh
 
@@ -110,6 +113,16 @@ def test_after_finish_a_state_is_like_a_fresh_one():
     *_, metrics = step.step(*left, BATCHES[2])  # goes on
     np.testing.assert_array_equal(metrics.loss, train()[2][2].loss)
     assert step.step._cache_size() == 2  # without pending gradients, and with
+
+
+def test_finish_says_nothing_of_what_it_drops():
+    # Without residuals, nothing has the shape of pending gradients. JAX checks that on Explicit meshes.
+    explicit = mesh(4, axis_type=AxisType.Explicit)
+    step = cgx.make_train_step(loss, optax.sgd(0.1), explicit, data_axis="a", overlap="priority", plan=cgx.Raw())
+    state = step.step(*step.init(PARAMS), BATCHES[0])[:2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.finish(*state)
 
 
 def test_a_plain_step_refuses_what_is_pending():
