@@ -121,6 +121,6 @@ __version__ = importlib.metadata.version("jaxcgx")
 
 
 def __getattr__(name: str) -> types.ModuleType:
-    if name == "mpi":  # not imported before it is asked for: it starts MPI, which not everybody has
+    if name == "mpi":  # imported on first use, because the import starts MPI, which is optional
         return importlib.import_module("jaxcgx.mpi")
     raise AttributeError(f"module 'jaxcgx' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 
 def doctor(_: argparse.Namespace) -> int:
-    """python -m jaxcgx doctor. 1 if there are problems."""
+    """Runs python -m jaxcgx doctor. Returns 1 if there are problems, else 0."""
     from jaxcgx.report import doctor
 
     report = doctor.examine()
@@ -17,7 +17,7 @@ def doctor(_: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> None:
-    """python -m jaxcgx tune."""
+    """Runs python -m jaxcgx tune."""
     from jaxcgx.report import tune
 
     try:
@@ -30,7 +30,7 @@ def tune(options: argparse.Namespace) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """python -m jaxcgx plan."""
+    """Runs python -m jaxcgx plan."""
     from jaxcgx.report import advise, shapes
 
     given = vars(options)
@@ -50,7 +50,7 @@ def plan(options: argparse.Namespace) -> None:
 
 
 def lab(options: argparse.Namespace) -> int:
-    """python -m jaxcgx lab. The worst status of the command."""
+    """Runs python -m jaxcgx lab. Returns the worst exit status of the command."""
     from jaxcgx.checks import check_integer
     from jaxcgx.lab import Link, files, network
     from jaxcgx.report import figures, lab, results
@@ -80,12 +80,12 @@ def lab(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> None:
-    """python -m jaxcgx report."""
+    """Runs python -m jaxcgx report."""
     from jaxcgx.report import figures, results
 
     try:
         names = [path.stem for path in options.files]
-        if len(set(names)) < len(names):  # of several folders
+        if len(set(names)) < len(names):  # files with the same name in several folders
             names = ["-".join(path.with_suffix("").parts[-2:]) for path in options.files]
         files = {name: results.read(path) for name, path in zip(names, options.files)}
         print(*(figures.spell(name, data) for name, data in files.items()), sep="\n\n")
@@ -95,7 +95,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
-    """Runs a command, by default the one of sys.argv, and returns the exit status."""
+    """Runs a command and returns its exit status. The arguments are by default from sys.argv."""
     parser = argparse.ArgumentParser(prog="python -m jaxcgx", description="Compressed gradient exchange for JAX.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

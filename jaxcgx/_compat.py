@@ -1,4 +1,4 @@
-"""Every branch on a JAX version and every private import of JAX. Supported: 0.9 to 0.12."""
+"""All code that depends on the version of JAX, and all private imports of JAX. Supported: 0.9 to 0.12."""
 
 import contextlib
 import inspect
@@ -9,20 +9,20 @@ import jax
 from jax import lax
 from jax._src import effects, shard_map
 from jax._src.core import (
-    NamedAxisEffect,  # tells jit and scan which axes must be bound; it is public nowhere
-    abstract_token,  # it is public from 0.11 on
-    eval_jaxpr,  # types don't have the public one
-    trace_state_clean,  # it is public nowhere
+    NamedAxisEffect,  # tells jit and scan which axes must be bound; not public
+    abstract_token,  # public since 0.11
+    eval_jaxpr,  # type checkers don't find the public one
+    trace_state_clean,  # not public
 )
-from jax._src.dispatch import prim_requires_devices_during_lowering  # it is public nowhere
-from jax._src.distributed import global_state as distributed  # its store of keys and values is public nowhere
-from jax._src.effects import remat_allowed_effects  # it is public nowhere
-from jax._src.interpreters import ad as private_ad  # the rules of shard_map
-from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # what lowering rules see of a mesh
-from jax._src.xla_bridge import backends_are_initialized  # it is public nowhere
+from jax._src.dispatch import prim_requires_devices_during_lowering  # not public
+from jax._src.distributed import global_state as distributed  # its key-value store is not public
+from jax._src.effects import remat_allowed_effects  # not public
+from jax._src.interpreters import ad as private_ad  # has the transpose rule of shard_map in newer versions
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext  # the contexts of the mesh in lowering rules
+from jax._src.xla_bridge import backends_are_initialized  # not public
 from jax.core import ShapedArray
-from jax.extend.core import Primitive  # JAX promises nothing about jax.extend between versions
-from jax.interpreters import ad, batching, mlir  # nor about jax.interpreters
+from jax.extend.core import Primitive  # jax.extend may change in any version
+from jax.interpreters import ad, batching, mlir  # jax.interpreters may change in any version
 
 __all__ = [
     "GLOO_SCATTERS_WRONGLY",
@@ -59,39 +59,39 @@ __all__ = [
 
 
 def varying_axes(x: Any) -> frozenset[Any]:
-    """The manual mesh axes that `x` varies over, which shard_map's check_vma tracks."""
+    """Returns the manual mesh axes that `x` varies over, as shard_map's check_vma tracks them."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
-    if hasattr(aval, "vma"):  # until 0.9
+    if hasattr(aval, "vma"):  # up to 0.9
         return aval.vma
     return aval.manual_axis_type.varying
 
 
 def is_eager() -> bool:
-    """Whether nothing is traced: outside of jit, vmap and grad."""
+    """Returns whether nothing is being traced: the caller is outside of jit, vmap and grad."""
     return trace_state_clean()
 
 
 def match_varying(*arrays: Any) -> list[jax.Array]:
-    """The arrays, all varying over the union of the axes that any of them varies over."""
+    """Returns the arrays, all marked as varying over every axis that any of them varies over."""
     axes = frozenset[Any]().union(*map(varying_axes, arrays))
     return [vary(x, axes) for x in arrays]
 
 
 def vary(x: Any, axes: frozenset[Any]) -> jax.Array:
-    """x, varying over `axes` too."""
+    """Returns x, marked as varying over `axes`, in addition to its own axes."""
     missing = tuple(sorted(axes - varying_axes(x), key=str))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def tracked_axes(names: Iterable[Any]) -> frozenset[Any]:
-    """The named axes over which JAX tracks what varies: those of a mesh, under check_vma."""
+    """Returns the axes among `names` for which JAX tracks which values vary: mesh axes under check_vma."""
     return frozenset(name for name in names if varying_axes(lax.axis_index(name)))
 
 
-# Neither a type nor a context of JAX says this. But a transposition is a call of shard_map's rule, and the rules of the
-# operations in its body are called inside of that call.
+# No type and no context of JAX has these axes, so they are read from the call stack. To transpose a shard_map, JAX
+# calls shard_map's transpose rule, and in that call the rules of the operations in its body.
 def transposed_axes() -> frozenset[Any]:
-    """The named axes of the `shard_map`s that JAX is transposing: those which are differentiated from outside."""
+    """Returns the axes of the `shard_map`s that JAX is transposing, because they are differentiated from outside."""
     found, frame = frozenset[Any](), inspect.currentframe()
     while frame is not None:
         if frame.f_code is _transpose_shard_map:
@@ -101,17 +101,17 @@ def transposed_axes() -> frozenset[Any]:
     return found
 
 
-_rules: Any = getattr(private_ad, "fancy_transposes", {})  # newer versions have it there
+_rules: Any = getattr(private_ad, "fancy_transposes", {})  # has shard_map's rule in newer versions
 _transpose_shard_map = (ad.primitive_transposes | _rules)[shard_map.shard_map_p].__code__
 
 
 def result_aval(
     operands: Sequence[Any], shape: Sequence[int], dtype: Any, rows: int = 0, invarying: Iterable[Any] = ()
 ) -> ShapedArray:
-    """A result that varies over the axes that its operands vary over, except those of `invarying`.
+    """Returns the type of a result, which varies over the axes of the first operand except `invarying`.
 
-    With Explicit meshes it is whole on every device, except that its first `rows` dimensions are sharded like an
-    operand's.
+    On Explicit meshes, the result is whole on every device, except that its first `rows` dimensions are sharded like an
+    operand's first dimensions.
     """
     like = operands[0]
     mesh = like.sharding.mesh
@@ -119,7 +119,7 @@ def result_aval(
     spec = jax.sharding.PartitionSpec(*lead, *(None,) * (len(shape) - rows))
     sharding = jax.sharding.NamedSharding(mesh, spec)
     axes = varying_axes(like) - frozenset(invarying)
-    if hasattr(like, "vma"):  # until 0.9
+    if hasattr(like, "vma"):  # up to 0.9
         manual = dict(vma=axes)
     else:
         manual = dict(manual_axis_type=like.manual_axis_type.update(varying=axes))
@@ -127,37 +127,37 @@ def result_aval(
 
 
 def all_gather(x: Any, axes: Any, *, axis: int, tiled: bool, to: str) -> jax.Array:
-    """lax.all_gather, which in 0.9 doesn't take to="invarying"."""
+    """Calls lax.all_gather, which doesn't accept to="invarying" in 0.9."""
     if to == "invarying" and jax.__version_info__ < (0, 10):
-        from jax._src.lax.parallel import all_gather_invariant  # later versions lack it
+        from jax._src.lax.parallel import all_gather_invariant  # not in later versions
 
         return all_gather_invariant(x, axes, axis=axis, tiled=tiled)
     return lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
 
-# Between CPU processes, lax.psum_scatter gives wrong numbers for large arrays: Gloo sends from a buffer that it already
-# overwrites (jax #40830, gloo #303).
+# Between CPU processes, lax.psum_scatter gives wrong numbers for large arrays in these versions: Gloo overwrites a
+# buffer while it still sends from it (jax #40830, gloo #303).
 GLOO_SCATTERS_WRONGLY = jax.__version_info__ < (0, 12)
 
 
 def reduce_scatter_is_wrong() -> bool:
-    """Whether lax.psum_scatter here is the one of GLOO_SCATTERS_WRONGLY."""
+    """Returns whether lax.psum_scatter is wrong here (GLOO_SCATTERS_WRONGLY): with several processes on CPUs."""
     return GLOO_SCATTERS_WRONGLY and jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def axis_effects(axes: Iterable[Hashable]) -> set[Any]:
-    """The effects of a primitive that communicates over named axes."""
+    """Returns the effects of a primitive that communicates over named axes."""
     return {NamedAxisEffect(axis) for axis in axes}
 
 
 def allow_in_remat(effects: Iterable[Any]) -> None:
-    """Lets jax.checkpoint recompute operations with these effects: all ranks then send a collective again."""
+    """Lets jax.checkpoint recompute operations with these effects. All ranks then repeat their collectives."""
     for effect in effects:
         remat_allowed_effects.add_type(type(effect))
 
 
 def whole(x: Any) -> jax.Array:
-    """x, whole on every device as `result_aval` promises, also if its type is sharded (Explicit meshes)."""
+    """Returns x, whole on every device as in `result_aval`. On an Explicit mesh, x may be sharded before."""
     sharding: Any = jax.typeof(x).sharding
     if all(axis is None for axis in sharding.spec):
         return x
@@ -165,17 +165,17 @@ def whole(x: Any) -> jax.Array:
 
 
 def zero_tangent(primal: Any) -> Any:
-    """The symbolic zero that is the tangent of `primal`."""
+    """Returns the symbolic zero tangent of `primal`."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Makes JAX tell the lowering rules of a primitive the devices, which a partitioning rule must know."""
+    """Makes JAX pass the devices to the lowering rules of a primitive. Partitioning rules need them."""
     prim_requires_devices_during_lowering.add(primitive)
 
 
 def partitioner_decides(ctx: Any) -> bool:
-    """Whether XLA's partitioner (Shardy) distributes the program: jit on several devices, outside shard_map."""
+    """Returns whether XLA's partitioner (Shardy) distributes the program: jit on several devices, outside shard_map."""
     context = ctx.module_context.axis_context
     shardy: Any = jax.config
     return (
@@ -189,9 +189,10 @@ def partitioner_decides(ctx: Any) -> bool:
 
 
 def mesh_of_a_part(ctx: Any) -> contextlib.AbstractContextManager[Any]:
-    """No mesh, where the partitioner asks for the program of one device; else the mesh as it is.
+    """Returns a context without a mesh if the partitioner lowers the program of one device, else an empty context.
 
-    Newer versions of JAX leave the caller's mesh there, and an Explicit one leads to shardings within the part.
+    Newer versions of JAX keep the caller's mesh in this lowering. An Explicit mesh would then shard arrays within the
+    program of one device.
     """
     part = isinstance(ctx.module_context.axis_context, SPMDAxisContext)
     if part and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -200,23 +201,26 @@ def mesh_of_a_part(ctx: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class OrderedEffect(effects.Effect):
-    """Operations with it run in the order of the program, and programs in the order in which they are called."""
+    """An effect whose operations run in the order of the program.
+
+    Programs with it run in the order in which they are called.
+    """
 
 
 class OrderedOnEachDevice(OrderedEffect):
-    """The same for programs on several devices, on each device by itself."""
+    """An ordered effect for programs on several devices. Each device has its own order."""
 
 
 class _CalledByPython(effects.Effect):
-    """An effect without an order.
+    """An effect without an order, for programs with ordered effects.
 
     In JAX 0.9 to 0.12, the second call of a program that was compiled ahead of time forgets the tokens of ordered
-    effects, unless the program has an effect without an order.
+    effects, unless the program also has an effect without an order.
     """
 
 
 def effects_in_order(order: Any) -> frozenset[Any]:
-    """The effects of operations that run in the order of an ordered effect."""
+    """Returns the effects of operations that run in the order of an ordered effect."""
     return frozenset({order, _CalledByPython()})
 
 
@@ -233,13 +237,13 @@ effects.shardable_ordered_effects.add_type(OrderedOnEachDevice)
 
 
 def devices_of(ctx: Any) -> list[Any] | None:
-    """The devices of the mesh that shard_map is being lowered for, in its order; None where JAX doesn't say."""
+    """Returns the devices of the mesh for which shard_map is being lowered, in the mesh's order; None if unknown."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     return list(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
 
 
 def rendezvous() -> tuple[Any, int, int, str | None]:
-    """jax.distributed's store of keys and values, this process, the number of processes, the coordinator's address.
+    """Returns (key-value store, id of this process, number of processes, coordinator's address) of jax.distributed.
 
     The store is None before jax.distributed.initialize.
     """
@@ -247,7 +251,7 @@ def rendezvous() -> tuple[Any, int, int, str | None]:
 
 
 def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effect: Any) -> Sequence[Any]:
-    """Lowers an operation of one operand and no results to a call of Python, in the order of an effect."""
+    """Lowers an operation with one operand and no results to a call of a Python function, in the order of an effect."""
 
     def called(operand: Any) -> tuple[()]:
         call(operand)
@@ -261,15 +265,15 @@ def lower_call_of_python(ctx: Any, call: Callable[..., None], operand: Any, effe
 
 
 def counts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many constants a scan has, and how many arrays it carries."""
+    """Returns (number of constants, number of carried arrays) of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.12 on
+    consts, carry, _ = params["ft_in"].unpack()  # since JAX 0.12
     return len(list(consts)), len(list(carry))
 
 
 def lower_ordered(target: str, effect: OrderedEffect, **options: Any) -> Callable[..., Any]:
-    """A lowering rule to an FFI call in the order of an effect. JAX's own rules take tokens from 0.11 on."""
+    """Returns a lowering rule to an FFI call in the order of an effect. JAX's own rules take tokens since 0.11."""
     call: Any = jax.ffi.ffi_lowering(target, has_side_effect=True, **options)
 
     def rule(ctx: Any, *operands: Any, **attributes: Any) -> Sequence[Any]:

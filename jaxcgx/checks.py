@@ -1,7 +1,7 @@
-"""What is wrong with an argument, in one wording.
+"""Checks of arguments. All errors have the same form.
 
-Every error names the function that the user called, the argument, what was expected, what came, and what to write
-instead where that is known. A check returns the value in the form that the rest of the package uses.
+Every error names the function that the user called, the argument, the expected value and the given value. If a remedy
+is known, the error has it, too. A check returns the value in the form that the rest of the package uses.
 """
 
 import inspect
@@ -17,7 +17,7 @@ import numpy as np
 from jaxcgx import _compat
 
 BOOL = bool | np.bool_
-MOST = 2**40  # elements of a bucket, a leaf or a message: more than any has
+MOST = 2**40  # the most elements of a bucket, a leaf or a message; a limit that none reaches
 
 
 def wrong(
@@ -30,9 +30,16 @@ def wrong(
     path: Any = (),
     kind: type[Exception] = ValueError,
 ) -> Exception:
-    """The error for an argument.
+    """Returns the error for a wrong argument.
 
-    `got` is text as it is. `path` is the JAX path of the leaf if the argument is a tree.
+    Args:
+      function: the function that the user called.
+      argument: the name of the argument.
+      expected: a description of right values.
+      got: the given value. It is formatted by str, so pass repr(value) for a string.
+      remedy: what to write instead, if it is known.
+      path: the JAX path of the leaf, if the argument is a tree.
+      kind: the class of the error.
     """
     return unexpected(f"{function}: argument '{argument}'{at(path)}", expected, got, remedy, kind=kind)
 
@@ -40,34 +47,37 @@ def wrong(
 def unexpected(
     place: str, expected: str, got: Any, remedy: str = "", *, kind: type[Exception] = ValueError
 ) -> Exception:
-    """The error for whatever is not an argument: a variable, a key of a file, the answer of the caller's function."""
+    """Returns the error for a wrong value that is not an argument, such as a variable or a key of a file.
+
+    `place` says where the value is. The other arguments are as in `wrong`.
+    """
     text = f"{place}: expected {expected}, got {got}"
     return kind(f"{text}; {remedy}" if remedy else text)
 
 
 def at(path: Any) -> str:
-    """A leaf, by its JAX path, as errors name it; nothing for a tree that is a single leaf."""
+    """Returns the name of a leaf in errors, from its JAX path. For a tree that is a single leaf, it is ""."""
     name = jax.tree_util.keystr(path)
     return f", leaf {name}" if name else ""
 
 
 def spell_array(x: Any) -> str:
-    """An array by its dtype and shape; anything else by its repr."""
+    """Returns the dtype and shape of an array, or the repr of any other value."""
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") and hasattr(x, "shape") else repr(x)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of Python or NumPy. A bool is not."""
+    """Returns whether a value is an integer of Python or NumPy. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, BOOL)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number of Python or NumPy. A bool is not."""
+    """Returns whether a value is a real number of Python or NumPy. A bool is not."""
     return isinstance(value, numbers.Real) and not isinstance(value, BOOL)
 
 
 def check_choice(function: str, argument: str, value: Any, choices: Collection[Any]) -> Any:
-    """One of some strings."""
+    """Checks that a value is one of the strings `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise wrong(function, argument, f"one of {', '.join(map(repr, choices))}", repr(value))
     return value
@@ -84,14 +94,14 @@ def check_shape(function: str, argument: str, value: Any) -> tuple[int, ...]:
 
 
 def check_flag(function: str, argument: str, value: Any) -> bool:
-    """The value as a bool."""
+    """Returns the value as a bool."""
     if not isinstance(value, BOOL):
         raise wrong(function, argument, "True or False", repr(value), kind=TypeError)
     return bool(value)
 
 
 def check_integer(function: str, argument: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """The value as an int, from `low` to `high` where these are given."""
+    """Returns the value as an int, and checks that it is from `low` to `high` if these are given."""
     if high is not None:
         expected = f"an integer from {low} to {'2^40' if high == MOST else high}"
     elif low is not None:
@@ -112,7 +122,7 @@ def check_integer(function: str, argument: str, value: Any, low: int | None = No
 def check_number(
     function: str, argument: str, value: Any, fits: Callable[[Any], bool], expected: str, remedy: str = ""
 ) -> Any:
-    """A real number for which `fits` is true; `expected` says so in words."""
+    """Checks that a value is a real number for which `fits` is true. `expected` describes such numbers."""
     if not is_number(value):
         raise wrong(function, argument, expected, repr(value), remedy, kind=TypeError)
     if not fits(value):
@@ -121,12 +131,12 @@ def check_number(
 
 
 def check_positive(function: str, argument: str, value: Any) -> Any:
-    """A real number greater than 0."""
+    """Checks that a value is a real number greater than 0."""
     return check_number(function, argument, value, lambda x: x > 0, "a positive number")
 
 
 def check_hashable(function: str, argument: str, value: Any, remedy: str) -> Any:
-    """Something hashable, as jit requires of everything static."""
+    """Checks that a value is hashable, because jit requires it of static values."""
     try:
         hash(value)
     except TypeError:
@@ -140,7 +150,7 @@ def check_field(instance: Any, name: str, check: Callable[..., Any], *args: Any)
 
 
 def check_array(function: str, argument: str, value: Any, path: Any = ()) -> jax.Array:
-    """The value as a JAX array."""
+    """Returns the value as a JAX array."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
@@ -150,7 +160,7 @@ def check_array(function: str, argument: str, value: Any, path: Any = ()) -> jax
 def check_varying(
     function: str, names: Sequence[Any], paths: Sequence[Any], leaves: Sequence[Any], argument: str = "x"
 ) -> None:
-    """Checks that every leaf varies over the axes `names`, where JAX tracks that (shard_map's check_vma)."""
+    """Checks that every leaf varies over the axes `names`, if JAX tracks this (shard_map's check_vma)."""
     tracked = _compat.tracked_axes(names)
     for path, leaf in zip(paths, leaves):
         same = [name for name in names if name in tracked and name not in _compat.varying_axes(leaf)]
@@ -168,7 +178,7 @@ def check_varying(
 
 
 def callers_level() -> int:
-    """The stacklevel of a warning that points to the first line outside this package."""
+    """Returns the stacklevel that makes a warning point to the first line outside this package."""
     level, frame = 0, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").startswith("jaxcgx."):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Types of arguments. Those of jax.typing are inferred ones, which type checkers don't take from other packages."""
+"""Types of arguments. Those of jax.typing have no annotations, so type checkers don't use them outside of JAX."""
 
 from collections.abc import Hashable
 from typing import Any, TypeAlias
@@ -9,4 +9,4 @@ import numpy as np
 ArrayLike: TypeAlias = jax.Array | np.ndarray[Any, Any] | np.bool_ | np.number[Any] | bool | int | float
 DTypeLike: TypeAlias = str | type[Any] | np.dtype[Any]
 DType: TypeAlias = np.dtype[Any]
-AxisName: TypeAlias = Hashable  # of a mesh or of vmap; Tcp of such a name; or a tuple of these, outermost first
+AxisName: TypeAlias = Hashable  # an axis of a mesh or of vmap; Tcp(name); or a tuple, outermost first

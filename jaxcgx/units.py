@@ -1,4 +1,4 @@
-"""Rates and times as people write them: 110mbit, 40ms."""
+"""Parses and formats rates and times as people write them: 110mbit, 40ms."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def _parse(place: str, text: Any, units: Mapping[str, float]) -> float:
 
 
 def parse_rate(place: str, text: Any, most: int = 10**11) -> int:
-    """The rate "110mbit" in bit/s, at most `most`. `place` says where the text is, for errors."""
+    """Returns a rate such as "110mbit" in bit/s, at most `most`. Errors name the text's `place`."""
     rate = round(_parse(place, text, RATES))
     if not 8_000 <= rate <= most:
         raise unexpected(place, f"a rate from 8kbit to {spell_rate(most)}", repr(text))
@@ -28,11 +28,11 @@ def parse_rate(place: str, text: Any, most: int = 10**11) -> int:
 
 
 def parse_time(place: str, text: Any) -> float:
-    """The time "40ms" in seconds. `place` says where the text is, for errors."""
+    """Returns a time such as "40ms" in seconds. Errors name the text's `place`."""
     return _parse(place, text, TIMES)
 
 
 def spell_rate(rate: float) -> str:
-    """A rate in bit/s, as parse_rate reads it."""
+    """Returns a rate in bit/s as a text that parse_rate reads."""
     unit = next(unit for unit in reversed(RATES) if rate >= RATES[unit] or unit == "bit")
     return f"{rate / RATES[unit]:.10g}{unit}"

@@ -1,4 +1,4 @@
-"""JAX's collectives, compressed."""
+"""Compressed versions of JAX's collectives, and of `jax.value_and_grad`."""
 
 from jaxcgx.collectives.all_gather import compressed_all_gather
 from jaxcgx.collectives.all_to_all import compressed_all_to_all

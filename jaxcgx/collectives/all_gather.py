@@ -30,22 +30,23 @@ def compressed_all_gather(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """Every rank's `x`, as `jax.lax.all_gather`.
+    """Returns every rank's `x`, like `jax.lax.all_gather`.
 
-    A rank decodes its own bytes, too, so all ranks get the same arrays.
+    Each rank also decodes its own bytes, so all ranks get the same arrays.
 
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
-      codec: as in `compressed_psum`. A dict of codecs gathers over the outermost axis first, a share per inner rank.
+      codec: as in `compressed_psum`. With a dict of codecs, ranks gather over the outermost axis first. There, each
+        inner rank gathers a share.
       key: a random key for codecs that round stochastically.
-      axis: as in lax, or a tree of such integers like `x`.
-      tiled: as in lax.
-      to: as in lax, "varying" or "invarying".
-      schedule: "one_shot", the only one, or "auto".
-      backward_codec: the codec of the transpose, compressed_psum_scatter; by default `codec`.
+      axis: as in jax.lax; or a tree like `x` with an axis for each leaf.
+      tiled: as in jax.lax.
+      to: as in jax.lax, "varying" or "invarying".
+      schedule: "one_shot", or "auto", which means the same here.
+      backward_codec: the codec of the transpose, a `compressed_psum_scatter`; by default `codec`.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
     """
     op = "compressed_all_gather"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
@@ -57,7 +58,7 @@ def compressed_all_gather(
 def gather(
     op: str, x: Any, net: Transport, codec: Any, options: Options, dimension: Dimension, to: str = "varying"
 ) -> Any:
-    """`compressed_all_gather` over the ranks of a transport."""
+    """Returns the result of `compressed_all_gather` over the ranks of a transport."""
     call, (axis, tiled) = Call(op, x, net=net, codec=codec, options=options), dimension
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     check_choice(op, "to", to, ("varying", "invarying"))

@@ -31,22 +31,23 @@ def compressed_all_to_all(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """The exchange of slices among ranks, as `jax.lax.all_to_all`.
+    """Sends slice r of `x` to rank r, and returns the received slices, like `jax.lax.all_to_all`.
 
-    Slice r of `x` along `split_axis` goes to rank r. The slices that arrive are joined along `concat_axis`.
+    `x` is cut into slices along `split_axis`. The received slices are joined along `concat_axis`.
 
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
-      split_axis: as in lax.
-      concat_axis: as in lax.
-      codec: as in `compressed_psum`. A dict of codecs exchanges over one axis after another, innermost first.
+      split_axis: as in jax.lax.
+      concat_axis: as in jax.lax.
+      codec: as in `compressed_psum`. With a dict of codecs, slices are exchanged over one axis after another, innermost
+        first.
       key: a random key for codecs that round stochastically.
-      tiled: as in lax.
-      schedule: "one_shot", the only one, or "auto".
-      backward_codec: the codec of the transpose, which is the exchange back; by default `codec`.
+      tiled: as in jax.lax.
+      schedule: "one_shot", or "auto", which means the same here.
+      backward_codec: the codec of the transpose, the exchange back; by default `codec`.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
     """
     op = "compressed_all_to_all"
     options = Options(key=key, schedule=schedule, strict=strict, fusion_mb=fusion_mb, backward_codec=backward_codec)
@@ -61,7 +62,7 @@ def compressed_all_to_all(
 
 
 def exchange(op: str, x: Any, net: Transport, codec: Any, options: Options, dimensions: Dimensions) -> Any:
-    """`compressed_all_to_all` over the ranks of a transport."""
+    """Returns the result of `compressed_all_to_all` over the ranks of a transport."""
     call, (split_axis, concat_axis, tiled) = Call(op, x, net=net, codec=codec, options=options), dimensions
     check_choice(op, "schedule", options.schedule, ("auto", "one_shot"))
     split_axes: list[int] = []

@@ -19,7 +19,7 @@ from jaxcgx.transports.base import Transport
 
 
 class Options(NamedTuple):
-    """The options of a call, as its function's docstring explains them."""
+    """The options of a call. The docstring of the called function explains them."""
 
     key: Any = None
     schedule: Any = "auto"
@@ -28,22 +28,23 @@ class Options(NamedTuple):
     strict: bool = False
     fusion_mb: Any = None
     backward_codec: Any = None
-    # whether leaves of Raw() share messages, too, in place of a collective for each, which XLA may join or not
+    # whether leaves of Raw() also share messages; otherwise each leaf has its own collective, which XLA may join
     join_raw: bool = False
-    # the leaves' numbers in the order of the messages; None: that of the tree
+    # the numbers of the leaves in the order in which messages are sent; None: the order of the tree
     order: tuple[int, ...] | None = None
-    # the elements of a slice: messages are then made in the order of the tree, and later ones may overtake earlier ones
+    # the elements of a slice; with slices, messages are made in the order of the tree, and slices of a later message
+    # may overtake an earlier message
     slice_elements: int | None = None
-    # how the caller's function names these two arguments, for errors
+    # the names that the called function has for these two arguments, for errors
     codec_name: str = "codec"
     key_name: str = "key"
 
 
 class Dimension(NamedTuple):
-    """The dimension of a caller's arrays along which ranks split or join; `tiled` as in lax: whether it stays."""
+    """The dimension along which arrays are split among ranks or joined."""
 
-    axis: Any  # one for all leaves, or a tree like them
-    tiled: bool
+    axis: Any  # one dimension for all leaves, or a tree with one for each leaf
+    tiled: bool  # as in lax: whether the dimension is kept
 
 
 class Dimensions(NamedTuple):
@@ -55,8 +56,11 @@ class Dimensions(NamedTuple):
 
 
 def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[Any], what: str) -> list[Any]:
-    """The values of a dict for the parts of a transport, outermost first. what: the values, in words."""
-    if not parts:  # a communicator
+    """Returns the values of a dict that has a key for each part of a transport, outermost first.
+
+    `what` describes a value in errors.
+    """
+    if not parts:  # a communicator without levels
         raise wrong(op, argument, f"{what} for all ranks of a communicator", given, "pass jaxcgx.mpi.hierarchy()")
     missing, unknown = [n for n in parts if n not in given], [n for n in given if n not in parts]
     if missing or unknown:
@@ -69,7 +73,7 @@ def check_each(op: str, argument: str, given: dict[Any, Any], parts: Collection[
 
 
 def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[Stage, ...]:
-    """The stages, outermost first: one exchange over all ranks together, or one for each part.
+    """Returns the stages, outermost first: one stage over all ranks together or, for a dict, one for each part.
 
     Their schedules are chosen later.
     """
@@ -83,7 +87,7 @@ def check_stages(op: str, argument: str, codec: Any, net: Transport) -> tuple[St
 
 
 def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], sums: bool) -> None:
-    """Checks that codecs of low rank are used for sums, over all axes together or over the outermost one."""
+    """Checks that low-rank codecs are used only for sums, over all axes together or over the outermost axis."""
     for there in dict.fromkeys(stages):
         for j, stage in enumerate(there):
             if not sums:
@@ -101,9 +105,17 @@ def check_low_rank(op: str, argument: str, stages: Sequence[tuple[Stage, ...]], 
 def check_shared_key(
     op: str, used: list[Codec], possible: list[Codec], options: Options, names: tuple[Any, ...]
 ) -> jax.Array | None:
-    """`check_key` for the codecs in use. The key must be the same on every rank.
+    """Returns the words of the key if a codec in use draws noise, else None.
 
-    `possible` are the codecs that leaves of another tree could use. A key for one of these is no mistake.
+    The key must be the same on every rank.
+
+    Args:
+      op: the function that errors name.
+      used: the codecs in use.
+      possible: the codecs that another tree of leaves could use. If none of these draws noise either, a key causes a
+        warning.
+      options: the options of the call.
+      names: the axes of the ranks.
     """
     drawing = [codec for codec in used if codec.stochastic]
     key, argument = options.key, options.key_name
@@ -128,7 +140,7 @@ def check_shared_key(
 
 
 def check_schedules(op: str, schedule: Any, parts: Collection[Any]) -> list[Any]:
-    """The schedules that a caller asks for, outermost first: one, or one for each part of a transport."""
+    """Returns the schedules that a caller asks for: a single one or, for a dict, one for each part, outermost first."""
     by_axis = isinstance(schedule, dict)
     asked = check_each(op, "schedule", schedule, parts=parts, what="a schedule") if by_axis else [schedule]
     for i, each in enumerate(asked):
@@ -153,9 +165,9 @@ def check_own(op: str, own: str, schedule: Any) -> None:
 
 
 def check_hops(op: str, stage: Stage, asked: str | Overlay = "auto") -> None:
-    """Checks that an overlay has this number of ranks, and that the codec can go along it or around a ring.
+    """Checks that an overlay has as many ranks as the stage, and that the codec works with an overlay or a ring.
 
-    asked: the schedule that the user gave, which the codec may not have taken.
+    `asked` is the schedule that the user gave. A stage with a low-rank codec has the schedule "psum" instead.
     """
     schedule, ranks = stage.schedule, stage.net.size
     if isinstance(asked, Overlay) and stage.codec.low_rank:
@@ -164,7 +176,7 @@ def check_hops(op: str, stage: Stage, asked: str | Overlay = "auto") -> None:
     if isinstance(schedule, Overlay) and schedule.ranks != ranks:
         raise wrong(op, "schedule", f"an overlay of the {ranks} ranks", f"one of {schedule.ranks}")
     hops = schedule == "ring" or (isinstance(schedule, Overlay) and schedule.depth > 1)
-    if hops and stage.codec.sums_grow:  # sums must take no more bytes than leaves
+    if hops and stage.codec.sums_grow:  # along hops, sums must take no more bytes than leaves
         raise wrong(
             op,
             "schedule",
@@ -175,7 +187,10 @@ def check_hops(op: str, stage: Stage, asked: str | Overlay = "auto") -> None:
 
 
 def check_tracked(op: str, names: tuple[Any, ...]) -> bool:
-    """Whether JAX tracks which values vary over the axes (shard_map's check_vma). It must for all of them or none."""
+    """Returns whether JAX tracks which values vary over the axes (shard_map's check_vma).
+
+    JAX must track this for all of the axes or for none.
+    """
     tracked = _compat.tracked_axes(names)
     if tracked and (others := [name for name in names if name not in tracked]):
         raise wrong(
@@ -189,7 +204,7 @@ def check_tracked(op: str, names: tuple[Any, ...]) -> bool:
 
 
 def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
-    """The leaf as an array. It must be whole on a device."""
+    """Returns the leaf as an array. Its type must not be sharded: every device has the whole array."""
     leaf = check_array(op, argument, leaf, path)
     if cut := [axis for axis in jax.typeof(leaf).sharding.spec if axis is not None]:
         raise wrong(
@@ -204,7 +219,7 @@ def check_whole(op: str, argument: str, path: Any, leaf: Any) -> jax.Array:
 
 
 def check_summable(op: str, x: Any) -> None:
-    """Checks that no leaf is a random key, which can't be added."""
+    """Checks that no leaf is a random key, because keys can't be added."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             remedy = "take it out of the tree, or pass jax.random.key_data(key) to add its words"
@@ -214,7 +229,7 @@ def check_summable(op: str, x: Any) -> None:
 
 
 def per_leaf(op: str, argument: str, dimension: Any, call: Any) -> list[Any]:
-    """The dimension of each leaf of a call: the same for all, or that of a tree like the leaves."""
+    """Returns the dimension of each leaf: an integer is for all leaves, a tree has a dimension for each."""
     if hasattr(dimension, "__index__"):
         return [dimension] * len(call.leaves)
     try:
@@ -224,7 +239,7 @@ def per_leaf(op: str, argument: str, dimension: Any, call: Any) -> list[Any]:
 
 
 def check_dimension(op: str, argument: str, dimension: Any, leaf: Any, path: Any, extra: int = 0) -> int:
-    """`dimension`, counted from the front, of an array with `extra` more dimensions than the leaf."""
+    """Returns `dimension` counted from the front, for an array with `extra` more dimensions than the leaf."""
     ndim = leaf.ndim + extra
     d = check_integer(op, argument, dimension)
     if not -ndim <= d < ndim:

@@ -1,4 +1,4 @@
-"""The arguments of a call that is left to jit: what is differentiated, what is split over ranks, what is no array."""
+"""Splits the arguments of a `value_and_grad` call: differentiated arguments, arrays for the ranks, and constants."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -19,24 +19,25 @@ class Split:
     """How the arguments of a call are split over the ranks."""
 
     ranks: Ranks
-    places: tuple[int, ...]  # of the differentiated arguments
+    places: tuple[int, ...]  # the positions of the differentiated arguments
     tree: Any  # the structure of the other arguments
-    static: list[Any]  # their leaves that are no arrays; None in place of the others
-    is_array: tuple[bool, ...]
-    specs: tuple[P, ...]  # of the arrays
-    keys: tuple[bool, ...]  # which of them is a single random key
-    param_specs: Any  # over the other axes of the mesh
+    static: list[Any]  # the leaves of the other arguments that are no arrays, with None in place of each array
+    is_array: tuple[bool, ...]  # for each leaf of the other arguments
+    specs: tuple[P, ...]  # for each array: how it is split over the ranks
+    keys: tuple[bool, ...]  # for each array: whether it is a single random key
+    param_specs: Any  # how the differentiated arguments are sharded over the other axes of the mesh
 
     @classmethod
     def of(cls, ranks: Ranks, places: tuple[int, ...], others: Any, given: list[Any], param_specs: Any) -> "Split":
-        """The split of a call.
+        """Makes the split of a call.
 
         Args:
           ranks: the ranks.
           places: the positions of the differentiated arguments.
-          others: the other arguments: those by position, those by name, and what isn't differentiated of parameters.
-          given: the caller's spec for each leaf of `others`, or None.
-          param_specs: how the differentiated arguments are sharded over the other axes.
+          others: the other positional arguments, the keyword arguments, and the leaves of the differentiated arguments
+            that have no gradient.
+          given: for each leaf of `others` the caller's spec, or None if the caller gave none.
+          param_specs: how the differentiated arguments are sharded over the other axes of the mesh.
         """
         found, tree = jax.tree_util.tree_flatten_with_path(others)
         is_array = [isinstance(x, jax.Array | np.ndarray) for _, x in found]
@@ -66,20 +67,21 @@ class Split:
         )
 
     def arrays(self, others: Any) -> list[Any]:
-        """The arrays among the other arguments."""
+        """Returns the arrays among the leaves of the other arguments."""
         return [x for x, array in zip(jax.tree_util.tree_leaves(others), self.is_array) if array]
 
     def arguments(self, params: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """What the loss function is called with."""
+        """Returns (args, kwargs) for the loss function, from the differentiated leaves and the other arrays."""
         each = iter(arrays)
         leaves = [next(each) if array else x for x, array in zip(self.static, self.is_array)]
         args, kwargs, fixed = jax.tree_util.tree_unflatten(self.tree, leaves)
         return insert(args, self.places, params, fixed), kwargs
 
     def check_closure(self, call: Callable[..., Any], params: Any, arrays: Any) -> None:
-        """Refuses a loss that closes over what looks like all examples, where a rank's single one is broadcast.
+        """Refuses a loss that closes over an array with as many rows as the batch, if each rank has a single example.
 
-        More than one example of a rank doesn't fit to all, and JAX says so. Arguments are those of `aux_specs`.
+        JAX would broadcast the single example against the rows of all ranks. If a rank has more examples, the shapes
+        don't match, and JAX raises an error. The arguments are the same as for `aux_specs`.
         """
         ranks = self.ranks
         if ranks.size == 1 or all(examples(x, spec) != ranks.size for x, spec in zip(arrays, self.specs)):
@@ -94,12 +96,12 @@ class Split:
                 raise wrong(ranks.op, "loss_fn", expected, got, remedy)
 
     def _parts(self, arrays: Any) -> list[Any]:
-        """The shapes that a rank has of the other arrays."""
+        """Returns the shapes of a rank's parts of the other arrays."""
         return [self.ranks.local(x, spec) for x, spec in zip(arrays, self.specs)]
 
     def _trace(self, call: Callable[..., Any], params: Any, arrays: Any) -> Any:
-        """(the program, the shapes of its results) of a function of a loss's arguments, for arrays of these shapes."""
-        axes = [(name, self.ranks.mesh.shape[name]) for name in self.ranks.names]  # a loss may average over them
+        """Traces `call` for arrays of these shapes. Returns (program, shapes of its results)."""
+        axes = [(name, self.ranks.mesh.shape[name]) for name in self.ranks.names]  # a loss may average over these axes
         traced = lambda params, arrays: call(self.arguments(params, arrays))
         shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
         return jax.make_jaxpr(traced, axis_env=axes, return_shape=True)(
@@ -107,13 +109,15 @@ class Split:
         )
 
     def aux_specs(self, call: Callable[..., Any], params: Any, arrays: Any) -> tuple[Any, list[P | None]]:
-        """The structure of the auxiliary outputs, and how each is split: as the shapes of the whole batch's say.
+        """Returns the structure of the auxiliary outputs, and a spec for each of their leaves.
 
-        P() is for one that differs between ranks, None for one that no rank's part of a batch changes.
+        The loss is traced with the whole batch and with a rank's part. A dimension whose size differs between these
+        traces is split over the ranks. P() is for a leaf that may differ between ranks. None is for a leaf that is the
+        same on every rank.
 
         Args:
-          call: from what a loss is called with to (its value, the auxiliary outputs).
-          params: the parameters.
+          call: a function from the (args, kwargs) of a loss to (its value, the auxiliary outputs).
+          params: the differentiated leaves.
           arrays: the other arrays.
         """
 
@@ -144,7 +148,14 @@ class Split:
 
 
 def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixed: list[Any]) -> list[Any]:
-    """All positional arguments: the others, and at their places the two parts of those that are differentiated."""
+    """Returns all positional arguments of a loss.
+
+    Args:
+      others: the positional arguments that are not differentiated.
+      places: the positions of the differentiated arguments.
+      params: the differentiated arguments, with None in place of the leaves that have no gradient.
+      fixed: the leaves that have no gradient, with None in place of the differentiated leaves.
+    """
     whole = jax.tree_util.tree_map(lambda x, y: y if x is None else x, list(params), fixed, is_leaf=is_none)
     args = list(others)
     for i, x in sorted(zip(places, whole), key=lambda pair: pair[0]):
@@ -153,7 +164,7 @@ def insert(others: list[Any], places: Sequence[int], params: Sequence[Any], fixe
 
 
 def _closed_over(jaxpr: Any, count: int) -> list[Any]:
-    """The arrays that a function of `count` arrays closes over, or their types."""
+    """Returns the arrays that a traced function of `count` arrays closes over, or only their types."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     found = [*jaxpr.consts, *(x.aval for x in inner.invars[: len(inner.invars) - count])]
     for eqn in inner.eqns:
@@ -164,9 +175,15 @@ def _closed_over(jaxpr: Any, count: int) -> list[Any]:
 
 
 def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> dict[int, Any]:
-    """The leaves of its arguments that a loss has changed, as modules of NNX do, by their places among `before`.
+    """Returns {number of the leaf: new value} for the leaves of its arguments that a loss has changed.
 
-    Each rank has copies. What it assigns to a list or a dict would be lost, and so would what a module has anew.
+    Modules of Flax NNX change their variables. A loss gets copies of its arguments. So items that it replaces in a list
+    or a dict, new variables of a module, and changed static attributes would be lost. These are errors.
+
+    Args:
+      op: the function that errors name.
+      before: the leaves of the arguments with their paths, and the structure, from before the call.
+      given: the arguments after the call.
     """
     (leaves, structure), (now, structure_now) = before, jax.tree_util.tree_flatten_with_path(given)
     after = dict(now)
@@ -190,14 +207,20 @@ def changes(op: str, before: tuple[list[tuple[Any, Any]], Any], given: Any) -> d
 
 
 def _modules(structure: Any) -> list[tuple[type, Any]]:
-    """(type, what is static) of the nodes of a tree that are no plain containers, of which a loss has its own."""
+    """Returns (type, static data) of every node of a tree that isn't a list, dict or tuple.
+
+    Plain containers don't count, because a loss may add items to its own copies of them.
+    """
     data = structure.node_data()
     own = [] if data is None or data[0] in (dict, list, tuple) else [data]
     return own + [each for child in structure.children() for each in _modules(child)]
 
 
 def check_aliases(op: str, arguments: Any) -> None:
-    """Refuses variables of NNX that are in two places: in a pytree they are two, with half a gradient each."""
+    """Refuses a variable of NNX that is in two places.
+
+    In a pytree it would become two variables, and each would get only a part of the gradient.
+    """
     seen: dict[int, Any] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(arguments, is_leaf=_is_variable):
         if _is_variable(x) and (first := seen.setdefault(id(x), path)) != path:
@@ -211,19 +234,22 @@ def check_aliases(op: str, arguments: Any) -> None:
 
 
 def assign(tree: Any, path: Sequence[Any], value: Any) -> None:
-    """Gives an attribute, somewhere in a tree, a new value."""
+    """Assigns a new value to the attribute at a path of a tree."""
     *inner, last = path
     for key in inner:
         is_name = isinstance(key, jax.tree_util.GetAttrKey)
         tree = getattr(tree, key.name) if is_name else tree[key.key if hasattr(key, "key") else key.idx]
-    if _is_variable(tree):  # whose attribute is deprecated
+    if _is_variable(tree):  # assignment to its attribute is deprecated
         tree.set_value(value)
     else:
         setattr(tree, last.name, value)
 
 
 def _is_variable(x: Any) -> bool:
-    """Whether this is a variable of NNX. Its Rngs have an attribute of every name, but not their type."""
+    """Returns whether x is a variable of NNX.
+
+    The type is asked, not x: instances of nnx.Rngs have an attribute of any name.
+    """
     return hasattr(type(x), "set_value")
 
 
@@ -232,12 +258,15 @@ def is_none(x: Any) -> bool:
 
 
 def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The differentiated leaves of the parameters, and the others. Each has None in place of the other's leaves."""
+    """Returns (differentiated leaves, leaves without gradient), two trees like `params`.
+
+    Each tree has None in place of the leaves of the other tree.
+    """
 
     def differentiated(path: Any, x: Any) -> bool:
         if isinstance(x, jax.Array | np.ndarray | np.generic):
             return jnp.issubdtype(x.dtype, jnp.inexact)
-        # Equinox takes no gradient of a number in a module. JAX takes that of one in a dict.
+        # A number in a module has no gradient in Equinox. A number in a dict has one in JAX.
         return isinstance(x, float) and not any(isinstance(key, jax.tree_util.GetAttrKey) for key in path)
 
     take = lambda wanted: jax.tree_util.tree_map_with_path(
@@ -247,5 +276,5 @@ def part(params: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _is_raw_key(x: Any) -> bool:
-    """Whether an array is one random key as two words, or looks like it."""
+    """Returns whether an array has the type of a single raw random key: two words."""
     return x.dtype == np.uint32 and x.shape == (2,)

@@ -1,4 +1,4 @@
-"""A checked call of a collective: how each of its leaves travels, and which leaves share a message."""
+"""A checked call of a collective: the route of each leaf, and the leaves that share a message."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,65 +28,81 @@ from jaxcgx.transports.base import Transport
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How leaves travel: by one stage after another, outermost first. Stages of one rank are left out."""
+    """The stages through which leaves travel, outermost first. Stages of one rank are left out.
+
+    If all stages have one rank, the outermost stage stays.
+    """
 
     stages: tuple[Stage, ...]
 
     @classmethod
     def of(cls, stages: tuple[Stage, ...], backward: tuple[Stage, ...]) -> "Route":
-        """The route of equally many stages there and back. backward: the stages of the transpose."""
+        """Makes a route from the stages of a call and the same number of stages of its transpose (`backward`)."""
         both = [there._replace(backward=back.codec) for there, back in zip(stages, backward)]
         return cls(tuple(stage for stage in both if stage.net.size > 1) or (both[0],))
 
     @property
     def codecs(self) -> list[Codec]:
-        """All codecs, with those of the transpose."""
+        """The codecs of all stages, followed by the codecs of the transpose."""
         return [stage.codec for stage in self.stages] + [stage.backward for stage in self.stages]
 
     def others(self, j: int) -> tuple[Stage, ...]:
-        """The stages without stage j."""
+        """Returns all stages except stage j."""
         return self.stages[:j] + self.stages[j + 1 :]
 
     def with_key(self, message: Message, j: int, others: tuple[Stage, ...]) -> Message:
-        """The message with the key of stage j. Ranks that differ in their place along `others` draw different noise."""
+        """Returns the message with the key of stage j.
+
+        Ranks with different places along the stages `others` draw different noise.
+        """
         return message if len(self.stages) == 1 else message.replace(key=fold_stage(message.key, j, others))
 
 
 class _Assigned(NamedTuple):
-    """What an argument gives the leaves of a call."""
+    """The stages that a codec argument gives the leaves of a call."""
 
-    stages: list[tuple[Stage, ...]]  # of each leaf
-    guarded: list[str | None]  # why a plan leaves it raw
-    skipped: list[bool]  # whether a plan says that it isn't sent
-    used: list[Codec]
-    possible: list[Codec]  # the codecs of another tree, too (check_shared_key)
+    stages: list[tuple[Stage, ...]]  # for each leaf
+    guarded: list[str | None]  # for each leaf: the reason why the plan leaves it raw, or None
+    skipped: list[bool]  # for each leaf: whether the plan doesn't send it
+    used: list[Codec]  # the codecs of these leaves
+    possible: list[Codec]  # all codecs that the argument may give to any tree of leaves (check_shared_key)
 
 
 class Call:
-    """The checked arguments of a collective. Leaves of one route share messages."""
+    """The checked arguments of a collective. Leaves with the same route share messages."""
 
     op: str
     net: Transport
-    size: int  # ranks
+    size: int  # the number of ranks
     tree: Any
     paths: list[Any]
     leaves: list[jax.Array]
     tracked: bool
-    codecs: list[list[Codec]]  # of each leaf, outermost first
+    codecs: list[list[Codec]]  # for each leaf, outermost first
     key: jax.Array | None
     hierarchy: bool
     routes: list[Route]
-    limit: float  # bytes of a message
-    raw: dict[int, str]  # why a leaf travels as it is, or not at all
-    skipped: list[bool]  # whether a leaf is not sent
-    groups: dict[Route, list[int]]  # the other leaves, by route
-    turns: dict[int, int]  # of leaves, where the caller gives an order
+    limit: float  # the most bytes of a message
+    raw: dict[int, str]  # {number of a leaf: the reason why it travels raw, or isn't sent}
+    skipped: list[bool]  # for each leaf: whether it is not sent
+    groups: dict[Route, list[int]]  # the numbers of all other leaves, by route
+    turns: dict[int, int]  # {number of a leaf: its turn}, if the caller gave an order
     slice_elements: int | None
 
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, sums: bool = False, gradients: bool = False
     ) -> None:
-        """sums: whether it is a sum to all ranks. gradients: whether gradients will be exchanged in place of `x`."""
+        """Checks the arguments of a call.
+
+        Args:
+          op: the function that errors name.
+          x: the tree of leaves.
+          net: the transport over all ranks.
+          codec: a codec, a dict of codecs or a `Plan`.
+          options: the options of the call.
+          sums: whether the collective is a sum to all ranks.
+          gradients: whether the gradients of `x` will be exchanged, not `x`.
+        """
         self.op, self.net, self.size = op, net, net.size
         argument = "params" if gradients else "x"
         check_flag(op, "strict", options.strict)
@@ -141,7 +157,10 @@ class Call:
         return _Assigned([stages] * n, guarded=[None] * n, skipped=[False] * n, used=codecs, possible=codecs)
 
     def _alike(self, there: tuple[Stage, ...], back: tuple[Stage, ...]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
-        """Both with as many stages: a raw exchange over all ranks together is also a raw exchange over each part."""
+        """Returns both tuples with the same number of stages.
+
+        A raw exchange over all ranks together is replaced by raw exchanges over each part.
+        """
         if len(there) == len(back):
             return there, back
         flat, parts = sorted((there, back), key=len)
@@ -156,7 +175,7 @@ class Call:
         return (flat, parts) if len(there) < len(back) else (parts, flat)
 
     def _why_raw(self, argument: str, i: int, guarded: str | None, options: Options) -> str | None:
-        """Why a leaf is not compressed, or None. guarded: the plan's reason for it, if any."""
+        """Returns the reason why a leaf is not compressed, or None if it is. `guarded` is the plan's reason, if any."""
         if self.skipped[i]:
             return "the plan skips it"
         leaf, codecs = self.leaves[i], self.routes[i].codecs
@@ -170,14 +189,14 @@ class Call:
         return reason and (guarded or reason)
 
     def run(self, plain: Callable[[Any, int], Any], compressed: Callable[[Message, Route], list[Any]]) -> Any:
-        """The tree of results.
+        """Returns the tree of results.
 
         Args:
-          plain: plain(leaf, its number) is the result for a leaf that travels raw.
-          compressed: compressed(message, route) are the results for the leaves of a message.
+          plain: plain(leaf, its number) returns the result for a leaf that travels raw.
+          compressed: compressed(message, route) returns the results for the leaves of a message.
         """
         results: list[Any] = [None] * len(self.leaves)
-        # The scopes are what `explain` finds in the compiled program.
+        # `explain` finds the scopes in the compiled program.
         for i, reason in self.raw.items():
             leaf, path = self.leaves[i], jax.tree_util.keystr(self.paths[i])
             size = 0 if self.skipped[i] else leaf.size * leaf.dtype.itemsize
@@ -195,11 +214,11 @@ class Call:
         return jax.tree_util.tree_unflatten(self.tree, results)
 
     def turn(self, ids: tuple[int, ...]) -> int:
-        """The turn of a message of leaves: that of its first one."""
+        """Returns the turn of a message with these leaves: the lowest turn of its leaves."""
         return min((self.turns[i] for i in ids), default=0) if self.turns else 0
 
     def _messages(self) -> list[tuple[Route, tuple[int, ...]]]:
-        """The route of each message, and the numbers of its leaves."""
+        """Returns (route, numbers of the leaves) of each message."""
         return [
             (route, tuple(numbers[k] for k in members))
             for route, numbers in self.groups.items()
@@ -208,5 +227,5 @@ class Call:
 
 
 def by_stage(leaves: list[jax.Array], stages: tuple[Stage, ...]) -> list[jax.Array]:
-    """Leaves [ranks, ...] as [ranks of the first stage, ranks of the second, ..., ...]."""
+    """Reshapes leaves [ranks, ...] to [ranks of the first stage, ranks of the second stage, ..., ...]."""
     return [x.reshape(*(stage.net.size for stage in stages), *x.shape[1:]) for x in leaves]

@@ -1,4 +1,4 @@
-"""begin_pmean, end_pmean: a mean that crosses programs. One begins it, later ones run, and one of these ends it."""
+"""begin_pmean, end_pmean: a mean that one program begins and a later program ends. Other programs may run between."""
 
 import dataclasses
 import functools
@@ -26,16 +26,16 @@ from jaxcgx.typing import AxisName
 )
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A mean that has begun, for `end_pmean`. A pytree of arrays with an axis of one in front.
+    """A mean that has begun, for `end_pmean`. It is a pytree of arrays with a leading axis of size one.
 
-    Arrays of zeros say that nothing has begun.
+    If its arrays are zeros, nothing has begun.
     """
 
-    messages: dict[tuple[int, ...], Any]  # under way, by the numbers of their leaves
-    leaves: dict[int, jax.Array]  # means that the beginning program has formed itself, by number
+    messages: dict[tuple[int, ...], Any]  # {numbers of the leaves: message whose exchange has begun}
+    leaves: dict[int, jax.Array]  # {number of the leaf: mean that the first program has already computed}
     tree: Any
     fed: bool  # whether there are residuals
-    names: tuple[Any, ...]
+    names: tuple[Any, ...]  # the axes of the ranks
 
 
 def begin_pmean(
@@ -51,31 +51,35 @@ def begin_pmean(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """Begins a `compressed_pmean` that `end_pmean` ends, in this program or in a later one.
+    """Begins a `compressed_pmean`, which `end_pmean` ends in this program or in a later one.
 
-    Over `Tcp`, the exchange of messages in one codec with kernels, or raw, goes on while the programs between run.
-    Everything else is exchanged at once, and its mean is in the ticket: other transports, hierarchies, `TopK`,
-    `PowerSGD`, the schedule "ring", leaves of other dtypes. The bits are those of `compressed_pmean`.
+    The mean has the same bits as with `compressed_pmean`. Over `Tcp`, a message continues to travel while the programs
+    between the two calls run. This needs a single codec over all axes: a codec with kernels, or `Raw()`. In all other
+    cases, `begin_pmean` itself computes the mean, and the ticket has the result: other transports, hierarchies, `TopK`,
+    `PowerSGD`, the schedule "ring", and leaves of other dtypes.
 
-    All ranks begin and end the same means in the same order. End every ticket once. One that isn't ended keeps its
-    memory, and 10,000 of these are an error. Another process can't use a ticket, so don't save it: end it first.
+    All ranks must begin and end the same means in the same order. End every ticket exactly once. A ticket that isn't
+    ended keeps the memory of its messages. More than 10,000 such messages are an error. Another process can't use a
+    ticket, so don't save it in a checkpoint: end it first.
 
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
       codec: a codec, {axis name: codec} or a `Plan`.
-      key: as in `compressed_psum`, and so are the other arguments.
-      residuals: error feedback. The new residuals are final when `end_pmean` has given them back.
+      key: a random key, as in `compressed_psum`. The arguments below are also as in `compressed_psum`.
+      residuals: this rank's residuals, for error feedback. Pass the new residuals to `end_pmean`, which returns the
+        final ones.
       factors: the factors of `PowerSGD`.
       schedule: how the bytes travel.
       own: how a rank adds its own part.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
 
     Returns:
-      A ticket, followed by the new residuals and factors where the caller gave some. The ticket is a pytree of each
-      rank's own arrays, whose first axis is of size one: between programs, shard_map's specs shard it over all axes of
-      the mesh. Zeros in place of its arrays say that nothing has begun.
+      A ticket, followed by the new residuals and the new factors if the caller gave residuals and factors. The ticket
+      is a pytree of each rank's own arrays, whose first axis has size one. To pass it from program to program, shard
+      this axis over all axes of the mesh in shard_map's specs. A ticket whose arrays are zeros means that nothing has
+      begun.
     """
     op = "begin_pmean"
     net = check_axes(op, axis_name)
@@ -99,14 +103,15 @@ def begin_pmean(
 
 
 def end_pmean(ticket: Any, residuals: Any = None) -> Any:
-    """The mean that a `begin_pmean` has begun, or zeros if its ticket says that nothing has.
+    """Returns the mean that `begin_pmean` has begun, or zeros if the ticket says that nothing has begun.
 
-    The error of an exchange that failed meanwhile comes here: it names the rank that is gone or late. Over `Tcp`, no
-    later exchange begins before this one has ended.
+    If the exchange has failed, `end_pmean` raises the error, which names the rank that is gone or late. Over `Tcp`,
+    later exchanges of the program begin only when `end_pmean` has finished.
 
     Args:
-      ticket: what `begin_pmean` returned.
-      residuals: what it returned, if it returned some. The result is then a pair, the mean and the new residuals.
+      ticket: the ticket that `begin_pmean` returned.
+      residuals: the residuals that `begin_pmean` returned, if it got some. The result is then a pair, the mean and the
+        new residuals.
     """
     op = "end_pmean"
     if not isinstance(ticket, Ticket):

@@ -1,4 +1,4 @@
-"""Which results of a traced program may differ between ranks, and which are constants."""
+"""Finds the results of a traced program that may differ between ranks, and the results that are constants."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,19 +7,19 @@ import numpy as np
 
 from jaxcgx import _compat
 
-# Collectives whose result all ranks have.
+# Collectives that give all ranks the same result.
 _SHARED = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
 def differing(jaxpr: Any, inputs: Sequence[bool], names: tuple[Any, ...]) -> list[bool]:
-    """For each result whether it may differ.
+    """Returns for each result of a program whether it may differ between ranks.
 
     Args:
       jaxpr: the program.
-      inputs: for each input whether it differs.
-      names: the axes of the ranks. What is reduced over all of them doesn't differ.
+      inputs: for each input, whether it differs between ranks.
+      names: the axes of the ranks. A value that is reduced over all of them is the same on every rank.
     """
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # newer versions of JAX have one kind
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # newer versions of JAX have only one class of jaxprs
     found = {x for x, differs in zip(jaxpr.invars, inputs) if differs}
     differs = lambda x: not hasattr(x, "val") and x in found
     for eqn in jaxpr.eqns:
@@ -57,7 +57,10 @@ def _of_equation(eqn: Any, given: list[bool], names: tuple[Any, ...]) -> list[bo
 
 
 def _of_loop(body: Callable[..., list[bool]], consts: list[bool], carry: list[bool], xs: list[bool]) -> list[bool]:
-    """What differs after a loop. What one iteration makes differ also differs in the next."""
+    """Returns for each result of a loop whether it may differ between ranks.
+
+    The body is repeated until no further carried value differs, because the next iteration gets these values.
+    """
     while True:
         results = body([*consts, *carry, *xs])
         after = [was or now for was, now in zip(carry, results)]
@@ -67,6 +70,6 @@ def _of_loop(body: Callable[..., list[bool]], consts: list[bool], carry: list[bo
 
 
 def constants(jaxpr: Any) -> list[str | None]:
-    """The numbers among the results of a program, in words; None for the others."""
+    """Returns for each result of a program its value as text if it is a constant, else None."""
     results = getattr(jaxpr, "jaxpr", jaxpr).outvars
     return [str(np.asarray(x.val)) if hasattr(x, "val") else None for x in results]

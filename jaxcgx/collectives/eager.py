@@ -1,4 +1,4 @@
-"""Programs outside of jit: traced at every call, and compiled once."""
+"""Calls outside of jit: the function is traced at every call, and equal programs are compiled once."""
 
 import functools
 from typing import Any
@@ -7,15 +7,16 @@ import jax
 
 from jaxcgx import _compat
 
-MOST = 64  # programs that are kept
+MOST = 64  # the most compiled programs that are kept
 _compiled: dict[Any, Any] = {}
 
 
 def call(traced: Any, *args: Any, mesh: Any) -> Any:
-    """What a function that jax.jit has traced returns for these arguments.
+    """Runs a function that jax.jit has traced, and returns its result for these arguments.
 
-    jax.jit would recognize the function, and use what it closed over at the first call. Here equal programs are
-    compiled once. Arrays that a function closes over are arguments of its program, so that they may change.
+    jax.jit would find the function in its cache, and use the values that the function closed over at its first call.
+    Here, the text of a program is the key of the cache. Arrays that the function closes over are arguments of the
+    program, so their values may change between calls.
     """
     consts, flat = traced.jaxpr.consts, jax.tree_util.tree_leaves(args)
     evaluate = functools.partial(_compat.eval_jaxpr, getattr(traced.jaxpr, "jaxpr", traced.jaxpr))
@@ -23,7 +24,7 @@ def call(traced: Any, *args: Any, mesh: Any) -> Any:
     text = lowered.as_text()
     places = tuple(x.sharding if getattr(x, "committed", False) else None for x in (*consts, *flat))
     key = text, places, mesh, jax.sharding.get_mesh()
-    program = None if "callback" in text else _compiled.get(key)  # the text doesn't say which function of Python
+    program = None if "callback" in text else _compiled.get(key)  # the text doesn't name the Python function
     if program is None:
         program = _compiled[key] = lowered.compile()
         if len(_compiled) > MOST:

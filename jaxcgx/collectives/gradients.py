@@ -1,4 +1,4 @@
-"""Gradients that JAX doesn't reduce itself, and their compressed reduction while the backward pass still runs."""
+"""Gradients of one rank, which JAX doesn't reduce, and their compressed mean during the backward pass."""
 
 import contextlib
 import functools
@@ -24,13 +24,13 @@ from jaxcgx.typing import AxisName
 
 
 def vary(x: Any, names: tuple[Any, ...]) -> Any:
-    """The tree, varying over those of the axes where JAX tracks that."""
+    """Returns the tree, marked as varying over the axes `names` if JAX tracks this for them."""
     tracked = _compat.tracked_axes(names)
     return jax.tree_util.tree_map(lambda leaf: _compat.vary(leaf, tracked), x)
 
 
-# What JAX says of a sharding constraint over an axis of shard_map: given as a spec, as a NamedSharding of the mesh, and
-# as out_sharding; and without check_vma, when it compiles.
+# JAX's errors for a sharding constraint over an axis of shard_map. The first three are for a constraint that is given
+# as a spec, as a NamedSharding of the mesh, and as out_sharding. The last is raised without check_vma, at compile time.
 _CONSTRAINED = (
     "can only refer to Auto axes",
     "should be of type `Manual`",
@@ -41,7 +41,7 @@ _CONSTRAINED = (
 
 @contextlib.contextmanager
 def without_constraints(function: str, argument: str, names: tuple[Any, ...]) -> Generator[None]:
-    """Says what to write where a loss constrains shardings over the axes of the ranks."""
+    """Turns JAX's errors about sharding constraints over the ranks' axes into an error that says what to write."""
     try:
         yield
     except ValueError as error:
@@ -63,7 +63,10 @@ def _constrained(function: str, argument: str, names: tuple[Any, ...], what: Any
 
 
 def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxpr: Any) -> None:
-    """The same for a traced program: without check_vma JAX says it only when it compiles."""
+    """Refuses sharding constraints over the ranks' axes in a traced program.
+
+    Without check_vma, JAX itself refuses them only at compile time.
+    """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         spec = getattr(eqn.params.get("sharding"), "spec", ())
         axes = {name for part in spec for name in (part if isinstance(part, tuple) else (part,))}
@@ -76,7 +79,7 @@ def check_constraints(function: str, argument: str, names: tuple[Any, ...], jaxp
 
 
 def _own(function: str, argument: str, names: tuple[Any, ...], loss: Any) -> Any:
-    """The loss. Differentiation checks that it is this rank's own; a constant may be the same everywhere."""
+    """Returns the loss. If it is differentiated, its type must vary over the ranks. A constant isn't checked."""
     return loss
 
 
@@ -107,14 +110,14 @@ def local_value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` whose gradients are those of this rank alone.
+    """Returns a function like `jax.value_and_grad(fun)` whose gradients are this rank's own, not summed over ranks.
 
-    Under shard_map's check_vma, JAX sums the gradient of a parameter that is the same on every rank over all ranks, in
-    full precision, before anybody sees it. Here the parameters count as each rank's own, so the sum is left to do:
-    `compressed_pmean(grads, axis_name, codec)`. The value and auxiliary outputs are this rank's, too.
+    If a parameter is the same on every rank, JAX itself sums its gradient over all ranks, in full precision, under
+    shard_map's check_vma. Here, parameters count as different on every rank, so JAX doesn't sum. Take the mean with
+    `compressed_pmean(grads, axis_name, codec)`. The value and the auxiliary outputs are also this rank's own.
 
     `fun` must return this rank's loss. Averaging over ranks inside it divides the gradients by the number of ranks
-    twice. Under check_vma that is an error, except where its gradients are zero; without check_vma nothing detects it.
+    twice. Under check_vma this is an error, unless its gradients are zero. Without check_vma nothing detects it.
 
     Args:
       fun: the function to differentiate.
@@ -131,7 +134,7 @@ def local_value_and_grad(
     def value_and_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         names, given = check_axes("local_value_and_grad", axis_name).names, list(args)
         for i in argnums if isinstance(argnums, Sequence) else [argnums]:
-            if -len(given) <= i < len(given):  # else jax has the better error
+            if -len(given) <= i < len(given):  # otherwise jax raises its own error
                 given[i] = vary(given[i], names)
 
         check = functools.partial(own, "local_value_and_grad", "fun", names)
@@ -140,7 +143,7 @@ def local_value_and_grad(
             match fun(*args, **kwargs):
                 case (loss, aux) if has_aux:
                     return check(loss), aux
-                case found:  # with has_aux jax says what is wrong
+                case found:  # with has_aux this isn't a pair, and jax raises its own error
                     return found if has_aux else check(found)
 
         differentiated = jax.value_and_grad(
@@ -152,10 +155,10 @@ def local_value_and_grad(
 
 
 def _weighted(op: str, names: tuple[Any, ...], cts: list[Any]) -> list[Any]:
-    """The cotangents whose mean over the ranks is the gradient.
+    """Scales the cotangents so that their mean over the ranks is the gradient.
 
-    Where JAX differentiates shard_map from outside, a rank's cotangents have its weight in the loss, and their sum is
-    the gradient.
+    If JAX differentiates shard_map from outside, a rank's cotangents already include its weight in the loss. Their sum
+    is then the gradient, so they are multiplied by the number of ranks.
     """
     outside = _compat.transposed_axes().intersection(names)
     if not outside:
@@ -183,33 +186,36 @@ def sync_in_backward(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """`params` as they are; in the backward pass their gradients become the compressed mean over the axis.
+    """Returns `params` unchanged, and replaces their gradients by the compressed mean over the axis.
 
-    Every message is exchanged as soon as the gradients of its leaves are known, while the rest of the backward pass
-    still runs. Call it on the parameters inside the function that is differentiated:
+    The mean is taken in the backward pass. Every message is exchanged as soon as the gradients of its leaves are known,
+    while the rest of the backward pass still runs. Call `sync_in_backward` on the parameters inside the function that
+    is differentiated:
 
         def loss(params, batch):
             params = jaxcgx.sync_in_backward(params, "data", codec)
             ...
 
-    The gradients have the bits of `compressed_pmean(grads, ...)` at the end of the pass with the same arguments.
-    Smaller messages (`fusion_mb`) start earlier, and more of them cost more latency. It works in reverse mode only.
+    The gradients have the same bits as with `compressed_pmean(grads, ...)` after the backward pass, with the same
+    arguments. Smaller messages (`fusion_mb`) start earlier, but more messages add latency. Only reverse-mode
+    differentiation works.
 
-    Where the gradient is taken inside `shard_map`, as above, the loss must be this rank's own: averaging over ranks
-    inside it divides the gradients by the number of ranks twice. Where it is taken outside, the loss says itself how
-    much each rank counts (`lax.pmean` inside, or a mean of the ranks' losses outside), and the gradients are those of
-    plain JAX. That needs shard_map's check_vma: without it JAX adds a sum of its own, in full precision.
+    If the gradient is taken inside `shard_map`, as above, the loss must be this rank's own: averaging over ranks inside
+    it divides the gradients by the number of ranks twice. If the gradient is taken outside of `shard_map`, the loss
+    itself sets the weight of each rank, by `lax.pmean` inside or by a mean of the ranks' losses outside. The gradients
+    are then the same as in plain JAX. This needs shard_map's check_vma: without it, JAX adds its own sum in full
+    precision.
 
     Args:
       params: a pytree of parameters.
       axis_name: one name, or a tuple of names, outermost first.
       codec: a codec, {axis name: codec} or a `Plan`.
-      key: as in `compressed_psum`, and so are the other arguments.
+      key: a random key, as in `compressed_psum`. The arguments below are also as in `compressed_psum`.
       schedule: how the bytes travel.
       own: how a rank adds its own part.
-      leader: whether one rank per node speaks for the others.
+      leader: whether only one rank of each node takes part in the exchange between nodes.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
     """
     op = "sync_in_backward"
     net = check_axes(op, axis_name)
@@ -217,7 +223,7 @@ def sync_in_backward(
     reduction = Reduction(op, params, net=net, codec=codec, options=options, mean=True, gradients=True)
 
     def identity(message: Message, exchange: Callable[[Message], list[Any]]) -> list[Any]:
-        """The message's leaves. Their cotangents go through `exchange`, from a message to its results."""
+        """Returns the message's leaves. In the backward pass, `exchange` maps the message of cotangents to its sums."""
         varying = [_compat.varying_axes(x) for x in message.leaves]
 
         @jax.custom_vjp
@@ -233,7 +239,7 @@ def sync_in_backward(
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return leaf  # it has no gradient
+            return leaf  # because it has no gradient
         return identity(Message((i,), [leaf]), lambda back: [reduction.plain(back.leaves[0], i)])[0]
 
     def compressed(message: Message, route: Route) -> list[Any]:

@@ -22,7 +22,7 @@ from jaxcgx.transports.base import Transport
 from jaxcgx.transports.resolve import check_axes
 from jaxcgx.typing import AxisName
 
-SMALL = 2**16  # bytes of a leaf that shares a collective with others
+SMALL = 2**16  # the most bytes of a raw leaf that shares a collective with other raw leaves
 
 
 def compressed_psum(
@@ -40,39 +40,43 @@ def compressed_psum(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """The sum of `x` over a named axis, as `jax.lax.psum`, sent in the codec's bytes.
+    """Returns the sum of `x` over a named axis, like `jax.lax.psum`, but sends compressed bytes.
 
-    Every rank gets the same bits. Gradients pass as through lax.psum (straight-through).
+    Every rank gets the same bits. For derivatives, the function counts as lax.psum (straight-through).
 
     Args:
-      x: a pytree of arrays. Leaves that are float32, bfloat16 or float16 are compressed. Other leaves go through
-        lax.psum, or are an error with `strict=True`.
+      x: a pytree of arrays. Leaves of float32, bfloat16 and float16 are compressed. Other leaves go through lax.psum,
+        or are an error with `strict=True`.
       axis_name: one name, or a tuple of names, outermost first.
-      codec: a codec for one exchange over all axes together; or a dict with a codec per axis, such as `{"node":
-        MaxMin(4), "local": Raw()}`, which sums over the inner axes by reduce-scatter, over the outermost axis by the
-        compressed exchange of each shard, and gathers back; or a `Plan`, which says it per leaf.
-      key: a random key for codecs that round stochastically, the same on every rank and another one every step.
-      residuals: what earlier calls lost, which this call gives back (error feedback): a tree like `x` of this rank's
-        float32 arrays, zeros at first. The result is then a pair, the sum and the new residuals. Over all ranks, sum +
-        new residuals = x + residuals. None in place of a leaf means no feedback for it. With `own="encoded"` the loss
-        of encoding the sum is not kept; in a hierarchy, the loss of the inner axes is not kept.
-      momentum: a tree like `x` of this rank's arrays, which lose what is sent, as in Deep Gradient Compression. For
-        leaves in sparse codecs (`TopK`), an array comes back with 0 where an element of this rank was sent. It needs
-        `residuals`; the new arrays follow the new residuals. None in place of a leaf means none for it. Leaves that
-        travel raw keep theirs.
-      factors: the factors that `PowerSGD` starts from, those of the step before (`init_factors` at first): a tree like
-        `x`, the same on every rank, with None for leaves that have none. The new factors are the last result. Without
-        factors, every call restarts from the same guess and approximates worse.
+      codec: a codec, a dict or a `Plan`. A codec is for one exchange over all axes together. A dict has a codec per
+        axis, such as `{"node": MaxMin(4), "local": Raw()}`. It sums over the inner axes by reduce-scatter, sums each
+        shard over the outermost axis by a compressed exchange, and gathers the shards over the inner axes. A `Plan`
+        gives each leaf its codec or dict.
+      key: a random key for codecs that round stochastically. It must be the same on every rank, and different in every
+        step.
+      residuals: the compression errors of earlier calls, which this call adds to `x` (error feedback): a tree like `x`
+        of this rank's float32 arrays, zeros at first. The result is then a pair, the sum and the new residuals. Summed
+        over all ranks, sum + new residuals = x + residuals. None in place of a leaf means no feedback for it. With
+        `own="encoded"`, the error of encoding the sum is not kept. In a hierarchy, the errors of the inner axes are not
+        kept.
+      momentum: a tree like `x` of this rank's momentum, for the momentum masking of Deep Gradient Compression. For
+        leaves with sparse codecs (`TopK`), the array comes back with 0 where an element of this rank was sent. It needs
+        `residuals`, and the new arrays follow the new residuals. None in place of a leaf means that it has no momentum.
+        The momentum of leaves that travel raw stays the same.
+      factors: the factors that `PowerSGD` starts from: a tree like `x`, the same on every rank, with None for leaves
+        that have no factors. Pass the factors that the previous step returned, and those of `init_factors` in the first
+        step. The new factors are the last result. Without factors, every call restarts from the same guess and
+        approximates worse.
       schedule: "two_shot", "one_shot", "ring", "tree", an `Overlay`, or "auto", which jaxcgx/exchange/costs.py
-        explains; or a dict with one per axis.
-      own: what a rank adds of its own part to the sum that it owns: "raw", the part as it is, which loses less; or
-        "encoded", the part as the other ranks see it, with which the same key gives the same bits whatever the messages
+        explains; or a dict with a schedule per axis.
+      own: how a rank adds its own part to the sum that it owns. "raw" adds the part itself, which loses less. "encoded"
+        adds the part as the other ranks decode it. The same key then gives the same bits for any division into messages
         (except for `ByteGrad`, `Micro("nvfp4")` and `TopK`).
-      leader: whether only rank 0 of the inner axes takes part in the outer exchange and hands its result on: fewer
-        messages between nodes, and one network card in use.
+      leader: whether only rank 0 of the inner axes takes part in the outer exchange, and passes the result on. This
+        needs fewer messages between nodes, but uses only one network card per node.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64). All leaves with the same codecs share messages, each of which is one
-        exchange.
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64. All leaves with the same codecs
+        share messages. Each message is one exchange.
     """
     op = "compressed_psum"
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
@@ -95,7 +99,7 @@ def compressed_pmean(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """The mean of `x` over a named axis, as `jax.lax.pmean`, sent in the codec's bytes.
+    """Returns the mean of `x` over a named axis, like `jax.lax.pmean`, but sends compressed bytes.
 
     The sum is divided in float32 before its last encoding.
 
@@ -103,15 +107,15 @@ def compressed_pmean(
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
       codec: a codec, {axis name: codec} or a `Plan`.
-      key: as in `compressed_psum`, and so are the other arguments.
-      residuals: error feedback; over all ranks, ranks * mean + new residuals = x + residuals.
-      momentum: arrays that lose what is sent.
+      key: a random key, as in `compressed_psum`. The arguments below are also as in `compressed_psum`.
+      residuals: error feedback. Summed over all ranks, ranks * mean + new residuals = x + residuals.
+      momentum: arrays that come back with 0 where an element was sent.
       factors: the factors of `PowerSGD`.
       schedule: how the bytes travel.
       own: how a rank adds its own part.
-      leader: whether one rank per node speaks for the others.
+      leader: whether only one rank of each node takes part in the exchange between nodes.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
     """
     op = "compressed_pmean"
     options = Options(key=key, schedule=schedule, own=own, leader=leader, strict=strict, fusion_mb=fusion_mb)
@@ -120,7 +124,7 @@ def compressed_pmean(
 
 
 def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state: State, *, mean: bool) -> Any:
-    """The sum or the mean over the ranks of a transport, followed by the new state where the caller gave some."""
+    """Returns the sum or the mean over the ranks of a transport, followed by the new state if the caller gave state."""
     reduction = Reduction(op, x, net=net, codec=codec, options=options, mean=mean)
     kept = Kept(reduction.call, state)
     results = run(reduction, kept, reduction.compressed)
@@ -128,7 +132,10 @@ def reduce(op: str, x: Any, net: Transport, codec: Any, options: Options, state:
 
 
 def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route], Message]) -> Any:
-    """The tree of results, with the new state in `kept`. `compressed` makes that of a message."""
+    """Returns the tree of results, and stores the new state in `kept`.
+
+    `compressed` returns the results of a message, with its new state.
+    """
     residuals = kept.arrays.get("residuals")
     if residuals is not None:
         reduction.check_feedback()
@@ -136,7 +143,7 @@ def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route
 
     def plain(leaf: jax.Array, i: int) -> jax.Array:
         if i in joined:
-            return checkpoint_name(joined[i], scopes.JOINED)  # where `explain` finds it
+            return checkpoint_name(joined[i], scopes.JOINED)  # a name that `explain` finds
         if residuals is not None and residuals[i] is not None and not reduction.call.skipped[i]:
             (leaf,), (residuals[i],) = carry([leaf], [residuals[i]])
         return reduction.plain(leaf, i)
@@ -150,11 +157,11 @@ def run(reduction: "Reduction", kept: Kept, compressed: Callable[[Message, Route
 
 
 class Reduction:
-    """A checked sum or mean over the ranks of a transport, of a raw leaf and of a message."""
+    """A checked sum or mean over the ranks of a transport. Its methods sum a raw leaf or a message."""
 
     call: Call
-    said: str  # who chose the schedule, for errors
-    outermost: str | Overlay  # the schedule that was asked for over the outermost axis, which may have one rank
+    said: str  # for errors: " of the plan" if the plan chose the schedule, else ""
+    outermost: str | Overlay  # the schedule that was asked for over the outermost axis, which may have only one rank
     how: Sum
     mean: bool
     stages: dict[Route, tuple[Stage, ...]]  # with their schedules
@@ -162,8 +169,8 @@ class Reduction:
     def __init__(
         self, op: str, x: Any, net: Transport, codec: Any, options: Options, *, mean: bool, gradients: bool = False
     ) -> None:
-        """gradients: whether gradients will be summed in place of `x`."""
-        if not gradients:  # a leaf without gradient stays as it is
+        """Checks the arguments. `gradients` says whether the gradients of `x` will be summed, not `x`."""
+        if not gradients:  # otherwise a random key is allowed, because a leaf without gradient isn't summed
             check_summable(op, x)
         self.mean = mean
         leader = check_flag(op, "leader", options.leader)
@@ -173,7 +180,7 @@ class Reduction:
             if schedule == "auto":
                 schedule, self.said = codec.schedule, " of the plan"
         asked = check_schedules(op, schedule, net.parts)
-        # Raw leaves, too, go along the links of an overlay. Over Tcp they let the program go on, as lax.psum doesn't.
+        # Raw leaves also travel along an overlay. Over Tcp, their exchange overlaps with the program, unlike lax.psum.
         if asked[0] == "tree" or isinstance(asked[0], Overlay) or (net.begin_sum and asked[0] != "ring"):
             options = options._replace(join_raw=True)
         call = self.call = Call(op, x, net=net, codec=codec, options=options, sums=True, gradients=gradients)
@@ -188,7 +195,8 @@ class Reduction:
         self.stages = {}
         for route, ids in call.groups.items():
             stages = route.stages
-            if parts and len(stages) < len(parts) and stages[0].codec.raw:  # what a plan leaves raw, as the axes do
+            # A leaf that a plan leaves raw also gets a stage for each axis, because each axis has its own schedule.
+            if parts and len(stages) < len(parts) and stages[0].codec.raw:
                 stages = check_stages(op, options.codec_name, dict.fromkeys(net.parts, stages[0].codec), net)
             named = tuple(
                 stage._replace(schedule=parts.get(stage.net, "auto" if j else asked[0]))
@@ -202,7 +210,7 @@ class Reduction:
     def check_feedback(self) -> None:
         """Checks that the schedules and codecs allow feedback.
 
-        An axis of one rank counts: what runs on one node must run on two.
+        An axis of one rank is checked as well, because a program that runs on one node must also run on two.
         """
         op, call = self.call.op, self.call
         outermost = [stages[0] for stages in self.stages.values()]
@@ -219,13 +227,13 @@ class Reduction:
         warn_of_growth(op, {stage.codec for stage in outermost})
 
     def plain(self, leaf: jax.Array, i: int) -> jax.Array:
-        """The sum or mean of leaf i, which travels as it is: by one axis after another where it has a Raw() for each.
+        """Returns the sum or mean of leaf i, which travels raw. A leaf that the plan skips gives zeros.
 
-        A leaf that the plan skips gives zeros. One exchange over all ranks would send more over the outermost axis, the
-        slow network.
+        A leaf with a Raw() for each axis is summed over one axis after another. A single exchange over all ranks would
+        send more bytes over the outermost axis, the slow network.
         """
         if self.call.skipped[i]:
-            return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # where `explain` finds it
+            return checkpoint_name(jnp.zeros(leaf.shape, leaf.dtype), scopes.SKIPPED)  # a name that `explain` finds
         if self._at_once(i):
             return self._plain(leaf)
         nets = [stage.net for stage in self.call.routes[i].stages]
@@ -233,14 +241,17 @@ class Reduction:
         return total / self.call.size if self.mean else total
 
     def joined(self, residuals: list[Any] | None) -> dict[int, jax.Array]:
-        """The sums or means of small leaves that travel as they are, by number. Leaves of one type share a collective.
+        """Returns {number of the leaf: sum or mean} for small leaves that travel raw and share a collective.
 
-        Over Gloo a collective costs milliseconds however small it is. One of several arrays costs that for each array.
+        Leaves of the same dtype are concatenated. Over Gloo, a collective takes milliseconds for any size. A collective
+        of several arrays takes this time for each array.
         """
         call, mesh = self.call, jax.sharding.get_abstract_mesh()
         found: dict[int, jax.Array] = {}
         if not call.groups or set(mesh.axis_names) != set(mesh.manual_axes):
-            return found  # nothing is compressed: this is lax's program. Or: the compiler may cut leaves over its axes
+            # If nothing is compressed, the program is the same as with lax. If XLA partitions some axes of the mesh, it
+            # may shard leaves over them.
+            return found
         alike: dict[Any, list[int]] = {}
         for i in call.raw:
             leaf = call.leaves[i]
@@ -259,7 +270,7 @@ class Reduction:
         return found
 
     def _at_once(self, i: int) -> bool:
-        """Whether leaf i, which travels as it is, is summed over all ranks at once."""
+        """Returns whether leaf i, which travels raw, is summed over all ranks at once."""
         call = self.call
         return len(call.routes[i].stages) == 1 or not call.leaves[i].size or not all(c.raw for c in call.codecs[i])
 

@@ -42,24 +42,24 @@ def compressed_psum_scatter(
     strict: bool = False,
     fusion_mb: float | None = None,
 ) -> Any:
-    """This rank's slice of the sum of `x` over a named axis, as `jax.lax.psum_scatter`.
+    """Returns this rank's slice of the sum of `x` over a named axis, like `jax.lax.psum_scatter`.
 
     Args:
       x: a pytree of arrays.
       axis_name: one name, or a tuple of names, outermost first.
-      codec: as in `compressed_psum`. A dict of codecs scatters over the innermost axis first, so each of the others
-        carries a share.
+      codec: as in `compressed_psum`. With a dict of codecs, ranks scatter over the innermost axis first, so only a
+        share travels over each of the other axes.
       key: a random key for codecs that round stochastically.
       residuals: error feedback, as in `compressed_psum`: a tree like `x` of this rank's float32 arrays. The result is
-        then a pair, the slices and the new residuals. Over all ranks, slices + new residuals = x + residuals. It needs
-        the schedule "one_shot", and one codec over all axes together.
-      scatter_dimension: as in lax, or a tree of such integers like `x`.
-      tiled: as in lax.
-      schedule: "one_shot" (every slice goes straight to its owner), "ring", or "auto", which is "one_shot".
+        then a pair, the slices and the new residuals. Summed over all ranks, slices + new residuals = x + residuals.
+        The schedule must not be "ring", and there must be one codec over all axes together.
+      scatter_dimension: as in jax.lax; or a tree like `x` with a dimension for each leaf.
+      tiled: as in jax.lax.
+      schedule: "one_shot" (every slice goes straight to its owner), "ring", or "auto", which means "one_shot" here.
       own: as in `compressed_psum`.
-      backward_codec: the codec of the transpose, compressed_all_gather; by default `codec`.
+      backward_codec: the codec of the transpose, a `compressed_all_gather`; by default `codec`.
       strict: whether a leaf that can't be compressed is an error.
-      fusion_mb: the size of a message in MiB (64).
+      fusion_mb: the largest size of a message in MiB; by default the plan's, or 64.
     """
     op = "compressed_psum_scatter"
     options = Options(
@@ -76,13 +76,13 @@ def compressed_psum_scatter(
 
 
 class Scatter:
-    """A checked reduce-scatter over the ranks of a transport, to slices of the sum or of the mean."""
+    """A checked reduce-scatter over the ranks of a transport. Its results are slices of the sum or of the mean."""
 
     call: Call
     options: Options
     tiled: bool
     mean: bool
-    dims: list[int]  # of each leaf
+    dims: list[int]  # for each leaf: the dimension that is cut into slices
     stages: dict[Route, list[Stage]]  # with their schedules
 
     def __init__(
@@ -106,7 +106,7 @@ class Scatter:
                 check_hops(op, stage)
 
     def run(self, residuals: Any = None) -> Any:
-        """The slices, followed by the new residuals where the caller gave some."""
+        """Returns the slices, followed by the new residuals if the caller gave residuals."""
         kept = Kept(self.call, State(residuals=residuals))
         before = kept.arrays.get("residuals")
         if before is not None:
@@ -129,7 +129,7 @@ class Scatter:
         return (results, *kept.trees()) if kept.arrays else results
 
     def _compressed(self, message: Message, route: Route) -> Message:
-        """The slices of a message, with its new residuals."""
+        """Returns the slices of a message, with its new residuals."""
         call, stages, dims = self.call, self.stages[route], [self.dims[i] for i in message.ids]
         cut = lambda arrays: [split_rows(x, d, size=call.size, tiled=self.tiled) for x, d in zip(arrays, dims)]
         parts = message.replace(
@@ -145,7 +145,7 @@ class Scatter:
         return parts.replace(residuals=[join_rows(x, d, self.tiled) for x, d in zip(parts.residuals, dims)])
 
     def _check_feedback(self) -> None:
-        """Checks that every rank knows what the exchanges lose of its own."""
+        """Checks that the schedule and the codecs allow feedback: a rank must know the errors of its own encodings."""
         op = self.call.op
         if self.options.schedule == "ring":
             remedy = 'pass schedule="one_shot"'

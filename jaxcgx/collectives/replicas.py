@@ -1,4 +1,4 @@
-"""check_replicas: whether all ranks have the same bits, and if not, which rank and which leaf differ."""
+"""check_replicas: checks that all ranks have the same bits, and names the ranks and leaves that differ."""
 
 import dataclasses
 import functools
@@ -21,8 +21,8 @@ class Replicas:
     """The result of check_replicas. It is a pytree, so a jitted step can return it.
 
     Attributes:
-      differs: bool[leaves, ranks], True where a rank's leaf differs from the one that most ranks have. If two ranks
-        differ, it is True for the second.
+      differs: bool[leaves, ranks], True if a rank's leaf differs from the leaf that most ranks have. In a tie, such as
+        between two ranks, the leaf of the lowest rank counts as the right one.
       paths: the path of each leaf.
       axis_name: the axis or axes of the ranks.
     """
@@ -33,7 +33,7 @@ class Replicas:
 
     @property
     def agree(self) -> jax.Array:
-        """bool[]: whether every rank has the same bits. Inside jit it is a traced array."""
+        """bool[], True if every rank has the same bits. Inside jit it is a traced array."""
         return ~self.differs.any()
 
     def __str__(self) -> str:
@@ -47,13 +47,13 @@ class Replicas:
         )
 
     def check(self) -> None:
-        """Raises an error that names the ranks and leaves if any differ. It needs concrete results, outside jit."""
+        """Raises an error that names the ranks and leaves that differ, if any. Call it outside jit."""
         if not self.agree:
             raise ValueError(f"check_replicas: {self}")
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32[n]."""
+    """Returns the bits of an array as uint32[n]."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -65,10 +65,10 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def checksum(x: jax.Array) -> jax.Array:
-    """uint32[2]: two checksums of the bits and their places.
+    """Returns uint32[2]: two checksums of the bits of an array and their places.
 
-    The first changes with any single element, because odd factors are invertible modulo 2^32. The second mixes the bits
-    before it adds them, so that several changes don't cancel in both.
+    The first checksum changes if any single element changes, because odd factors are invertible modulo 2^32. The second
+    one mixes the bits before it adds them, so that several changes don't cancel in both checksums.
     """
     words = _words(x)
     place = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
@@ -78,14 +78,15 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def check_replicas(tree: Any, axis_name: AxisName) -> Replicas:
-    """Compares the bits of every leaf on all ranks of an axis, for 8 bytes a leaf on the wire.
+    """Compares the bits of every leaf on all ranks of an axis. Each rank sends checksums of 8 bytes per leaf.
 
     Args:
-      tree: a pytree of arrays of any dtype that must be the same on every rank: parameters, or an optimizer's state.
+      tree: a pytree of arrays of any dtype that must be the same on every rank, such as parameters or an optimizer's
+        state.
       axis_name: a mesh axis, or a tuple of axes.
 
     Returns:
-      A `Replicas`. Its `agree` can be used in the same program. Once it is concrete, `str(result)` and
+      A `Replicas`. Its `agree` can be used in the same program. If the result is concrete, `str(result)` and
       `result.check()` name the ranks and the leaves that differ.
     """
     net = check_axes("check_replicas", axis_name)
@@ -100,5 +101,5 @@ def check_replicas(tree: Any, axis_name: AxisName) -> Replicas:
             every = _compat.all_gather(every, (name,), axis=0, tiled=False, to="invarying")
     every = every.reshape(-1, len(sums), 2)
     same = (every[:, None] == every[None]).all(-1)  # [rank, rank, leaf]
-    most = same.sum(1).argmax(0)  # per leaf, a rank that has the bits of most ranks
+    most = same.sum(1).argmax(0)  # for each leaf, a rank that has the bits that most ranks have
     return Replicas(~jnp.take_along_axis(same, most[None, None], 0)[0].T, paths, axis_name)

@@ -1,4 +1,4 @@
-"""How the arguments of a program that is left to jit are split over the ranks of a mesh axis."""
+"""Determines how the arguments of a call under jit are split over the ranks of mesh axes."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from jaxcgx.checks import spell_array, wrong
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """The ranks along some axes of a mesh, and the axes that are left to the partitioner. `op` is for errors."""
+    """The ranks along some axes of a mesh. XLA's partitioner handles the other axes. `op` is for errors."""
 
     op: str
     mesh: Any
@@ -25,7 +25,7 @@ class Ranks:
 
     @classmethod
     def of(cls, op: str, mesh: Any, names: tuple[Any, ...], arrays: Sequence[Any]) -> "Ranks":
-        """The ranks of a mesh, or where it is None, of the mesh in context or of the arrays."""
+        """Makes the ranks of a mesh. If `mesh` is None, takes the mesh in context, or else the mesh of the arrays."""
         context = jax.sharding.get_abstract_mesh()
         known = [context, *(sharding.mesh for x in arrays if (sharding := _sharding(x)) is not None)]
         found = mesh if mesh is not None else next((each for each in known if not each.empty), None)
@@ -45,12 +45,12 @@ class Ranks:
 
     @property
     def others(self) -> frozenset[Any]:
-        """The other axes of the mesh that have several devices."""
+        """The axes of the mesh that are not axes of the ranks and have several devices."""
         return frozenset(name for name, size in self.mesh.shape.items() if name not in self.names and size > 1)
 
     @property
     def manual(self) -> frozenset[Any]:
-        """The axes of a shard_map over the ranks: all axes, unless the partitioner has something to do."""
+        """The axes of a shard_map over the ranks: all axes, or only the ranks' axes if the mesh has `others`."""
         return frozenset(self.names) if self.others else frozenset(self.mesh.shape)
 
     @property
@@ -58,13 +58,14 @@ class Ranks:
         return AxisType.Explicit in self.mesh.axis_types
 
     def place(self, x: Any, spec: P) -> Any:
-        """x, sharded as a shard_map on an Explicit mesh wants it. On an Auto mesh the partitioner moves it."""
+        """Reshards x as shard_map requires on an Explicit mesh. On an Auto mesh the partitioner does it."""
         return jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) if self.explicit else x
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """shard_map over the ranks.
+        """Returns a shard_map of `function` over the ranks, without check_vma.
 
-        Without check_vma: that refuses loops which start from zeros, and sums inner gradients of constants over ranks.
+        With check_vma, JAX refuses loops that start from zeros. It also sums over ranks the gradients that the function
+        takes inside with respect to constants.
         """
         return jax.shard_map(
             function,
@@ -76,14 +77,14 @@ class Ranks:
         )
 
     def spec_of_batch(self, x: Any) -> P | None:
-        """How an array that is no parameter is split over the ranks; None if nothing says it."""
+        """Returns how an array that is no parameter is split over the ranks, or None if this isn't known."""
         if not np.ndim(x):
             return P()
         sharding = _sharding(x)
         return None if sharding is None or sharding.mesh.empty else self._over(sharding.spec, self.names)
 
     def specs_of_params(self, params: Any, param_specs: Any) -> Any:
-        """How parameters are sharded over the other axes: a tree of specs like them."""
+        """Returns a tree like `params` of their specs over the other axes of the mesh."""
         if param_specs is not None:
             return self._given_specs(params, param_specs)
 
@@ -115,7 +116,7 @@ class Ranks:
         return jax.tree_util.tree_map_with_path(spec_of, params)
 
     def _given_specs(self, params: Any, param_specs: Any) -> Any:
-        """The caller's specs for every leaf of the parameters."""
+        """Returns the caller's spec for every leaf of the parameters."""
         others = [name for name in self.mesh.shape if name not in self.names]
         fill = lambda spec, below: jax.tree_util.tree_map(lambda _: spec, below)
         try:
@@ -132,7 +133,7 @@ class Ranks:
         return jax.tree_util.tree_map_with_path(check, params, specs)
 
     def _check_spec(self, argument: str, path: Any, x: Any, spec: Any, *, among: Sequence[Any]) -> None:
-        """Checks a caller's spec of an array, which may have the axes `among`."""
+        """Checks a caller's spec of an array. The spec may have only the axes `among`."""
         if not isinstance(spec, P) or len(spec) > np.ndim(x):
             expected = f"a PartitionSpec of at most {np.ndim(x)} dimensions for {spell_array(x)}"
             raise wrong(self.op, argument, expected, repr(spec), path=path)
@@ -142,10 +143,10 @@ class Ranks:
             raise wrong(self.op, argument, expected, repr(other[0]), remedy, path=path)
 
     def check_batch(self, leaves: Sequence[tuple[Any, Any, P | None]]) -> list[P]:
-        """The specs of arrays, from (path, array, the caller's spec or None) of each.
+        """Returns the specs of arrays, and checks them. `leaves` has (path, array, the caller's spec or None) of each.
 
-        Where nothing says how an array is split, it is along its first dimension. That must have as many examples as
-        the others.
+        An array without a known spec is split along its first dimension. It must have as many examples as the other
+        arrays.
         """
         for path, x, given in leaves:
             if given is not None:
@@ -165,7 +166,8 @@ class Ranks:
                     f"{jax.tree_util.keystr(path)} of {spell_array(x)}, whose numbers of examples differ",
                     self.remedy,
                 )
-            # A rank's examples would be broadcast to those of all ranks, or look up those of others.
+            # Without this error, a rank's examples could be broadcast against the examples of all ranks, or could index
+            # examples of other ranks.
             if given is None and said == P() and self.size > 1 and any(specs[first]) and np.shape(x)[:1] == (batch,):
                 raise wrong(
                     self.op,
@@ -210,13 +212,13 @@ class Ranks:
         return specs
 
     def local(self, x: Any, spec: P) -> jax.ShapeDtypeStruct:
-        """The shape that a rank has of an array."""
+        """Returns the shape and dtype of a rank's part of an array."""
         counts = [math.prod(self.mesh.shape[name] for name in _names(part)) for part in spec]
         counts += [1] * (np.ndim(x) - len(counts))
         return jax.ShapeDtypeStruct(tuple(n // c for n, c in zip(np.shape(x), counts)), jnp.result_type(x))
 
     def _over(self, spec: Any, names: Any) -> P:
-        """A spec that has only these axes."""
+        """Returns a spec with only the axes `names`."""
         parts = [tuple(name for name in _names(part) if name in names) for part in spec]
         while parts and not parts[-1]:
             parts.pop()
@@ -224,7 +226,7 @@ class Ranks:
 
     @property
     def remedy(self) -> str:
-        """What to write where nothing says how the arguments are split."""
+        """The remedy of an error: how to tell how the arguments are split."""
         return (
             f"pass batch_specs=(P({self._spelled()}), P()), a PartitionSpec for each argument that is not "
             "differentiated and {name: P()} behind them for those by keyword; P() is for one that every rank has whole"
@@ -235,9 +237,9 @@ class Ranks:
 
 
 def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterable[tuple[Any, Any]]) -> None:
-    """Refuses arrays of one process where the mesh has several: jit would take them for the whole batch.
+    """Refuses arrays of a single process if the mesh has several: jit would take them for the whole batch.
 
-    `leaves` are pairs of a path and a value.
+    `leaves` are (path, value) pairs.
     """
     if not isinstance(mesh, Mesh) or len({device.process_index for device in mesh.devices.flat}) == 1:
         return
@@ -255,7 +257,7 @@ def check_spans(function: str, mesh: Any, names: tuple[Any, ...], leaves: Iterab
 
 
 def _sharding(x: Any) -> NamedSharding | None:
-    """What an array, or its type, says of its sharding; None if it says nothing, as under jit on an Auto mesh."""
+    """Returns the sharding of an array, or None if it isn't known, as under jit on an Auto mesh."""
     if isinstance(x, Tracer):
         sharding: Any = jax.typeof(x).sharding
         explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
@@ -265,10 +267,10 @@ def _sharding(x: Any) -> NamedSharding | None:
 
 
 def examples(x: Any, spec: P) -> int | None:
-    """How many examples an array of a whole batch has: the size of the first dimension that is split."""
+    """Returns the number of examples in an array: the size of its first split dimension, or None if none is split."""
     return next((size for size, part in zip(np.shape(x), spec) if part), None)
 
 
 def _names(part: Any) -> tuple[Any, ...]:
-    """The axes of an entry of a spec."""
+    """Returns the axes of an entry of a spec, as a tuple."""
     return part if isinstance(part, tuple) else () if part is None else (part,)

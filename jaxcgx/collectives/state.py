@@ -1,4 +1,4 @@
-"""The state of a sum from call to call: residuals, momentum and the factors of low rank, as trees like the leaves."""
+"""The state of a sum between calls: residuals, momentum and low-rank factors, each a tree like `x`."""
 
 import warnings
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from jaxcgx.plan.leaves import factor_shape
 
 
 class State(NamedTuple):
-    """The trees of state that a caller hands to a sum; None for the others."""
+    """The trees of state that a caller passes to a sum, or None for each that the caller doesn't pass."""
 
     residuals: Any = None
     momentum: Any = None
@@ -32,7 +32,7 @@ class Kept:
     """The checked state of a call. Each message of the call replaces the state of its leaves."""
 
     tree: Any
-    arrays: dict[str, list[Any]]  # the arrays of a kind of state
+    arrays: dict[str, list[Any]]  # {kind of state: an array or None for each leaf}
 
     def __init__(self, call: Call, state: State) -> None:
         self.tree = call.tree
@@ -48,7 +48,7 @@ class Kept:
             self.arrays["factors"] = _check_factors(call, state.factors)
 
     def attach(self, message: Message, codec: Codec) -> Message:
-        """The message with its state. Where the caller gave None for a leaf, it starts from zeros."""
+        """Returns the message with its state. A leaf for which the caller gave None starts from zeros."""
         state: dict[str, Any] = {}
         for kind, arrays in self.arrays.items():
             if kind in codec.state:
@@ -57,19 +57,19 @@ class Kept:
         return message.replace(**state)
 
     def update(self, done: Message) -> None:
-        """Takes the new state of a message's leaves. What the caller gave as None stays None."""
+        """Stores the new state of a message's leaves. If the caller gave None for a leaf, it stays None."""
         for kind, arrays in self.arrays.items():
             for i, new in zip(done.ids, getattr(done, kind) or ()):
                 if arrays[i] is not None:
                     arrays[i] = new
 
     def trees(self) -> list[Any]:
-        """The new trees, in the order of `State`."""
+        """Returns the new trees, in the order of `State`."""
         return [self.tree.unflatten(arrays) for arrays in self.arrays.values()]
 
 
 def warn_of_growth(op: str, codecs: Iterable[Codec]) -> None:
-    """Warns of codecs whose residuals grow."""
+    """Warns about codecs whose residuals grow without bound."""
     for codec in codecs:
         if not codec.contracts:
             warnings.warn(
@@ -86,7 +86,7 @@ def _fresh(kind: str, codec: Any, x: jax.Array) -> jax.Array:
 
 
 def _check(call: Call, argument: str, given: Any, shapes: list[Any], dtypes: list[Any] | None = None) -> list[Any]:
-    """An array per leaf, of its shape and dtype (float32 by default), or None."""
+    """Returns an array or None for each leaf, after a check of shapes and dtypes (float32 by default)."""
     try:
         found = call.tree.flatten_up_to(given)
     except (TypeError, ValueError):
@@ -133,7 +133,7 @@ def _check_factors(call: Call, given: Any) -> list[Any]:
 
 
 def init_factors(x: Any, codec: Codecs | Plan) -> Any:
-    """The `factors` of a first call: zeros, in a tree like `x`, and None for leaves that have none.
+    """Returns the `factors` for a first call: a tree like `x` of zeros, with None for leaves that have no factors.
 
     Args:
       x: a pytree of arrays or jax.ShapeDtypeStruct.

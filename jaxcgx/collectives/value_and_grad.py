@@ -1,4 +1,4 @@
-"""value_and_grad: jax.value_and_grad for programs that leave the ranks to jit, with compressed gradients."""
+"""value_and_grad: jax.value_and_grad with compressed gradients, for programs in which jit distributes the batch."""
 
 import contextlib
 import dataclasses
@@ -45,45 +45,45 @@ def value_and_grad(
     batch_specs: Any = None,
     param_specs: Any = None,
 ) -> "ValueAndGrad":
-    """`jax.value_and_grad` for a batch that is sharded over an axis of a mesh; the gradients' mean travels compressed.
+    """Makes a `jax.value_and_grad` for a batch that is sharded over an axis of a mesh, with compressed gradients.
 
         compressed = cgx.value_and_grad(loss_fn, "data", cgx.MaxMin(4))  # was jax.value_and_grad(loss_fn)
         loss, grads = compressed(params, batch)
 
-    It is used as jax.value_and_grad is. Outside of jax.jit it is compiled all the same, but traced at every call.
-    Every rank of the axis computes the loss of its part of the batch. `loss_fn` must return a mean over the examples
-    that it gets: the value and the gradients are means over the ranks. Other axes of the mesh are left to XLA's
-    partitioner.
+    Use the result like the function that jax.value_and_grad returns. A call outside of jax.jit is compiled as well, but
+    traced every time. Every rank of the axis computes the loss of its part of the batch. `loss_fn` must return a mean
+    over the examples that it gets, because the value and the gradients are means over the ranks. XLA's partitioner
+    handles the other axes of the mesh.
 
-    Arguments that are not differentiated are split over the ranks as their sharding says. Where nothing says it, which
-    is so for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the same
-    on every rank, and random keys are folded with the rank, so that every rank draws its own noise.
+    Arguments that are not differentiated are split over the ranks according to their sharding. If their sharding isn't
+    known, as for host arrays and under jit on Auto meshes, they are split along their first dimension. Scalars are the
+    same on every rank. The rank is folded into random keys, so every rank draws its own noise.
 
-    Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are those of this rank. The value and the
-    gradients are already the means over the ranks.
+    Inside of shard_map, pmap or vmap(axis_name=...), the arguments and aux are this rank's own. The value and the
+    gradients are means over the ranks there, too.
 
     Args:
-      loss_fn: a function as for jax.value_and_grad. The differentiated arguments are the same on every rank. Leaves
+      loss_fn: a function as for jax.value_and_grad. The differentiated arguments must be the same on every rank. Leaves
         that aren't floating point, such as functions, have the gradient None. So does a Python number that is an
         attribute of a module.
-      axis_name: the axis of the mesh, or a tuple of axes, outermost first, that the batch is split over.
-      plan: a codec, {axis name: codec} or a `Plan`. For codecs that round stochastically pass a random key,
-        `codec_key=`, in each call. The gradients of leaves that a plan skips (`Skip`) are zeros, as those of
-        jax.lax.stop_gradient.
+      axis_name: the axis of the mesh over which the batch is split, or a tuple of axes, outermost first.
+      plan: a codec, {axis name: codec} or a `Plan`. If a codec rounds stochastically, pass a random key, `codec_key=`,
+        in each call. Leaves that a plan skips (`Skip`) have gradients of zeros, as with jax.lax.stop_gradient.
       argnums: as in jax.value_and_grad.
-      has_aux: whether `loss_fn` returns (loss, aux). Arrays of `aux` that have the examples along a dimension are those
-        of the whole batch. What doesn't depend on the batch stays as it is. Others are averaged over the ranks, by
-        their weights with weighted=True. So is what a module of Flax NNX changes in itself.
-      mesh: the mesh; by default the one in context (jax.set_mesh), or that of the arguments.
-      feedback: keep what compression loses for the next step. `init(params)` makes the residuals, and a call takes
-        `residuals=` and returns ((value, grads), residuals).
-      weighted: whether `loss_fn` returns (sum, weight) in place of a loss. The value is the sum of all sums over the
-        sum of all weights: a mean over tokens that are not masked.
-      batch_specs: how the arguments that are not differentiated are split over the axis: a PartitionSpec, or a tuple
-        with a tree of them (or a prefix of one) for each such positional argument. A dict {name: specs} behind these is
-        for keyword arguments.
-      param_specs: for a mesh with other axes, where types don't say how the differentiated arguments are sharded over
-        these: a tree of PartitionSpecs, or a prefix of one. Gradients are compressed shard by shard.
+      has_aux: whether `loss_fn` returns (loss, aux). An array of `aux` that has the examples along a dimension is
+        returned for the whole batch. Values that don't depend on the batch are returned unchanged. All other values are
+        averaged over the ranks, weighted if weighted=True. The same holds for variables that a module of Flax NNX
+        changes in itself.
+      mesh: the mesh; by default the mesh in context (jax.set_mesh), or the mesh of the arguments.
+      feedback: whether compression errors are kept as residuals for the next step. `init(params)` makes the residuals.
+        A call then takes `residuals=` and returns ((value, grads), residuals).
+      weighted: whether `loss_fn` returns (sum, weight) instead of a loss. The value is then the sum of all sums divided
+        by the sum of all weights, for example a mean over all tokens that are not masked.
+      batch_specs: how the arguments that are not differentiated are split over the axis. Either one PartitionSpec, or a
+        tuple with a tree of PartitionSpecs (or a prefix of a tree) for each of these positional arguments. A dict
+        {name: specs} at the end of the tuple is for keyword arguments.
+      param_specs: how the differentiated arguments are sharded over the other axes of the mesh, if their types don't
+        say it: a tree of PartitionSpecs, or a prefix of a tree. Gradients are compressed shard by shard.
     """
     if not callable(loss_fn):
         raise wrong(OP, "loss_fn", "a function", repr(loss_fn), kind=TypeError)
@@ -113,13 +113,13 @@ def value_and_grad(
 
 
 def grad(loss_fn: Callable[..., Any], axis_name: AxisName, plan: Any, **options: Any) -> Callable[..., Any]:
-    """`jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
+    """Makes a `jax.grad` for a batch that is sharded over an axis of a mesh: `value_and_grad` without the value.
 
     Args:
-      loss_fn: as in `value_and_grad`, and so are the others.
-      axis_name: the axis that the batch is split over.
+      loss_fn: as in `value_and_grad`.
+      axis_name: the axis over which the batch is split, or a tuple of axes, as in `value_and_grad`.
       plan: a codec, {axis name: codec} or a `Plan`.
-      **options: those of `value_and_grad`.
+      **options: further arguments of `value_and_grad`.
     """
     both = value_and_grad(loss_fn, axis_name, plan, **options)
 
@@ -134,7 +134,7 @@ def grad(loss_fn: Callable[..., Any], axis_name: AxisName, plan: Any, **options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ValueAndGrad:
-    """What `value_and_grad` returns: a function like that of jax.value_and_grad, and `init`."""
+    """The result of `value_and_grad`: a function like the result of jax.value_and_grad, with a method `init`."""
 
     loss_fn: Callable[..., Any]
     axis_name: AxisName
@@ -180,8 +180,8 @@ class ValueAndGrad:
         self._check_residuals(ranks, residuals)
         split = Split.of(ranks, places, others=others, given=self._given_specs(ranks, others), param_specs=param_specs)
         given = params, split.arrays(others), self.as_list(residuals), codec_key
-        # jit: outside of the caller's jit, shard_map would run operation by operation. A new one at every call: a loss
-        # may close over what has changed.
+        # Without jit, shard_map would run operation by operation if the caller has no jit. Every call makes a new jit,
+        # because values that the loss closes over may have changed.
         program = jax.jit(functools.partial(_run, self, split, self.has_aux))
         try:
             try:
@@ -190,7 +190,7 @@ class ValueAndGrad:
                 program = jax.jit(functools.partial(_run, self, split, True))
                 traced = program.trace(*given)
         except TypeError as error:
-            if "shape" in str(error):  # those of a part and of what it closes over don't fit
+            if "shape" in str(error):  # a part's shape may not match an array that is closed over
                 error.add_note(
                     f"{OP}: 'loss_fn' gets a rank's part of the batch, one of {ranks.size}. What else has a row for "
                     "each example must be an argument of the call, too, and not closed over."
@@ -208,10 +208,10 @@ class ValueAndGrad:
         return (result, self.as_argument(done.residuals)) if self.feedback else result
 
     def init(self, params: Any) -> Any:
-        """Residuals of zeros, with a row for each rank, sharded over the axis.
+        """Returns residuals of zeros, with a row for each rank, sharded over the axis.
 
         Args:
-          params: the differentiated argument, or a tuple of them where `argnums` is a sequence.
+          params: the differentiated argument, or a tuple of the differentiated arguments if `argnums` is a sequence.
         """
         given, _ = part(self.as_list(params))
         ranks = self._ranks(given)
@@ -230,7 +230,7 @@ class ValueAndGrad:
         return Ranks.of(OP, self.mesh, axis_names(self.axis_name), arrays=jax.tree_util.tree_leaves(arguments))
 
     def _check_residuals(self, ranks: Ranks, residuals: Any) -> None:
-        """Checks the rows. A rank then checks the shape of its own."""
+        """Checks that residuals have a row for each rank. Each rank later checks the shapes in its row."""
         for path, x in jax.tree_util.tree_leaves_with_path(residuals):
             if np.shape(x)[:1] != (ranks.size,):
                 expected, got = f"arrays with a row for each of {ranks.size} ranks", spell_array(x)
@@ -251,7 +251,7 @@ class ValueAndGrad:
             raise wrong(OP, "feedback", "False inside of shard_map and pmap", True, remedy)
 
     def call_loss(self, given: tuple[Any, Any]) -> tuple[Any, tuple[Any, dict[int, Any]]]:
-        """(what `loss_fn` returns, (aux, what it changes of its arguments))."""
+        """Calls `loss_fn`. Returns (loss or (sum, weight), (aux, the leaves of its arguments that it has changed))."""
         before = jax.tree_util.tree_flatten_with_path(given)
         found, aux = self.loss_fn(*given[0], **given[1]), None
         is_pair = lambda x: isinstance(x, tuple | list) and len(x) == 2
@@ -269,30 +269,34 @@ class ValueAndGrad:
         return found, (aux, changes(OP, before, given))
 
     def on_this_rank(self, arguments: Callable[..., Any], params: list[Any]) -> tuple[Any, Any, list[Any], Any]:
-        """(the mean of losses, (aux, changes), gradients whose mean is that of the whole batch, how much it counts).
+        """Returns (mean of all ranks' losses, (aux, changes), gradients, share).
 
-        Auxiliary outputs are this rank's, which counts that much in their mean.
+        The mean of the gradients over the ranks is the gradient for the whole batch. `aux` and `changes` are this
+        rank's own. `share` is the rank's weight in their mean.
         """
         loss = lambda *params: self.call_loss(arguments(*params))
         with without_constraints(OP, "loss_fn", axis_names(self.axis_name)):
             return (_of_sums if self.weighted else _of_mean)(loss, params, axis_names(self.axis_name))
 
     def _places(self, count: int) -> tuple[int, ...]:
-        """The positions of the differentiated arguments among `count`."""
+        """Returns the positions of the differentiated arguments, from 0, in a call with `count` arguments."""
         asked = self.as_list(self.argnums)
         if any(not -count <= i < count for i in asked):
             raise wrong(OP, "argnums", f"positions among {count} arguments", self.argnums)
         return tuple(i % count for i in asked)
 
     def as_list(self, value: Any) -> Any:
-        """What a caller gives for the differentiated arguments, as a list; None as it is."""
+        """Returns the caller's value for the differentiated arguments as a list, or None if it is None."""
         return value if value is None else [value] if isinstance(self.argnums, int) else list(value)
 
     def as_argument(self, values: Sequence[Any]) -> Any:
         return values[0] if isinstance(self.argnums, int) else tuple(values)
 
     def _given_specs(self, ranks: Ranks, others: tuple[list[Any], dict[str, Any], Any]) -> list[Any]:
-        """For each leaf of the other arguments, the caller's spec, or None. What belongs to parameters is whole."""
+        """Returns the caller's spec, or None, for each leaf of the other arguments.
+
+        Leaves of the differentiated arguments that have no gradient are whole on every rank.
+        """
         positional, keywords, fixed = others
         whole = [P()] * len(jax.tree_util.tree_leaves(fixed))
         given = self.batch_specs
@@ -316,7 +320,7 @@ class ValueAndGrad:
 
 
 class _Done(NamedTuple):
-    """What a step has found, or the specs of that."""
+    """The results of a step, or their specs."""
 
     value: Any
     extras: Any  # (aux, changes)
@@ -325,16 +329,16 @@ class _Done(NamedTuple):
 
 
 class _Changed(Exception):
-    """A loss changes its arguments, and that was not expected."""
+    """Raised if a loss changes its arguments in a trace that allows no auxiliary outputs."""
 
 
 def _run(
     call: ValueAndGrad, split: Split, extras: bool, params: Any, arrays: Any, residuals: Any, codec_key: Any
 ) -> "_Done":
-    """The step of all ranks; gradients and residuals are lists like `params`.
+    """Runs the step on all ranks. Gradients and residuals are lists like `params`.
 
-    `extras` says whether a loss may have auxiliary outputs, or change its arguments. Two more traces say how these are
-    split.
+    `extras` says whether the loss may have auxiliary outputs or change its arguments. If so, two more traces find out
+    how these outputs are split over the ranks.
     """
     ranks, names = split.ranks, split.ranks.names
 
@@ -380,9 +384,9 @@ def _run(
 
 
 def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tuple[Any, Any]:
-    """The compressed mean of gradients over the ranks, and the new residuals, as lists."""
+    """Returns the compressed mean of gradients over the ranks, and the new residuals or None, as lists."""
     net, options = check_axes(OP, call.axis_name), Options(key=key, codec_name="plan", key_name="codec_key")
-    grads = call.as_argument(grads)  # a plan sees the paths of the argument
+    grads = call.as_argument(grads)  # so that the plan's rules see paths in the argument
     if residuals is None:
         found = reduce(OP, grads, net=net, codec=call.plan, options=options, state=State(), mean=True)
         return call.as_list(found), None
@@ -392,7 +396,7 @@ def _mean(call: ValueAndGrad, grads: list[Any], residuals: Any, key: Any) -> tup
 
 
 def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-    """(the mean of the ranks' losses, this rank's auxiliary outputs, this rank's gradients, how much it counts)."""
+    """Returns the results of `on_this_rank` for a loss that is a mean. Every rank has the share 1."""
 
     def checked(*params: Any) -> tuple[Any, Any]:
         value, aux = loss(*params)
@@ -403,10 +407,14 @@ def _of_mean(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> t
     return _pmean(value, names), aux, list(grads), 1
 
 
-# The value is S / W with S the sum of all ranks' sums and W that of their weights. Its differential is the sum over
-# ranks of ds / W - S / W^2 dw. A rank's gradients are that times the number of ranks, because their mean is taken.
+# Rank r returns (s_r, w_r). The value is S / W, where S is the sum of all s_r and W is the sum of all w_r. The
+# differential of the value is the sum over r of ds_r / W - S / W^2 dw_r. A rank's gradients are its term times the
+# number of ranks, because the mean over ranks follows.
 def _of_sums(loss: Callable[..., Any], params: Any, names: tuple[Any, ...]) -> tuple[Any, Any, Any, Any]:
-    """(the sum of all sums over the sum of all weights, and of this rank: aux, gradients, how much it counts)."""
+    """Returns the results of `on_this_rank` for a loss that returns (sum, weight).
+
+    The share of a rank is its weight divided by the mean of all weights.
+    """
     tracked = _compat.tracked_axes(names)
 
     def sums(*params: Any) -> tuple[Any, Any]:
@@ -431,7 +439,7 @@ def _pmean(x: Any, names: tuple[Any, ...]) -> jax.Array:
 
 
 def _bound(names: tuple[Any, ...]) -> bool:
-    """Whether this is inside of shard_map, pmap or vmap over one of the axes."""
+    """Returns whether the caller is inside of shard_map, pmap or vmap over one of the axes."""
     for name in names:
         with contextlib.suppress(NameError):
             return bool(lax.axis_size(name))

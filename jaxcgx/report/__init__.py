@@ -1,1 +1,1 @@
-"""Looking at what a program does, and at what an installation has."""
+"""Reports about programs, installations, networks and measurements."""

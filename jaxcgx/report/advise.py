@@ -1,6 +1,6 @@
-"""advise: the time and the error of every way to exchange gradients, before any program exists, and which one pays.
+"""advise: predicts the time and the error of every codec and schedule, and recommends a plan. It needs no program.
 
-The times are those of exchange/costs.py, the errors those of exchange/errors.py, and the steps those of steps.py.
+exchange/costs.py predicts the times of exchanges, exchange/errors.py the errors, and steps.py the times of steps.
 """
 
 import dataclasses
@@ -30,38 +30,38 @@ from jaxcgx.units import parse_rate, parse_time, spell_rate
 
 FEW_BITS = Micro("nvfp4"), MaxMin(4), MaxMin(2), Eden(4), Eden(2), Sign()
 CODECS = (Cast("bfloat16"), MaxMin(8), *FEW_BITS, TopK(0.01), PowerSGD(4), Lossless())
-SPREAD = 0.16  # how far 85 % of the predictions of exchanges were from measurements (benchmarks/results/prediction.md)
-GAIN = 0.95  # a step must be that much shorter for compression to pay
-AXES = "node", "local"  # of the plan for a hierarchy
-_SIDE = 2**8  # of the matrix that each rank's assumed gradients are
+SPREAD = 0.16  # 85 % of the predicted exchange times are within this of measurements (benchmarks/results/prediction.md)
+GAIN = 0.95  # compression pays if a step takes less than this fraction of its time without compression
+AXES = "node", "local"  # the axes of a plan for a hierarchy
+_SIDE = 2**8  # the rows, and the columns, of the matrix of each rank's assumed gradients
 _OP = "advise"
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A way to exchange gradients."""
+    """A way to exchange gradients, with its predicted times and error."""
 
-    codec: Codec  # of the leaves that can be compressed
+    codec: Codec  # for the leaves that can be compressed
     schedule: str
     mover: str  # who moves the bytes: "gloo", "tcp" or "duplex"
-    bytes: int  # that a rank sends in a step; in a hierarchy, to other nodes
-    exchange: float  # seconds of all messages, if nothing else went on
-    step: float  # seconds
-    exposed: float  # seconds of the exchange that the step waits for
+    bytes: int  # the bytes that a rank sends in a step; in a hierarchy, only those to other nodes
+    exchange: float  # the seconds of all messages, without computation at the same time
+    step: float  # the seconds of a step
+    exposed: float  # the seconds of the exchange that the step waits for
     error: float  # vNMSE of one exchange, without feedback
-    auto: bool  # schedule="auto" takes this one
+    auto: bool  # whether schedule="auto" chooses this schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """The result of `advise`. str() is a table and a recommendation."""
 
-    rows: tuple[Choice, ...]  # the first is lax.psum
+    rows: tuple[Choice, ...]  # the first row is lax.psum
     best: Choice
     plan: Plan | None  # None: don't compress
-    break_even: float  # bits per second, below which the best codec makes steps shorter: 0, or infinite if all do
-    sure: bool  # whether the recommendation holds however far the prediction is off, within what it was before
-    constants: tuple[tuple[str, str, str], ...]  # (name, value, where it comes from)
+    break_even: float  # the link rate in bit/s below which the best codec shortens steps; 0: never, infinite: always
+    sure: bool  # whether the recommendation stays the same if exchange times are off by SPREAD
+    constants: tuple[tuple[str, str, str], ...]  # (name, value, source)
 
     def __repr__(self) -> str:
         return f"<Advice: {'no compression' if self.plan is None else spell(self.best.codec)}>"
@@ -88,7 +88,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """The recommendation in words."""
+        """The recommendation as a sentence."""
         raw = self.rows[0]
         best = next((row for row in self.rows[1:] if row is self.best), None)
         sure = "sure" if self.sure else "not sure"
@@ -122,28 +122,28 @@ def advise(
     gradients: Any = None,
     measure: bool = False,
 ) -> Advice:
-    """What compression would gain, for each codec and schedule, and which plan to take, or none.
+    """Predicts the time and the error of each codec and schedule, and recommends a plan or no compression.
 
-    This machine's kernels are measured the first time, which takes a few seconds a codec. All other numbers are
-    arguments, or assumed. str() of the result says which, and docs/planner.md says how far off predictions are.
+    This machine's kernels are measured in the first call, which takes a few seconds per codec. All other numbers are
+    arguments or assumptions. str() of the result lists them. docs/planner.md compares predictions with measurements.
 
     Args:
-      tree: a pytree of arrays or jax.ShapeDtypeStruct, the gradients.
-      link: the rate of a host's link in bits, as in "10gbit". With `up`, the rate down.
+      tree: the gradients, as a pytree of arrays or jax.ShapeDtypeStruct.
+      link: the bit rate of a host's link, such as "10gbit". If `up` is given, `link` is only the rate down.
       world: the number of ranks.
-      nodes: the number of hosts. None: each rank has a host of its own.
-      inner_link: the rate between the ranks of a host, for each of them.
-      up: the rate up, where it differs.
-      latency: of a step between hosts, as in "50us". None: that of the transport, as network.py has it.
-      over: "gloo", "tcp", "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, else "duplex".
-      compute_ms: milliseconds of a forward and backward pass.
-      overlap: whether messages are sent while the backward pass goes on (`sync_in_backward`).
-      fusion_mb: the largest message.
+      nodes: the number of hosts. None: every rank has its own host.
+      inner_link: the bit rate of each rank's link to the other ranks of its host.
+      up: the bit rate up, if it differs from the rate down.
+      latency: the latency of a step between hosts, such as "50us". None: the transport's latency in network.py.
+      over: "gloo", "tcp" or "duplex" (NCCL, MPI). None: "gloo" and "tcp" on CPUs, otherwise "duplex".
+      compute_ms: the milliseconds of a forward and backward pass.
+      overlap: whether messages are sent during the backward pass (`sync_in_backward`).
+      fusion_mb: the largest size of a message in MiB.
       codecs: the candidates.
-      max_error: the largest vNMSE of a recommended plan. Feedback makes more tolerable.
-      gradients: a list of trees like `tree`, the gradients of at least two ranks, to measure errors on. None: normally
-        distributed numbers. Other distributions lose more.
-      measure: measure the kernels again.
+      max_error: the largest vNMSE of a recommended plan. With error feedback, training tolerates larger errors.
+      gradients: a list of trees like `tree`, the gradients of at least two ranks, on which errors are measured. None:
+        normally distributed numbers. Errors on other distributions are larger.
+      measure: whether the kernels are measured again.
     """
     world = check_integer(_OP, "world", world, 2)
     nodes = world if nodes is None else check_integer(_OP, "nodes", nodes, 1, world)
@@ -194,22 +194,22 @@ def _rate(argument: str, text: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What gradients travel, among how many ranks, in what step."""
+    """The gradients, ranks and training step that a prediction is for."""
 
     tree: Any
     nodes: int
-    each: int  # ranks of a node
-    compute: float  # seconds
+    each: int  # the number of ranks of a node
+    compute: float  # the seconds of the forward and the backward pass
     overlap: bool
     fusion_mb: float
-    inner: Network
+    inner: Network  # the network inside a node
 
     def plain(self, network: Network) -> Choice:
-        """lax.psum of everything."""
+        """Returns the row for lax.psum of all leaves."""
         return self.choice(Raw(), "psum", network=network, error=0.0)
 
     def choice(self, codec: Codec, schedule: str, network: Network, error: float) -> Choice:
-        """A row."""
+        """Returns the row for a codec and a schedule."""
         found = self.times(codec, schedule, network=network)
         step = step_seconds(self.compute, found, overlap=self.overlap)
         return Choice(
@@ -234,7 +234,7 @@ class Case:
         return [path for path, _ in found], [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in found]
 
     def groups(self, codec: Codec) -> tuple[list[list[int]], list[list[int]]]:
-        """The leaves of each message, and of each message of leaves that travel raw."""
+        """Returns (messages of compressed leaves, messages of raw leaves). A message is a list of leaf numbers."""
         if codec not in self._known:
             paths, leaves = self._leaves
             found = Plan(codec).assign(_OP, "tree", paths=paths, leaves=leaves)
@@ -252,14 +252,14 @@ class Case:
         return {}
 
     def _shares(self, codec: Codec, ids: Sequence[int]) -> list[Any]:
-        """What a rank sends of leaves to other nodes. Factors are those of whole leaves."""
+        """Returns the shares of leaves that a rank exchanges with other nodes. Low-rank codecs use whole leaves."""
         leaves = [self._leaves[1][i] for i in ids]
         if self.each == 1 or codec.low_rank:
             return leaves
         return [jax.ShapeDtypeStruct((-(-x.size // self.each),), jnp.float32) for x in leaves]
 
     def sent(self, codec: Codec, schedule: str, mover: str | None) -> int:
-        """The bytes that a rank sends to other nodes."""
+        """Returns the bytes that a rank sends to other nodes."""
         coded, raw = self.groups(codec)
         shares = [(codec, self._shares(codec, ids)) for ids in coded] + [
             (Raw(), self._shares(Raw(), ids)) for ids in raw
@@ -278,12 +278,15 @@ class Case:
         return Load(self.nodes, raw, wire, back, sparse=codec.sparse, whole=codec.whole)
 
     def _auto(self, codec: Codec, network: Network) -> str:
-        """What "auto" takes, for all messages alike (exchange/sums.py)."""
+        """Returns the schedule that "auto" chooses. It is the same for all messages (exchange/sums.py)."""
         ids = [i for group in self.groups(codec)[0] for i in group]
         return costs.choose(self._load(codec, ids, network.mover), network)
 
     def times(self, codec: Codec, schedule: str, network: Network) -> list[tuple[float, Time]]:
-        """Of each message, those of the last leaves first: its part of all gradients, and its time."""
+        """Returns (its fraction of all gradients, its time) of each message.
+
+        Messages of the last leaves come first, because the backward pass computes the gradients of these leaves first.
+        """
         coded, raw = self.groups(codec)
         found: list[tuple[int, float, Time]] = []
         for ids in coded:
@@ -296,7 +299,7 @@ class Case:
         return [(part, time) for _, part, time in sorted(found, key=lambda each: -each[0])]
 
     def _inside(self, ids: Sequence[int], time: Time) -> tuple[float, Time]:
-        """The part of all gradients that a message is, and its time with the exchanges inside nodes."""
+        """Returns (its fraction of all gradients, its time with the exchanges inside nodes) of a message."""
         sizes = [self._leaves[1][i].size for i in ids]
         others = (self.each - 1) / self.each * 4 * sum(sizes)
         inside = 2 * self.inner.wire(others, self.each - 1) if self.each > 1 else 0.0
@@ -304,7 +307,7 @@ class Case:
 
 
 def _sample(gradients: Any, matrix: bool) -> Any:
-    """[ranks, ...]: all numbers of each rank, or its largest matrix."""
+    """Returns the sample on which errors are measured: [ranks, ...], all numbers of each rank or its largest matrix."""
     if gradients is None:
         return drawn("normal", 8, _SIDE**2).reshape(8, *((_SIDE, _SIDE) if matrix else (-1,)))
     flat: list[Any] = []
@@ -323,23 +326,26 @@ def _advice(
     raw = rows[0]
     able = [row for row in rows[1:] if row.auto and row.error <= max_error]
     fastest = min((row.step for row in able), default=math.inf)
-    # Of those that are nearly as fast as the fastest, the most exact one.
+    # Among the rows that are nearly as fast as the fastest, take the one with the smallest error.
     best = min((row for row in able if row.step <= fastest / GAIN), key=lambda row: row.error, default=raw)
     even = 0.0 if best is raw else _break_even(case, best, networks[best])
     pays = best.step < GAIN * raw.step
-    sign = 1 if pays else -1  # how the prediction would have to be off for the answer to be wrong
+    sign = 1 if pays else -1  # the direction of prediction errors that could make the answer wrong
     steps = [case.compute + (1 + d * sign * SPREAD) * row.exposed for d, row in ((1, best), (-1, raw))]
     sure = best is raw or pays == (steps[0] < GAIN * steps[1])
     if not pays:
         return Advice(tuple(rows), raw, None, even, sure=sure, constants=constants)
     codec = best.codec if case.each == 1 else dict(zip(AXES, (best.codec, Raw())))
-    network = dataclasses.replace(networks[best], mover=None)  # the transport of the exchange says it
+    network = dataclasses.replace(networks[best], mover=None)  # None: the transport of the exchange
     plan = Plan(codec, fusion_mb=case.fusion_mb, network=network)
     return Advice(tuple(rows), best, plan, even, sure=sure, constants=constants)
 
 
 def _break_even(case: Case, best: Choice, network: Network) -> float:
-    """The rate of links in bits per second at which a step takes as long with the best codec as without."""
+    """Returns the link rate in bit/s at which a step takes the same time with the best codec and without compression.
+
+    Returns infinity if compression gains at every rate, and 0 if it gains at none.
+    """
 
     def gain(rate: float) -> float:
         scale = rate * PAYLOAD / case.each / min(network.up, network.down or network.up)
@@ -348,7 +354,7 @@ def _break_even(case: Case, best: Choice, network: Network) -> float:
         plain = case.times(Raw(), "psum", network=links)
         return step_seconds(case.compute, plain, case.overlap) - step_seconds(case.compute, chosen, case.overlap)
 
-    low, high = 4.0, 14.0  # powers of ten
+    low, high = 4.0, 14.0  # exponents of ten
     if gain(10**high) > 0:
         return math.inf
     if gain(10**low) <= 0:

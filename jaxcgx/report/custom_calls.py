@@ -1,4 +1,4 @@
-"""Exchanges that are custom calls of a compiled program: over Tcp, MPI and shared memory."""
+"""Reads the exchanges that are custom calls of a compiled program: those over Tcp, MPI and shared memory."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxcgx.native import shm, tcp
 
-# XLA's names of what the transports and mpi4jax do.
+# XLA's names for the operations of the transports and of mpi4jax.
 _NAMES = {
     "all_to_all": "all-to-all",
     "all_gather": "all-gather",
@@ -23,11 +23,11 @@ _NAMES = {
 
 
 class Exchange(NamedTuple):
-    """An exchange, as a collective of XLA that sends as many bytes."""
+    """An exchange, described as the collective of XLA that sends the same number of bytes."""
 
     operation: str
-    dtype: str  # as XLA calls it
-    bytes: int  # of the collective's operand
+    dtype: str  # XLA's name
+    bytes: int  # the bytes of the collective's operand
     ranks: int
     over: str  # who moves the bytes
 
@@ -35,19 +35,19 @@ class Exchange(NamedTuple):
 class Array(NamedTuple):
     """An operand or a result."""
 
-    dtype: str  # as XLA calls it
+    dtype: str  # XLA's name
     bytes: int
     shape: tuple[int, ...]
 
 
 def read(target: str, attributes: str, operand: Array, results: list[Array]) -> Exchange | None:
-    """The exchange of a custom call, or None for another call.
+    """Returns the exchange of a custom call, or None if the call is no exchange.
 
     Args:
-      target: its target.
-      attributes: the text behind its operands.
-      operand: its first operand.
-      results: its results.
+      target: the call's target.
+      attributes: the text of the call, with its attributes.
+      operand: the call's first operand.
+      results: the call's results.
     """
     if target == "jaxcgx_tcp_allreduce":
         ranks, two_shot = _number(attributes, "ranks"), "two_shot = true" in attributes
@@ -76,7 +76,7 @@ def _number(attributes: str, name: str) -> int:
 
 
 def _ranks(operation: str, operand: Array, results: list[Array]) -> int:
-    """The ranks as the shapes say; 2 where they don't."""
+    """Returns the number of ranks, or 2 if it doesn't follow from the shapes."""
     if operation == "all-to-all":
         return operand.shape[0]
     if operation == "all-gather":
@@ -85,6 +85,9 @@ def _ranks(operation: str, operand: Array, results: list[Array]) -> int:
 
 
 def _size_of_communicator(handle: int) -> int:
-    """The size of a communicator of a program that this process has traced, where its handle is alive."""
+    """Returns the size of a communicator, or 2 if this process hasn't imported mpi4py.
+
+    The handle is valid only in the process that traced the program.
+    """
     mpi: Any = sys.modules.get("mpi4py.MPI")
     return 2 if mpi is None else mpi.Intracomm.fromhandle(handle).size

@@ -1,4 +1,4 @@
-"""python -m jaxcgx doctor: what this installation has, and what is wrong with it."""
+"""python -m jaxcgx doctor: reports the parts of this installation, and its problems with their remedies."""
 
 import dataclasses
 import importlib.metadata
@@ -22,7 +22,7 @@ from jaxcgx.native.pages import keeps_pages
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something wrong, and its remedy."""
+    """A problem of the installation, and its remedy."""
 
     what: str
     remedy: str
@@ -33,26 +33,26 @@ class Gpu:
     """A GPU that JAX sees."""
 
     name: str
-    capability: str  # as in "9.0"
-    covered: bool  # the build has code for it
+    capability: str  # the compute capability, such as "9.0"
+    covered: bool  # whether the build has code for this GPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The state of an installation. `problems` is empty if nothing is wrong. str() is text for people."""
+    """The state of an installation. `problems` is empty if nothing is wrong. str() is a text for people."""
 
-    versions: dict[str, str]  # of python, jax, jaxlib and jaxcgx
-    path: str  # of the package
-    native: dict[str, Any] | None  # the native module's build_info(); None: there is no module of this version
-    gpus: list[Gpu]  # that JAX sees
-    hidden: bool  # this machine has NVIDIA GPUs, and JAX sees none
-    without_kernels: list[str]  # the other devices that JAX computes on, such as TPUs: plain jnp, with the same bytes
-    mpi: str | None  # the MPI of jaxcgx.mpi and its packages; None: it doesn't start
-    mpi_programs: dict[str, str | None]  # mpirun and mpicc: the path and the version; None: not on the PATH
-    pages: str  # what keep_pages does here
-    reference: str | None  # the variable JAXCGX_REFERENCE
+    versions: dict[str, str]  # the versions of python, jax, jaxlib and jaxcgx
+    path: str  # the folder of the package
+    native: dict[str, Any] | None  # the native module's build_info(); None: no native module of this version was found
+    gpus: list[Gpu]  # the NVIDIA GPUs that JAX sees in this process
+    hidden: bool  # whether this machine has NVIDIA GPUs of which JAX sees none
+    without_kernels: list[str]  # other devices, such as TPUs, where codecs run in plain jnp, with the same bytes
+    mpi: str | None  # the versions of MPI and its packages, or "not installed"; None: it doesn't start or wasn't tried
+    mpi_programs: dict[str, str | None]  # path and version of mpirun and mpicc; None: not on the PATH
+    pages: str  # a sentence about keep_pages on this machine
+    reference: str | None  # the environment variable JAXCGX_REFERENCE
     problems: list[Problem]
-    warnings: list[str]  # what of plain JAX to avoid in this version
+    warnings: list[str]  # functions of plain JAX to avoid in this version
 
     def __str__(self) -> str:
         native = self.native or {}
@@ -96,10 +96,11 @@ _WRONG_SUMS = (
 
 
 def covers(architectures: Sequence[str], capability: str) -> bool:
-    """Whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of that compute capability ("9.0").
+    """Returns whether code for `architectures` (sm_75, compute_100 ...) runs on a GPU of a compute capability ("9.0").
 
-    Machine code (sm) runs on GPUs of the same major number from its own minor number on. PTX (compute) runs on all GPUs
-    from its own number on.
+    Machine code (sm) runs on GPUs with the same major number and at least the same minor number. PTX (compute) runs on
+    all GPUs with at least the same compute capability. Code with the suffix a or f counts only for exactly its compute
+    capability.
     """
     gpu = tuple(map(int, capability.split(".")))
     for architecture in architectures:
@@ -111,7 +112,7 @@ def covers(architectures: Sequence[str], capability: str) -> bool:
 
 
 def _supported(version: str, requirement: str) -> bool:
-    """Whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
+    """Returns whether a version is within the bounds of a requirement such as "jax<0.13,>=0.9"."""
 
     def number(version: str) -> list[int]:
         return [int(n) for n in re.findall(r"\d+", version)[:3]]
@@ -121,12 +122,12 @@ def _supported(version: str, requirement: str) -> bool:
 
 
 def _is_nvidia(gpu: Any) -> bool:
-    """Whether a GPU of JAX is NVIDIA's. JAX calls AMD's the same."""
+    """Returns whether a GPU is from NVIDIA. JAX has the same platform name, "gpu", for GPUs from AMD."""
     return "rocm" not in gpu.client.platform_version
 
 
 def _without_kernels() -> list[str]:
-    """What JAX computes on in this process that is neither a CPU nor an NVIDIA GPU."""
+    """Returns the kinds of this process' devices that are neither CPUs nor NVIDIA GPUs."""
     others = [d for d in jax.local_devices() if d.platform != "cpu" and not (d.platform == "gpu" and _is_nvidia(d))]
     return sorted({d.device_kind for d in others})
 
@@ -147,7 +148,7 @@ def _gpus(architectures: Sequence[str]) -> list[Gpu]:
     ]
 
 
-# In a process of its own: an MPI that can't start may end its process.
+# This program runs in a separate process, because an MPI that can't start may end its process.
 _MPI = """
 import sys
 try:
@@ -169,11 +170,11 @@ _MPI_REMEDY = (
 
 
 def _mpi() -> tuple[str | None, list[Problem]]:
-    """The MPI of jaxcgx.mpi and its packages, and the problems."""
+    """Starts MPI in another process. Returns (versions of MPI and its packages, problems), as in `Report`."""
     packages = ("mpi4py", "mpi4jax")
     if not any(map(importlib.util.find_spec, packages)):
         return 'not installed: pip install ".[mpi]" in a checkout', []
-    # from an mpirun or srun that started the doctor: the child is not its rank
+    # If mpirun or srun started the doctor, the child must not take itself for one of their ranks.
     launched = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_STEP_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
     try:
@@ -194,7 +195,7 @@ def _mpi() -> tuple[str | None, list[Problem]]:
 
 
 def _program(name: str) -> str | None:
-    """The path of a program and the first line that it prints about its version; None: it isn't on the PATH."""
+    """Returns the path of a program and the first line of its --version, or None if it isn't on the PATH."""
     if not (path := shutil.which(name)):
         return None
     try:
@@ -205,7 +206,7 @@ def _program(name: str) -> str | None:
 
 
 def examine() -> Report:
-    """The state of this installation."""
+    """Returns the state of this installation."""
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     versions |= {name: importlib.metadata.version(name) for name in ("jaxlib", "jaxcgx")}
     problems = [

@@ -1,4 +1,4 @@
-"""explain: every collective in a compiled program, and how many bytes it sends."""
+"""explain: lists every collective in a compiled program, with the bytes that it sends."""
 
 import collections
 import dataclasses
@@ -26,30 +26,30 @@ _SUMS = (
     "sync_in_backward",
     "value_and_grad",
 )
-# What functions call the tree whose only leaf is an array; the others call it x.
+# The argument that has the leaves, for functions that don't call it x. It is shown for a leaf that has no path.
 _PARAMETER = {"sync_in_backward": "params", "check_replicas": "tree"}
 
-Pairs = tuple[tuple[Any, int], ...]  # of axis names and sizes: a mesh
+Pairs = tuple[tuple[Any, int], ...]  # a mesh, as (axis name, size) pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
     """A collective of the compiled program."""
 
-    operation: str  # as XLA calls it: "all-to-all"
-    over: str  # who moves the bytes if not XLA: "Tcp", "MPI", "shared memory"
-    axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no mesh
-    ranks: int  # how many exchange with one another
+    operation: str  # XLA's name, such as "all-to-all"
+    over: str  # who moves the bytes: "Tcp", "MPI" or "shared memory"; "" for XLA
+    axes: tuple[Any, ...] | None  # names of mesh axes, outermost first; None: the ranks match no axes of a mesh
+    ranks: int  # the number of ranks that exchange with one another
     dtype: str
-    bytes: int  # sent by a rank to others, each time
+    bytes: int  # the bytes that a rank sends to other ranks each time
     raw_bytes: int  # the same without compression
     times: int | None  # how often it runs in a call; None: it is in a loop of unknown length
-    branch: bool  # it is in a branch of a conditional: it may not run at all
-    function: str  # of jaxcgx; "" for a collective that is not of jaxcgx
+    branch: bool  # whether it is in a branch of a conditional, and so may not run at all
+    function: str  # the function of jaxcgx that made it; "" for other collectives
     codec: str
     schedule: str
-    leaves: tuple[str, ...]  # paths; of collectives that XLA joined, JAX 0.9 names one
-    name: str  # XLA's op_name: its place in the traced program
+    leaves: tuple[str, ...]  # the paths of the leaves; JAX 0.9 keeps only one name of collectives that XLA joined
+    name: str  # XLA's op_name, the collective's place in the traced program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Explanation(Totals):
     """The result of `explain`. str() is a table."""
 
     collectives: tuple[Collective, ...]
-    raw: tuple[scopes.LeafScope, ...]  # leaves that travel raw, or that a plan skips, and why
-    jnp: bool = False  # codecs run in plain jnp, with the same bytes: a platform, or codecs, without kernels
+    raw: tuple[scopes.LeafScope, ...]  # the leaves that travel raw or that a plan skips, with the reasons
+    jnp: bool = False  # whether codecs run in plain jnp, with the same bytes: the platform or the codec has no kernels
 
-    @property  # which nobody sets
+    @property  # it overrides an attribute of Totals, which is fine because nobody assigns it
     def totals(self) -> dict[Any, tuple[int, int]]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """{axes: (bytes that a rank sends over them in a call, the same without compression)}.
+        """A dict {axes: (bytes that a rank sends over these axes in a call, the same without compression)}.
 
-        A loop of unknown length counts once. Every branch of a conditional counts.
+        A collective in a loop of unknown length counts once. Collectives in all branches of a conditional count.
         """
         found: dict[Any, tuple[int, int]] = {}
         for c in self.collectives:
@@ -114,20 +114,24 @@ class Explanation(Totals):
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: Any) -> Explanation:
-    """Every collective in the compiled `fn`, compressed or not, and every leaf that jaxcgx left raw, with the reason.
+    """Lists every collective in the compiled `fn`, and every leaf that jaxcgx left raw, with the reason.
 
-    `fn` is compiled, not run. Bytes are those that one rank sends to others each time a collective runs; where ranks
-    differ, the rank that sends most counts. For W ranks and B bytes of operands they are 2 (W - 1) / W B of an
-    all-reduce, (W - 1) / W B of a reduce-scatter or all-to-all, (W - 1) B of an all-gather, and B of a
-    collective-permute or -broadcast. Exchanges over Tcp, MPI and shared memory count like the collectives that send as
-    much.
+    `fn` is compiled but not run. All collectives are listed, compressed or not. Their bytes are the bytes that one rank
+    sends to other ranks each time the collective runs. If ranks send different amounts, it is the largest. For W ranks
+    and operands of B bytes, they are 2 (W - 1) / W B for an all-reduce, (W - 1) / W B for a reduce-scatter or
+    all-to-all, (W - 1) B for an all-gather, and B for a collective-permute or collective-broadcast. Exchanges over Tcp,
+    MPI and shared memory are listed as the collectives that send the same bytes.
 
     Args:
-      fn: a function, jitted or not, by jax.jit, jax.pmap, nnx.jit or eqx.filter_jit. Or what these lower or compile,
-        without arguments behind it. A compiled program may lack leaves that XLA joined, and names of axes.
-      *args: its arguments. A jax.ShapeDtypeStruct may stand for an array.
-      show: print the result as a table.
-      **kwargs: its keyword arguments.
+      fn: a function, which may be jitted by jax.jit, jax.pmap, nnx.jit or eqx.filter_jit; or the result of its `lower`
+        or `compile`, without further arguments. If it is compiled, leaves whose collectives XLA joined and names of
+        axes may be missing.
+      *args: the arguments of `fn`. A jax.ShapeDtypeStruct may take the place of an array.
+      show: whether the result is printed as a table.
+      **kwargs: the keyword arguments of `fn`.
+
+    Returns:
+      An `Explanation`, which has the same information as data.
     """
     program = programs.compile_program(fn, args, kwargs)
     text = program.text
@@ -151,9 +155,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, show: bool = True, **kwargs: 
 
 
 def _walk(jaxpr: Any, names: str, meshes: dict[Pairs, None], raw: list[scopes.LeafScope]) -> None:
-    """Collects the meshes of a jaxpr and of those inside, and the leaves that are not compressed.
+    """Collects the meshes of a jaxpr and of its inner jaxprs, and the leaves that are not compressed.
 
-    XLA's text lacks some of these leaves: it joins them.
+    XLA's text lacks some of these leaves, because XLA joins their collectives.
     """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = f"{names}/{eqn.source_info.name_stack}"
@@ -174,14 +178,14 @@ def _note_mesh(value: Any, meshes: dict[Pairs, None]) -> None:
 
 
 class _Axes:
-    """Finds the axes of the program's meshes that groups of ranks belong to."""
+    """Finds the mesh axes over which a collective of the program communicates."""
 
     def __init__(self, meshes: list[dict[Any, int]]) -> None:
         self.meshes = meshes
         self.known: dict[Any, tuple[tuple[Any, ...] | None, int]] = {}
 
     def of(self, collective: hlo.Collective, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
-        """(names or None, ranks), by a mesh that has the `wanted` axes if there is one."""
+        """Returns (names of axes or None, number of ranks). Meshes with the `wanted` axes are tried first."""
         if collective.over:
             return self._moved(collective.over, len(collective.groups[0]), wanted)
         key = collective.groups, collective.permutes, wanted
@@ -190,7 +194,10 @@ class _Axes:
         return self.known[key]
 
     def _moved(self, over: str, ranks: int, wanted: tuple[Any, ...]) -> tuple[tuple[Any, ...] | None, int]:
-        """The axes of an exchange that XLA doesn't know as one: all of the call's, or the first with as many ranks."""
+        """Returns the axes of an exchange that is not a collective of XLA.
+
+        They are all axes of the call, or its first axis with this number of ranks.
+        """
         if over != "Tcp":
             return (f"{ranks} ranks over MPI" if over == "MPI" else over,), ranks
         sizes = next((mesh for mesh in self.meshes if set(wanted) <= set(mesh)), {})
@@ -208,7 +215,7 @@ class _Axes:
 
 
 def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...] | None:
-    """The axes along which the ranks of a group differ; None if the groups are not those of any axes."""
+    """Returns the axes along which the ranks of a group differ, or None if no axes give these groups."""
     ranks = set(map(frozenset, groups))
     for n in range(len(mesh) + 1):
         for names in itertools.combinations(mesh, n):
@@ -218,13 +225,13 @@ def _grouped(groups: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...] | None
 
 
 def _permuted(pairs: hlo.Groups, mesh: dict[Any, int]) -> tuple[Any, ...]:
-    """The axes along which receivers differ from their senders."""
-    places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # [pairs, 2] of each axis
+    """Returns the axes along which receivers differ from their senders."""
+    places = np.unravel_index(np.array(pairs), tuple(mesh.values()))  # for each axis: [pairs, 2]
     return tuple(name for name, place in zip(mesh, places) if (place[:, 0] != place[:, 1]).any())
 
 
 def _sent(operation: str, size: int, ranks: int) -> int:
-    """How many of an operand's bytes go to others."""
+    """Returns the bytes that a rank sends to other ranks, for operands of `size` bytes."""
     if ranks == 1:
         return 0
     if operation in ("collective-permute", "collective-broadcast"):
@@ -235,7 +242,7 @@ def _sent(operation: str, size: int, ranks: int) -> int:
 
 def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     # A collective that the partitioner inserts has the name of the operation that it was inserted for. That operation
-    # may send nothing, or over other axes.
+    # may be no collective, or may be a collective over other axes.
     scope = scopes.read(found.name) if found.over or _SENDS.search(found.name) else []
     calls = [meaning for _, meaning in scope if isinstance(meaning, (scopes.MessageScope, scopes.LeafScope))]
     names, ranks = axes.of(found, calls[0].axes if calls else ())
@@ -246,8 +253,8 @@ def _collective(found: hlo.Collective, axes: _Axes) -> Collective:
     sent = _sent(found.operation, size, ranks)
     saving = min((e.saving for e in exchanges), default=1.0)
     if found.operation == "all-reduce" and any(e.schedule == "one_shot" for e in exchanges):
-        saving /= 2  # a leader hands its result on, which sends half the bytes of a sum
-    # The share of raw leaves that XLA joined to factors.
+        saving /= 2  # a leader passes its result on, which takes half the bytes of a sum
+    # The fraction of the bytes that belongs to raw leaves, if XLA joined the collectives of raw leaves and factors.
     plain = sum(c.bytes for c in calls) / max(size, 1) if exchanges else 0
     unknown = [name for name, meaning in scope if meaning is None]
     return Collective(
@@ -273,7 +280,7 @@ def _joined(words: Iterable[str]) -> str:
 
 
 def _dtype(name: str) -> str:
-    """NumPy's name of a dtype from XLA's."""
+    """Returns NumPy's name of a dtype, from XLA's name."""
     kinds = {"u": "uint", "s": "int", "f": "float", "bf": "bfloat", "c": "complex"}
     m = re.fullmatch(r"([a-z]+)(\d+)", name)
     return "bool" if name == "pred" else kinds.get(m[1], m[1]) + m[2] if m else name

@@ -1,4 +1,4 @@
-"""python -m jaxcgx report: tables, plots and one page of results."""
+"""python -m jaxcgx report: makes tables, plots and an HTML page of results."""
 
 import base64
 import html
@@ -19,12 +19,12 @@ th, td { border-bottom: 1px solid #ddd; padding: .2em .7em; text-align: right; w
 th:first-child, td:first-child { text-align: left }
 img { max-width: 100% }
 """
-MOST = 60  # rows of a table that is shown; a longer one is in the plots
+MOST = 60  # the most rows of a table that is shown; a longer table is only in the plots
 SPREAD = "Of repeated measurements: the median, and behind it the lower and the upper quartile."
 
 
 def spell_cell(value: Any) -> str:
-    """A value as a person reads it. Of a list of numbers the median and, in brackets, the quartiles."""
+    """Returns a value as text for people. A list of numbers becomes its median and, in brackets, its quartiles."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -40,7 +40,7 @@ def spell_cell(value: Any) -> str:
 
 
 def spell_table(rows: Sequence[Data]) -> tuple[list[str], list[list[str]]]:
-    """The head and the lines of a table, in words. The head has the units."""
+    """Returns (head, lines) of a table as text. The head has the units."""
     cells = [results.flat(row) for row in rows]
     names = list(dict.fromkeys(name for row in cells for name in row))
     return [results.spell_name(name) for name in names], [
@@ -54,7 +54,7 @@ def spell_origin(data: Data) -> str:
 
 
 def spell(name: str, data: Data) -> str:
-    """All short tables of a file, as text."""
+    """Returns all tables of a file as text. For a table with more than MOST rows, it is only the number of rows."""
     parts = [f"{name}\n{'=' * len(name)}\n{spell_origin(data)}"]
     for title, rows in results.tables(data).items():
         shown = table(*spell_table(rows)) if len(rows) <= MOST else f"{len(rows)} rows"
@@ -63,7 +63,7 @@ def spell(name: str, data: Data) -> str:
 
 
 def _panels(data: Data, chart: Data) -> dict[Any, list[Data]]:
-    """The rows of each plot of a chart: one for each value of the key `panel`."""
+    """Returns {panel: rows} for the plots of a chart. There is one plot for each value of the key `panel`."""
     found: dict[Any, list[Data]] = {}
     for row in map(results.flat, results.tables(data).get(chart["table"], [])):
         found.setdefault(row[chart["panel"]] if "panel" in chart else None, []).append(row)
@@ -71,8 +71,11 @@ def _panels(data: Data, chart: Data) -> dict[Any, list[Data]]:
 
 
 def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
-    """A plot as PNG: a line for each value of the key `by` and each of the keys `y`. Words on x are bars."""
-    from matplotlib.figure import Figure  # not everybody has it
+    """Returns a plot as PNG, with a line for each value of the key `by` and each of the keys `y`.
+
+    If the values on x are words, the plot has bars.
+    """
+    from matplotlib.figure import Figure  # imported here because matplotlib is optional
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -117,12 +120,12 @@ def draw(chart: Data, rows: Sequence[Data], title: str) -> bytes:
 
 
 def _short(key: str) -> str:
-    """A key without its unit."""
+    """Returns the name of a key without its unit."""
     return results.spell_name(key).partition(" (")[0]
 
 
 def plots(data: Data) -> dict[str, bytes]:
-    """{title: PNG} of every chart of a file."""
+    """Returns {title: PNG} for all plots of a file."""
     found: dict[str, bytes] = {}
     for chart in data.get("charts", []):
         for panel, rows in _panels(data, chart).items():
@@ -132,7 +135,7 @@ def plots(data: Data) -> dict[str, bytes]:
 
 
 def page(files: Mapping[str, Data], drawn: Mapping[str, Mapping[str, bytes]]) -> str:
-    """One page of HTML, whose pictures are inside.
+    """Returns an HTML page with embedded pictures.
 
     Args:
       files: {name: data}.
@@ -161,7 +164,7 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def save(folder: pathlib.Path, files: Mapping[str, Data]) -> list[str]:
-    """Writes the plots and the page, and returns lines that say where they are."""
+    """Writes the plots and the page into a folder, and returns lines with their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
     drawn: dict[str, dict[str, bytes]] = {}

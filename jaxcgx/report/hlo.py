@@ -1,4 +1,4 @@
-"""The collectives in XLA's text of a compiled program."""
+"""Finds the collectives in XLA's text of a compiled program."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcgx.report import custom_calls
 
-Groups = tuple[tuple[int, ...], ...]  # of ranks that exchange with one another
+Groups = tuple[tuple[int, ...], ...]  # groups of ranks that exchange with one another
 Operands = tuple[tuple[str, int], ...]  # (dtype, bytes) of each array
 
 OPERATIONS = (
@@ -34,24 +34,24 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective of the program. XLA's rank is the place of a device in the mesh."""
+    """A collective of the program. In XLA, a rank is the place of a device in the mesh."""
 
     operation: str
     operands: Operands
-    groups: Groups  # of a permute, the pairs (from, to)
+    groups: Groups  # for a permute, the pairs (from, to)
     name: str  # op_name
     times: int | None  # how often it runs; None: it is in a loop of unknown length
-    branch: bool  # it is in a branch of a conditional
-    over: str = ""  # who moves the bytes, if not XLA; the only group is then (0, 1, ..., ranks - 1)
+    branch: bool  # whether it is in a branch of a conditional
+    over: str = ""  # who moves the bytes; "" for XLA; otherwise the only group is (0, 1, ..., ranks - 1)
 
     @property
     def permutes(self) -> bool:
-        """Whether its groups are pairs (from, to)."""
+        """Whether the groups are pairs (from, to)."""
         return self.operation == "collective-permute"
 
 
 def collectives(text: str) -> list[Collective]:
-    """Every collective of a program, in each place that it is called from."""
+    """Returns every collective of a program. It is listed again for each place that calls its computation."""
     computations: dict[str, list[str]] = {}
     shapes: dict[str, str] = {}
     entry, lines = "", list[str]()
@@ -103,7 +103,7 @@ def collectives(text: str) -> list[Collective]:
 
 
 def ranks(text: str) -> int:
-    """The number of devices that a program runs on."""
+    """Returns the number of devices that a program runs on."""
     return math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0]))
 
 
@@ -113,7 +113,7 @@ def _op_name(line: str) -> str:
 
 
 def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> custom_calls.Exchange | None:
-    """The exchange of an instruction that is a custom call of one."""
+    """Returns the exchange of an instruction that is a custom call of jaxcgx or MPI, or None for others."""
     target, m = re.search(r'custom_call_target="([^"]*)"', line), _CUSTOM.search(bare)
     if not (target and m):
         return None
@@ -123,13 +123,13 @@ def _moved(line: str, bare: str, shapes: Mapping[str, str]) -> custom_calls.Exch
 
 
 def meshes(lowered: str) -> list[tuple[tuple[str, int], ...]]:
-    """The meshes in StableHLO's text, as (name, size) of each axis."""
+    """Returns the meshes in StableHLO's text. A mesh is the (name, size) of each axis."""
     found = re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", lowered)
     return [tuple((name, int(n)) for name, n in re.findall(r'"([^"]+)"=(\d+)', axes)) for axes in found]
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the parenthesis that closes the one at `start`."""
+    """Returns the index of the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -139,7 +139,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _shape(definition: str) -> Operands:
-    """The arrays that an instruction results in."""
+    """Returns (dtype, bytes) of each array in the result of an instruction."""
     text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
     found: list[tuple[str, int]] = []
     for dtype, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text):
@@ -149,14 +149,14 @@ def _shape(definition: str) -> Operands:
 
 
 def _arrays(definition: str) -> list[custom_calls.Array]:
-    """The arrays that an instruction results in, with their shapes. A token is an array of no bytes."""
+    """Returns the arrays in the result of an instruction, with their shapes. A token is an array of 0 bytes."""
     text = definition[: _closing(definition, 0) if definition[0] == "(" else definition.index(" ")]
     shapes = [tuple(_numbers(dims.replace("<=", ""))) for _, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", text)]
     return [custom_calls.Array(dtype, size, shape) for (dtype, size), shape in zip(_shape(definition), shapes)]
 
 
 def _groups(attributes: str, ranks: int) -> Groups:
-    """The groups of ranks, from any of the forms that XLA writes. `ranks` is the number of all ranks."""
+    """Returns the groups of ranks, which XLA writes in several forms. `ranks` is the number of all ranks."""
     m = re.search(r"(?:replica_groups|source_target_pairs)=(.*)", attributes)
     text = m[1] if m else "{}"
     if m := _MESH.match(text):
@@ -169,7 +169,11 @@ def _groups(attributes: str, ranks: int) -> Groups:
 
 
 def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
-    """The groups of mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}, here with the outer half of 'b'."""
+    """Returns the groups of a mesh and axes, as XLA writes them.
+
+    In mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a','b':(1)2}, the ranks of a group differ along 'a' and along the
+    outer half of 'b'.
+    """
     sizes = {name.strip("'"): int(n) for name, n in (item.split("=") for item in mesh.split(","))}
     ids = np.arange(math.prod(sizes.values()))
     if devices and (m := re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", devices)):
@@ -186,12 +190,13 @@ def _mesh_groups(mesh: str, devices: str | None, axes: str) -> Groups:
 def mesh_groups(
     sizes: Mapping[Any, int], axes: Sequence[tuple[Any, int, int]], ids: np.ndarray[Any, Any] | None = None
 ) -> Groups:
-    """The groups of ranks that differ only along `axes`.
+    """Returns the groups of ranks that differ only along `axes`.
 
     Args:
       sizes: the mesh, {axis name: size}.
-      axes: (name, outer, size) of each axis. Of an axis of outer * size * inner ranks, the middle part counts.
-      ids: the rank at each place of the mesh; by default they are in order.
+      axes: (name, outer, size) of each axis. The axis has outer * size * inner ranks, and ranks of a group differ only
+        along the middle part, `size`.
+      ids: the rank at each place of the mesh; by default, ranks are in the order of the places.
     """
     total = math.prod(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())))) if sizes else {}

@@ -1,4 +1,4 @@
-"""python -m jaxcgx lab: a command in every host of a network, and what the kernel counted on its links."""
+"""python -m jaxcgx lab: runs a command in every host of a virtual network, and reports the traffic on the links."""
 
 import contextlib
 import time
@@ -11,25 +11,25 @@ from jaxcgx.report.results import Data
 from jaxcgx.text import table
 from jaxcgx.units import spell_rate
 
-TICK = 0.1  # seconds between two looks at the counters
-POINTS = 400  # of the chart, at most
+TICK = 0.1  # the seconds between two readings of the counters
+POINTS = 400  # the most points of a line in the chart
 
 
 def run(links: Sequence[Link], changes: Sequence[Change], words: Sequence[str]) -> tuple[int, Data]:
-    """Runs a command in every host at once. Returns the worst status, and what the kernel counted.
+    """Runs a command in all hosts at the same time. Returns (worst exit status, results from the kernel's counters).
 
     Args:
-      links: of each host.
-      changes: of links while the command runs, in the order of their times.
-      words: of the command. {rank}, {hosts} and {address} in them are the number of the host, how many hosts there are,
-        and the address of host 0.
+      links: the link of each host.
+      changes: the changes of links while the command runs, in the order of their times.
+      words: the words of the command. {rank} becomes the number of the host, {hosts} the number of hosts, and {address}
+        the address of host 0.
     """
     with signals_raise(), Lab(len(links), links) as lab, Counters(lab) as counters:
         for rank in range(lab.hosts):
             known = {"{rank}": str(rank), "{hosts}": str(lab.hosts), "{address}": lab.address(0)}
             lab.start(rank, [_fill(word, known) for word in words])
         waiting, done = list(changes), list[tuple[float, Change]]()
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the command in the hosts, too
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C also ends the command in the hosts
             while any(process.poll() is None for process in lab.running):
                 time.sleep(TICK)
                 counters.note()
@@ -48,12 +48,12 @@ def _fill(word: str, known: dict[str, str]) -> str:
 
 
 def describe(links: Sequence[Link], changes: Sequence[tuple[float, Change]], history: History) -> Data:
-    """What the kernel counted, as tables and a chart of results.
+    """Returns the kernel's counts as results, with tables and a chart.
 
     Args:
-      links: of each host, at the begin.
-      changes: what happened to them, and after how many seconds.
-      history: of the counters.
+      links: the link of each host at the beginning.
+      changes: (seconds, change) of each change of links.
+      history: the history of the counters.
     """
     times = [seconds for seconds, _ in history]
     rows: list[Data] = []
@@ -89,7 +89,7 @@ def describe(links: Sequence[Link], changes: Sequence[tuple[float, Change]], his
 
 
 def spell(data: Data) -> str:
-    """The table of a run for people."""
+    """Returns the table of a run as text for people."""
     head = ["host", "direction", "rate", "bytes", "packets", "dropped", "busiest second", "share of the rate"]
     lines = [
         [

@@ -1,4 +1,4 @@
-"""How fast this machine's kernels are, for each codec. They are measured once and kept in a file."""
+"""The speed of this machine's kernels for each codec. It is measured once and kept in a file."""
 
 import dataclasses
 import json
@@ -20,25 +20,25 @@ from jaxcgx.codecs.spelling import spell
 from jaxcgx.native import ops, registration
 from jaxcgx.native.layout import layout_of
 
-SIZE = 2**22  # elements: 16 MiB, more than most caches
+SIZE = 2**22  # elements; they have 16 MiB, more than most caches
 _MESSAGES, _ITERATIONS, _TURNS = 4, 4, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Bytes of float32 per second of a codec's kernels, with all processors."""
+    """The speed of a codec's kernels on all processors, in bytes of float32 per second."""
 
     encode: float
     decode: float
-    reduce: float  # counted by the float32 of all messages
+    reduce: float  # the float32 bytes of all summed messages count
 
 
 def kernels(codec: Codec, measure: bool = False) -> Kernels:
-    """What a file has for this machine and version, or else a measurement, which the file then has.
+    """Returns the speeds that the file has for this machine and version. If it has none, measures and saves them.
 
     Args:
       codec: the codec.
-      measure: measure again.
+      measure: whether to measure again.
     """
     path, place, name = _path(), _place(), spell(codec)
     known = _load(path)
@@ -46,7 +46,7 @@ def kernels(codec: Codec, measure: bool = False) -> Kernels:
         found = _measure(codec)
         known.setdefault(place, {})[name] = dataclasses.asdict(found)
         path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")  # another process may read the file now
+        fresh = path.with_suffix(f".{os.getpid()}")  # another process may be reading the file
         fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         fresh.replace(path)
         return found
@@ -61,12 +61,12 @@ def _path() -> pathlib.Path:
 def _load(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # there is none yet, or it is damaged: a measurement replaces it
+    except (OSError, ValueError):  # a missing or damaged file is replaced after a measurement
         return {}
 
 
 def _place() -> str:
-    """This machine and this version of the kernels, in words."""
+    """Returns the file's key for this machine, its processors, and the versions of jaxcgx and JAX."""
     built = registration.MODULE.build_info() if registration.MODULE else {}
     device = jax.devices()[0]
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -85,7 +85,7 @@ def _measure(codec: Codec) -> Kernels:
     size = 4 * SIZE
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2048, SIZE // 2048), np.float32))
     key = jnp.zeros(2, jnp.uint32) if codec.stochastic else None
-    if codec.low_rank:  # two products with the matrix, and the one that gives the result
+    if codec.low_rank:  # two products with the matrix, and one that makes the result
         seconds = _time(lambda x, _: (x, codec.approximate(x, key)), (x, x))
         return Kernels(encode=size / seconds, decode=size / seconds, reduce=size / seconds)
     layout = layout_of(codec, x.shape, x.dtype)
@@ -98,7 +98,7 @@ def _measure(codec: Codec) -> Kernels:
 
 
 def _time(step: Callable[..., tuple[Any, Any]], carry: tuple[Any, Any]) -> float:
-    """The seconds of a step. It runs in a compiled loop that writes to the same pages again and again."""
+    """Returns the seconds of a step. It runs in a compiled loop, so that all iterations write to the same pages."""
 
     def body(_: Any, carry: Any) -> Any:
         return lax.optimization_barrier(step(*lax.optimization_barrier(carry)))

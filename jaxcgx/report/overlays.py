@@ -1,4 +1,4 @@
-"""Pictures of overlays."""
+"""Draws pictures of overlays."""
 
 import math
 import pathlib
@@ -10,24 +10,25 @@ import numpy as np
 from jaxcgx.exchange.overlay import Overlay
 
 COLUMNS = 4
-MOST = 8  # trees that are drawn, those of the largest shares
+MOST = 8  # the most trees that are drawn; they have the largest shares
 
 
 def draw_overlay(
     overlay: Overlay, path: str | pathlib.Path, rates: Any = None, names: Sequence[str] | None = None
 ) -> None:
-    """Draws the trees of an overlay, with the share of each, into a PNG or SVG file.
+    """Draws the trees of an overlay, with their shares, into a PNG or SVG file.
 
-    Arrows go from children to parents, as sums do. Roots are filled. Links that are no part of a tree are thin.
+    Arrows point from children to parents, the direction of sums. Roots are filled. Links that are not in a tree are
+    thin. Only the MOST trees with the largest shares are drawn.
 
     Args:
       overlay: the overlay.
-      path: of the file.
-      rates: of the links in bytes a second, [ranks, ranks]. Slow ones are red.
-      names: of the ranks. None: their numbers.
+      path: the path of the file.
+      rates: the rates of the links in bytes per second, [ranks, ranks]. Slow links are red.
+      names: the names of the ranks. None: their numbers.
     """
     from matplotlib import colormaps
-    from matplotlib.figure import Figure  # not everybody has it
+    from matplotlib.figure import Figure  # imported here because matplotlib is optional
 
     n, total = overlay.ranks, sum(overlay.shares)
     names = list(map(str, range(n))) if names is None else names

@@ -1,4 +1,4 @@
-"""Compiled programs, from functions that any library has jitted."""
+"""Compiles functions to programs, no matter which library has jitted them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from jaxcgx.checks import wrong
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program, and what is known of how it was made."""
+    """A compiled program, with its earlier forms if they are known."""
 
-    text: str  # XLA's
-    shardings: Iterable[Any]  # of its arguments and results
+    text: str  # XLA's text
+    shardings: Iterable[Any]  # the shardings of the program's arguments and results
     jaxpr: Any = None
-    lowered_text: str = ""  # StableHLO's with names, before XLA joins operations
+    lowered_text: str = ""  # StableHLO's text with names, before XLA joins operations
 
 
 def compile_program(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    """The program of a function for arguments, or one that is lowered or compiled already."""
+    """Returns the program of a function for these arguments. `fn` may also be lowered or compiled already."""
     made = _inner(fn, "compiled", jax.stages.Compiled) or _inner(fn, "lowered", jax.stages.Lowered)
     if made is not None:
         if args or kwargs:
@@ -33,7 +33,7 @@ def compile_program(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     if hasattr(jitted, "trace"):
         traced = jitted.trace(*args, **kwargs)
-        traced = getattr(traced, "traced", traced)  # nnx.jit wraps it
+        traced = getattr(traced, "traced", traced)  # nnx.jit wraps JAX's object
         return _of_compiled(traced.lower().compile(), jaxpr=traced.jaxpr)
     lowered = jitted.lower(*args, **kwargs)
     own = _inner(lowered, "lowered", jax.stages.Lowered)
@@ -43,7 +43,7 @@ def compile_program(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> P
 
 
 def _inner(given: Any, name: str, kind: type[Any]) -> Any:
-    """A stage of JAX, also from inside the one of eqx.filter_jit or nnx.jit; None for anything else."""
+    """Returns a stage of JAX, which may be inside a stage of eqx.filter_jit or nnx.jit; None for anything else."""
     found = given if isinstance(given, kind) else getattr(given, name, None)
     return found if isinstance(found, kind) else None
 

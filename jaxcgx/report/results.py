@@ -1,8 +1,9 @@
-"""The format of results: what every measurement writes, and `python -m jaxcgx report` reads.
+"""The format of results, which every measurement writes and `python -m jaxcgx report` reads.
 
-A file is a JSON object. It names its origin: `command`, which makes it again, `date`, `cpu`, `threads`, `versions`,
-`native`. Every other list of objects is a table, whose rows have the same keys. A number's key ends in its unit
-(UNITS). A list of numbers is one measurement repeated. `charts` says which tables are drawn, and how.
+A file is a JSON object. Its origin has the keys `command`, which makes the file again, `date`, `cpu`, `threads`,
+`versions` and `native`. `charts` says which tables are drawn, and how. Every other list of objects is a table, whose
+rows have the same keys. The key of a number ends in its unit (UNITS). A list of numbers has the repetitions of one
+measurement.
 """
 
 import datetime
@@ -33,7 +34,8 @@ UNITS = {
     "gbs": "GB/s",
     "percent": "%",
 }
-# The part of a tensor that passes each rank's link, of W ranks: bus bandwidth, as nccl-tests define it.
+# Bus bandwidth divided by algorithm bandwidth, for W ranks, as nccl-tests define them: the bytes on each rank's link
+# divided by the bytes of the tensor.
 BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda w: 2 * (w - 1) / w,
     "all_gather": lambda w: (w - 1) / w,
@@ -43,14 +45,14 @@ BUS: dict[str, Callable[[int], float]] = {
 
 
 def origin(command: str) -> Data:
-    """Where and when figures were made, and the command that makes them again."""
+    """Returns the origin of results: the machine, the date, and the command that makes them again."""
     found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "jaxcgx")}
     return dict(
         command=command,
         date=datetime.date.today().isoformat(),
         cpu=found[1] if found else platform.machine(),
-        # XLA's thread pool has a thread for each processor that this process may use.
+        # XLA's thread pool has one thread for each processor that this process may use.
         threads=len(os.sched_getaffinity(0)),
         versions={"python": platform.python_version()} | versions,
         native=registration.MODULE and registration.MODULE.build_info(),
@@ -58,21 +60,21 @@ def origin(command: str) -> Data:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile."""
+    """Returns (lower quartile, median, upper quartile)."""
     low, middle, high = np.percentile(np.asarray(values, np.float64), (25, 50, 75))
     return round(float(low), 4), round(float(middle), 4), round(float(high), 4)
 
 
 def bandwidths(operation: str, ranks: int, size: float, seconds: float) -> tuple[float, float]:
-    """The algorithm bandwidth and the bus bandwidth of a collective in GB/s, as nccl-tests define them.
+    """Returns (algorithm bandwidth, bus bandwidth) of a collective in GB/s, as nccl-tests define them.
 
-    Both are of the plain tensor, however few bytes travel: compression shows as bandwidth.
+    Both count the bytes of the uncompressed tensor, not the bytes that travel. So compression increases them.
 
     Args:
       operation: all_reduce, all_gather, reduce_scatter or all_to_all.
-      ranks: how many take part.
-      size: bytes of the plain tensor: of an all-gather its result, of a reduce-scatter its operand.
-      seconds: that a call takes.
+      ranks: the number of ranks.
+      size: the bytes of the uncompressed tensor: for an all-gather its result, for a reduce-scatter its operand.
+      seconds: the seconds of a call.
     """
     check_choice("bandwidths", "operation", operation, BUS)
     check_integer("bandwidths", "ranks", ranks, 1, 2**31)
@@ -86,7 +88,7 @@ def write(path: pathlib.Path, data: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Data:
-    """The data of a file, whose origin is checked."""
+    """Returns the data of a file, after a check that it has an origin."""
     try:
         data = json.loads(pathlib.Path(path).read_text())
     except ValueError as error:
@@ -98,7 +100,7 @@ def read(path: str | os.PathLike[str]) -> Data:
 
 
 def tables(data: Data) -> dict[str, list[Data]]:
-    """The tables of a file: its lists of objects, except for `charts`, and its objects of objects."""
+    """Returns the tables of a file: its lists of objects, except `charts`, and its objects of objects."""
     found: dict[str, list[Data]] = {}
     for key, value in data.items():
         if isinstance(value, dict) and all(isinstance(row, dict) for row in value.values()):
@@ -109,7 +111,7 @@ def tables(data: Data) -> dict[str, list[Data]]:
 
 
 def flat(row: Mapping[str, Any]) -> Data:
-    """The cells of a row by their names: {"ms": {"psum": 3}} is {"ms psum": 3}."""
+    """Returns {name: cell} of a row without nested objects: {"ms": {"psum": 3}} becomes {"ms psum": 3}."""
     cells: Data = {}
     for key, value in row.items():
         inner = flat(value) if isinstance(value, dict) else {"": value}
@@ -118,23 +120,23 @@ def flat(row: Mapping[str, Any]) -> Data:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The words of a cell's name, and its unit or ""."""
+    """Returns (words of a cell's name, its unit or "")."""
     found, unit = list[str](), ""
     for i, part in enumerate(name.split(" ")):
         words = part.split("_")
         if units := [word for word in words if word in UNITS]:
             unit = units[-1]
             words.remove(unit)
-        found += words if units or not i else [part]  # names of things inside stay as they are
+        found += words if units or not i else [part]  # names in nested objects keep their underscores
     return " ".join(found), UNITS.get(unit, "")
 
 
 def unit(name: str) -> str:
-    """The unit of a cell by its name, "" if it has none."""
+    """Returns the unit in a cell's name, or "" if it has none."""
     return _split(name)[1]
 
 
 def spell_name(name: str) -> str:
-    """The name of a cell as a head has it: "psum (ms)"."""
+    """Returns the name of a cell for the head of a table, such as "psum (ms)"."""
     words, unit = _split(name)
     return f"{words} ({unit})" if words and unit else words or unit

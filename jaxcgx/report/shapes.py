@@ -1,4 +1,4 @@
-"""The shapes of a model's parameters, from a name, a number, or a file."""
+"""Finds the shapes of a model's parameters, from a name, a number, or a file."""
 
 import ast
 import json
@@ -21,11 +21,11 @@ from jaxcgx.report import tune
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
 _SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_SIDE = 1024  # of the matrices that a number of parameters is cut into
+_SIDE = 1024  # the rows, and the columns, of the matrices into which a number of parameters is divided
 
 
 def _transformer(layers: int, matrices: dict[str, tuple[int, int]], vectors: int) -> dict[str, tuple[int, ...]]:
-    """The layers' matrices, and one leaf of each layer for all its norms and biases."""
+    """Returns the shapes of the layers' matrices, and of one leaf per layer for all its norms and biases."""
     return {
         f"layers/{i}/{name}": shape
         for i in range(layers)
@@ -63,7 +63,7 @@ MODELS = {"resnet50": _resnet50, "gpt2": _gpt2, "llama-1b": _llama}
 
 
 def read(words: str) -> Shapes:
-    """The leaves that the command line names: a model, a number of parameters, or a file of shapes or arrays."""
+    """Returns the leaves for a word of the command line: a model, a number of parameters, or a file."""
     if words in MODELS:
         return _float32(MODELS[words]())
     if number := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmb]?)", words, re.IGNORECASE):
@@ -92,7 +92,7 @@ def _matrices(parameters: int) -> dict[str, tuple[int, ...]]:
 
 
 def _check_file(path: str, found: Any) -> dict[str, tuple[int, ...]]:
-    """{name: shape}, as in {"block/0/kernel": [768, 3072]}."""
+    """Returns {name: shape} from a file such as {"block/0/kernel": [768, 3072]}."""
     if not isinstance(found, dict) or not found:
         raise unexpected(path, 'shapes by name, as in {"block/0/kernel": [768, 3072]}', repr(found))
     for name, shape in found.items():
@@ -102,7 +102,7 @@ def _check_file(path: str, found: Any) -> dict[str, tuple[int, ...]]:
 
 
 def read_codec(words: str) -> Codec:
-    """A codec from its constructor in words: "MaxMin(4)" or "MaxMin(bits=4)"."""
+    """Returns the codec of a text such as "MaxMin(4)" or "MaxMin(bits=4)"."""
     try:
         call = ast.parse(words, mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in CODECS:
@@ -114,11 +114,11 @@ def read_codec(words: str) -> Codec:
 
 
 def read_gradients(path: str) -> list[dict[str, Any]]:
-    """The steps of an .npz file, as `tune` reads them."""
+    """Returns the steps of an .npz file as `tune` reads them, without leaves that codecs don't take."""
     steps = tune.read(path)
     return [{name: x for name, x in step.items() if x.dtype in DTYPES} for step in steps]
 
 
 def count(shapes: Any) -> int:
-    """The number of parameters."""
+    """Returns the number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))

@@ -1,21 +1,21 @@
-"""The time of a training step, from the time of its computation and of its exchanges. docs/planner.md derives it."""
+"""Predicts the time of a training step from its computation and its exchanges. docs/planner.md has the formulas."""
 
 import math
 from collections.abc import Sequence
 
 from jaxcgx.exchange.costs import Time
 
-BACKWARD = 2 / 3  # of the computation: two products of matrices for each one of the forward pass
+BACKWARD = 2 / 3  # the fraction of the computation; it has two matrix products for each one of the forward pass
 
 
 def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap: bool) -> float:
-    """The seconds of a step.
+    """Returns the seconds of a step.
 
     Args:
       compute: the seconds of the forward and the backward pass.
-      messages: of each message the part of the backward pass that makes it, and its time, in the order in which they
-        are sent.
-      overlap: whether a message is sent while the backward pass goes on. Kernels take turns with it.
+      messages: (the fraction of the backward pass that computes it, its time) of each message, in the order in which
+        messages are sent.
+      overlap: whether messages are sent during the backward pass. Kernels still take turns with the backward pass.
     """
     if not overlap:
         return compute + sum(each.total for _, each in messages)
@@ -27,17 +27,18 @@ def step_seconds(compute: float, messages: Sequence[tuple[float, Time]], overlap
 
 
 def local_steps(compute: float, exchange: float, every: int, overlap: bool) -> float:
-    """The seconds of a step where ranks exchange after `every` steps of their own, as DiLoCo does.
+    """Returns the seconds of a step if ranks exchange once after `every` local steps, as with DiLoCo.
 
-    With `overlap`, the exchange goes on during the next steps, whose number is `every`.
+    With `overlap`, the exchange continues during the next `every` steps.
     """
     computed = every * compute
     return (max(computed, exchange) if overlap else computed + exchange) / every
 
 
 def slowest(compute: float, ranks: int, spread: float) -> float:
-    """The computation of the slowest rank, for which all others wait.
+    """Returns the time of the slowest rank's computation, for which all other ranks wait.
 
-    It is the expected largest of normally distributed times. `spread` is their standard deviation over their mean.
+    It is about the expected maximum of normally distributed times. `spread` is their standard deviation divided by
+    their mean.
     """
     return compute * (1 + spread * math.sqrt(2 * math.log(ranks)))

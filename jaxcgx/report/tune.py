@@ -1,4 +1,4 @@
-"""python -m jaxcgx tune: a plan from saved gradients."""
+"""python -m jaxcgx tune: adapts a plan to saved gradients."""
 
 import dataclasses
 import functools
@@ -26,17 +26,17 @@ from jaxcgx.text import spell_sizes, table
 
 Path = str | os.PathLike[str]
 Step = dict[str, np.ndarray[Any, Any]]  # {leaf's path: gradient}
-Assigned = list[tuple[Codec, str | None]]  # for each leaf its codec, and why it travels raw
+Assigned = list[tuple[Codec, str | None]]  # for each leaf: its codec, and the reason if it travels raw, else None
 
 
 def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any) -> tuple[Plan, str]:
-    """A plan adapted to saved gradients, and text about it.
+    """Returns (plan adapted to saved gradients, text that describes it).
 
     Args:
       gradients: an .npz file.
-      plan: a TOML file with the plan to adapt; by default it is Plan.cgx().
-      bits: the candidates, besides the plan's own.
-      **options: of Plan.adapt.
+      plan: a TOML file with the plan to adapt. None: Plan.cgx().
+      bits: the numbers of bits that are candidates, in addition to the plan's own.
+      **options: options of Plan.adapt.
     """
     base = Plan.cgx() if plan is None else Plan.load(plan)
     found: list[Any] = compressing(base.default)
@@ -44,7 +44,7 @@ def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any
         expected = "a plan whose default has one codec that compresses, and that one bits"
         raise unexpected("argument '--plan'", expected, spell(base.default))
     steps = read(gradients)
-    before = _assign(base, steps[0])  # errors in the rules come before anything is measured
+    before = _assign(base, steps[0])  # before the measurement, to report errors in the rules at once
     candidates: list[Codec] = [dataclasses.replace(found[0], bits=n) for n in sorted({*bits, found[0].bits})]
     measured = statistics(steps, candidates)
     adapted = base.adapt(measured, **options)
@@ -52,7 +52,7 @@ def tune(gradients: Path, plan: Path | None, bits: Sequence[int], **options: Any
 
 
 def read(path: Path) -> list[Step]:
-    """The steps of an .npz file."""
+    """Returns the steps of an .npz file, in their order."""
     found: dict[int, Step] = {}
     for key, leaf in _load(path).items():
         name, step = re.findall(r"\A(.*?)(?:@([0-9]+))?\Z", key, re.DOTALL)[0]
@@ -77,15 +77,15 @@ def read(path: Path) -> list[Step]:
 
 def _load(path: Path) -> Step:
     try:
-        with open(path, "rb") as stream, np.load(stream) as file:  # NumPy would leave a broken file open
+        with open(path, "rb") as stream, np.load(stream) as file:  # because NumPy leaves a broken file open
             return {key: np.asarray(file[key]) for key in file}
-    except (EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):  # TypeError: a lone .npy is an array
+    except (EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error):  # TypeError: an .npy file
         expected = "an .npz file of numbers, as numpy.savez writes it"
         raise unexpected(str(path), expected, "another or a part of one") from None
 
 
 def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatistics:
-    """The sum of the statistics of all steps."""
+    """Returns the sum of the statistics of all steps."""
     measure = jax.jit(functools.partial(gradient_statistics, codecs=tuple(codecs)))
     return functools.reduce(
         operator.add, (measure(step, key=jax.random.fold_in(jax.random.key(0), i)) for i, step in enumerate(steps))
@@ -93,7 +93,7 @@ def statistics(steps: Sequence[Step], codecs: Sequence[Codec]) -> GradientStatis
 
 
 def _assign(plan: Plan, step: Step) -> Assigned:
-    """What a plan makes of each leaf; of codecs by axis, the one that compresses."""
+    """Returns the codec of each leaf under a plan. For codecs by axis, it is the codec that compresses."""
     paths, leaves = zip(*jax.tree_util.tree_flatten_with_path(step)[0])
     codecs, reasons = zip(*plan.assign("tune", "gradients", paths=paths, leaves=leaves))
     codecs = [codec if skips(codec) else next(iter(compressing(codec)), Raw()) for codec in codecs]
@@ -104,7 +104,7 @@ def _assign(plan: Plan, step: Step) -> Assigned:
 
 
 def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping[str, Assigned]) -> str:
-    """Two tables: every leaf under the last of the plans, and the sum over all leaves under each plan."""
+    """Returns two tables as text: every leaf under the last of the plans, and the sum over all leaves for each plan."""
     found = jax.tree_util.tree_flatten_with_path(steps[0])[0]
     names, leaves = [spell_path(path) for path, _ in found], [leaf for _, leaf in found]
     codecs = list(measured.codecs)
@@ -114,7 +114,7 @@ def describe(steps: Sequence[Step], measured: GradientStatistics, plans: Mapping
         codecs, errors = codecs + more, np.hstack([errors, np.asarray(statistics(steps, more).errors, np.float64)])
 
     def numbers(i: int, codec: Codec, why: str | None) -> tuple[int, int, float, float]:
-        """(bytes, bytes uncompressed, squared error, squared norm)."""
+        """Returns (bytes, uncompressed bytes, squared error, squared norm) of leaf i."""
         leaf = leaves[i]
         if skips(codec):
             return 0, 0, 0.0, 0.0
