@@ -60,6 +60,8 @@ def _words(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag])
     if x.dtype == jnp.bool_ or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8):
         x = x.astype(jnp.int32)
+    elif jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 8:
+        x = x.astype(jnp.float32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32).reshape(-1)
 

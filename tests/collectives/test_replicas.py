@@ -22,6 +22,7 @@ DTYPES = [
     jnp.int16,
     jnp.bool_,
     jnp.int4,
+    jnp.float4_e2m1fn,
     jnp.complex64,
     jnp.float8_e4m3fn,
 ]
@@ -42,7 +43,7 @@ def check(change, tree=TREE, check_vma=True, axes=AXES):
 def test_agreement(check_vma):
     found = check(lambda tree, rank: tree, check_vma=check_vma)
     assert found.agree and not found.differs.any() and found.differs.shape == (len(DTYPES), RANKS)
-    assert str(found) == "All ranks of ('a', 'b') agree on all 10 leaves."
+    assert str(found) == "All ranks of ('a', 'b') agree on all 11 leaves."
     found.check()
 
 
