@@ -118,10 +118,8 @@ class Ranks:
     def _given_specs(self, params: Any, param_specs: Any) -> Any:
         """Returns the caller's spec for every leaf of the parameters."""
         others = [name for name in self.mesh.shape if name not in self.names]
-        fill = lambda spec, below: jax.tree_util.tree_map(lambda _: spec, below)
         try:
-            leaves = jax.tree_util.tree_map(lambda _: 0, params)
-            specs = jax.tree_util.tree_map(fill, param_specs, leaves, is_leaf=lambda x: isinstance(x, P))
+            specs = jax.tree_util.tree_broadcast(param_specs, params, is_leaf=lambda x: isinstance(x, P))
         except (TypeError, ValueError) as error:
             expected = "a PartitionSpec, or a tree of them like the parameters"
             raise wrong(self.op, "param_specs", expected, param_specs) from error

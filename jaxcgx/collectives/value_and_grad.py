@@ -307,16 +307,16 @@ class ValueAndGrad:
         for name, value in keywords.items():
             if name not in named and any(map(np.ndim, jax.tree_util.tree_leaves(value))):
                 raise wrong(OP, "batch_specs", f"one for {name!r}, too", self.batch_specs, ranks.remedy)
+        named, arguments = {**dict.fromkeys(keywords, P()), **named}, [positional, keywords]
         is_spec = lambda x: isinstance(x, P)
-        fill = lambda spec, below: [spec if np.ndim(x) else P() for x in jax.tree_util.tree_leaves(below)]
-        named = {**dict.fromkeys(keywords, P()), **named}
         try:
-            specs = jax.tree_util.tree_map(fill, [given, named], [positional, keywords], is_leaf=is_spec)
+            specs = jax.tree_util.tree_broadcast([given, named], arguments, is_leaf=is_spec)
         except (TypeError, ValueError) as error:
             expected = f"a PartitionSpec, or a tuple with a tree of them for each of {len(positional)} arguments"
             expected += f", and a dict of {', '.join(map(repr, keywords))}" if keywords else ""
             raise wrong(OP, "batch_specs", expected, self.batch_specs) from error
-        return jax.tree_util.tree_leaves(specs, is_leaf=is_spec) + whole
+        leaves = zip(jax.tree_util.tree_leaves(arguments), jax.tree_util.tree_leaves(specs, is_leaf=is_spec))
+        return [spec if np.ndim(x) else P() for x, spec in leaves] + whole
 
 
 class _Done(NamedTuple):

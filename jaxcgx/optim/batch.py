@@ -85,9 +85,9 @@ def dimensions(specs: Any) -> list[int | None]:
 
 def _filled(batch: Any, given: Any) -> Any:
     """The caller's specs, for every leaf of the batch."""
-    fill = lambda spec, below: jax.tree_util.tree_map(lambda x: spec if np.ndim(x) else P(), below)
     try:
-        return jax.tree_util.tree_map(fill, given, batch, is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree_util.tree_broadcast(given, batch, is_leaf=lambda x: isinstance(x, P))
     except (TypeError, ValueError) as error:
         expected = "a PartitionSpec, or a tree of them like the batch"
         raise wrong(OP, "batch_specs", expected, given) from error
+    return jax.tree_util.tree_map(lambda x, spec: spec if np.ndim(x) else P(), batch, specs)

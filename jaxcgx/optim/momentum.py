@@ -40,9 +40,8 @@ def decayed(settings: Settings, grads: Leaves, params: Any) -> list[Any]:
     if settings.weight_decay is None or settings.weight_decay_mask is None:
         return grads.match(params)
     mask = settings.weight_decay_mask(params) if callable(settings.weight_decay_mask) else settings.weight_decay_mask
-    fill = lambda keep, below: jax.tree_util.tree_map(lambda _: keep, below)
     try:
-        chosen = grads.structure.flatten_up_to(jax.tree_util.tree_map(fill, mask, params))
+        chosen = grads.structure.flatten_up_to(jax.tree_util.tree_broadcast(mask, params))
     except ValueError as error:
         expected = "a tree of bools like the parameters"
         raise wrong(settings.function, "weight_decay_mask", expected, repr(mask)) from error
