@@ -5,8 +5,8 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// The codes of a lane of a block with scales, and the scales of its rows. The first lane also stores these. Every
-// thread of the warp must call this.
+// Finds the codes of a lane of a block with scales, and the scales of its rows. The first lane stores the codes of the
+// scales to `stored`. Every thread of the warp must call this, because it has shuffles.
 template <class C, int kBits>
 CGX_D void encode_scaled(const Lane& l, const float (&x)[kRows], const Grid& g, Words<Scalar, kBits>& w,
                          float (&scales)[kRows], uint8_t* stored) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kMostThreads) encode_any_bucket_kernel(const _
   int64_t first_noise = 0;
   __shared__ std::conditional_t<kStochastic, Noise, NoNoise> noise;
   if constexpr (kStochastic) {
-    // For all elements that the CUDA block encodes.
+    // The noise is for all elements that the thread block encodes.
     const int64_t first =
         extra.start + (m.stage == kWhole ? static_cast<int64_t>(p.tile) * m.groups * m.codec.bucket_size : l.element);
     const int64_t count = m.stage == kWhole ? m.groups * (e.count == 1 ? extra.last : m.codec.bucket_size) : l.count;
@@ -171,8 +171,8 @@ __global__ void __launch_bounds__(kMostThreads) decode_any_bucket_kernel(const _
   }
 }
 
-// The grid of each large bucket from its parts, one block per bucket. It runs twice for a codec that needs sums: first
-// for the scale, then with the sums for the grid.
+// Computes the grid of each large bucket from its parts, with one thread block per bucket. For a codec that needs sums
+// it runs twice: first it computes the scale, then, from the sums, the grid.
 __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constant__ Table<true, true> t) {
   const Place p = place_of(t);
   if (p.index < 0 || p.tile >= t.entries[p.index].count) return;
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kMostThreads) grid_kernel(const __grid_constan
       with_grid_codec(m.codec, [&](auto type) { return decltype(type)::Codec::grid({lo, hi}, sum, n, m.codec); });
 }
 
-// Threads for a bucket of n elements: at least one per lane, and a power of two or whole warps.
+// Returns the number of threads for a bucket of n elements: at least one per lane, and a power of two or whole warps.
 uint32_t threads_for(const Codec& c, int64_t n) {
   const int64_t lanes = traits_of(c.kind).scales ? div_up(n, kBlock) * kLanes : div_up(n, kRows);
   if (lanes > kWarpSize) return static_cast<uint32_t>(div_up(lanes, kWarpSize)) * kWarpSize;
@@ -224,10 +224,10 @@ uint32_t threads_for(const Codec& c, int64_t n) {
   return threads;
 }
 
-constexpr uint32_t kSmallThreads = 256;  // of a block of small buckets
+constexpr uint32_t kSmallThreads = 256;  // threads of a thread block that has several small buckets
 
-// Launches `kernel` on the buckets that the fast kernels don't take. kWhole: on those that fit a block. The other
-// stages: on the larger ones.
+// Launches `kernel` on the buckets that the fast kernels don't take. With kWhole, it launches on buckets that fit in a
+// thread block. With the other stages, it launches on larger buckets.
 Status launch_any_bucket(const Call& given, Stage stage, void (*kernel)(Table<true, true>), const char* name) {
   const Layout& l = given.layout;
   const Codec& c = l.codec;

@@ -1,6 +1,7 @@
 // Buckets of any size. A thread has one lane of a block of codec/pack.h, with its eight elements in registers. A bucket
-// takes a thread for each lane. Buckets of more than kMostStaged elements are cut into parts of that size.
-// Parts are read twice: for the statistics and, after those of all parts are known, for the codes.
+// takes a thread for each lane. Buckets of more than kMostStaged elements are cut into parts of that size. Parts are
+// read once for the statistics (and once for sums, if the codec needs sums). After the statistics of all parts are
+// known, parts are read again for the codes.
 #pragma once
 
 #include "cuda/decode_sum.cuh"
@@ -10,7 +11,8 @@ namespace jaxcgx::cuda {
 
 constexpr uint32_t kMostThreads = kMostStaged / kRows;
 
-// What a launch does. kWhole: everything, for whole buckets. The others: one stage, for the parts of large buckets.
+// The stage of a launch. kWhole does everything, for whole buckets. The other stages are for the parts of large
+// buckets.
 enum Stage : int32_t { kWhole, kStats, kSums, kCodes };
 
 static_assert(sizeof(Grid) <= kGridFloats * sizeof(float), "");
@@ -18,14 +20,14 @@ static_assert(sizeof(float2) == kRangeFloats * sizeof(float), "");
 
 // The lane of this thread, and its bucket or part of a bucket.
 struct Lane {
-  int64_t bucket;   // counted from the entry's first
-  int64_t element;  // first of the bucket or part, counted from the entry's first
+  int64_t bucket;   // index of the bucket in the entry
+  int64_t element;  // index in the entry of the first element of the bucket or part
   int64_t size;     // elements of the whole bucket
   int64_t part;
   int32_t count;                  // elements of the bucket or part
-  uint32_t first_thread, thread;  // of the bucket's threads
+  uint32_t first_thread, thread;  // the bucket's first thread; index of this thread among the bucket's threads
   int32_t lane, lanes, block;
-  int32_t rows;  // of this lane
+  int32_t rows;  // number of rows in which this lane has an element
   bool coded;    // whether this lane has words
 
   CGX_D Lane(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
@@ -55,11 +57,11 @@ struct Lane {
     return div_up(e.count > 1 ? m.codec.bucket_size : extra.last, kMostStaged);
   }
 
-  // Whether any thread of the block has something to do.
+  // Returns whether any thread of the thread block has a bucket. It is the same for all threads of the block.
   CGX_D bool there(const Message& m, const Entry& e) const { return bucket - threadIdx.x / m.threads < e.count; }
   CGX_D int64_t at(int row) const { return element + block * kBlock + row * lanes + lane; }
 
-  // Where the words of the block begin in the codes of the entry.
+  // Returns the byte offset of the block's words in the codes of the entry.
   CGX_D int64_t codes(const Message& m) const {
     return bucket * bucket_bytes(m.codec, m.codec.bucket_size) +
            bucket_bytes(m.codec, part * kMostStaged + block * kBlock);
@@ -69,7 +71,7 @@ struct Lane {
   }
 };
 
-// Words of buckets of odd sizes are not aligned.
+// Loads and stores test the alignment, because words of buckets of odd sizes are not aligned.
 template <class U>
 CGX_D int32_t load_word(const uint8_t* p) {
   if (aligned(p, sizeof(U))) return static_cast<int32_t>(*reinterpret_cast<const U*>(p));
@@ -97,7 +99,7 @@ CGX_D void each_word(W& w, int32_t lane, int32_t lanes, Fn f) {
   if constexpr (kBits & 1) f(uint8_t(), w.d, at + lane);
 }
 
-// The scale of a row, from the bytes of its block; 1 for codecs without such scales.
+// Returns the scale of a row, from the bytes of its block; 1 for codecs without scales.
 template <class C, int kBits>
 CGX_D float scale_of_row(const uint8_t* block, int row) {
   if constexpr (traits_of(C::kKind).scales)
@@ -111,7 +113,7 @@ CGX_D void load_lane(const void* leaf, DType dtype, const Lane& l, float (&x)[kR
 #pragma unroll
   for (int r = 0; r < kRows; ++r) x[r] = r < l.rows ? load_element(leaf, dtype, l.at(r)) : 0.0f;
 }
-// Decodes the numbers of a lane from payloads and sums them; the caller divides.
+// Decodes the numbers of a lane from payloads and sums them. The caller divides.
 template <class C, int kBits>
 CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane& l, float (&x)[kRows]) {
 #pragma unroll
@@ -142,7 +144,8 @@ CGX_D void sum_lane(const Message& m, const Entry& e, const Place& p, const Lane
   }
 }
 
-// The range over the threads of a bucket. Every thread of the block must call this.
+// Extends a range to all threads of a bucket. Every thread of the thread block must call this, because it has a
+// barrier.
 CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
   widen_stats(lo, hi, threads);
   if (threads <= kWarpSize) return;
@@ -155,8 +158,8 @@ CGX_D void widen_bucket(const Lane& l, uint32_t threads, float* lo, float* hi) {
   widen_stats(lo, hi, kWarpSize);
 }
 
-// The sum of the magnitudes of a block, in every thread that has a lane of it. The order is that of codec/sign.h, which
-// CUB's reductions don't promise.
+// Returns the sum of the magnitudes of a block, in every thread that has a lane of the block. The sum has the order of
+// codec/sign.h. CUB's reductions promise no order.
 CGX_D float sum_of_block(const Lane& l, uint32_t threads, const float (&x)[kRows], float scale) {
   float sum = 0.0f;
 #pragma unroll

@@ -1,5 +1,6 @@
-// Number types in which a GPU thread evaluates codec/*.h. The results are those of Scalar. Scalar's conversions between
-// integers and floats would be the bottleneck: they run at a fourth to an eighth of the rate of additions.
+// Number types with which a GPU thread evaluates codec/*.h. They give the same results as Scalar, but avoid its
+// conversions between integers and floats. These would be the bottleneck: a GPU executes them at a fourth to an eighth
+// of the rate of additions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +14,7 @@
 
 namespace jaxcgx::cuda {
 
-// For encoding numbers within +-2^22: adding 1.5 * 2^23, whose bits are kMagic, rounds to nearest even and leaves the
+// For encoding numbers within +-2^22. Adding 1.5 * 2^23, whose bits are kMagic, rounds to nearest even and leaves the
 // integer in the low bits.
 constexpr uint32_t kMagic = 0x4b400000;
 struct SmallFloat {
@@ -33,8 +34,8 @@ struct Small {
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
 
-// A number and its bucket's scale. MaxMin subtracts an origin from their product, in one instruction. The product is
-// exact, except for numbers so much smaller than their bucket's largest that their code is that of 0.
+// A number and its bucket's scale. MaxMin subtracts an origin from their product, which becomes one fused instruction.
+// The product is exact, except for numbers so much smaller than their bucket's largest that they get the code of 0.
 struct Scaled {
   float v, scale;
 };
@@ -46,7 +47,7 @@ struct FromScaled : V {
   using F = Scaled;
 };
 
-// NaN if one of them is; fminf and fmaxf drop NaNs.
+// min_or_nan and max_or_nan return NaN if one of the numbers is NaN. fminf and fmaxf would drop it.
 CGX_D float min_or_nan(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float result;
@@ -67,7 +68,7 @@ CGX_D float max_or_nan(float a, float b) {
 }
 
 // For decoding: the integer `sum - magic`. A field of a word becomes the low bits of a float whose last bit is worth 1.
-// Constants are added to `magic`, at compile time if possible.
+// Constants are added to `magic`, where possible at compile time.
 struct Level {
   float sum, magic;
 };
@@ -81,7 +82,7 @@ struct Counted {
   CGX_D static int32_t splat(int32_t x) { return x; }
 };
 
-// (a & mask) | bits in one instruction; with two constants the compiler would make two.
+// Returns (a & mask) | bits in one instruction. With two constants the compiler would use two instructions.
 CGX_D uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
 #if defined(__CUDA_ARCH__)
   uint32_t result;
@@ -92,16 +93,18 @@ CGX_D uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
 #endif
 }
 
+// Returns the code of a row as a Level.
 template <int kBits>
 CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   if constexpr (kBits == 8) {
     return {float_of(__byte_perm(static_cast<uint32_t>(row < 4 ? w.a : w.b), 0x4b000000u, 0x7540u + (row & 3))),
             0x1p23f};
   } else if constexpr ((kBits & (kBits - 1)) == 0) {
-    // The field stays at bit `at`, which is worth 1 in a float of 2^(23 - at). A mantissa has only 23 bits.
+    // The field is not shifted to bit 0, but stays at bit `at`. This bit is worth 1 in a float of magnitude 2^(23 -
+    // at). Fields above bit 23 are shifted down by 16, because a mantissa has only 23 bits.
     const auto word = static_cast<uint32_t>(kBits == 4   ? w.a
                                             : kBits == 2 ? w.c
-                                                         : w.d << 1);  // << 1: 2 * magic + 1 must be exact
+                                                         : w.d << 1);  // << 1: Sign's 2 * magic + 1 must be exact
     const int from = kBits * row + (kBits == 1), down = from + kBits <= 23 ? 0 : 16, at = from - down;
     return {float_of(and_or(word >> down, ((1u << kBits) - 1) << at, static_cast<uint32_t>(150 - at) << 23)),
             static_cast<float>(1 << (23 - at))};
@@ -110,15 +113,16 @@ CGX_D Level level_of(const Words<Scalar, kBits>& w, int row) {
   }
 }
 
-// MaxMin and AbsMax in the same kernels: AbsMax has an origin of 0, and its codes are larger by `top`.
+// The codec type of kernels that serve both MaxMin and AbsMax. AbsMax has an origin of 0, and its codes are larger by
+// `top`.
 struct Levels {
   static constexpr Kind kKind = Kind::kMaxMin;
   CGX_D static Grid grid(const Stats& s, float sum, int64_t n, const Codec& c) {
     return c.kind == Kind::kAbsMax ? AbsMax::grid(s, sum, n, c) : MaxMin::grid(s, sum, n, c);
   }
 };
-// The type for which a kernel is instantiated, for each codec of codec/dispatch.h: the codec itself, unless a type
-// above is a faster form of it. ByteGrad decodes like MaxMin.
+// The type with which a kernel is instantiated, for each codec of codec/dispatch.h. It is the codec itself, or Levels,
+// which serves several codecs. ByteGrad decodes like MaxMin.
 template <class C>
 using EncodesAs = std::conditional_t<std::is_same_v<C, MaxMin> || std::is_same_v<C, AbsMax>, Levels, C>;
 template <class C>
@@ -126,10 +130,11 @@ using DecodesAs = std::conditional_t<std::is_same_v<C, ByteGrad>, Levels, Encode
 
 CGX_D int32_t top_of(const Codec& c) { return c.kind == Kind::kAbsMax ? AbsMax::top(c.bits) : 0; }
 
+// Returns the code of x.
 template <class C, int kBits, bool kStochastic>
 CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   if constexpr (std::is_same_v<C, Levels> && kStochastic) {
-    // 16.16 fixed point: not small with 7 bits and more.
+    // With 7 bits and more, 16.16 fixed point exceeds the range of Small.
     using V = FromScaled<std::conditional_t<kBits <= 6, Small, Scalar>>;
     return MaxMin::quantize<V, kBits>({x, g.scale}, g, noise);
   } else if constexpr (kStochastic) {
@@ -143,8 +148,9 @@ CGX_D int32_t code_of(float x, const Grid& g, int32_t top, int32_t noise) {
   }
 }
 
-// Whether a code is one field of a word. Then a word can be a sum of codes that are all too large by the same `excess`,
-// which is subtracted in advance. Then the subtraction of kMagic - top in code_of cancels out.
+// Whether a code is one field of a word. Then add_field can sum codes that are all too large by the same `excess`, if
+// the excesses are subtracted from the word in advance. With excess = kMagic - top, adding it to a code cancels the
+// subtraction in code_of, which saves an instruction per element.
 template <int kBits>
 constexpr bool kOneField = (kBits & (kBits - 1)) == 0;
 template <int kBits>
@@ -154,8 +160,8 @@ CGX_D void add_field(Words<Scalar, kBits>& w, int row, uint32_t code) {
   word = static_cast<int32_t>(static_cast<uint32_t>(word) + (code << (kBits * row & 31)));
 }
 
-// so_far + unit * the value of a code; `scale`: of its block. Fused if the product is exact (codec/traits.h) and there
-// is a fast form.
+// Returns so_far + unit * the value of a row's code. `scale`: the scale of the row, for codecs that have scales. The
+// multiply-add is fused for Levels and Sign, whose products are exact (codec/traits.h).
 template <class C, int kBits>
 CGX_D float plus(float so_far, float unit, const Words<Scalar, kBits>& w, int row, int32_t top, float scale = 1.0f) {
   if constexpr (std::is_same_v<C, Levels>) {

@@ -1,11 +1,11 @@
-// The native operations on a GPU: the same bytes as cpu/cpu.h. A call launches kernels and nothing else: it allocates
-// and copies nothing and asks the device nothing, so any stream can be captured into a graph.
+// The native operations on a GPU. They give the same bytes as cpu/cpu.h. A call only launches kernels: it does not
+// allocate, copy or synchronize. So it can run on a stream that is captured into a CUDA graph.
 //
-// Pointers to leaves, residuals, payloads, `where` and `keys` are device memory. The arrays of those pointers and
-// leaf_ids are host memory, read only during the call. Payloads and workspace are aligned to 16 bytes, everything else
-// to its type.
+// Leaves, residuals, payloads, `where`, `keys` and the workspace are in device memory. The arrays of pointers to leaves
+// and residuals, and leaf_ids, are in host memory and are read only during the call. Payloads and the workspace are
+// aligned to 16 bytes, everything else to its type.
 //
-// A reduce whose `where` names a chunk or an own rank that is out of range yields NaNs.
+// If a chunk or an own rank in `where` is out of range, reduce yields NaNs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,15 +14,16 @@
 
 namespace jaxcgx::cuda {
 
-// The call that failed, or nullptr.
+// The name of the call that failed, and its error. `call` is nullptr if no call failed.
 struct Status {
   const char* call = nullptr;
   cudaError_t error = cudaSuccess;
 };
 
-// Encoding needs a workspace for large buckets, those of more than kMostStaged elements. Several blocks share such a
-// bucket, one part each, and exchange data through this memory. It has, in floats, for each large bucket: its grid, the
-// range of each part and, if the codec needs sums of magnitudes, the sum of each block of each part.
+// Encoding needs a workspace for large buckets: buckets of more than kMostStaged elements. Several thread blocks share
+// such a bucket. Each processes one part, and they exchange data through the workspace. It has, in floats, for each
+// large bucket: its grid, the range of each part and, if the codec needs sums of magnitudes, the sum of each
+// 128-element block of each part.
 constexpr int64_t kMostStaged = 8192;
 constexpr int64_t kGridFloats = 8, kRangeFloats = 2, kSumFloats = kMostStaged / kBlock;
 
@@ -39,8 +40,9 @@ inline int64_t workspace_floats(const Layout& layout) {
   return floats;
 }
 
-// Bytes of the workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`: whether it
-// encodes. For TopK: TopkWork in topk.cuh.
+// Returns the bytes of the workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`:
+// whether the operation encodes. TopkWork in topk.cuh describes the workspace of TopK, Work in lossless.cu that of
+// Lossless.
 int64_t workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
 
 Status encode(const Encode& args, cudaStream_t stream);
@@ -48,12 +50,12 @@ Status decode(const Decode& args, cudaStream_t stream);
 Status reduce(const Reduce& args, cudaStream_t stream);
 Status clear(const Clear& args, cudaStream_t stream);
 
-// How many kernels this thread has launched.
+// The number of kernels that this host thread has launched.
 inline thread_local uint64_t launched = 0;
 Status launch_nothing(cudaStream_t stream);
 
-// Runs one of the operations, and launches an empty kernel if it launched none. A captured call would otherwise make an
-// empty graph, which is an error in XLA before May 2026.
+// Runs an operation. If it launches no kernel, launches an empty one. Otherwise capturing the call would make an empty
+// graph, which is an error in XLA before May 2026.
 template <class Args>
 Status run(Status (*operation)(const Args&, cudaStream_t), const Args& args, cudaStream_t stream) {
   const uint64_t before = launched;

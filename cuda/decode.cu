@@ -6,7 +6,7 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// kSum: sums several payloads, to fp32.
+// kSum: sums the payloads of all ranks and writes fp32 results.
 template <class C, int kBits, bool kSum>
 __global__ void __launch_bounds__(kThreads, kSum ? 4 : 8) decode_kernel(const __grid_constant__ Table<false, kSum> t) {
   const Place p = place_of(t);

@@ -1,4 +1,4 @@
-// Decoding one payload, or the sum of several, into registers.
+// Decodes a payload, or the sum of several payloads, into registers.
 #pragma once
 
 #include "cuda/load_store.cuh"
@@ -6,8 +6,8 @@
 
 namespace jaxcgx::cuda {
 
-// a / divisor, correctly rounded, without a division: the product with the rounded reciprocal is corrected twice by its
-// exact remainder (Markstein). Small numbers are scaled first, as on the CPU.
+// Returns a / divisor, correctly rounded, without a division. The product with the rounded reciprocal is corrected
+// twice by its exact remainder (Markstein). Small numbers are scaled first, as on the CPU.
 CGX_D float divide(float a, float divisor, float inverse) {
   const bool tiny = fabsf(a) < kTiny;
   const float scaled = tiny ? a * kUp : a, first = scaled * inverse;
@@ -43,12 +43,13 @@ struct Metadata {
     first = reinterpret_cast<const float*>(payloads) + at;
   }
   CGX_D float unit(uint32_t rank) const { return floats == 0 ? 1.0f : first[rank * next]; }
-  // The bases of all ranks are summed before anything else is added. The base of a single payload is used as it is.
+  // Returns the sum of all ranks' bases, which is the first term of a sum. Without a sum, it returns the payload's
+  // base, to which no 0 is added. If `where` is out of range, it returns NaN.
   CGX_D float base(const Message& m, uint32_t own) const {
     if (own == kNowhere) return float_of(kNaNBits);
     if (floats < 2) return 0.0f;
     if (!m.sums) return first[1];
-    constexpr uint32_t kAhead = 8;  // loads under way
+    constexpr uint32_t kAhead = 8;  // loads in flight
     const float* at = first + 1;
     float base = 0.0f, of[kAhead];
     for (uint32_t rank = 0; rank < m.ranks; rank += kAhead) {
@@ -61,11 +62,12 @@ struct Metadata {
   }
 };
 
-// The payload of rank 0; the others follow, chunk_bytes apart.
+// Returns the payload of rank 0. The other ranks' payloads follow, chunk_bytes apart.
 CGX_D const uint8_t* payloads_of(const Message& m, const Place& p) {
   return m.payloads + (m.where != nullptr ? p.row : p.slot) * static_cast<int64_t>(m.ranks) * m.chunk_bytes;
 }
 
+// Adds a decoded quad to x.
 template <class C, int kBits>
 CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t top, float (&x)[kRows][4]) {
 #pragma unroll
@@ -75,7 +77,7 @@ CGX_D void plus_quad(const Words<Scalar, kBits> (&lanes)[4], float unit, int32_t
   }
 }
 
-// Decodes a quad. kSum: sums it over the ranks; the caller divides.
+// Decodes a quad. kSum: sums the quads of all ranks. The caller divides.
 template <class C, int kBits, bool kSum>
 CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_t unit, float (&x)[kRows][4]) {
   const Quad q(unit, m.log_bucket);
@@ -97,7 +99,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
   const int64_t to_meta = reinterpret_cast<const uint8_t*>(meta.first) - codes;
   constexpr uint32_t kAhead = kBits == 8 || kBits == 3 ? 2
                               : kBits <= 4             ? 4
-                                                       : 1;  // payloads whose loads are under way, limited by registers
+                                                       : 1;  // payloads whose loads are in flight; registers limit it
   for (uint32_t rank = 0; rank < m.ranks;) {
     const uint32_t stop = rank <= p.rank && p.rank < m.ranks ? p.rank : m.ranks;
     Words<Scalar, kBits> lanes[kAhead][4];
@@ -109,7 +111,7 @@ CGX_D void decode_quad(const Message& m, const Entry& e, const Place& p, uint32_
       load_codes<kBits>(from, q, lanes[i]);
       unit[i] = *reinterpret_cast<const float*>(from + to_meta);
     }
-    if (rank == 0) begin();  // its loads are under way together with the first codes'
+    if (rank == 0) begin();  // its loads are in flight together with the loads of the first codes
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i, ++rank, codes += m.chunk_bytes) {
       if (rank >= stop) break;

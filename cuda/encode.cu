@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(const __grid_constant_
   };
   const auto dtype = static_cast<DType>(e.dtype);
   if constexpr (kFeedback) {
-    // The residuals are loaded first, so that all loads of the leaf are under way before one of them is used.
+    // The residuals are loaded first, so that all loads of the leaf are issued before one of them is used.
     if (there) load_quad(t.residuals[p.index].old, DType::kF32, q.element(), q.lanes, set);
     if (there) add_quad(e.leaf, dtype, q, x);
   } else {

@@ -1,5 +1,5 @@
-// Encoding in the fast kernels, for buckets of 32 to 4096 elements that are a power of two. A bucket stays in registers
-// from the numbers to the codes.
+// Encoding in the fast kernels, for buckets of 32 to 4096 elements whose size is a power of two. A bucket stays in
+// registers between loading the numbers and storing the codes.
 #pragma once
 
 #include "codec/rng.h"
@@ -8,8 +8,8 @@
 
 namespace jaxcgx::cuda {
 
-// Codecs with scales of blocks have no fast kernels. With stochastic rounding, the blocks of a bucket must also be
-// blocks of noise.
+// Returns whether the fast kernels take a codec's buckets. They don't take codecs with scales or rotations. With
+// stochastic rounding, the blocks of a bucket must also be blocks of noise, so a bucket has at least kBlock elements.
 inline bool is_fast(const Codec& c) {
   return has_buckets(c.kind) && !traits_of(c.kind).scales && !is_rotated(c) &&
          (c.bucket_size & (c.bucket_size - 1)) == 0 && c.bucket_size >= (c.stochastic ? kBlock : 32) &&
@@ -33,7 +33,8 @@ Status launch_fast(const Call& call, Launches<T> launches) {
   return launches.finish();
 }
 
-// The range over `threads` neighbouring threads, a power of two. By hand: see scan.cuh.
+// Extends a range to `threads` neighbouring threads, a power of two. Beyond a warp, it is the range of the warp. This
+// is hand-written instead of CUB's: see scan.cuh.
 CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
 #pragma unroll
   for (uint32_t m = 1; m < kWarpSize; m *= 2) {
@@ -43,7 +44,7 @@ CGX_D void widen_stats(float* lo, float* hi, uint32_t threads) {
   }
 }
 
-// The grid of this thread's bucket. Every thread of the block must call this.
+// Returns the grid of this thread's bucket. Every thread of the thread block must call this, because it has barriers.
 template <class C>
 CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec& codec) {
   const uint32_t threads = 1u << (log_bucket - 5), warp = threadIdx.x / kWarpSize,
@@ -64,7 +65,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
       lo = min_or_nan(lo, of_warp[0][i]), hi = max_or_nan(hi, of_warp[1][i]);
   }
   float sum = 0.0f;
-  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h, which CUB doesn't promise
+  if constexpr (traits_of(C::kKind).sums) {  // in the order of codec/sign.h; CUB promises no order
     const float scale = scale_of(largest_of({lo, hi}));
     float lane[4];
 #pragma unroll
@@ -93,7 +94,7 @@ CGX_D Grid grid_of_quads(const float (&x)[kRows][4], int log_bucket, const Codec
   return C::grid({lo, hi}, sum, int64_t{1} << log_bucket, codec);
 }
 
-// Metadata as written. With codes of 0, a NaN makes the whole bucket NaN.
+// unit_of and base_of return the numbers that are written. With codes of 0, a NaN makes the whole bucket decode to NaN.
 CGX_D float unit_of(const Grid& g) { return g.finite ? g.unit : float_of(kNaNBits); }
 CGX_D float base_of(const Grid& g) { return g.finite ? g.base : float_of(kNaNBits); }
 CGX_D void store_meta(const Message& m, uint8_t* chunk, int64_t at, const Grid& g) {
@@ -110,8 +111,8 @@ CGX_D void draw(int32_t (&word)[4], const uint32_t* key, uint64_t counter, uint3
   philox<Scalar>(word, key[0], key[1]);
 }
 
-// Encodes x, a quad of the piece. Writes its codes to `lanes` and the payload, and returns its grid. `there`: whether
-// the quad exists.
+// Encodes x, a quad of the piece. Writes its codes to `lanes` and to the payload, and returns the grid of its bucket.
+// `there`: whether the quad exists. Every thread of the thread block must call this.
 template <class C, int kBits, bool kStochastic, class T>
 CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, const float (&x)[kRows][4],
                        Words<Scalar, kBits> (&lanes)[4]) {
@@ -160,8 +161,8 @@ CGX_D Grid encode_quad(const T& t, const Place& p, uint32_t unit, bool there, co
   return g;
 }
 
-// Stores what encoding lost of x, where x / divisor was encoded. A loss that is not finite (an overflow, a NaN) is not
-// a rounding error: the old residual is kept. It is read again then, which is rare.
+// Stores the residuals: the error of encoding x, where x / divisor was encoded. If an error is not finite (an overflow,
+// a NaN), it is not a rounding error, so the old residual is kept. Only in this rare case it is read again.
 template <class C, int kBits>
 CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q, const Grid& g,
                       const Words<Scalar, kBits> (&lanes)[4], float divisor, float (&x)[kRows][4]) {
@@ -177,7 +178,8 @@ CGX_D void store_lost(const Message& m, const Residual& residual, const Quad& q,
   store_quad(residual.lost, DType::kF32, q.element(), q.lanes, x);
 }
 
-// codec/dispatch.h, with the types that the kernels are instantiated for. A codec without buckets launches nothing.
+// Call f like the functions of codec/dispatch.h, but with the types for which the kernels are instantiated. For a codec
+// without buckets they call nothing.
 template <class Fn>
 Status with_encode_variant(const Codec& c, Fn f) {
   if (!has_buckets(c.kind)) return {};

@@ -1,32 +1,34 @@
-// The launchers that encode and decode parts of a message, and all of it.
+// The launchers that encode and decode a message or parts of it.
 //
-// encode_*: encode the numbers of the leaves or, if the call's message has payloads, the sum of the payloads.
-// decode_*: decode to the leaves or, if the call's message sums, write the sum to the fp32 results.
+// encode_*: encode the numbers of the leaves. If the call's message has payloads, they encode the sum of the payloads.
+//
+// decode_*: decode to the leaves. If the call's message sums, they write the sum to the fp32 results.
 #pragma once
 
 #include "cuda/piece_table.cuh"
 
 namespace jaxcgx::cuda {
 
-// Buckets that the fast kernels don't take: those of other sizes, and short ones behind whole ones. any_bucket.cu
+// Process buckets that the fast kernels don't take: buckets of other sizes, and the short last bucket of a piece. They
+// also process rotated buckets. any_bucket.cu
 Status encode_buckets(const Call& call);
 Status decode_buckets(const Call& call);
 
-// Buckets that are rotated. rotated.cu
+// Process rotated buckets. rotated.cu
 Status encode_rotated(const Call& call);
 Status decode_rotated(const Call& call);
 
-// Elements without buckets: Cast, Raw and raw tails; and gaps. unbucketed.cu
+// Process elements without buckets: Cast, Raw and raw tails. Encoding also clears padding. unbucketed.cu
 Status encode_unbucketed(const Call& call);
 Status decode_unbucketed(const Call& call);
 
-// Lossless, which packs the chunks of Raw. lossless.cu
+// Process messages of Lossless. lossless.cu
 int64_t lossless_workspace_bytes(const Layout& layout, int64_t batch, int64_t payloads, bool encodes);
 Status encode_lossless(const Encode& args, cudaStream_t stream);
 Status decode_lossless(const Decode& args, cudaStream_t stream);
 Status reduce_lossless(const Reduce& args, cudaStream_t stream);
 
-// All pieces, or parts of pieces, that the fast kernels don't take.
+// Process all pieces, and parts of pieces, that the fast kernels don't take.
 inline Status encode_rest(const Call& call) {
   const Status s = encode_buckets(call);
   return s.call == nullptr ? encode_unbucketed(call) : s;
@@ -36,7 +38,7 @@ inline Status decode_rest(const Call& call) {
   return s.call == nullptr ? decode_unbucketed(call) : s;
 }
 
-// A whole message. encode_all is for leaves, and for codecs other than TopK. encode.cu, decode.cu
+// Process a whole message. encode_all encodes only leaves, and not TopK. encode.cu, decode.cu
 Status encode_all(const Call& call);
 Status decode_all(const Call& call);
 

@@ -1,4 +1,4 @@
-// Elements and codes between global memory and registers.
+// Loads and stores of elements and codes between global memory and registers.
 #pragma once
 
 #include "codec/cast.h"
@@ -6,11 +6,11 @@
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kWarpSize = 32, kWholeWarp = 0xffffffffu;  // kWholeWarp: its lanes, as a mask
+constexpr uint32_t kWarpSize = 32, kWholeWarp = 0xffffffffu;  // kWholeWarp: the mask of all lanes of a warp
 
 CGX_D bool aligned(const void* p, uint32_t bytes) { return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0; }
 
-// The conversions of codec/cast.h, in one instruction if the GPU has it.
+// The conversions of codec/cast.h, with the GPU's conversion instructions where it has them.
 CGX_D float widen(DType dtype, uint32_t half) {
   if (dtype == DType::kBF16) return float_of(half << 16);
 #if defined(__CUDA_ARCH__)
@@ -37,8 +37,9 @@ CGX_D uint32_t narrow(DType dtype, float x) {
                                                     : Cast<DType::kBF16>::to_bits<Scalar, false>(x, 0));
 }
 
-// Two numbers as one word, the first in its low half. The instructions turn every NaN into 0x7fff. As a signed integer
-// that is the only result above kNaN, so the minimum with kNaN makes it kNaN and keeps all numbers.
+// Returns two numbers as one word, the first in its low half. The conversion instructions turn every NaN into 0x7fff.
+// As a signed integer, 0x7fff is the only result above kNaN. So the minimum with kNaN turns it into kNaN and keeps all
+// numbers.
 CGX_D uint32_t narrow(DType dtype, float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t pair;
@@ -53,6 +54,7 @@ CGX_D uint32_t narrow(DType dtype, float x, float y) {
 #endif
 }
 
+// __ldcs marks loads as streaming, because most elements are read only once.
 CGX_D float load_element(const void* leaf, DType dtype, int64_t i) {
   return dtype == DType::kF32 ? __ldcs(static_cast<const float*>(leaf) + i)
                               : widen(dtype, __ldcs(static_cast<const uint16_t*>(leaf) + i));
@@ -64,16 +66,17 @@ CGX_D void store_element(void* leaf, DType dtype, int64_t i, float x) {
     static_cast<uint16_t*>(leaf)[i] = static_cast<uint16_t>(narrow(dtype, x));
 }
 
-// The elements of a thread of the fast kernels: four neighbouring lanes of one block of codec/pack.h, all eight rows.
-// The thread makes whole words of codes without a shuffle: 16 bytes of 4-bit codes, adjacent to those of the next
-// thread. One draw of Philox serves the eight rows of a lane. The thread reads 16 bytes of each row, adjacent to those
-// of the next thread: the 64 bytes of a row are whole sectors. Blocks of buckets of 64 and 32 have 8 and 4 lanes. If a
-// warp read rows as a whole, it would read whole lines, but the codes of a lane would be spread over eight threads
-// (benchmarks/notes/gpu-kernels.md).
+// The elements of a thread of the fast kernels: four neighbouring lanes of one block of codec/pack.h, in all eight
+// rows. This layout has three advantages:
+//  - A thread makes whole words of codes without a shuffle: 16 bytes of 4-bit codes, adjacent to the next thread's.
+//  - One call of Philox serves the eight rows of a lane.
+//  - A thread reads 16 bytes of each row, adjacent to the next thread's. So the 64 bytes of a row are whole sectors.
+// If a warp read whole rows, it would read whole cache lines, but the codes of a lane would be spread over eight
+// threads (benchmarks/notes/gpu-kernels.md). In buckets of 64 and 32 elements, blocks have 8 and 4 lanes.
 struct Quad {
-  int64_t block;   // counted from the piece's first
-  uint32_t place;  // of the quad in its block
-  uint32_t lanes;  // of a block: 16, 8 or 4
+  int64_t block;   // index of the block in the piece
+  uint32_t place;  // index of the quad in its block
+  uint32_t lanes;  // lanes of a block: 16, 8 or 4
 
   CGX_D Quad(uint32_t unit, int log_bucket) {
     const int log_quads = log_bucket < 7 ? log_bucket - 5 : 2;
@@ -81,14 +84,14 @@ struct Quad {
     place = unit & ((1u << log_quads) - 1);
     lanes = 4u << log_quads;
   }
-  // Where the codes of its block begin.
+  // Returns the byte offset of the block's codes.
   CGX_D int64_t codes(int bits) const { return block * (lanes * static_cast<uint32_t>(bits)); }
-  // The first element, of row 0; the next row is `lanes` away.
+  // Returns the first element, in row 0. The next row is `lanes` elements further.
   CGX_D int64_t element() const { return block * lanes * kRows + place * 4; }
 };
 
-// Calls f(row, its four elements) for the eight rows. All loads are under way before the first is used, if registers
-// suffice.
+// Calls f(row, its four elements) for the eight rows. All loads are issued before the first result is used, to hide
+// their latency, if there are enough registers.
 template <class Fn>
 CGX_D void load_quad(const void* leaf, DType dtype, int64_t element, uint32_t lanes, Fn f) {
   if (dtype == DType::kF32) {
@@ -176,8 +179,9 @@ CGX_D void store_quad(void* leaf, DType dtype, int64_t element, uint32_t lanes, 
   }
 }
 
-// kWords neighbouring words of 4 bytes. kAligned: they are aligned as a whole. Otherwise they may not be, as in blocks
-// of fewer than 16 lanes whose codes have several fields.
+// load_words and store_words access kWords neighbouring words of 4 bytes. kAligned: they are known to be aligned as a
+// whole. Otherwise the pointer is tested: in blocks of fewer than 16 lanes whose codes have several fields, they may
+// not be aligned.
 template <bool kAligned, int kWords>
 CGX_D void load_words(const uint8_t* at, uint32_t (&w)[kWords]) {
   if (kWords == 4 && (kAligned || aligned(at, 16))) {
@@ -203,12 +207,12 @@ CGX_D void store_words(uint8_t* at, const uint32_t (&w)[kWords]) {
   }
 }
 
-// Clears the padding of a chunk behind codes that end at byte `at`.
+// Clears the padding of a chunk after codes that end at byte `at`.
 CGX_D void pad(uint8_t* chunk, int64_t at) {
   for (const int64_t end = align16(at); at < end; ++at) chunk[at] = 0;
 }
 
-// The words of a quad, to and from its block.
+// load_codes and store_codes access the words of a quad in its block.
 template <int kBits>
 CGX_D void load_codes(const uint8_t* block, const Quad& q, Words<Scalar, kBits> (&lane)[4]) {
   constexpr bool kAligned = (kBits & (kBits - 1)) == 0;

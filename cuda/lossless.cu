@@ -1,7 +1,8 @@
-// Lossless: packs the chunks that Raw makes of a message, and unpacks them for it (codec/lossless.h).
+// Lossless (codec/lossless.h). Encoding first encodes the message with Raw to the workspace, then packs the chunks of
+// Raw. Decoding unpacks to the chunks of Raw, then decodes them.
 //
-// A block of threads packs a block of elements, and writes its overflow to the workspace. When all lengths are known,
-// another kernel moves the overflow to its place in the chunk.
+// A thread block packs a block of elements, and writes its overflow to the workspace. When the lengths of all blocks
+// are known, another kernel moves the overflow to its position in the chunk.
 #include "cuda/launchers.cuh"
 #include "cuda/load_store.cuh"
 #include "cuda/scan.cuh"
@@ -9,10 +10,10 @@
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kLengths = kThreads;  // lengths that a block of threads reads
+constexpr int64_t kLengths = kThreads;  // lengths that a thread block reads
 using Pieces = Table<true, true>;
 
-// Where the fields of element i of n packed codes are. codec/pack.h
+// The position of the fields of element i of n packed codes (codec/pack.h).
 struct Field {
   int64_t base;
   int lanes, lane, row;
@@ -25,7 +26,7 @@ struct Field {
   }
 };
 
-// Code i of n. Bytes from `limit` on count as 0.
+// Returns code i of n. Bytes from offset `limit` on count as 0.
 template <int kBits>
 CGX_D int32_t get_packed(const uint8_t* from, int64_t n, int64_t i, int64_t limit = INT64_MAX) {
   Field f(n, i, kBits);
@@ -43,7 +44,7 @@ CGX_D int32_t get_packed(const uint8_t* from, int64_t n, int64_t i, int64_t limi
   return code;
 }
 
-// Packs code(0) .. code(n - 1), by all threads.
+// Packs code(0) .. code(n - 1). All threads of the thread block share the work.
 template <int kBits, class Code>
 CGX_D void put_packed(uint8_t* to, int64_t n, Code code) {
   for (int64_t j = threadIdx.x; j < div_up(n, kRows); j += kThreads) {
@@ -67,14 +68,14 @@ CGX_D void put_packed(uint8_t* to, int64_t n, Code code) {
   }
 }
 
-// A block of elements in its chunk.
+// The memory of a block of elements.
 struct Block {
   DType dtype;
   int64_t n;
   const uint8_t* elements;
   uint8_t *head, *planes;
   uint8_t* overflow;  // in the workspace
-  uint32_t* start;    // first its length, later where it begins in the chunk's overflow, both in units of 2 bytes
+  uint32_t* start;    // first the length of its overflow, later the offset in the chunk's overflow, in units of 2 bytes
   uint8_t* chunk_overflow;
 
   CGX_D Block(const Pieces& t, const Place& p, uint8_t* payload, uint32_t tile) {
@@ -93,6 +94,7 @@ struct Block {
     start = const_cast<uint32_t*>(reinterpret_cast<const uint32_t*>(t.residuals[p.index].old)) + tile;
     chunk_overflow = chunk + int64_t{4} * e.meta;
   }
+  // Returns the length of the overflow from the head. The head may be untrusted, so it is at most the most bytes.
   CGX_D int64_t length() const {
     const int64_t most = lossless_most_bytes(dtype, n), bytes = 2 * head[1];
     return bytes < most ? bytes : most;
@@ -130,7 +132,7 @@ CGX_D void pack(const Block& b) {
     put_packed<3>(low + b.n, b.n, [&](int64_t i) { return shr(L::template rest<Scalar>(bits_at(i)), 8); });
   const int32_t center = L::center(static_cast<int32_t>(sum), static_cast<int32_t>(number));
 
-  // Collects the codes of the next level from those of a level.
+  // Writes the codes that continue in the next level to `to`, in order, and returns their number.
   const auto next = [&](int64_t count, auto code, int16_t* to) {
     uint32_t found = 0;
     for (int64_t first = 0; first < count; first += kThreads) {
@@ -158,7 +160,7 @@ CGX_D void pack(const Block& b) {
   }
   if (left > 0) {
     put_packed<2>(b.planes, b.n, [&](int64_t i) { return exponent[i] & 3; });
-    __syncthreads();  // other threads have written digits there
+    __syncthreads();  // other threads may still be writing digits to the overflow
     if (threadIdx.x == 0) b.overflow[most - 1] = 0;
     __syncthreads();
     put_packed<L::kExponent - 2>(b.overflow, b.n, [&](int64_t i) { return exponent[i] >> 2; });
@@ -179,7 +181,8 @@ CGX_D void unpack(const Block& b) {
   const int64_t bytes = b.length();
   const bool raw = bytes == lossless_most_bytes(kType, b.n);
   const uint8_t* const overflow = b.chunk_overflow + 2 * int64_t{*b.start};
-  // Element `at(i)` of the block has digit `of(i)`. Elements with digit 3 have another digit, in the next list.
+  // Adds a level's digits to the codes: element at(i) of the block has digit of(i). Elements with digit 3 have another
+  // digit in the next level. Writes these elements to `to`, in order, and returns their number.
   const auto next = [&](int32_t count, auto at, auto of, int16_t* to) {
     uint32_t found = 0;
     for (int32_t first = 0; first < count; first += kThreads) {
@@ -262,7 +265,8 @@ __global__ void __launch_bounds__(kThreads) lossless_move_kernel(const __grid_co
   for (int64_t i = threadIdx.x; i < b.length(); i += kThreads) to[i] = b.overflow[i];
 }
 
-// Replaces each length by the sum of those before it in its line of `count`. A line may end with garbage.
+// Replaces each length by the sum of the lengths before it in its line of `count` lengths. A line of fewer blocks ends
+// with garbage, which does not affect the lengths before it.
 __global__ void __launch_bounds__(kThreads) lossless_starts_kernel(uint32_t* lengths, int64_t count) {
   uint32_t* const line = lengths + blockIdx.x * count;
   uint32_t before = 0;
@@ -293,11 +297,12 @@ Status launch(void (*kernel)(Parameters...), const char* name, int64_t blocks, c
   return cuda::launch(config, kernel, name, given...);
 }
 
-// The workspace of an operation, which its steps share. A line is a chunk that is packed or unpacked.
+// The workspace of an operation. A line is a chunk that is packed or unpacked. The workspace has the chunks of Raw of
+// all lines, the overflow of the packed lines, and the lengths of all blocks.
 struct Work {
   Layout raw;
-  int64_t unpacked, packed;               // lines
-  int64_t blocks = 0, most_overflow = 0;  // of a line
+  int64_t unpacked, packed;               // numbers of lines
+  int64_t blocks = 0, most_overflow = 0;  // the most blocks, and bytes of overflow, of a line
 
   Work(const Layout& l, int64_t batch, int64_t payloads, bool encodes)
       : raw(Codec{}, l.leaves, l.chunks(), l.shares),

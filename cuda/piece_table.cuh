@@ -1,4 +1,5 @@
-// Many pieces in one launch: a table of pieces is a parameter of the kernel, and each block finds its piece in it.
+// Processes many pieces in one launch. A table of pieces is a parameter of the kernel, and each thread block finds its
+// piece in the table. So no copy to the device is needed.
 #pragma once
 
 #include <algorithm>
@@ -18,56 +19,62 @@ Status launch(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), c
 
 constexpr int kSlotBits = 30;
 
-// A piece, or the part of one that a kernel handles. `slot` is row * chunks + chunk.
+// A piece, or the part of a piece that a kernel processes. `slot` is row * chunks + chunk. Some kernels use `meta`, and
+// `last`, `id` and `work` of Extra, for other data.
 struct Entry {
-  const void* leaf;  // the piece's first element
-  uint64_t codes;    // from the chunk's beginning, in bytes
-  uint32_t meta;     // the same, in floats
+  const void* leaf;  // the first element of the piece
+  uint64_t codes;    // offset of the codes from the beginning of the chunk, in bytes
+  uint32_t meta;     // offset of the metadata from the beginning of the chunk, in floats
   uint32_t slot : kSlotBits, dtype : 2;
-  uint32_t tile;   // its first tile, counted from the slot's first in this launch
-  uint32_t count;  // in the kernel's own unit
+  uint32_t tile;   // index of its first tile among the slot's tiles in this launch
+  uint32_t count;  // number of items; each kernel defines the unit
 };
-// For some kernels only.
+// Further fields, for some kernels only.
 struct Extra {
-  int64_t start;  // of the piece in its leaf
+  int64_t start;  // index in the leaf of the first element
   int64_t last;   // elements of the last bucket
-  uint32_t id;    // of the leaf, for noise
-  uint32_t work;  // of the workspace, in floats
+  uint32_t id;    // id of the leaf, for noise
+  uint32_t work;  // offset in the workspace, in floats
 };
+// The residuals of a piece. `lost` is for the new residuals, or for the fp32 sum.
 struct Residual {
   const float* old;
   float* lost;
 };
 
-constexpr uint32_t kThreads = 128;  // of a block of the fast kernels, 32 elements each: the largest fast bucket
+// Threads of a thread block of the fast kernels. A thread has 32 elements, so a block has the largest fast bucket.
+constexpr uint32_t kThreads = 128;
 constexpr int64_t kTile = kThreads * kRows * 4;
 
-// The same for all pieces.
+// The parameters that are the same for all pieces.
 struct Message {
   Codec codec;
   int32_t meta;      // floats of a bucket's metadata
-  bool scales;       // blocks have scales of their own, and all lanes
-  uint8_t* payload;  // of slot s (reduce: of row r) at s * chunk_bytes
-  // Decoded payloads: that of row r (without `where`: of slot r) and rank i is at (r * ranks + i) * chunk_bytes.
+  bool scales;       // blocks of codes have scales, and always all 16 lanes
+  uint8_t* payload;  // the encoded payload; the chunk of slot s (with `where`: of row s) is at s * chunk_bytes
+  // The payloads to decode. The chunk of slot r (with `where`: of row r) and rank i is at (r * ranks + i) *
+  // chunk_bytes.
   const uint8_t* payloads;
   int64_t chunk_bytes;
   uint32_t chunks, ranks;
-  // Null: every chunk is handled. Else one chunk of each row is: entry i is (chunk, own rank) of `lists` rows.
+  // Null: every chunk is processed. Otherwise one chunk of each row: where[2 * i] is the chunk and where[2 * i + 1] the
+  // own rank of rows i * lists to i * lists + lists - 1.
   const int32_t* where;
   uint32_t lists;
   const uint32_t* keys;
   float* workspace;
   float divisor, inverse;
-  bool exact;          // inverse is 1 / divisor
-  bool sums;           // sums payloads, also if there is only one
-  bool own;            // `leaf` is the own rank's
-  int32_t log_bucket;  // of the fast kernels
-  // For the other kernels: threads of a bucket, buckets of a block, and the stage of a bucket larger than a block.
+  bool exact;          // the divisor is a power of two, so `inverse` is exact
+  bool sums;           // the operation sums payloads; also true for one payload
+  bool own;            // Entry::leaf has the own rank's elements, which replace its payload
+  int32_t log_bucket;  // log2 of the bucket size, for the fast kernels
+  // For the other kernels: threads of a bucket, buckets of a thread block, and the stage for large buckets.
   uint32_t threads, groups;
   int32_t stage;
 };
 
-// Bytes of parameters that a kernel may have, since sm_70 and CUDA 12.1: enough for a thousand pieces. Tests set fewer.
+// The most bytes of parameters of a kernel, from sm_70 and CUDA 12.1 on. They are enough for a thousand pieces. Tests
+// set fewer.
 #if !defined(JAXCGX_PARAMETER_BYTES)
 #define JAXCGX_PARAMETER_BYTES 32764
 #endif
@@ -80,7 +87,7 @@ struct Table {
       static_cast<int>(sizeof(Entry) + (kExtra ? sizeof(Extra) : 0) + (kFeedback ? sizeof(Residual) : 0));
   static constexpr int kExtras = kExtra ? kMost : 1, kResiduals = kFeedback ? kMost : 1;
   Message message;
-  uint32_t first, count;  // first: the slot (with `where` the row) of block (0, 0)
+  uint32_t first, count;  // first: the slot (with `where`: the row) of block (0, 0); count: number of entries
   Entry entries[kMost];
   Extra extras[kExtras];
   Residual residuals[kResiduals];
@@ -89,11 +96,11 @@ static_assert(sizeof(Table<false, false>) <= kParameterBytes && sizeof(Table<tru
 
 constexpr uint32_t kNowhere = 0xffffffffu;
 
-// The work of a block. Blocks of the same y share a slot.
+// The work of a thread block. Thread blocks with the same y share a slot.
 struct Place {
   uint32_t row, slot, rank;  // rank: the own rank; m.ranks: none; kNowhere: `where` is out of range
-  int index;                 // in the table; -1: nothing to do
-  uint32_t tile;             // counted from the entry's first
+  int index;                 // index of the entry in the table; -1: nothing to do
+  uint32_t tile;             // index of the tile in the entry
 };
 template <class T>
 CGX_D Place place_of(const T& t) {
@@ -113,7 +120,7 @@ CGX_D Place place_of(const T& t) {
   } else if (m.keys != nullptr) {
     p.row = p.slot / m.chunks;
   }
-  // The last entry at or before (slot, blockIdx.x).
+  // Binary search for the last entry at or before (slot, blockIdx.x).
   int from = 0, to = static_cast<int>(t.count);
   while (from < to) {
     const int middle = (from + to) >> 1;
@@ -130,27 +137,28 @@ CGX_D Place place_of(const T& t) {
   return p;
 }
 
-// The buffers of a message on the host: leaves[i] is leaf i of the first row.
+// The pointers to a message's buffers, in host memory. leaves[i] is leaf i of the first row.
 struct Leaves {
-  const void* const* leaves = nullptr;      // encode: the input; reduce: the own rank's; decode: the output
+  const void* const* leaves = nullptr;      // encode: the input; reduce: the own rank's leaves; decode: the output
   const float* const* residuals = nullptr;  // null: no feedback
-  float* const* results = nullptr;          // new residuals, or the fp32 sum
+  float* const* results = nullptr;          // the new residuals, or the fp32 sum
   const int64_t* ids = nullptr;
-  const int64_t* starts = nullptr;  // the first element of each leaf's noise; null: 0
+  const int64_t* starts = nullptr;  // per leaf: element 0 draws the noise of this element; null: 0
 };
 
 inline uint32_t slot_of(const Layout& l, int64_t row, int64_t chunk) {
   return static_cast<uint32_t>(row * l.chunks() + chunk) & ((1u << kSlotBits) - 1);
 }
 
-// A piece, except the kernel's count.
+// A piece, as an item for Launches::add. The caller sets entry.count.
 struct Item {
   Entry entry = {};
   Extra extra = {};
   Residual residual = {};
 
   Item() = default;
-  // From element `at` of the piece on. Its codes and metadata are `codes` bytes and `meta` floats behind the piece's.
+  // Makes an item of the elements of a piece from element `at` on. `codes` and `meta` are the offsets of their codes
+  // (in bytes) and metadata (in floats) from the piece's.
   Item(const Layout& l, const Leaves& b, int64_t row, const Piece& p, int64_t at = 0, int64_t codes = 0,
        int64_t meta = 0) {
     const auto i = static_cast<size_t>(p.leaf);
@@ -168,7 +176,7 @@ struct Item {
   }
 };
 
-// An error if a message overflows the table's numbers of kSlotBits and 32 bits.
+// Returns an error if a message overflows the fields of the table that have kSlotBits or 32 bits.
 inline Status check_size(const Layout& l, int64_t batch) {
   const auto units = [](int64_t elements) { return div_up(elements, kTile) * (kTile / 32); };
   bool fits = batch <= (int64_t{1} << kSlotBits) / l.chunks() && batch * workspace_floats(l) <= UINT32_MAX;
@@ -191,17 +199,17 @@ inline Message message_of(const Layout& l) {
   return m;
 }
 
-// A message and its buffers, as launchers hand them on.
+// A message and its buffers: the argument of launchers.
 struct Call {
   const Layout& layout;
   int64_t batch;
   Leaves leaves;
   Message message;
   cudaStream_t stream;
-  bool clears_gaps = true;  // encoding: the bytes of a chunk that no element writes become 0
+  bool clears_gaps = true;  // encoding sets all bytes of a chunk that no element writes to 0
 };
 
-// Collects pieces, in the order of slots, and launches a kernel whenever the table is full.
+// Collects pieces in the order of slots. Launches a kernel whenever the table is full.
 template <class T>
 class Launches {
  public:
@@ -212,7 +220,7 @@ class Launches {
     config_.stream = call.stream;
   }
 
-  // A piece, which gets `tiles` blocks.
+  // Adds a piece, which gets `tiles` thread blocks.
   void add(const Item& item, int64_t tiles) {
     Entry entry = item.entry;
     const uint32_t y = line(entry.slot);
@@ -230,13 +238,14 @@ class Launches {
     if (T::kResiduals > 1) table_.residuals[i] = item.residual;
   }
 
+  // Launches the kernel on the remaining pieces. Returns the first error of all launches.
   Status finish() {
     if (table_.count > 0) launch();
     return status_;
   }
 
  private:
-  static constexpr uint32_t kMostLines = 65535;
+  static constexpr uint32_t kMostLines = 65535;  // CUDA's limit of gridDim.y
 
   uint32_t line(uint32_t slot) const { return table_.message.where != nullptr ? slot / table_.message.chunks : slot; }
 

@@ -1,8 +1,9 @@
-// Buckets that are rotated (codec/rotation.h). A block of threads has one bucket, of up to 4096 elements.
+// Rotated buckets (codec/rotation.h). A thread block has one bucket, of up to 4096 elements.
 //
-// In columns, thread t has elements t, t + 128, t + 256 and so on. So warps read and write whole lines, and each thread
-// adds elements that are 128 apart or more by itself. In quads, it has four lanes and all rows of a block of
-// codec/pack.h, whose codes it makes or reads. Between the two, the bucket goes through shared memory once.
+// The registers have one of two layouts. In columns, thread t has the elements t, t + 128, t + 256 and so on. So global
+// loads and stores are coalesced, and steps of the transform that are 128 or more elements apart stay within a thread.
+// In quads, a thread has four lanes and all rows of a block of codec/pack.h, whose codes it makes or reads. The bucket
+// goes through shared memory once, between the two layouts.
 #include "codec/eden.h"
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
@@ -14,8 +15,8 @@ namespace {
 constexpr int kColumn = static_cast<int>(kMostRotated / kThreads), kWarps = kThreads / kWarpSize;
 static_assert(kThreads == kBlock, "");
 
-// In quads, each thread reads 16 bytes, and threads of eight blocks read at a time: a gap behind each block spreads
-// them over banks.
+// In quads, a warp accesses 16 bytes per thread, in eight blocks at a time. A gap after each block avoids bank
+// conflicts between the blocks.
 struct Shared {
   alignas(16) float x[kColumn * (kBlock + kLanes)];
   uint32_t signs[kColumn / 4 * kLanes];
@@ -26,8 +27,8 @@ CGX_D int place_in(int block, int at) { return block * (kBlock + kLanes) + at; }
 
 struct Bucket {
   int n, size, blocks, log_size;
-  int64_t element;   // first, counted from the entry's
-  int block, place;  // of this thread's quad
+  int64_t element;   // index in the entry of the first element
+  int block, place;  // the block of this thread's quad; index of the quad in the block
 
   CGX_D Bucket(const Message& m, const Entry& e, const Extra& extra, uint32_t tile) {
     n = static_cast<int>(tile + 1 == e.count ? extra.last : m.codec.bucket_size);
@@ -40,7 +41,7 @@ struct Bucket {
   }
 };
 
-// Writes the sign bits of a seed to shared memory. They may be read after a barrier.
+// Writes the sign bits of a seed to shared memory. They may be read after the next barrier.
 CGX_D void draw_signs(uint32_t seed, Shared& s) {
   const uint32_t t = threadIdx.x;
   if (t >= 2 * kLanes) return;
@@ -50,7 +51,7 @@ CGX_D void draw_signs(uint32_t seed, Shared& s) {
 #pragma unroll
   for (uint32_t w = 0; w < 4; ++w) s.signs[(t / kLanes * 4 + w) * kLanes + t % kLanes] = static_cast<uint32_t>(word[w]);
 }
-// The sign bit of this thread's element in a block.
+// Returns the sign bit of this thread's element in a block (columns).
 CGX_D uint32_t sign_of(const Shared& s, int block) {
   const uint32_t t = threadIdx.x, row = static_cast<uint32_t>(block) % 4 * kRows + t / kLanes;
   return s.signs[static_cast<uint32_t>(block) / 4 * kLanes + t % kLanes] << row & 0x80000000u;
@@ -65,7 +66,8 @@ CGX_D void butterfly(float (&x)[n], int half) {
     x[k] = a + b, x[(k + half) % n] = a - b;
   }
 }
-// The steps of the transform within columns, and within quads.
+// transform_columns does the steps of the transform with elements at least 128 apart, in columns. transform_quads does
+// the other steps, in quads.
 CGX_D void transform_columns(int blocks, float (&x)[kColumn]) {
 #pragma unroll
   for (int half = kColumn / 2; half > 0; half /= 2) {
@@ -99,6 +101,7 @@ CGX_D void transform_quads(float (&x)[kRows][4], int place) {
     butterfly(x[r], 1);
   }
 }
+// to_quads and to_columns change the layout of a bucket. Every thread of the thread block must call them.
 CGX_D void to_quads(const Bucket& b, const float (&column)[kColumn], Shared& s, float (&quad)[kRows][4]) {
 #pragma unroll
   for (int k = 0; k < kColumn; ++k) {
@@ -147,19 +150,19 @@ CGX_D void with_bits(int bits, Fn f) {
   }
 }
 
-// Writes the levels of a codec with a table to shared memory. They may be read after a barrier.
+// Writes the levels of a codec with a table to shared memory. They may be read after the next barrier.
 CGX_D void fill_levels(const Codec& c, Shared& s) {
   const auto t = static_cast<int>(threadIdx.x);
   if (traits_of(c.kind).table && t < 1 << (c.bits - 1)) s.levels[t] = normal_level(c.bits, t);
 }
 
-// The numbers of a bucket from its metadata and codes, in columns. Every thread of the block must call this.
+// Decodes a bucket from its metadata and codes, to columns. Every thread of the thread block must call this.
 CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[2], const uint8_t* codes, Shared& s,
                          float (&x)[kColumn]) {
   const bool table = traits_of(m.codec.kind).table;
   const RotatedMeta back(meta[0], table ? 0.0f : meta[1], table ? seed_sent_as(meta[1]) : 0, b.log_size);
   float quad[kRows][4] = {};
-  __syncthreads();  // all threads have read the bucket before this one
+  __syncthreads();  // wait until all threads have read the previous bucket from shared memory
   draw_signs(back.seed, s);
   fill_levels(m.codec, s);
   __syncthreads();
@@ -195,7 +198,7 @@ CGX_D void decode_bucket(const Message& m, const Bucket& b, const float (&meta)[
   }
 }
 
-// Decodes the bucket of a block: from one payload, or the sum of several and the own rank's elements.
+// Decodes the bucket of a thread block: from one payload, or the sum of several payloads and the own rank's elements.
 CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const Bucket& b, Shared& s,
                         float (&x)[kColumn]) {
   const uint8_t* payloads = payloads_of(m, p);
@@ -221,8 +224,8 @@ CGX_D void decode_place(const Message& m, const Entry& e, const Place& p, const 
   }
 }
 
-// The sum over all quads of the bucket, in the order of codec/eden.h, which CUB doesn't promise. lane: the sums of the
-// thread's four lanes. `which`: the memory to use, which no other thread may still read.
+// Returns the sum over all quads of the bucket, in the order of codec/eden.h. CUB promises no order. lane: the sums of
+// the thread's four lanes. `which`: the buffer in shared memory to use. No other thread may still be reading it.
 CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -248,7 +251,7 @@ CGX_D float sum_of_quads(const Bucket& b, float (&lane)[4], Shared& s, int which
   return sum;
 }
 
-// Finds the level of each number. Returns the unit.
+// Finds the code of each number, for a codec with a table. Returns the unit.
 CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRows][4], Shared& s,
                         int32_t (&code)[kRows][4]) {
   float lane[4] = {};
@@ -285,7 +288,7 @@ CGX_D float find_levels(const Message& m, const Bucket& b, const float (&x)[kRow
   return square > 0.0f ? square / sum : 0.0f;
 }
 
-// Finds the codes of MaxMin or AbsMax. Returns their grid.
+// Finds the code of each number, for MaxMin or AbsMax. Returns the grid.
 CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, const uint32_t* key, Shared& s,
                       const float (&x)[kRows][4], int32_t (&code)[kRows][4]) {
   float lo = INFINITY, hi = -INFINITY;
@@ -303,7 +306,8 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, con
   for (int w = 0; w < kWarps; ++w) lo = fminf(lo, s.lo[w]), hi = fmaxf(hi, s.hi[w]);
   const Grid g = Levels::grid({lo, hi}, 0.0f, b.size, m.codec);
   const int32_t top = top_of(m.codec);
-  // Draws the random bits of a lane from an element of the bucket on. The padding repeats those of the bucket.
+  // Draws the random bits of the lane that has element `at` of the bucket, and returns the element's row. The padding
+  // repeats the random bits of the bucket.
   const auto draw_lane = [&](int at, int32_t (&word)[4]) {
     const auto element = static_cast<uint64_t>(extra.start + b.element + at % b.n);
     draw(word, key, element / kBlock * kLanes + element % kLanes, extra.id);
@@ -331,7 +335,7 @@ CGX_D Grid find_codes(const Message& m, const Bucket& b, const Extra& extra, con
   return g;
 }
 
-// The largest magnitude of the bucket, as bits. Every thread of the block must call this.
+// Returns the bits of the bucket's largest magnitude. Every thread of the thread block must call this.
 CGX_D uint32_t largest_of_columns(const Bucket& b, const float (&x)[kColumn], Shared& s) {
   uint32_t largest = 0;
 #pragma unroll
@@ -438,7 +442,8 @@ __global__ void __launch_bounds__(kThreads) encode_rotated_kernel(const __grid_c
   }
   if (threadIdx.x == 0) store_meta(m, chunk, e.meta + static_cast<int64_t>(p.tile) * m.meta, g);
   if (residual.old == nullptr) return;
-  // The codes that this block wrote are read again, as every receiver reads them.
+  // The thread block reads the codes that it wrote, and decodes them like every receiver. The barrier makes the other
+  // threads' stores visible.
   __syncthreads();
   const float meta[2] = {unit_of(g), base_of(g)};
   decode_bucket(m, b, meta, codes, s, y);

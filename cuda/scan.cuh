@@ -1,8 +1,8 @@
-// Scans: each thread of a block learns the sum, or another fold, over the threads before it.
+// Exclusive scans over a thread block: each thread gets the sum, or another fold, over the threads before it.
 //
 // They are hand-written because CUB, whose BlockScan does the same, needs the CUDA toolkit. The tests run these kernels
-// without the toolkit, on an emulator (tests/cpp/cuda_emulator). The other hand-written scans, reductions and
-// histograms in this folder have the same reason, unless a comment there gives another.
+// without the toolkit, on an emulator (tests/cpp/cuda_emulator). This is also the reason for the other hand-written
+// scans, reductions and histograms in this folder, unless a comment there gives another reason.
 #pragma once
 
 #include "cuda/load_store.cuh"
@@ -13,12 +13,12 @@ struct Add {
   CGX_D uint32_t operator()(uint32_t a, uint32_t b) const { return a + b; }
 };
 
-// The number of lanes before this one whose bit is set.
+// Returns the number of lanes before this one whose bit is set.
 CGX_D uint32_t before_lane(uint32_t ballot) {
   return static_cast<uint32_t>(__popc(ballot & ((1u << (threadIdx.x % kWarpSize)) - 1)));
 }
 
-// Folds x over the lanes of the warp, up to and including this one.
+// Returns the fold of x over the lanes of the warp up to and including this one: an inclusive scan.
 template <class Op>
 CGX_D uint32_t fold_lanes(uint32_t x, Op op) {
   const uint32_t lane = threadIdx.x % kWarpSize;
@@ -30,9 +30,10 @@ CGX_D uint32_t fold_lanes(uint32_t x, Op op) {
   return x;
 }
 
-// Extends a fold over the lanes of each warp to the block. x: the fold over the lanes before this one; with_own: the
-// same and this lane. *all: the fold over the whole block. `op` is commutative, and 0 is its neutral element. Every
-// thread of the block must call this, and the functions below.
+// Extends a scan over the lanes of each warp to the thread block. x: the fold over the lanes before this one. with_own:
+// the same fold, including this lane. Returns the fold over the threads before this one, and in *all the fold over the
+// whole block. `op` is commutative, and 0 is its neutral element. Every thread of the block must call this, and the
+// functions below, because they have barriers.
 template <uint32_t kBlockThreads, class Op>
 CGX_D uint32_t fold_warps(uint32_t x, uint32_t with_own, uint32_t* all, Op op) {
   __shared__ uint32_t of_warp[kBlockThreads / kWarpSize];
@@ -48,7 +49,8 @@ CGX_D uint32_t fold_warps(uint32_t x, uint32_t with_own, uint32_t* all, Op op) {
   return x;
 }
 
-// Folds x over the threads before this one. *all: over the whole block.
+// Returns the fold of x over the threads before this one, and in *all the fold over the whole block. sum_before is the
+// same for sums.
 template <uint32_t kBlockThreads, class Op>
 CGX_D uint32_t fold_before(uint32_t x, uint32_t* all, Op op) {
   const uint32_t with_own = fold_lanes(x, op);
@@ -62,7 +64,7 @@ CGX_D uint32_t sum_before(uint32_t x, uint32_t* all) {
   return fold_warps<kBlockThreads>(with_own - x, with_own, all, Add());
 }
 
-// The number of threads before this one for which `in` is true. *all: in the whole block.
+// Returns the number of threads before this one for which `in` is true, and in *all their number in the whole block.
 template <uint32_t kBlockThreads>
 CGX_D uint32_t count_before(bool in, uint32_t* all) {
   const uint32_t ballot = __ballot_sync(kWholeWarp, in);

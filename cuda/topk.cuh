@@ -1,4 +1,4 @@
-// TopK's working memory, in 32-bit words, and functions that its kernels share.
+// The layout of TopK's workspace, in 32-bit words, and functions that its kernels share.
 #pragma once
 
 #include <vector>
@@ -8,21 +8,22 @@
 
 namespace jaxcgx::cuda {
 
-using Pieces = Table<true, true>;  // extra.last: the elements that are sent, at most; extra.work: the piece's memory
+using Pieces = Table<true, true>;  // extra.last: the most elements that are sent; extra.work: the piece's memory
 
 CGX_HD constexpr int64_t align_words(int64_t words) { return (words + 3) & ~int64_t{3}; }
 
-// The memory for encoding a piece. A warp reads a segment. After the first pass, a block reads a group of segments.
+// The memory for encoding a piece: offsets in words. A warp reads a segment at a time. In passes after the first, a
+// thread block reads a group of segments.
 constexpr uint32_t kSelectThreads = 256, kSelectWarps = kSelectThreads / kWarpSize;
-constexpr uint32_t kGroupSegments = kWarpSize;  // per group: the lanes of a warp scan their counts
+constexpr uint32_t kGroupSegments = kWarpSize;  // segments of a group: each lane of a warp scans one segment's counts
 constexpr int64_t kSegment = 1024, kGroup = kGroupSegments * kSegment;
 struct SelectionWords {
-  int64_t room;  // for the candidates of a segment
+  int64_t room;  // the most candidates of a segment that are kept
   int64_t found, picked, groups, candidates, indices, values, decoded, sample, sums, all;
 
   CGX_HD SelectionWords(const Sparse& s, uint32_t n, uint32_t k) {
-    // Twice the average number of elements that are sent, and 32. If that is more than half of the segment, no
-    // candidates are kept, and the segment is read again.
+    // Twice the average number of sent elements, plus 32. If this is more than half of a segment, no candidates are
+    // kept, and later passes read the segment again.
     room = k == 0 ? 0 : 2 * (static_cast<uint32_t>(kSegment) / (n / k)) + 32;
     if (room > kSegment / 2) room = 0;
     const int64_t segments = div_up(n, kSegment);
@@ -44,7 +45,8 @@ struct SelectionWords {
     return begin;
   }
 
-  // The sample for the first threshold. Exact selection may use any sample, because it is only a starting point.
+  // Returns the sample for the first threshold. Exact selection may use any sample, because its result does not depend
+  // on the first threshold.
   CGX_HD static Sample sample_of(Sparse s, int64_t n, int64_t k) {
     constexpr int64_t kGuess = 32768, kEvery = 16;
     if (s.select == Select::kExact)
@@ -53,11 +55,12 @@ struct SelectionWords {
   }
 };
 
-// The memory for decoding a list of indices and its values. A block counts the ones in a stretch of the list's row of
-// bits. There are few stretches, so that every block can sum the counts of the stretches before its own.
+// The memory for decoding a list of indices and its values: offsets in words. A thread block counts the ones in a
+// stretch of the list's bitmap. The number of stretches is limited, so that every thread block can sum the counts of
+// all stretches before its own.
 constexpr uint32_t kListThreads = 128;
 struct ListWords {
-  int64_t each;  // words of the row per thread
+  int64_t each;  // words of the bitmap per thread
   int64_t stretches, indices, values, all;
 
   CGX_HD explicit ListWords(const IndexList& list) {
@@ -65,23 +68,23 @@ struct ListWords {
     const int64_t words = div_up(list.bits, 32);
     each = div_up(words, kListThreads * kMostStretches);
     stretches = each == 0 ? 0 : div_up(words, kListThreads * each);
-    indices = align_words(stretches + 1);  // behind the counts: the number of indices
+    indices = align_words(stretches + 1);  // after the counts, there is the number of indices
     values = indices + align_words(list.k);
     all = values + align_words(list.k);
   }
 };
 
-// a * b, at most kTooMuch, which is more than any memory has.
+// Returns a * b, limited to kTooMuch to avoid overflow. No memory has so many words.
 inline int64_t times(int64_t a, int64_t b) {
   constexpr int64_t kTooMuch = int64_t{1} << 50;
   return b > 0 && a > kTooMuch / b ? kTooMuch : a * b;
 }
 
-// Where the memory of each piece begins, in words. A piece takes `words(piece)`. one_chunk: each row has only one
-// chunk, so that pieces of different chunks share memory.
+// The offset of each piece's memory in the workspace, in words. A piece takes words(piece) words. one_chunk: each row
+// has only one chunk, so pieces of different chunks share memory.
 struct Memory {
-  std::vector<int64_t> begin;  // of the piece in the first row
-  int64_t row = 0, end;        // from row to row
+  std::vector<int64_t> begin;  // by piece: the offset in the first row
+  int64_t row = 0, end;        // row: words of a row; end: the offset after all rows
 
   template <class Words>
   Memory(const Layout& l, int64_t rows, bool one_chunk, int64_t from, Words words) {
@@ -96,8 +99,8 @@ struct Memory {
   }
 };
 
-// The low bits of index j are cut into fields: whole bytes, and those of codec/pack.h. Calls f(the field's byte in the
-// list, its first bit there, its width, its first bit in the index) for each.
+// Calls f(the field's byte in the list, its first bit in this byte, its width, its first bit in the index) for each
+// field of the low bits of index j. The fields are whole bytes, and the fields of codec/pack.h.
 template <class Fn>
 CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   uint32_t from = 0;
@@ -109,7 +112,7 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   const uint32_t row = in_block / lanes, lane = in_block % lanes;
   int64_t at = list.packed_at() + block * kLanes * width;
 #pragma unroll
-  for (uint32_t field = 4; field > 0; field /= 2) {  // bits, and bytes of a lane's word
+  for (uint32_t field = 4; field > 0; field /= 2) {  // the bits of a field are as many as the bytes of a lane's word
     if (!(width & field)) continue;
     f(at + lane * field + field * row / 8, field * row % 8, field, from);
     at += lanes * field;
@@ -117,12 +120,12 @@ CGX_D void each_field(const IndexList& list, int64_t j, Fn f) {
   }
 }
 
-// The values of all pieces as a message in TopK's codec of values, within the bytes of TopK's message. `memory`: that
-// of the pieces. `values(n, k)`: where the values are in the memory of a piece.
+// The values of all pieces as one message in TopK's codec of values, whose bytes are within TopK's message. `memory`:
+// the memory of the pieces. `values(n, k)`: the offset of the values in the memory of a piece.
 struct Values {
   Layout layout;
   std::vector<const void*> leaves;
-  std::vector<int64_t> ids, starts;  // empty if the message has no ids of leaves
+  std::vector<int64_t> ids, starts;  // empty without leaf_ids
 
   template <class At>
   Values(const Layout& l, const Memory& memory, const void* workspace, const int64_t* leaf_ids, At values)
@@ -152,11 +155,11 @@ struct Values {
   }
 };
 
-// The workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`: whether it encodes. It
-// has the states of the selection, the payloads' lists, the sums of a chunk, the selection's memory, and the workspace
-// for encoding the values.
+// The workspace of an operation that decodes `payloads` payloads per row (encode: 0). `encodes`: whether the operation
+// encodes. The workspace has, in this order: the states of the selection, the lists of the payloads, the sums of a
+// chunk, the memory of the selection, and the workspace for encoding the values.
 struct TopkWork {
-  Layout to;  // of the encoded message
+  Layout to;  // the layout of the encoded message
   int64_t states;
   Memory lists, sums, selection;
   int64_t end;
@@ -166,9 +169,9 @@ struct TopkWork {
 
 inline Status too_large() { return {"workspace", cudaErrorInvalidConfiguration}; }
 
-// Encodes to the layout work.to: the leaves or, if the message sums, the sums in the workspace. topk_encode.cu
+// Encodes the leaves to the layout work.to. If the message sums, encodes the sums in the workspace. topk_encode.cu
 Status encode_topk(const TopkWork& work, const Call& call);
-// Like decode_all. If the message has a payload, the sum is encoded to it. topk_decode.cu
+// Decodes like decode_all. If the message has a payload, the sum is encoded to the payload. topk_decode.cu
 Status decode_topk(const Call& call);
 
 }  // namespace jaxcgx::cuda

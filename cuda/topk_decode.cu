@@ -1,6 +1,6 @@
-// TopK's decoding. The lists of indices are decoded to the workspace, and so are their values, which are a message in
-// another codec. Then each block makes a stretch of the numbers from the elements that each list has there, rank after
-// rank.
+// TopK's decoding. The lists of indices are decoded to the workspace, and their values, too, which are a message in
+// another codec. Then each thread block makes a stretch of the numbers: it adds the elements that each list has in this
+// stretch, rank after rank.
 #include "cuda/decode_sum.cuh"
 #include "cuda/launchers.cuh"
 #include "cuda/scan.cuh"
@@ -9,8 +9,8 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// A list of indices. A decoded index is the maximum of itself and all before it. So indices ascend even if no encoder
-// wrote the bytes. An index that is not above the one before counts as missing.
+// A list of indices. Each decoded index is replaced by the maximum of itself and all indices before it. So indices
+// ascend even in bytes that no encoder wrote. An index that is not above the index before it counts as missing.
 struct List {
   IndexList list;
   ListWords words;
@@ -26,7 +26,7 @@ struct List {
   CGX_D uint32_t count() const { return list.is_implied() ? static_cast<uint32_t>(list.k) : memory[words.stretches]; }
   CGX_D uint32_t index(uint32_t j) const { return list.is_implied() ? j : indices()[j]; }
   CGX_D bool is_there(uint32_t j) const { return index(j) < list.n && (j == 0 || index(j) > index(j - 1)); }
-  // How many indices are below a bound.
+  // Returns the number of indices below a bound.
   CGX_D uint32_t below(int64_t bound) const {
     uint32_t from = 0, to = count();
     while (from < to) {
@@ -39,14 +39,14 @@ struct List {
     return from;
   }
 
-  // A word of the list's row of bits.
+  // Returns a word of the list's bitmap, with the bits past its end cleared.
   CGX_D uint32_t row(const uint8_t* bytes, int64_t word) const {
     const int64_t left = list.bits - 32 * word;
     if (left <= 0) return 0;
     const uint32_t bits = reinterpret_cast<const uint32_t*>(bytes)[word];
     return left < 32 ? bits & ((1u << left) - 1) : bits;
   }
-  // Index j, which sets this bit of the row.
+  // Returns index j, which set `bit` of the bitmap.
   CGX_D uint32_t read(const uint8_t* bytes, int64_t j, int64_t bit) const {
     if (!list.split) return static_cast<uint32_t>(bit);
     const int64_t high = bit - j;
@@ -59,7 +59,7 @@ struct List {
   }
 };
 
-// Counts the ones of each stretch.
+// Counts the ones of each stretch of the bitmap.
 __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -76,7 +76,8 @@ __global__ void __launch_bounds__(kListThreads) ones_kernel(const __grid_constan
   if (threadIdx.x == 0) l.stretches()[p.tile] = all;
 }
 
-// Reads the indices of each stretch, and makes each one the maximum of itself and all before it.
+// Reads the indices of each stretch of the bitmap, and replaces each index by the maximum of itself and all indices
+// before it.
 __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   if (threadIdx.x == 0 && p.tile + 1 == l.words.stretches) {
     l.stretches()[l.words.stretches] = static_cast<uint32_t>(int64_t{before} + all < k ? int64_t{before} + all : k);
   }
-  // Calls f(j, its bit) for the indices of this thread.
+  // Calls f(j, its bit) for each index of this thread.
   const auto each = [&](auto f) {
     int64_t j = first_j;
     for (int64_t word = first; word < first + l.words.each; ++word) {
@@ -109,8 +110,8 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   uint32_t largest = 0;
   each([&](int64_t j, int64_t bit) { largest = larger(largest, l.indices()[j] = l.read(bytes, j, bit)); });
   largest = fold_before<kListThreads>(largest, &all, larger);
-  // Only indices with the same high bits can be out of order, and their ones are adjacent. So only the run of ones
-  // directly before this stretch matters. Every warp reads it by itself.
+  // Only indices with the same high bits can be out of order, and their ones are adjacent. So, of the earlier
+  // stretches, only the run of ones directly before this stretch matters. Every warp reads this run by itself.
   const auto is_one = [&](int64_t bit) { return bit >= 0 && (l.row(bytes, bit / 32) >> (bit % 32) & 1) != 0; };
   if (l.list.split && is_one(first_bit) && before < k) {
     uint32_t run = 0;
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
       zeros = ~__ballot_sync(kWholeWarp, is_one(bit));
       if ((zeros & ((2u << (threadIdx.x % kWarpSize)) - 1)) == 0) run = larger(run, l.read(bytes, j, bit));
     }
-    // By hand: see scan.cuh.
+    // This reduction is hand-written: see scan.cuh.
 #pragma unroll
     for (uint32_t lanes = kWarpSize / 2; lanes > 0; lanes /= 2)
       run = larger(run, __shfl_xor_sync(kWholeWarp, run, lanes));
@@ -128,11 +129,11 @@ __global__ void __launch_bounds__(kListThreads) indices_kernel(const __grid_cons
   each([&](int64_t j, int64_t) { largest = l.indices()[j] = larger(largest, l.indices()[j]); });
 }
 
-constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: lists searched at a time
+constexpr uint32_t kScatterThreads = 256, kAtOnce = kScatterThreads / 2;  // kAtOnce: number of lists searched at a time
 constexpr int64_t kStretch = 4096;
 
-// Writes the numbers of lists: their sum in rank order, or NaN. The lists of the ranks are e.meta words apart in
-// memory.
+// Writes the sum of the lists in rank order, or NaN if `where` is out of range. The lists of the ranks are e.meta words
+// apart in memory.
 __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kScatterThreads) scatter_kernel(const __grid_c
   const auto here = static_cast<uint32_t>(e.count - first < kStretch ? e.count - first : kStretch);
   List l(m, e, t.extras[p.index]);
   __shared__ float x[kStretch];
-  __shared__ uint32_t from[kScatterThreads];  // by list: its first index in the stretch, and the first behind it
+  __shared__ uint32_t from[kScatterThreads];  // two per list: positions of the first index in and after the stretch
   for (uint32_t i = threadIdx.x; i < here; i += kScatterThreads) x[i] = p.rank == kNowhere ? float_of(kNaNBits) : 0.0f;
   for (uint32_t rank = 0; rank < m.ranks && p.rank != kNowhere; ++rank, l.memory += e.meta) {
     __syncthreads();
@@ -194,8 +195,8 @@ struct ListKernel {
   uint32_t threads;
 };
 
-// Launches a kernel on all pieces, with `blocks(row, piece, k, item)` blocks each. In `memory`, `lists` lists follow
-// one another for each row.
+// Launches a kernel on all pieces, with `blocks(row, piece, k, item)` thread blocks each. In `memory`, each row has
+// `lists` lists, one after another.
 template <class Blocks>
 Status launch_lists(const Call& call, const Memory& memory, int64_t lists, const ListKernel& kernel, Blocks blocks) {
   const Layout& l = call.layout;
@@ -215,7 +216,7 @@ Status launch_lists(const Call& call, const Memory& memory, int64_t lists, const
   return launches.finish();
 }
 
-// The indices of all lists of a message.
+// Decodes the indices of all lists of a message.
 Status decode_indices(const Layout& l, int64_t rows, const Memory& memory, const Message& m, cudaStream_t stream) {
   Call call{l, rows, {}, m, stream};
   call.message.ranks = 1;

@@ -1,5 +1,5 @@
-// TopK's encoding: the selected elements (topk_threshold.cu, topk_select.cu) become a list of indices, and a message of
-// values in another codec.
+// TopK's encoding: writes the selected elements (topk_threshold.cu, topk_select.cu) as a list of indices, and a message
+// of values in another codec.
 #include "cuda/launchers.cuh"
 #include "cuda/topk_selection.cuh"
 
@@ -14,13 +14,14 @@ __global__ void __launch_bounds__(kSelectThreads) clear_kernel(uint4* a, int64_t
   for (int64_t i = first; i < b_count; i += stride) b[i] = {0, 0, 0, 0};
 }
 
-// Sets bits of a byte of the payload, which was 0. Other threads may set other bits.
+// Sets bits of a byte of the payload, which was cleared before. It is atomic, because other threads may set other bits
+// of the same word.
 CGX_D void set_bits(uint8_t* byte, uint32_t bits) {
   const auto at = reinterpret_cast<uintptr_t>(byte);
   atomicOr(reinterpret_cast<uint32_t*>(at & ~uintptr_t{3}), bits << (8 * (at & 3)));
 }
 
-// Writes the list of indices, one per thread. Missing elements have index n and value 0.
+// Writes the list of indices, one index per thread. Missing elements get index n and value 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) list_kernel(const __grid_co
   });
 }
 
-// Writes to the residuals what encoding lost of the elements that were sent.
+// Writes the encoding errors of the sent elements to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 4) lost_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;

@@ -1,14 +1,14 @@
 // TopK's selection. Two passes over a piece find its largest elements, unless the sample misleads. The first pass keeps
-// candidates: elements that reach the threshold from the sample. Radix selection among them, by three digits of their
-// magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with feedback the
-// residuals. The place of an element in the list depends only on counts and their sums, not on the order in which
-// blocks run.
+// candidates: elements at or above the threshold that the sample gave. A radix selection among the candidates, by three
+// digits of their magnitudes, finds the smallest magnitude that is sent. The second pass writes the elements, and with
+// feedback the residuals. The result is deterministic: an element's position in the list depends only on counts and
+// their sums, not on the order in which thread blocks run.
 #include "cuda/topk_selection.cuh"
 
 namespace jaxcgx::cuda {
 namespace {
 
-// Finds candidates, and keeps them while there is room.
+// Counts the candidates of each segment, and keeps them while there is room.
 __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) find_kernel(const __grid_co
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// If too few elements reach the threshold, counts those that reach each of the next thresholds, in one pass. For exact
-// selection, the only next threshold is 0.
+// If too few elements reach the threshold, counts the elements that reach each of the next thresholds, in one pass, and
+// chooses a threshold. For exact selection, the only next threshold is 0.
 __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) refine_kernel(const __grid_
   s.state->taken = reached < s.k ? reached : s.k;
 }
 
-// The three digits of the smallest magnitude that is sent.
+// Finds a digit of the smallest magnitude that is sent. It runs three times, once for each digit.
 __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) digit_kernel(const __grid_c
   find_digit(s.state, digit, prefix, rank);
 }
 
-// Counts the elements above that magnitude, and those equal to it: in each segment, and in all groups before each
-// group.
+// Counts the elements above the smallest magnitude that is sent, and the elements equal to it: in each segment, and in
+// all groups before each group.
 __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) count_kernel(const __grid_c
   }
 }
 
-// Writes the elements that are sent, in order, and with feedback all others to the residuals.
+// Writes the sent elements, in order. With feedback, writes all other elements to the residuals.
 __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) pick_kernel(const __grid_co
   float* lost = t.residuals[p.index].lost;
   uint32_t* indices = s.memory + s.words.indices;
   uint32_t* values = s.memory + s.words.values;
-  // The counts before each segment of the group: a warp's scan, of two counts at once. By hand: see scan.cuh.
+  // `before` has the counts before each segment of the group, one segment per lane: a warp scan of two counts at once.
+  // It is hand-written: see scan.cuh.
   const int64_t own = int64_t{p.tile} * kGroupSegments + lane;
   uint2 count = own * kSegment < s.n ? s.picked()[own] : uint2{0, 0}, sum = count;
 #pragma unroll

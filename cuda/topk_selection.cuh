@@ -1,5 +1,5 @@
-// Shared by the kernels that select TopK's elements: the state of a selection, a piece as its blocks see it, radix
-// digits, and the launches.
+// Shared by the kernels that select TopK's elements: the state of a selection, access to a piece, radix digits, and
+// launches.
 #pragma once
 
 #include "cuda/decode_sum.cuh"
@@ -8,21 +8,21 @@
 
 namespace jaxcgx::cuda {
 
-constexpr uint32_t kDigitBits = 10;          // of a digit of a magnitude; the first has one more
-constexpr uint32_t kBins = 2 << kDigitBits;  // of the first digit
+constexpr uint32_t kDigitBits = 10;          // bits of a digit of a magnitude; the first digit has one more
+constexpr uint32_t kBins = 2 << kDigitBits;  // bins of the first digit's histogram
 constexpr int kDigits = 3;
 static_assert(kMostRefinements < kBins, "");
 
-// The data that one pass over a piece leaves for the next. All 0 before the first pass.
+// The data that one pass over a piece leaves for the next pass. All fields are 0 before the first pass.
 struct State {
   uint32_t bins[kBins];
-  uint32_t blocks;          // that have finished this pass
+  uint32_t blocks;          // number of thread blocks that have finished this pass
   uint32_t prefix;          // the known digits of the wanted magnitude
   uint32_t rank;            // its rank among the magnitudes with these digits; 1: the largest
-  uint32_t threshold;       // candidates reach it
-  uint32_t reached, taken;  // how many elements reach it, and how many are sent
-  uint32_t reread;          // the candidates that were kept belong to another threshold
-  // For exponential distributions: the sample's largest magnitude, how many elements a round sums, and the current t.
+  uint32_t threshold;       // candidates are the elements at or above this magnitude
+  uint32_t reached, taken;  // number of elements that reach the threshold; number of elements that are sent
+  uint32_t reread;          // whether the kept candidates are of an earlier threshold, so the piece is read again
+  // For exponential distributions: the sample's largest magnitude, the number of elements in a round's sum, and t.
   uint32_t largest, number;
   float t;
 };
@@ -37,7 +37,7 @@ struct Selection {
   uint32_t n, k;
   SelectionWords words;
   State* state;
-  uint32_t* memory;  // the piece's
+  uint32_t* memory;  // the piece's memory (SelectionWords)
 
   CGX_D Selection(const Pieces& t, const Place& p)
       : m(t.message),
@@ -65,11 +65,11 @@ struct Selection {
     if (m.sums) divide(m, x);
     return x[0];
   }
-  // Calls f(whether it exists, undivided, number) for kWarpSize elements of a segment at a time, in order, by all lanes
-  // of a warp.
+  // Calls f(whether the element exists, its undivided number, its index) for the elements of a segment, in order. All
+  // lanes of a warp call f together, for kWarpSize consecutive elements.
   template <class Fn>
   CGX_D void each_element(uint32_t segment, Fn f) const {
-    constexpr uint32_t kAhead = 8;  // loads under way before one is used
+    constexpr uint32_t kAhead = 8;  // loads in flight before one is used
     const uint32_t first = segment * kSegment;
     for (uint32_t i = first + threadIdx.x % kWarpSize; i < first + kSegment; i += kWarpSize * kAhead) {
       float x[kAhead];
@@ -96,7 +96,7 @@ struct Selection {
       for (uint32_t a = 0; a < kAhead; ++a) f(i + kWarpSize * a < n, x[a], i + kWarpSize * a);
     }
   }
-  // Calls f(whether it exists, x, number) for candidates in the same way.
+  // Calls f(whether the candidate exists, x, its index) for the candidates of a segment in the same way.
   template <class Fn>
   CGX_D void each_candidate(uint32_t segment, Fn f) const {
     const uint32_t found = memory[words.found + segment];
@@ -109,7 +109,7 @@ struct Selection {
     }
     each_kept(segment, 0, found, f);
   }
-  // The same for candidates that were kept, from number `from` on.
+  // The same for the kept candidates of a segment, from candidate `from` on.
   template <class Fn>
   CGX_D void each_kept(uint32_t segment, uint32_t from, uint32_t found, Fn f) const {
     for (; from < found; from += kWarpSize) {
@@ -118,8 +118,8 @@ struct Selection {
       f(i < found, float_of(candidate.x), candidate.y);
     }
   }
-  // Calls f(segment, each) for the segments of a group that are this warp's. each(g) calls g as each_candidate does. If
-  // all candidates were kept, the loads of the first ones of all segments are under way before one is used.
+  // Calls f(segment, each) for this warp's segments of a group. each(g) calls g as each_candidate does. If all
+  // candidates were kept, the loads of the first candidates of all segments are in flight before one is used.
   template <class Fn>
   CGX_D void with_candidates(uint32_t group, Fn f) const {
     constexpr uint32_t kMine = kGroupSegments / kSelectWarps;
@@ -146,7 +146,7 @@ struct Selection {
       });
     }
   }
-  // Calls f(segment) for the segments of a group that are this warp's.
+  // Calls f(segment) for this warp's segments of a group.
   template <class Fn>
   CGX_D void each_segment(uint32_t group, Fn f) const {
     for (uint32_t i = threadIdx.x / kWarpSize; i < kGroupSegments; i += kSelectWarps) {
@@ -155,8 +155,10 @@ struct Selection {
   }
 };
 
-// Whether this block is the last of `blocks` to call this. The last one sees everything that the others have written.
-// The fences of thread 0 work for the whole block, because barriers order them with the accesses of the other threads.
+// Returns whether this thread block is the last of `blocks` thread blocks to call this. The last one sees all stores of
+// the others: the fence before the atomic increment releases them, and the fence after it acquires them. The fences of
+// thread 0 are enough for its whole block, because they are cumulative over the barriers. Every thread of the block
+// must call this.
 CGX_D bool is_last(State* s, int64_t blocks) {
   __shared__ bool last;
   __syncthreads();
@@ -170,7 +172,8 @@ CGX_D bool is_last(State* s, int64_t blocks) {
   return last;
 }
 
-// A histogram of the block, which is added to the piece's. Histograms and radix selection are by hand: see scan.cuh.
+// begin_bins clears a thread block's histogram in shared memory. add_bins adds it to the piece's histogram. Histograms
+// and radix selection are hand-written: see scan.cuh.
 CGX_D void begin_bins(uint32_t (&bins)[kBins]) {
   for (uint32_t i = threadIdx.x; i < kBins; i += kSelectThreads) bins[i] = 0;
   __syncthreads();
@@ -183,6 +186,7 @@ CGX_D void add_bins(State* s, const uint32_t (&bins)[kBins]) {
 }
 
 CGX_D uint32_t shift_of(int digit) { return kDigitBits * (kDigits - 1) - kDigitBits * static_cast<uint32_t>(digit); }
+// Counts a digit of a magnitude if its earlier digits are `prefix`.
 CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, uint32_t prefix) {
   const uint32_t code = magnitude >> shift_of(digit);
   if (digit == 0)
@@ -190,8 +194,8 @@ CGX_D void count_digit(uint32_t (&bins)[kBins], uint32_t magnitude, int digit, u
   else if (code >> kDigitBits == prefix)
     atomicAdd(&bins[code & ((1u << kDigitBits) - 1)], 1u);
 }
-// The whole block finds the digit of the magnitude of this rank in the histogram of a digit. Rank 0 is above all
-// magnitudes.
+// Finds a digit of the magnitude at a rank, from the digit's histogram, and clears the histogram. Rank 0 is above all
+// magnitudes. Every thread of the thread block must call this.
 CGX_D void find_digit(State* s, int digit, uint32_t prefix, uint32_t rank) {
   constexpr uint32_t kEach = kBins / kSelectThreads;
   uint32_t* bins = s->bins + kBins - kEach * (threadIdx.x + 1);
@@ -223,8 +227,8 @@ class SelectionLaunches {
 
   const Sparse& sparse() const { return work_.to.codec.sparse; }
 
-  // Launches `blocks(n, k, item)` blocks for each piece; that function may change the piece's item. Returns whether
-  // there are any.
+  // Launches blocks(n, k, item) thread blocks for each piece. This function may change the piece's item. Returns
+  // whether any thread block was launched.
   template <class Blocks>
   bool launch(void (*kernel)(Pieces), const char* name, int32_t stage, Blocks blocks) {
     if (status.call != nullptr) return false;
@@ -260,9 +264,9 @@ class SelectionLaunches {
   Call call_;
 };
 
-// The first threshold of each piece, from a sample: topk_threshold.cu.
+// Finds the first threshold of each piece, from a sample. topk_threshold.cu
 void launch_threshold(SelectionLaunches& launches);
-// The elements that are sent, in order, and with feedback the residuals of all others: topk_select.cu.
+// Finds the elements that are sent, in order, and with feedback the residuals of all other elements. topk_select.cu
 void launch_selection(SelectionLaunches& launches);
 
 }  // namespace jaxcgx::cuda

@@ -8,9 +8,10 @@
 namespace jaxcgx::cuda {
 namespace {
 
-constexpr int64_t kSampled = 8 * kSelectThreads;  // elements of the sample per block
+constexpr int64_t kSampled = 8 * kSelectThreads;  // elements of the sample per thread block
 
-// Collects the sample and finds the first threshold: the magnitude of a rank in it, digit after digit.
+// Collects the sample (digit 0), and finds the first threshold by radix selection, one digit per launch. The threshold
+// is the sample's magnitude at a given rank. For exponential distributions it finds only the largest magnitude.
 __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
   uint32_t rank = s.state->rank;
   if (digit == 0) {
     int64_t wanted = sample.rank(s.n, s.k);
-    // Enough elements reach the magnitude of this rank, except in one message in thousands. That one only takes longer.
+    // For exact selection, four standard deviations are added. So enough elements reach the threshold, except in one
+    // message in thousands, whose selection only takes longer.
     if (sparse.select == Select::kExact) wanted += static_cast<int64_t>(4.0f * sqrtf(static_cast<float>(wanted))) + 4;
     rank = static_cast<uint32_t>(wanted < sample.count ? wanted : sample.count);
   }
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) sample_kernel(const __grid_
     s.state->threshold = s.state->prefix < kLargest ? s.state->prefix : kLargest;
 }
 
-// A round of codec/topk.h's exponential distributions. The bits of its factor are in extra.id.
+// Does one round of Exponential (codec/topk.h). extra.id has the bits of the round's factor.
 __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __grid_constant__ Pieces t) {
   const Place p = place_of(t);
   if (p.index < 0) return;
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kSelectThreads, 4) exponential_kernel(const __
     sum += x - last_t;
     ++number;
   }
-  // In the order of the CPU's, which CUB doesn't promise.
+  // The sum has the same order as on the CPU. CUB promises no order.
 #pragma unroll
   for (uint32_t lane_bit = kLanes / 2; lane_bit > 0; lane_bit /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lane_bit);
   if (lane == 0 && here > 0) sums[part] = sum;
@@ -118,7 +120,7 @@ void launch_threshold(SelectionLaunches& launches) {
   for (int32_t digit = 0; digit < (exponential ? 1 : kDigits); ++digit)
     launches.launch(sample_kernel, "sample kernel", digit, of_sample);
   if (!exponential) return;
-  bool any = true;  // pieces that need this round
+  bool any = true;  // whether any piece needs this round
   for (int32_t round = 0; any; ++round) {
     any = launches.launch(exponential_kernel, "exponential kernel", round, [&](int64_t n, int64_t k, Item& item) {
       const int64_t blocks = of_sample(n, k, item);

@@ -1,5 +1,5 @@
-// Elements without buckets: Cast, Raw and raw tails. Also clears the gaps of a chunk, except for the padding that other
-// kernels write behind their codes.
+// Elements without buckets: Cast, Raw and raw tails. The encode kernel also clears the padding of a chunk, except the
+// padding that other kernels write after their codes.
 #include "cuda/decode_sum.cuh"
 #include "cuda/encode_quad.cuh"
 #include "cuda/launchers.cuh"
@@ -7,10 +7,11 @@
 namespace jaxcgx::cuda {
 namespace {
 
-// The kind of an entry, in extra.work. extra.last is the number of its elements, or of bytes for a gap.
+// The kind of an entry, which is in extra.work. extra.last is the number of its elements, or for a gap (padding) of its
+// bytes.
 enum Task : uint32_t { kCoded, kRaw, kGap };
 
-// 32 elements of an entry: a quad in a block of 128. The last block may be short.
+// The 32 elements of a thread: a quad in a block of 128 elements. The last block may be short.
 struct Elements {
   Quad q;
   int64_t count;
@@ -45,11 +46,12 @@ struct Elements {
   }
 };
 
+// Returns the dtype of an entry's elements on the wire.
 CGX_D DType wire_of(const Message& m, const Entry& e, const Extra& extra) {
   return static_cast<DType>(extra.work == kRaw ? static_cast<int32_t>(e.dtype) : m.codec.bits);
 }
 
-// Copies a tile as it is, including NaNs.
+// Copies a tile bitwise, including NaNs.
 CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int64_t count) {
   const int64_t size = dtype == DType::kF32 ? 4 : 2, first = tile * kTile * size;
   const int64_t left = count * size - first;
@@ -69,7 +71,7 @@ CGX_D void copy_tile(const void* from, void* to, DType dtype, int64_t tile, int6
   }
 }
 
-// Sums payloads in rank order; the caller divides.
+// Sums payloads in rank order. The caller divides.
 CGX_D void sum_unbucketed(const Message& m, const Entry& e, const Place& p, const Elements& elements, DType wire,
                           float (&x)[kRows][4]) {
   const uint8_t* payload = payloads_of(m, p) + e.codes;
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(kThreads) encode_unbucketed_kernel(const __gri
   float undivided[kRows][4];
   copy_quad(x, undivided);
   divide(m, x);
-  // x becomes the decoded numbers, and `undivided` the loss.
+  // From here on, x gets the decoded numbers, and `undivided` the encoding error.
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     int32_t word[4];
@@ -191,7 +193,7 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
   };
   for (int64_t row = 0; row < call.batch; ++row) {
     for (int64_t chunk = 0; chunk < l.chunks(); ++chunk) {
-      // Where bytes begin that no element writes.
+      // The offset at which bytes begin that no element writes.
       int64_t at = l.meta_end[static_cast<size_t>(chunk)];
       Item gap;
       gap.entry.slot = slot_of(l, row, chunk);
@@ -204,7 +206,7 @@ Status launch_unbucketed(const Call& call, void (*kernel)(Table<true, true>), co
         if (!has_buckets(c.kind)) add(Item(l, call.leaves, row, p), is_raw(c.kind) ? kRaw : kCoded, p.codes, p.coded);
         clear_to(p.codes);
         at = p.codes + code_bytes(c, dtype, p);
-        // Only the fast kernels don't write the padding behind their codes. There is none, unless buckets are very
+        // Only the fast kernels don't clear the padding after their codes. They have padding only if buckets are very
         // small.
         if (!is_fast(c) || p.coded % p.bucket != 0) at = align16(at);
         add(Item(l, call.leaves, row, p, p.coded), kRaw, p.tail, p.raw);

@@ -1,4 +1,4 @@
-// The Python module: handlers as capsules, facts about this build, and the engines' other functions.
+// The Python module: the handlers as capsules, information about this build, and the other functions of the engines.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

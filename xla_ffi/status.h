@@ -1,4 +1,4 @@
-// What can go wrong between processes, for the engines in shm/ and tcp/.
+// Errors between processes, for the engines in shm/ and tcp/.
 #pragma once
 
 #include <optional>
@@ -7,14 +7,14 @@
 
 namespace jaxcgx {
 
-// Setting up failed: a value of T, or the reason why there is none.
+// The result of a setup step: a T, or a Failure with the reason.
 struct Failure {
   std::string what;
 };
 template <class T>
 using Or = std::variant<T, Failure>;
 
-// An exchange failed: a process has gone, is late, or runs another exchange.
+// The error of an exchange. The other process has gone, is late, or runs a different exchange.
 struct Error {
   enum class Kind { kGone, kLate, kDifferent } kind;
   std::string message;

@@ -1,4 +1,4 @@
-// AbsMax: symmetric levels -q..q with q = 2^(bits-1) - 1, stored as 0..2q; 0 decodes to exactly 0.
+// AbsMax: symmetric levels -q..q with q = 2^(bits-1) - 1, stored as codes 0..2q. 0 decodes to exactly 0.
 // Metadata of a bucket: unit (one float).
 #pragma once
 

@@ -1,13 +1,14 @@
-// Shared by every codec header: functions for host and device, the dtypes of a leaf, a codec's settings, and the
-// scalar version of the operations in which codecs are written.
+// The basis of all codec headers: the CGX_HD macro, the dtypes of a leaf, a codec's settings, and the scalar version of
+// the operations in which codecs are written.
 //
 // A codec's arithmetic is a template over a number type: `float` in a GPU thread, a vector of 16 on a CPU
-// (cpu/simd.h), with the same operations under the same names. The formula is written once, and CPU and GPU agree
-// byte for byte.
+// (cpu/simd.h). Both types have the same operations under the same names. So each formula is written once, and CPU and
+// GPU agree byte for byte.
 //
-// Rules that keep all implementations in agreement, jnp's included:
+// These rules keep all implementations bitwise equal, including the one in jnp:
 //  - IEEE arithmetic, round to nearest even, denormals kept;
-//  - a product is added to something only if it is exact, so that fused and separate multiply-add agree;
+//  - a product is an operand of an addition only if the product is exact, so that a fused multiply-add gives the same
+//    bits as a separate multiplication and addition;
 //  - no reassociation: the order of every sum is part of the specification.
 #pragma once
 
@@ -17,8 +18,8 @@
 #if defined(__CUDACC__)
 #define CGX_HD __host__ __device__ __forceinline__
 #else
-// always_inline: these functions are compiled once per instruction set. Otherwise the linker could keep the copy for
-// AVX-512 as the only one.
+// always_inline: these functions are compiled once per instruction set. As ordinary inline functions they would have
+// one symbol, and the linker could keep the AVX-512 copy for all callers.
 #define CGX_HD inline __attribute__((always_inline))
 #endif
 
@@ -29,7 +30,7 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 CGX_HD int64_t size_of(DType d) { return d == DType::kF32 ? 4 : 2; }
 
 // Kind crosses the FFI boundary: Kind in jaxcgx/codecs/attribute.py has the same values. Every kind has a row in
-// codec/traits.h; those with buckets also have one in codec/dispatch.h. kRaw has no header: it has no arithmetic.
+// codec/traits.h. Kinds with buckets also have a row in codec/dispatch.h. kRaw has no arithmetic, so it has no header.
 enum class Kind : int32_t {
   kRaw = 0,
   kMaxMin = 1,
@@ -44,7 +45,7 @@ enum class Kind : int32_t {
   kLossless = 10
 };
 
-// How TopK selects elements. It crosses the FFI boundary, too: jaxcgx/codecs/topk.py.
+// How TopK selects elements. Select crosses the FFI boundary, too: jaxcgx/codecs/topk.py has the same values.
 enum class Select : int32_t { kExact = 0, kQuantile = 1, kExponential = 2 };
 
 // How each element of a vector becomes a code.
@@ -52,18 +53,18 @@ struct Dense {
   Kind kind = Kind::kRaw;
   int32_t bits = 0;  // width of a code; Float8: exponent bits, 4 = e4m3 and 5 = e5m2; Cast: the DType; Micro: the
                      // MicroFormat
-  int64_t bucket_size = 0;  // elements that share their metadata; 0: one bucket for the whole piece
+  int64_t bucket_size = 0;  // number of elements that share metadata; 0: one bucket for the whole piece
   bool stochastic = false;
   bool skip_incomplete = false;  // an incomplete last bucket of a leaf is sent raw
   bool compatible = false;
-  bool rotate = false;  // buckets are rotated before they are quantized: codec/rotation.h
+  bool rotate = false;  // buckets are rotated before quantization: codec/rotation.h
 };
 
-// Which elements TopK sends, and how it codes them; see codec/topk.h. Other codecs leave this zero.
+// Which elements TopK sends, and how it codes them; see codec/topk.h. All fields are zero for other codecs.
 struct Sparse {
   double ratio = 0;
   int64_t lists = 0;
-  bool top = false;  // true: a sum keeps only its largest elements; false: all that any rank has sent
+  bool top = false;  // true: a sum keeps only its largest elements; false: it keeps every element that any rank sent
   Select select = Select::kExact;
   double share = 0, lower = 0;
   int32_t refinements = 0;
@@ -75,10 +76,10 @@ struct Codec : Dense {
   Sparse sparse = {};
 };
 
-constexpr int64_t kUnit = 512;              // chunks of a codec without buckets begin at multiples of this
+constexpr int64_t kUnit = 512;              // for codecs without buckets, chunks begin at multiples of this
 constexpr uint32_t kNaNBits = 0x7fc00000u;  // the only NaN in metadata
 
-// Numbers below kTiny are multiplied by kUp, which is exact, before arithmetic whose results may be denormal.
+// Numbers below kTiny are multiplied by kUp before arithmetic whose results may be denormal. This product is exact.
 constexpr float kTiny = 0x1p-60f, kUp = 0x1p80f, kDown = 0x1p-80f;
 
 CGX_HD uint32_t bits_of(float x) {
@@ -94,7 +95,7 @@ CGX_HD float float_of(uint32_t u) {
 CGX_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 CGX_HD int64_t align16(int64_t n) { return (n + 15) & ~int64_t{15}; }
 
-// The scalar number type. cpu/simd.h has the same names for vectors.
+// The number type of one element, for GPU threads. cpu/simd.h has the same names for vectors.
 struct Scalar {
   using F = float;
   using I = int32_t;
@@ -114,7 +115,8 @@ CGX_HD bool less(float a, float b) { return a < b; }
 CGX_HD bool less(int32_t a, int32_t b) { return a < b; }
 CGX_HD float select(bool c, float a, float b) { return c ? a : b; }
 CGX_HD int32_t select(bool c, int32_t a, int32_t b) { return c ? a : b; }
-// Nearest integer, ties to even. Adding and subtracting 2^23 drops the fraction; larger numbers have none.
+// Returns the nearest integer, ties to even. Adding and subtracting 2^23 drops the fraction. Larger numbers have no
+// fraction.
 CGX_HD float round(float x) {
   const float magic = float_of((bits_of(x) & 0x80000000u) | 0x4b000000u);
   return abs(x) < 8388608.0f ? (x + magic) - magic : x;

@@ -1,5 +1,5 @@
-// ByteGrad: 8 bits on a grid of whole multiples of the unit, so that 0 decodes to exactly 0. Bagua's quantizer.
-// Metadata of a bucket: unit, base (two floats). It decodes like MaxMin.
+// ByteGrad: 8-bit codes whose levels are integer multiples of the unit, so that 0 decodes to exactly 0. Bagua's
+// quantizer. Metadata of a bucket: unit, base (two floats). Decoding is the same as for MaxMin.
 #pragma once
 
 #include "codec/grid.h"

@@ -1,6 +1,6 @@
-// Cast: every element as bfloat16 or float16, nearest or stochastic, without buckets or metadata. Leaves of those
-// dtypes are read and written by the same conversions. Magnitudes that round past the format's largest become infinity;
-// every NaN becomes the one canonical NaN.
+// Cast: every element as bfloat16 or float16, with nearest or stochastic rounding, without buckets or metadata. Leaves
+// of these two dtypes are read and written by the same conversions. Magnitudes that round past the format's largest
+// become infinity. Every NaN becomes the canonical NaN.
 #pragma once
 
 #include "codec/base.h"
@@ -12,8 +12,8 @@ struct Cast {
   static_assert(kFormat == DType::kBF16 || kFormat == DType::kF16, "Cast goes to a 16-bit format");
   static constexpr uint32_t kNaN = kFormat == DType::kBF16 ? 0x7fc0 : 0x7e00;
 
-  // Adds `noise`, or a constant that rounds half to even, below the bits that stay. A carry into the exponent is
-  // correct.
+  // Returns the 16 bits of x. Rounds by adding `noise`, or a constant that rounds ties to even, to the bits that are
+  // dropped. A carry into the exponent is correct.
   template <class V, bool kStochastic>
   CGX_HD static typename V::I to_bits(typename V::F x, typename V::I noise) {
     using I = typename V::I;
@@ -37,6 +37,7 @@ struct Cast {
     return code;
   }
 
+  // Returns the float32 of 16 bits.
   template <class V>
   CGX_HD static typename V::F from_bits(typename V::I code) {
     if constexpr (kFormat == DType::kBF16) {

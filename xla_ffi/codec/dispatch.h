@@ -1,5 +1,5 @@
-// Maps a codec's settings to its arithmetic: one row for each codec with buckets. All encoders and decoders of the CPU
-// and the CUDA kernels are instantiated from here.
+// Maps a codec's settings to the type with its arithmetic: one row for each codec with buckets. All encoders and
+// decoders, on CPU and in CUDA, are instantiated through this file.
 #pragma once
 
 #include "codec/absmax.h"
@@ -19,7 +19,7 @@ struct CodecType {
 
 // Calls f(CodecType<C>()) with the arithmetic of a codec that has buckets.
 #if defined(__CUDACC__)
-#pragma nv_exec_check_disable  // f is a function of the host in some calls, of the device in others
+#pragma nv_exec_check_disable  // f is a host function in some calls and a device function in others
 #endif
 template <class Fn>
 CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
@@ -38,17 +38,17 @@ CGX_HD auto with_grid_codec(const Codec& c, Fn f) {
       return c.bits == kNvfp4   ? f(CodecType<Micro<kNvfp4>>())
              : c.bits == kMxfp4 ? f(CodecType<Micro<kMxfp4>>())
                                 : f(CodecType<Micro<kMxfp8>>());
-    case Kind::kRaw:  // these have no buckets
+    case Kind::kRaw:  // Raw, Cast, TopK and Lossless have no buckets
     case Kind::kCast:
     case Kind::kTopK:
-    case Kind::kEden:  // its levels are in a table
+    case Kind::kEden:  // Eden has buckets, but its levels are in a table and it has its own kernels
     case Kind::kLossless:
       break;
   }
   __builtin_unreachable();
 }
 
-// A codec whose code width and rounding are known to the compiler.
+// A codec whose code width and rounding are compile-time constants.
 template <class C, int kBits, bool kStochastic>
 struct Variant {
   using Codec = C;
@@ -56,7 +56,7 @@ struct Variant {
   static constexpr bool stochastic = kStochastic;
 };
 
-// Bytes of a whole block of codes.
+// Returns the bytes of a whole block of codes.
 template <class C, int kBits>
 constexpr int block_bytes() {
   if constexpr (traits_of(C::kKind).scales)
@@ -65,6 +65,7 @@ constexpr int block_bytes() {
     return kLanes * kBits;
 }
 
+// Calls f(Variant) with the code width c.bits, which is at least kBits.
 template <class C, bool kStochastic, int kBits, class Fn>
 auto with_width(const Codec& c, Fn f) {
   if constexpr (kBits < traits_of(C::kKind).most_bits) {
@@ -72,6 +73,7 @@ auto with_width(const Codec& c, Fn f) {
   }
   return f(Variant<C, kBits, kStochastic>());
 }
+// Calls f(Variant) with the code width of codec C.
 template <class C, bool kStochastic, class Fn>
 auto with_variant(const Codec& c, Fn f) {
   constexpr Traits traits = traits_of(C::kKind);
@@ -83,8 +85,7 @@ auto with_variant(const Codec& c, Fn f) {
     return with_width<C, kStochastic, traits.least_bits>(c, f);
 }
 
-// with_encoder calls f(variant) with the variant that encodes, with_decoder with the one that decodes, which has no
-// rounding.
+// Calls f(Variant) with the variant that encodes.
 template <class Fn>
 auto with_encoder(const Codec& c, Fn f) {
   return with_grid_codec(c, [&](auto type) {
@@ -95,6 +96,7 @@ auto with_encoder(const Codec& c, Fn f) {
     return with_variant<C, false>(c, f);
   });
 }
+// Calls f(Variant) with the variant that decodes. It is never stochastic: decoding does not depend on the rounding.
 template <class Fn>
 auto with_decoder(const Codec& c, Fn f) {
   return with_grid_codec(c, [&](auto type) { return with_variant<typename decltype(type)::Codec, false>(c, f); });

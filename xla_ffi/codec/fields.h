@@ -1,4 +1,4 @@
-// The fields of the FFI attribute "codec", listed once. Host only; jaxcgx/codecs/attribute.py makes the attribute.
+// The only list of the fields of the FFI attribute "codec". Host only. jaxcgx/codecs/attribute.py makes the attribute.
 #pragma once
 
 #include <string>
@@ -32,7 +32,7 @@ void each_field(Codec& c, Fn f) {
   each_field(c.sparse.values, "values_", f);
 }
 
-// The type in which a field crosses the boundary: flags and enumerations as int32.
+// The type of a field at the FFI boundary: flags and enumerations are int32.
 template <class T>
 using FieldType = std::conditional_t<std::is_enum_v<T> || std::is_same_v<T, bool>, int32_t, T>;
 

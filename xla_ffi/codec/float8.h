@@ -1,5 +1,5 @@
-// Float8: e4m3 or e5m2 (OCP's encodings, no infinities written) times a scale per bucket that puts the largest
-// magnitude at the format's maximum. Metadata of a bucket: the scale (one float).
+// Float8: e4m3 or e5m2 (OCP's encodings, but encoders write no infinities) times a scale per bucket. The scale maps the
+// format's maximum to the bucket's largest magnitude. Metadata of a bucket: the scale (one float).
 #pragma once
 
 #include "codec/grid.h"
@@ -18,13 +18,13 @@ struct Float8 {
     return symmetric_grid(s, kLargest);
   }
 
-  // No number of a bucket rounds past the largest: unit was rounded up.
+  // No element rounds past the format's maximum, because unit was rounded up.
   template <class V, int kBits>
   CGX_HD static typename V::I quantize(typename V::F x, const Grid& g) {
     return Element::template encode<V>(x * V::splat(g.inv));
   }
 
-  // The number of a code, without the scale. Codes that no encoder writes are decoded alike.
+  // Returns the value of a code, without the scale. Codes that no encoder writes are decoded by the same rule.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
     return Element::template decode<V>(code);

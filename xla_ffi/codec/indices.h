@@ -1,12 +1,14 @@
-// A list of indices in bytes: k ascending indices below n. The index n means that an index is missing, and comes last.
+// How a list of k ascending indices below n is encoded in bytes. The index n marks a missing index. Missing indices
+// come last.
 //
-// There are two forms. The shorter one is used, which n and k decide. The Elias-Fano form has the low bits of each
-// index as they are. Its high bits are in a row of bits, where index j sets bit j + high. The other form is a row with
-// one bit for each of the n elements. A row is made of 32-bit words, low bits first, and is zero behind its end. The
-// low bits follow the row: the lowest byte of all indices, then the next byte, then the bits above as a bucket of codes
-// (codec/pack.h).
+// There are two forms, and the shorter one is used. So n and k determine the form. The Elias-Fano form stores the low
+// bits of each index directly. Its high bits are in a bitmap, where index j sets bit j + high. The other form is a
+// bitmap with one bit for each of the n elements. A bitmap is made of 32-bit words, low bits first, and bits past its
+// end are zero. In the Elias-Fano form the low bits follow the bitmap: the lowest byte of all indices, then the next
+// byte, then the remaining bits as a bucket of codes (codec/pack.h).
 //
-// In bytes that no encoder wrote, an index counts as missing if it is not above all before it, or not below n.
+// In bytes that no encoder wrote, an index counts as missing if it is not greater than all indices before it, or not
+// below n.
 #pragma once
 
 #include "codec/pack.h"
@@ -19,8 +21,8 @@ struct IndexList {
   int64_t n, k;
   int low = 0;         // low bits of an index
   bool split = false;  // the Elias-Fano form
-  int64_t bits = 0;    // of the row
-  int64_t bytes = 0;   // of the whole list; 0 if k is 0 or n
+  int64_t bits = 0;    // bits of the bitmap
+  int64_t bytes = 0;   // bytes of the whole list; 0 if k is 0 or n
 
   CGX_HD IndexList(int64_t n, int64_t k) : n(n), k(k) {
     if (is_implied()) return;
@@ -32,8 +34,10 @@ struct IndexList {
     bytes = split ? split_bytes : bitmap_bytes(n);
   }
 
+  // Returns whether the list needs no bytes.
   CGX_HD bool is_implied() const { return k == 0 || k == n; }
-  // In the Elias-Fano form: the bit that index j sets, the place of its byte i, and the packed codes.
+  // These functions are for the Elias-Fano form. one_of returns the bit that index j sets, byte_at the offset of byte i
+  // of its low bits, packed_at the offset of the packed codes, and packed_of the packed code of an index.
   CGX_HD int64_t one_of(int64_t j, int64_t index) const { return (index >> low) + j; }
   CGX_HD int64_t byte_at(int i, int64_t j) const { return bitmap_bytes(bits) + i * k + j; }
   CGX_HD int64_t packed_at() const { return byte_at(low / 8, 0); }

@@ -1,14 +1,15 @@
 // The layout of a message in bytes. Host only; jaxcgx/native/layout.py computes the same for shapes.
 //
-// A message is a list of leaves, cut into `chunks` of equal length in bytes, one for each owner. Cuts are between
-// units: a bucket, or 512 elements if the codec has no buckets. The cut for chunk c is the first unit boundary at or
-// past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece. With `shares`, the message is first
-// cut into parts, whose bytes are in that proportion. Every part is cut into the same number of chunks of equal length.
+// A message is a list of leaves. It is cut into `chunks` chunks of equal length in bytes, one for each owner. Cuts are
+// between units: a unit is a bucket, or 512 elements if the codec has no buckets. Chunk c begins at the first unit
+// boundary at or past c / chunks of the message's bytes. The part of a leaf in a chunk is a piece. With `shares`, the
+// message is first cut into parts whose bytes have these proportions. Every part is cut into the same number of chunks
+// of equal length.
 //
-// A chunk holds the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece
-// are aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All gaps are
-// zero. The overflow of Lossless follows the last piece. A piece of TopK is one bucket without metadata. Cuts balance
-// its elements, not its bytes.
+// A chunk has the metadata of its buckets, piece after piece, then the codes of each piece. The codes of each piece are
+// aligned to 16 bytes. With skip_incomplete, the raw tail of a leaf follows its codes, also aligned. All padding is
+// zero. The overflow of Lossless follows the last piece. A piece of TopK is one bucket without metadata, and cuts
+// balance its elements instead of its bytes.
 #pragma once
 
 #include <vector>
@@ -26,19 +27,19 @@ struct Leaf {
 struct Piece {
   int32_t leaf;
   int32_t chunk;
-  int64_t start;   // first element in the leaf
-  int64_t coded;   // elements that the codec sees
-  int64_t raw;     // elements of the raw tail behind them
-  int64_t bucket;  // elements of a bucket (the last may be short); 0 without buckets
-  int64_t meta;    // where its metadata, codes and raw tail begin: bytes from the chunk's beginning
-  int64_t codes;
-  int64_t tail;
-  int64_t overflow;  // where its overflow begins if all blocks before it use the most: bytes from the chunk's beginning
+  int64_t start;     // index in the leaf of the first element
+  int64_t coded;     // number of elements that the codec sees
+  int64_t raw;       // number of elements in the raw tail after the coded elements
+  int64_t bucket;    // elements of a bucket (the last may be short); 0 without buckets
+  int64_t meta;      // offset of the metadata; all offsets are in bytes from the beginning of the chunk
+  int64_t codes;     // offset of the codes
+  int64_t tail;      // offset of the raw tail
+  int64_t overflow;  // offset of the piece's overflow if all blocks before the piece use the most bytes
 };
 
 int64_t topk_bytes(const Codec& c, int64_t n);
 
-// Bytes of the codes of a piece, without the padding behind them.
+// Returns the bytes of the codes of a piece, without the padding after them.
 inline int64_t code_bytes(const Codec& c, DType leaf, const Piece& p) {
   if (p.bucket == 0) return code_bytes(c, leaf, p.coded);
   if (is_sparse(c.kind)) return topk_bytes(c, p.coded);
@@ -49,25 +50,25 @@ struct Layout {
   Codec codec;
   std::vector<Leaf> leaves;
   std::vector<Piece> pieces;      // by chunk, then by leaf
-  std::vector<int64_t> first;     // chunk c has pieces first[c] .. first[c + 1]
-  std::vector<int64_t> meta_end;  // of chunk c: where its metadata ends
-  std::vector<int64_t> overflow;  // of chunk c: where its overflow begins, behind all pieces
-  std::vector<int64_t> end;       // of chunk c: where it ends
-  std::vector<int64_t> shares;    // of the parts; empty: there is one part
-  int64_t chunk_bytes = 0;        // of the longest chunk
+  std::vector<int64_t> first;     // chunk c has the pieces first[c] .. first[c + 1] - 1
+  std::vector<int64_t> meta_end;  // per chunk: the offset at which the metadata ends
+  std::vector<int64_t> overflow;  // per chunk: the offset of the overflow, after all pieces
+  std::vector<int64_t> end;       // per chunk: the offset at which the chunk ends
+  std::vector<int64_t> shares;    // the proportions of the parts; empty: there is one part
+  int64_t chunk_bytes = 0;        // the length of the longest chunk; every chunk is padded to it
 
   int64_t chunks() const { return static_cast<int64_t>(first.size()) - 1; }
 
   Layout(const Codec& codec, std::vector<Leaf> leaves_in, int64_t chunks, std::vector<int64_t> shares_in = {})
       : codec(codec), leaves(std::move(leaves_in)), shares(std::move(shares_in)) {
     const int64_t parts = shares.empty() ? 1 : static_cast<int64_t>(shares.size()), cuts = chunks / parts;
-    std::vector<int64_t> before{0};  // shares before a part
+    std::vector<int64_t> before{0};  // per part: the sum of the shares of all parts before it
     for (int64_t part = 0; part < parts; ++part)
       before.push_back(before.back() + (shares.empty() ? 1 : shares[static_cast<size_t>(part)]));
     const int64_t whole_shares = before.back() * cuts;
     const int64_t meta_bytes = 4 * meta_floats(codec);
     const int64_t unit = codec.bucket_size > 0 ? codec.bucket_size : kUnit;
-    // One bucket for a whole piece: its metadata does not count when bytes are balanced.
+    // If a piece is one bucket (`whole`), cuts ignore its metadata: its size does not depend on the number of elements.
     const bool sparse = is_sparse(codec.kind), whole = sparse || (has_buckets(codec.kind) && codec.bucket_size == 0);
     const auto weight = [&](DType dtype, int64_t n) {
       if (is_lossless(codec.kind)) return n * size_of(dtype);
@@ -92,12 +93,12 @@ struct Layout {
       total += u.bytes;
       units.push_back(u);
     }
-    // Units of leaf i in chunks before c.
+    // Returns the number of units of leaf i in the chunks before c.
     const auto cut = [&](size_t i, int64_t c) -> int64_t {
       const Units& u = units[i];
       const auto part = static_cast<size_t>(c / cuts);
       const int64_t share = before[part] * cuts + c % cuts * (before[part + 1] - before[part]);
-      // ceil(share * total / whole_shares), without overflow for any message that fits memory
+      // ceil(share * total / whole_shares), split so that it does not overflow for any message that fits in memory
       const int64_t target = share * (total / whole_shares) + div_up(share * (total % whole_shares), whole_shares);
       if (target <= u.before) return 0;
       const int64_t wanted = div_up(target - u.before, u.weight);
@@ -147,17 +148,18 @@ struct Layout {
   }
 };
 
-// The layout of a sum over `ranks` messages: pieces of the same elements.
+// Returns the layout of a sum over `ranks` messages. Its pieces have the same elements.
 inline Layout of_sum(const Layout& l, int64_t ranks) {
   return is_sparse(l.codec.kind) ? Layout(of_sum(l.codec, ranks), l.leaves, l.chunks(), l.shares) : l;
 }
 
-// The values of a piece of n elements, as a message of their own.
+// Returns the layout of the values of a TopK piece of n elements: a separate message with one leaf.
 inline Layout values_layout(const Codec& c, int64_t n) {
   return Layout(values_of(c), {{capacity(c.sparse, n), DType::kF32}}, 1);
 }
 
-// The bytes of a TopK piece of n elements: its list of indices, and its values from values_at on.
+// values_at returns the offset of the values in a TopK piece of n elements: its list of indices comes first.
+// topk_bytes returns the bytes of the whole piece.
 inline int64_t values_at(const Codec& c, int64_t n) { return align16(IndexList(n, capacity(c.sparse, n)).bytes); }
 inline int64_t topk_bytes(const Codec& c, int64_t n) { return values_at(c, n) + values_layout(c, n).chunk_bytes; }
 

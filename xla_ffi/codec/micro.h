@@ -1,8 +1,10 @@
-// Micro: small floats in blocks that share a scale of 8 bits. NVIDIA's NVFP4: e2m1, a scale in e4m3 for 16 elements,
-// and a float32 scale for the bucket. OCP's MX: e2m1 or e4m3, a power of two (e8m0) for 32 elements, and no metadata.
+// Micro: small floats in groups that share a scale of 8 bits. There are two families:
+//  - NVIDIA's NVFP4: e2m1 elements, an e4m3 scale for each 16 elements, and a float32 scale for the bucket.
+//  - OCP's MX: e2m1 or e4m3 elements, a power of two (e8m0) for each 32 elements, and no metadata.
 //
-// A row of a block of codec/pack.h has 16 elements, so scales belong to one row or to two. All blocks have 16 lanes,
-// also the last one of a bucket: elements past its end are 0. The scales of a block, a byte each, follow its words.
+// A row of a block (codec/pack.h) has 16 elements, so a scale belongs to one row or to two. All blocks have 16 lanes,
+// including the last block of a bucket, where elements past the end are 0. The scales of a block, one byte each, follow
+// its words.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +20,7 @@ struct Micro {
   static constexpr Kind kKind = Kind::kMicro;
   static constexpr bool kPower = kFormat != kNvfp4;
   using Element = std::conditional_t<kFormat == kMxfp8, Minifloat<4, 3>, Minifloat<2, 1>>;
-  using Scale = Minifloat<4, 3>;  // NVFP4's
+  using Scale = Minifloat<4, 3>;  // NVFP4 only
   static constexpr int kScales = scales_of(kFormat), kScaleRows = kRows / kScales;
   static constexpr int kLargestExponent = kFormat == kMxfp8 ? 8 : 2;
   static constexpr float kLargest = kFormat == kMxfp8 ? 448.0f : 6.0f, kLargestScale = 448.0f;
@@ -30,8 +32,8 @@ struct Micro {
     return make_grid(s, unit_of(largest * scale, kSteps, scale), kSteps, scale);
   }
 
-  // The codes of the blocks' scales, from the blocks' largest magnitudes. Infinity means that an element is not finite.
-  // With NVFP4, the whole bucket is NaN then: Grid::finite.
+  // Returns the code of a scale from the largest magnitude of its elements. An infinite `largest` means that an element
+  // is not finite. With NVFP4 the whole bucket then decodes to NaN (Grid::finite), so only MX has a code for it.
   template <class V>
   CGX_HD static typename V::I scale_code(typename V::F largest) {
     if constexpr (kPower) {
@@ -41,6 +43,7 @@ struct Micro {
       return Scale::template encode<V>(min(largest / V::splat(kLargest), V::splat(kLargestScale)));
     }
   }
+  // Returns the scale of a code.
   template <class V>
   CGX_HD static typename V::F scale(typename V::I code) {
     if constexpr (kPower) {
@@ -50,7 +53,8 @@ struct Micro {
       return Scale::template decode<V>(code);
     }
   }
-  // The factor of the elements. In a block that is not finite, all elements have the code 0, whatever the factor is.
+  // Returns the factor by which elements are multiplied before they are quantized. If the elements of a scale are not
+  // all finite, the encoder sets their codes to 0 and the factor has no effect.
   template <class V>
   CGX_HD static typename V::F inverse(typename V::I code) {
     if constexpr (kPower)
@@ -58,19 +62,20 @@ struct Micro {
     else
       return select(less(code, V::splat(1)), V::splat(0.0f), V::splat(1.0f) / scale<V>(code));
   }
+  // Returns whether the scale of a code is a number: an MX scale may be NaN.
   template <class V>
   CGX_HD static auto is_number(typename V::I code) {
     return less(code, V::splat(255));
   }
 
-  // The nearest element, at most the largest.
+  // Returns the code of the nearest element. Magnitudes above the largest element become the largest.
   template <class V>
   CGX_HD static typename V::I quantize(typename V::F y) {
     const auto magnitude = min(bits(y) & V::splat(0x7fffffff), V::splat(static_cast<int32_t>(bits(kLargest))));
     return Element::template encode<V>(as_float(magnitude | (bits(y) & V::splat(INT32_MIN))));
   }
 
-  // The number of a code, without the scales.
+  // Returns the value of a code, without the scales.
   template <class V, int kBits>
   CGX_HD static typename V::F value(typename V::I code) {
     return Element::template decode<V>(code);

@@ -1,6 +1,6 @@
-// The four operations on messages: their arguments, the same on every platform. cpu/cpu.h and cuda/cuda.h run them.
+// The arguments of the four operations on messages, the same on every platform. cpu/cpu.h and cuda/cuda.h run them.
 //
-// Every buffer may hold `batch` messages one after another. Callers check sizes: handlers do.
+// Every buffer has `batch` messages, one after another. The operations do not check sizes: handlers do.
 #pragma once
 
 #include "codec/layout.h"
@@ -11,10 +11,10 @@ struct Encode {
   const Layout& layout;
   int64_t batch;
   const void* const* leaves = nullptr;
-  const int64_t* leaf_ids = nullptr;        // key the noise of each leaf
+  const int64_t* leaf_ids = nullptr;        // per leaf: a number on which its noise depends
   const uint32_t* keys = nullptr;           // [batch, kKeyWords]; null if the codec draws no noise
   const float* const* residuals = nullptr;  // with feedback: added to the leaves before encoding
-  float* const* new_residuals = nullptr;    // with feedback: what encoding lost; may be the same memory
+  float* const* new_residuals = nullptr;    // with feedback: the encoding errors; may be the memory of `residuals`
   uint8_t* payload = nullptr;               // [batch, chunks, chunk_bytes]
   void* workspace = nullptr;                // CUDA only: workspace_bytes() bytes, aligned to 16
 };
@@ -27,19 +27,19 @@ struct Decode {
   void* workspace = nullptr;
 };
 
-// Sums one chunk of `ranks` messages in rank order, in fp32, and divides by `divisor`. The result is either fp32 leaves
-// (only if the layout has one chunk) or a new payload.
+// Sums one chunk of `ranks` messages in rank order, in fp32, and divides the sum by `divisor`. The result is either
+// fp32 leaves (only if the layout has one chunk) or a new payload.
 struct Reduce {
   const Layout& layout;
   int64_t batch, ranks;
   const uint8_t* payloads = nullptr;  // [batch, ranks, chunk_bytes]
   const int32_t* where = nullptr;     // [batch, 2]: the chunk of the payloads; the rank whose payload `own` replaces
-  const void* const* own = nullptr;   // that rank's whole leaves, raw; null: all payloads are summed
+  const void* const* own = nullptr;   // the raw, whole leaves of that rank; null: all payloads are summed
   float divisor = 1.0f;
   float* const* leaves = nullptr;
   uint8_t* payload = nullptr;         // [batch, of_sum(layout, ranks).chunk_bytes]
-  float* const* residuals = nullptr;  // with feedback, of whole leaves. Those of the chunk are added to the sum before
-                                      // the division, then replaced by what encoding lost
+  float* const* residuals = nullptr;  // with feedback: the residuals of whole leaves. The chunk's residuals are added
+                                      // to the sum before the division, then replaced by the encoding errors
   const int64_t* leaf_ids = nullptr;
   const uint32_t* keys = nullptr;
   void* workspace = nullptr;

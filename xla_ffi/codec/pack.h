@@ -1,13 +1,14 @@
-// How the codes of a bucket become bytes.
+// How the codes of a bucket are packed into bytes.
 //
-// A bucket is cut into blocks of 128 elements: 8 rows of 16 lanes, element = 16 * row + lane. A lane's eight codes are
-// packed together: a code is split into fields of 8, 4, 2 and 1 bits (7 = 4 + 2 + 1, low bits first), and field k of
-// the lane's row r goes to bits k * r of a word of 8 * k bits. So packing shifts and ors whole rows, without a
-// transposition, on any vector unit and in a warp. A block holds, for each field in the order 8 or 4, 2, 1, the words
-// of its lanes in order (8-bit fields: rows 0..3, then rows 4..7, as 32-bit words): 16 * bits bytes.
+// A bucket is cut into blocks of 128 elements: 8 rows of 16 lanes, element = 16 * row + lane. A code is split into
+// fields of 8, 4, 2 and 1 bits (7 = 4 + 2 + 1, low bits first). The eight codes of a lane make one word for each field.
+// A field of k bits has a word of 8 * k bits, and row r has bits k * r to k * r + k - 1. So packing only shifts and
+// ORs whole rows: it needs no transposition on any vector unit or in a warp. A block stores its fields in the order
+// 8 or 4, 2, 1. For each field it stores the words of the lanes in order. For 8-bit fields it stores 32-bit words:
+// rows 0..3 of all lanes, then rows 4..7. A block has 16 * bits bytes.
 //
-// The last block of a bucket, of n < 128 elements, has ceil(n / 8) lanes instead of 16, and fields of elements
-// past the end are 0.
+// If the last block of a bucket has n < 128 elements, it has lanes = ceil(n / 8) instead of 16, and
+// element = lanes * row + lane. Fields of elements past the end are 0.
 #pragma once
 
 #include "codec/base.h"
@@ -16,8 +17,10 @@ namespace jaxcgx {
 
 constexpr int kRows = 8, kLanes = 16, kBlock = kRows * kLanes;
 
-// The size of a rotated bucket of n elements (codec/rotation.h): the next power of two, at least a block.
-constexpr int64_t kMostRotated = 4096;
+constexpr int64_t kMostRotated = 4096;  // the largest bucket size with a rotation
+
+// Returns the size of a rotated bucket of n elements (codec/rotation.h): the next power of two, at least a block. 0 for
+// n = 0.
 CGX_HD int64_t padded(int64_t n) {
   int64_t size = n > 0 ? kBlock : 0;
   while (size < n) size *= 2;
@@ -26,14 +29,15 @@ CGX_HD int64_t padded(int64_t n) {
 
 CGX_HD int64_t packed_bytes(int64_t n, int bits) { return div_up(n, kRows) * bits; }
 
-// The words of a block, one per lane. The compiler removes fields that kBits does not have.
+// The words of one lane of a block. The compiler removes the members that a code of kBits bits does not use.
 template <class V, int kBits>
 struct Words {
   typename V::I a, b, c, d;  // a: 8-bit fields, rows 0..3, or 4-bit fields; b: 8-bit fields, rows 4..7; c: 2; d: 1
 
   CGX_HD void clear() { a = b = c = d = V::splat(0); }
 
-  // Call this once for each row: it adds the fields, because a GPU shifts and adds in one instruction.
+  // Packs the code of a row. Call it exactly once for each row after clear(): it adds the fields instead of ORing them,
+  // because a GPU shifts and adds in one instruction.
   CGX_HD void put(int row, typename V::I code) {
     if constexpr (kBits == 8) {
       if (row < 4)
@@ -50,6 +54,7 @@ struct Words {
     if constexpr (kBits & 1) d = d + shl(shr(code, kBits - 1), row);
   }
 
+  // Returns the code of a row.
   CGX_HD typename V::I get(int row) const {
     if constexpr (kBits == 8) {
       return (row < 4 ? shr(a, 8 * row) : shr(b, 8 * (row - 4))) & V::splat(255);

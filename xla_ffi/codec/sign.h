@@ -1,8 +1,9 @@
-// Sign: one bit, the sign, and the mean magnitude of the bucket. Metadata of a bucket: the mean (one float).
+// Sign: one bit for each element, its sign, which decodes to plus or minus the mean magnitude of the bucket. Metadata
+// of a bucket: the mean (one float).
 //
-// The sum of magnitudes has a fixed order, so that all vector widths agree: in a block, the rows of a lane are added in
-// order, then lanes j and j + 8, j + 4, j + 2, j + 1. Blocks are added in order within groups of 256 (kSumGroup
-// elements), then the groups.
+// The sum of magnitudes has a fixed order, so that all vector widths agree. Within a block, the rows of a lane are
+// added in order, then lanes j and j + 8, j + 4, j + 2, j + 1. Blocks are added in order within groups of 256 blocks
+// (kSumGroup elements). Then the groups are added in order.
 #pragma once
 
 #include "codec/grid.h"

@@ -1,12 +1,12 @@
 // TopK: the elements of the largest magnitude, and their indices. A piece is a list of indices (codec/indices.h), then,
-// aligned to 16 bytes, a message of one float32 leaf with the values, in TopK's codec of values. Value j draws the
-// noise of element j of the piece.
+// aligned to 16 bytes, a message of one float32 leaf with the values. The message is encoded with TopK's codec of
+// values. Value j draws the noise of element j of the piece.
 //
-// Magnitudes are compared as integers: their bits without the sign. Among equal ones the lower index comes first. A
-// missing value (index n) is 0.
+// Magnitudes are compared as integers: the bits of an element without its sign. Among equal magnitudes the lower index
+// comes first. A missing value (index n) is 0.
 //
-// Sampled selection takes the largest elements among those that reach a threshold. The threshold is the first of a
-// ladder that enough elements reach, or the last.
+// Sampled selection takes the largest elements among those at or above a threshold. It tries a decreasing sequence of
+// thresholds, the ladder. It uses the first threshold that enough elements reach, or else the last one.
 #pragma once
 
 #include <cmath>
@@ -17,34 +17,34 @@
 
 namespace jaxcgx {
 
-constexpr int64_t kMostIndices = (int64_t{1} << 31) - 1;  // elements of a piece
+constexpr int64_t kMostIndices = (int64_t{1} << 31) - 1;  // the most elements of a piece
 constexpr int32_t kMostRefinements = 100;
-constexpr uint32_t kMagnitude = 0x7fffffffu, kLargest = 0x7f7fffffu;  // bits of a magnitude; the largest finite one
+constexpr uint32_t kMagnitude = 0x7fffffffu, kLargest = 0x7f7fffffu;  // the mask; the largest finite magnitude
 constexpr uint32_t kAnyNaN = 0x7f800001u;  // the magnitude of every NaN: processors differ in the NaN of a sum
 
 CGX_HD uint32_t magnitude_of(float x) {
   const uint32_t m = bits_of(x) & kMagnitude;
   return m < kAnyNaN ? m : kAnyNaN;
 }
-// An element as it is sent.
+// Returns the value that is sent for an element: the element, or the canonical NaN.
 CGX_HD float sent_as(float x) { return magnitude_of(x) == kAnyNaN ? float_of(kNaNBits) : x; }
 
-// The smallest integer that is at least x.
+// Returns the smallest integer that is at least x, for x >= 0.
 CGX_HD int64_t ceil_of(double x) {
   const auto below = static_cast<int64_t>(x);
   return below + (static_cast<double>(below) < x);
 }
 
-// At most this many of n elements are sent.
+// Returns the number of values that are sent for a piece of n elements. Some of them may be missing.
 CGX_HD int64_t capacity(const Sparse& s, int64_t n) {
   const int64_t one = ceil_of(s.ratio * static_cast<double>(n));
   return one > 0 && s.lists >= div_up(n, one) ? n : s.lists * one;
 }
 
-// The codec of the values.
+// Returns the codec of the values.
 CGX_HD Codec values_of(const Codec& c) { return {c.sparse.values}; }
 
-// The codec of a sum over `ranks` messages: TopK in jaxcgx/codecs/topk.py.
+// Returns the codec of a sum over `ranks` messages. TopK.of_sum in jaxcgx/codecs/topk.py returns the same.
 CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
   if (!is_sparse(c.kind) || c.sparse.top) return c;
   Codec sum{};
@@ -54,7 +54,7 @@ CGX_HD Codec of_sum(const Codec& c, int64_t ranks) {
   return sum;
 }
 
-// The sample of a piece that sends k of n elements: every stride-th element from `first` on.
+// The sample of a piece that sends k of n elements: `count` elements, every stride-th one from first() on.
 struct Sample {
   int64_t count, stride;
 
@@ -64,31 +64,32 @@ struct Sample {
     if (count > n) count = n;
     stride = n / count;
   }
-  // `random`: 16 bits, those of the piece's last element.
+  // Returns the index of the first element. `random`: the 16 random bits of the piece's last element.
   CGX_HD int64_t first(int32_t random) const { return random * stride >> 16; }
-  // For Select::kQuantile: the first threshold is the sample's magnitude of this rank (1: the largest), at most
-  // kLargest.
+  // Returns a position in the descending order of the sample's magnitudes; 1 is the largest. For Select::kQuantile, the
+  // magnitude at this position, at most kLargest, is the first threshold.
   CGX_HD int64_t rank(int64_t n, int64_t k) const { return div_up(k * count, n); }
 };
 
-// How many elements must reach a threshold.
+// Returns the number of elements that must reach a threshold.
 CGX_HD int64_t enough(const Sparse& s, int64_t k) { return ceil_of(s.lower * static_cast<double>(k)); }
-// The ladder: the first threshold, and `refinements` next ones. Small ones are scaled by a power of two, like all
-// numbers that may be denormal.
+// Returns the threshold after t in the ladder, which has the first threshold and `refinements` next ones. A small t is
+// scaled by a power of two, like all numbers that may be denormal.
 CGX_HD float next_threshold(const Sparse& s, float t) {
   const float up = t < kTiny ? kUp : 1.0f;
   return t * up * static_cast<float>(s.lower) / up;
 }
 
-// The first threshold by exponential distributions. `largest` is the sample's largest magnitude, at most kLargest; x is
-// a magnitude times scale_of(largest), or 0 if that is denormal. t begins at 0. Each of `rounds` rounds adds sum(x - t)
-// * factor / max(number, 1) to t. The sum and the number are over the x > t, in the first round over all x. The sum has
-// the order of codec/sign.h, where the other x count as 0. The threshold is t / scale_of(largest).
+// The first threshold of Select::kExponential, which fits exponential distributions to the sample. `largest` is the
+// sample's largest magnitude, at most kLargest. x is a magnitude times scale_of(largest), or 0 if this product is
+// denormal. t begins at 0. Each of `rounds` rounds adds sum(x - t) * factor / max(number, 1) to t. The sum and the
+// number are over all x in the first round, and over all x > t in later rounds. The sum has the order of codec/sign.h,
+// where an x that is not in the sum counts as 0. The threshold is t / scale_of(largest).
 struct Exponential {
   int rounds = 1;
   float last;  // factor of the last round
 
-  // On the host, with the C library's logarithm.
+  // Host only: computes the logarithm in float64 with the C library, as jaxcgx/codecs/topk.py does.
   Exponential(int64_t n, int64_t k) {
     int64_t wanted = k;
     for (; 4 * wanted < n; wanted *= 4) ++rounds;
@@ -104,7 +105,7 @@ struct Exponential {
   CGX_HD float next(int round, float t, float sum, int64_t number) const {
     return t + sum * factor(round) / static_cast<float>(number > 1 ? number : 1);
   }
-  // The bits of the threshold.
+  // Returns the bits of the threshold.
   CGX_HD static uint32_t threshold(float t, float scale) {
     const uint32_t found = bits_of(t * (1.0f / scale));
     return found < kLargest ? found : kLargest;

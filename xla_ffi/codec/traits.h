@@ -1,5 +1,5 @@
-// The facts about each codec that the code around it needs, one row for each codec. Other files ask for these facts,
-// not for the kind of the codec.
+// The properties of each codec that other files need, one row for each codec. Other files test these properties instead
+// of the codec's kind.
 #pragma once
 
 #include "codec/base.h"
@@ -7,29 +7,29 @@
 
 namespace jaxcgx {
 
-// Dense::bits of Micro.
+// The values of Dense::bits for Micro.
 enum MicroFormat : int32_t { kNvfp4 = 1, kMxfp4 = 2, kMxfp8 = 3 };
 
-// The scales of a block of 128 elements.
+// Returns the number of scales of a block of 128 elements.
 CGX_HD constexpr int scales_of(MicroFormat f) { return f == kNvfp4 ? 8 : 4; }
 
 struct Traits {
-  int least_bits = 0, most_bits = 0;  // the range of Dense::bits; empty: there is no such codec
+  int least_bits = 0, most_bits = 0;  // the range of Dense::bits; an empty range (most < least): not a codec
   int code_bits = 0;                  // width of a packed code; 0: Dense::bits
-  int meta_floats = 0;                // metadata of a bucket, at most; 0: no buckets
-  int element_bytes = 0;              // of an element that is sent as another dtype; 0: it isn't
-  bool raw = false;                   // elements are sent as they are
+  int meta_floats = 0;                // the most floats of metadata of a bucket; 0: no buckets
+  int element_bytes = 0;              // bytes of an element if it is sent as another dtype; 0: it isn't
+  bool raw = false;                   // elements are sent unchanged
   bool lossless = false;              // elements keep their bits (codec/lossless.h)
   bool sparse = false;                // a piece is a list of indices and a message of their values (codec/topk.h)
-  bool whole = false;                 // bucket_size may be 0: a piece is one bucket
+  bool whole = false;                 // bucket_size may be 0, which makes one bucket of a piece
   bool stochastic = false;            // has stochastic rounding
   bool skips = false;                 // has skip_incomplete
   bool compatible = false;            // has a compatible mode
   bool sums = false;                  // a bucket's grid needs the sum of its magnitudes (codec/sign.h)
   bool rotates = false;               // has a rotation (codec/rotation.h)
-  bool table = false;                 // always rotates; has levels from a table and seeds from noise (codec/eden.h)
+  bool table = false;                 // always rotates; takes levels from a table and seeds from noise (codec/eden.h)
   bool exact = false;                 // unit * value(code) is exact: a fused multiply-add gives the same bits
-  bool scales = false;                // blocks of codes have scales of their own (codec/micro.h)
+  bool scales = false;                // each block of codes has scales (codec/micro.h)
 };
 
 CGX_HD constexpr Traits traits_of(Kind kind) {
@@ -85,7 +85,7 @@ CGX_HD constexpr Traits traits_of(Kind kind) {
       t.lossless = true;
       return t;
   }
-  t.most_bits = -1;  // there is no such codec
+  t.most_bits = -1;  // not a codec: the range of Dense::bits is empty
   return t;
 }
 
@@ -95,23 +95,24 @@ CGX_HD bool is_lossless(Kind kind) { return traits_of(kind).lossless; }
 CGX_HD bool is_sparse(Kind kind) { return traits_of(kind).sparse; }
 CGX_HD bool is_rotated(const Dense& d) { return d.rotate || traits_of(d.kind).table; }
 
-// The number of floats of metadata of a bucket. If it is 0, the unit is 1.
+// Returns the number of floats of metadata of a bucket. If it is 0, the unit is 1.
 CGX_HD int meta_floats(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   return traits.scales && c.bits != kNvfp4 ? 0 : traits.meta_floats;
 }
 
-// The width of a packed code, for codecs that pack.
+// Returns the width of a packed code, for codecs that pack.
 CGX_HD int code_bits(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   if (traits.scales) return c.bits == kMxfp8 ? 8 : 4;
   return traits.code_bits > 0 ? traits.code_bits : c.bits;
 }
-// Bytes of the codes of n elements from the beginning of a bucket.
+// Returns the bytes of the codes of a bucket's first n elements.
 CGX_HD int64_t bucket_bytes(const Codec& c, int64_t n) {
   if (!traits_of(c.kind).scales) return packed_bytes(n, code_bits(c));
   return div_up(n, kBlock) * (kLanes * code_bits(c) + scales_of(static_cast<MicroFormat>(c.bits)));
 }
+// Returns the bytes of the codes of n elements: one bucket, or elements of a codec without buckets.
 CGX_HD int64_t code_bytes(const Codec& c, DType leaf, int64_t n) {
   if (is_raw(c.kind)) return n * size_of(leaf);
   if (is_lossless(c.kind)) return lossless_bytes(leaf, n);

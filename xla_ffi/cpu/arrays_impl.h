@@ -1,5 +1,5 @@
-// Kernels of arrays: to and from float, arithmetic, statistics, and the elements that are large. A part of
-// kernels_impl.h.
+// Kernels for arrays: conversion to and from float, arithmetic, statistics, and the search for large elements. A part
+// of kernels_impl.h.
 #pragma once
 
 #include "codec/cast.h"
@@ -9,7 +9,7 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// Calls full(i) for every whole vector of 16 and rest(i, count) for the rest.
+// Calls full(i) for every whole vector of 16 elements, and rest(i, count) for the last `count` < 16 elements.
 template <class Full, class Rest>
 CGX_HD void each_vector(int64_t n, Full full, Rest rest) {
   int64_t i = 0;
@@ -66,7 +66,7 @@ void store_leaf(DType dtype, const float* x, int64_t n, void* out) {
   }
 }
 
-// out[i] = op(x[i]...)
+// Sets out[i] = op(x[i]...).
 template <class Op, class... X>
 CGX_HD void map(int64_t n, float* out, Op op, const X*... x) {
   each_vector(
@@ -116,12 +116,12 @@ void stats(const float* x, int64_t n, Stats* s) {
     lo0 = min(lo0, filled), hi0 = max(hi0, filled);
     nan = nan | unordered(filled, filled);
   }
-  // min and max drop NaNs, so a NaN is recorded as an infinite range.
+  // min and max may drop a NaN, so a NaN is recorded as an infinite range.
   s->lo = any(nan) ? -__builtin_inff() : lowest(min(lo0, lo1));
   s->hi = any(nan) ? __builtin_inff() : highest(max(hi0, hi1));
 }
 
-// Whether a magnitude is at least `least`.
+// Returns whether the magnitude of x has bits >= `least`.
 CGX_HD M at_least(F x, uint32_t least) {
   return less(splat_i(static_cast<int32_t>(least - 1u)), bits(x) & splat_i(0x7fffffff));
 }
@@ -141,7 +141,7 @@ int64_t find(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* 
   const auto take = [&](int64_t i, F v, M m) {
     found += store_where(m, splat_i(first + static_cast<int32_t>(i)) + iota(), v, index + found, values + found);
   };
-  constexpr int kTogether = 4;  // vectors per branch: few elements are taken
+  constexpr int kTogether = 4;  // vectors per branch: most vectors have no element to take
   int64_t i = 0;
   for (; i + 16 * kTogether <= n; i += 16 * kTogether) {
     M m[kTogether], some = none();

@@ -1,4 +1,4 @@
-// Kernels of blocks: their sums, their noise, and their codes in words. A part of kernels_impl.h.
+// Kernels for blocks of 128 elements: sums, noise, and the packing of codes. A part of kernels_impl.h.
 #pragma once
 
 #include "codec/pack.h"
@@ -8,7 +8,7 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// The number of lanes of a block of n elements, and of elements in a row of it.
+// lanes_of returns the number of lanes of a block of n elements. in_row returns the number of elements in a row of it.
 CGX_HD int lanes_of(int64_t n) { return n >= kBlock ? kLanes : static_cast<int>((n + kRows - 1) / kRows); }
 CGX_HD int in_row(int64_t n, int lanes, int row) {
   const int64_t left = n - static_cast<int64_t>(row) * lanes;
@@ -21,7 +21,8 @@ float sum(const float* x, int64_t n, float so_far) {
     const int lanes = lanes_of(n - at);
     F total = splat_f(0.0f);
     for (int row = 0; row < kRows; ++row) {
-      // A short block of 121 elements or more has all 16 lanes too, but not all rows.
+      // The test is not `lanes == kLanes`: a short block of 121 elements or more has 16 lanes, but its last row is
+      // short.
       const F v =
           n - at >= kBlock ? load(x + at + row * kLanes) : load(x + at + row * lanes, in_row(n - at, lanes, row));
       total = total + as_float(bits(v) & magnitude);
@@ -56,7 +57,8 @@ CGX_HD I quantize(F x, const Grid& g, I random) {
     return C::template quantize<Vector, kBits>(x, g);
 }
 
-// The words of a block to and from memory. `count` is empty for a whole block, else its number of lanes.
+// put_block and get_block store and load the words of a block. `count` is empty for a whole block, else its number of
+// lanes.
 template <int kBits, class... Count>
 CGX_HD void put_block(uint8_t* out, const Words<Vector, kBits>& w, int lanes, Count... count) {
   if constexpr (kBits & 12) store_words(out, w.a, count...), out += 4 * lanes;

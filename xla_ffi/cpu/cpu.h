@@ -1,4 +1,4 @@
-// The native operations on a CPU, without XLA: raw pointers in, bytes out. A Pool schedules tasks.
+// The native operations on a CPU. They do not depend on XLA: they take raw pointers, and a Pool that schedules tasks.
 #pragma once
 
 #include <functional>
@@ -8,11 +8,12 @@
 namespace jaxcgx::cpu {
 
 struct Pool {
-  int64_t threads;  // that can run tasks, the caller's included
+  int64_t threads;  // number of threads that can run tasks, including the caller's
   std::function<void(std::function<void()>)> schedule;
 };
 
-// `only`: the only chunk to handle, for codecs other than TopK. Then the payload is [batch, chunk_bytes].
+// `only`: a chunk; -1 means all. With a chunk, the operation handles only this chunk, and the payload is [batch,
+// chunk_bytes]. TopK ignores it.
 void encode(const Encode& args, const Pool& pool, int64_t only = -1);
 void decode(const Decode& args, const Pool& pool, int64_t only = -1);
 void reduce(const Reduce& args, const Pool& pool);

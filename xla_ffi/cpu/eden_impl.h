@@ -1,4 +1,4 @@
-// Kernels of rotated buckets and of Eden. A part of kernels_impl.h.
+// Kernels for rotated buckets and for Eden. A part of kernels_impl.h.
 #pragma once
 
 #include "codec/eden.h"
@@ -7,7 +7,8 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// Calls f(i, signs) for the vectors of n elements: the sign bits of elements i to i + 15 (codec/rotation.h).
+// Calls f(i, signs) for each vector of n elements, with the random sign bits of elements i to i + 15
+// (codec/rotation.h).
 template <class Fn>
 CGX_HD void each_sign(int64_t n, uint32_t seed, Fn f) {
   for (int64_t i = 0; i < n;) {
@@ -21,12 +22,13 @@ CGX_HD void each_sign(int64_t n, uint32_t seed, Fn f) {
   }
 }
 
-// Every pass over a rotated bucket prefetches a quarter of the next bucket, while memory is idle.
+// Prefetches a quarter of `vectors` vectors. The bucket itself is in the cache, so memory is idle, and every pass over
+// the bucket prefetches a quarter of the next one.
 CGX_HD void prefetch_quarter(const float*& ahead, int vectors) {
   for (int k = 0; k < vectors; k += 4, ahead += kLanes) __builtin_prefetch(ahead);
 }
 
-// kSteps steps of the transform. The last one adds elements that are `apart`.
+// Does kSteps steps of the transform in registers. The last step adds elements that are `apart` elements apart.
 template <int kSteps>
 void butterflies(float* x, int64_t n, int64_t apart, const float*& ahead) {
   constexpr int kMany = 1 << kSteps;
@@ -50,6 +52,7 @@ void butterflies(float* x, int64_t n, int64_t apart, const float*& ahead) {
     }
   }
 }
+// Does one step of the transform within a vector.
 template <int kApart>
 CGX_HD F butterfly(F x) {
   constexpr int kShift = kApart == 1 ? 31 : kApart == 2 ? 30 : kApart == 4 ? 29 : 28;
@@ -58,7 +61,7 @@ CGX_HD F butterfly(F x) {
 }
 void hadamard(float* x, int64_t n, const float* ahead) {
 #if defined(__AVX512F__)
-  constexpr int kSteps = 4;  // in 16 registers
+  constexpr int kSteps = 4;  // 16 vectors, of 32 registers
 #else
   constexpr int kSteps = 2;
 #endif
@@ -108,7 +111,7 @@ void rotate_back(float* values, int64_t n, const RotatedMeta& meta, float* out, 
   });
 }
 
-// The sum of the vectors of all blocks and of their lanes, in the order of codec/eden.h.
+// Returns the sum of the vectors of all blocks and of their lanes, in the order of codec/eden.h. Overwrites `of_block`.
 float sum_of_lanes(F* of_block, int64_t blocks) {
   for (int64_t step = 1; step < blocks; step *= 2)
     for (int64_t b = 0; b < blocks; b += 2 * step) of_block[b] = of_block[b] + of_block[b + step];
@@ -122,8 +125,8 @@ float sum_of_lanes(F* of_block, int64_t blocks) {
   return lane[0];
 }
 
-// The levels, and the squares of the bounds. The index of a level is found bit by bit, from the highest: squares[b][i]
-// is the bound that decides bit b if the bits above it are i.
+// The levels, and the squares of the bounds. The index of a level is found by binary search, one bit at a time from the
+// highest. squares[b][i] is the square of the bound that decides bit b if the bits above it are i.
 template <int kBits>
 struct NormalTables {
   alignas(64) float levels[kMostLevels] = {};
@@ -143,7 +146,7 @@ template <int kBits>
 float normal_codes_of(const float* x, int64_t size, uint8_t* codes) {
   constexpr int kHalf = 1 << (kBits - 1);
   F of_block[kMostRotated / kBlock];
-  of_block[0] = splat_f(0.0f);  // gcc doesn't know that there is at least one block
+  of_block[0] = splat_f(0.0f);  // avoids a warning: gcc doesn't know that there is at least one block
   const int64_t blocks = size / kBlock;
   for (int64_t b = 0; b < blocks; ++b) {
     F total = splat_f(0.0f);

@@ -12,7 +12,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   const int64_t first = std::max<int64_t>(only, 0), chunks = only < 0 ? l.chunks() : 1;
   const Target target{l, a.payload, chunks * l.chunk_bytes, only >= 0, a.leaf_ids, a.keys};
 
-  const auto place = [&](const Span& s, int64_t at) {  // in the leaf's buffer, which holds the whole batch
+  const auto place = [&](const Span& s, int64_t at) {  // an index in the leaf's buffer, which has the whole batch
     return s.row * l.leaves[static_cast<size_t>(s.piece->leaf)].size + at;
   };
   const auto fetch = [&](const Span& s, int64_t at, int64_t n, float* buffer) -> const float* {
@@ -28,7 +28,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
     k.add(x, a.residuals[i] + place(s, at), n, buffer);
     return buffer;
   };
-  // A loss that is not finite (an overflow, a NaN) is not a rounding error: the old residual is kept.
+  // If the difference is not finite (an overflow, a NaN), it is not a rounding error, so the old residual is kept.
   const auto keep = [&](const Span& s, int64_t at, int64_t n, const float* x, const float* decoded) {
     const auto i = static_cast<size_t>(s.piece->leaf);
     k.residual(x, decoded, a.residuals[i] + place(s, at), n, a.new_residuals[i] + place(s, at));
@@ -42,7 +42,7 @@ void encode(const Encode& a, const Pool& pool, int64_t only) {
   const bool lossless = is_lossless(l.codec.kind), as_is = !feedback && (is_raw(l.codec.kind) || lossless);
   if (!as_is) Encoder(target, fetch, keep, feedback).run(spans, pool);
   if (as_is || (l.codec.skip_incomplete && !feedback)) {
-    // Raw elements are copied as they are, including NaNs.
+    // Elements that stay raw are copied bitwise, including NaNs.
     spans.each(pool, [&](const Span& s) {
       if (!s.raw && !lossless) return;
       const auto i = static_cast<size_t>(s.piece->leaf);

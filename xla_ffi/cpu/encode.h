@@ -1,4 +1,4 @@
-// Encoding of fp32 numbers from any source: leaves (encode.cc) or the sum of payloads (reduce.cc).
+// Encodes fp32 numbers from any source: leaves (encode.cc), the sum of payloads (reduce.cc) or TopK's values (topk.cc).
 #pragma once
 
 #include "codec/dispatch.h"
@@ -12,10 +12,10 @@ inline Grid grid_of(const Stats& s, float sum, int64_t n, const Codec& c) {
   return with_grid_codec(c, [&](auto type) { return decltype(type)::Codec::grid(s, sum, n, c); });
 }
 
-// Where encoded numbers go, and their noise.
+// The destination of encoded numbers, and the source of their noise.
 struct Target {
   const Layout& layout;
-  uint8_t* payload;  // of row r and chunk c: payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
+  uint8_t* payload;  // row r, chunk c is at payload + r * row_bytes + (one_chunk ? 0 : c) * chunk_bytes
   int64_t row_bytes;
   bool one_chunk;
   const int64_t* leaf_ids;
@@ -28,7 +28,7 @@ struct Target {
   const uint32_t* key(int64_t row) const { return keys + kKeyWords * row; }
 };
 
-// Clears the bytes of a chunk that no bucket writes.
+// Sets the padding of chunk c to 0: all bytes of `chunk` that no bucket writes.
 inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t at = l.meta_end[static_cast<size_t>(c)];
   const auto clear_to = [&](int64_t end) {
@@ -42,15 +42,16 @@ inline void clear_gaps(const Layout& l, int64_t c, uint8_t* chunk) {
     clear_to(p.tail);
     at = p.tail + p.raw * size_of(dtype);
   }
-  clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up does the rest
+  clear_to(is_lossless(l.codec.kind) ? l.overflow[static_cast<size_t>(c)] : l.chunk_bytes);  // close_up clears the rest
 }
 
-// The size of the buffer of `fetch`: half of it is for the numbers, half for anything else that `keep` needs.
+// The size of the buffer that `fetch` gets. The first half is for the numbers. The second half is for other data that
+// `keep` needs: in reduce.cc, the undivided sum.
 constexpr int64_t kBuffer = 2 * kMostTogether;
 
-// `fetch(span, element, n, buffer)` returns n numbers of the leaf from `element` on, in `buffer` or in place.
-// `keep(span, element, n, numbers, decoded)` gets the numbers as last fetched, and what they decode to. It is called
-// only if `keeps`.
+// Encodes the numbers of all spans. `fetch(span, element, n, buffer)` returns a pointer to n numbers of the leaf from
+// `element` on: in `buffer` or in place. If `keeps`, `keep(span, element, n, numbers, decoded)` is called with the
+// pointer that `fetch` returned last, and the decoded numbers.
 template <class Fetch, class Keep>
 class Encoder {
  public:
@@ -66,7 +67,7 @@ class Encoder {
         decode_(k_.decoder(codec_)) {}
 
   void run(const Spans& spans, const Pool& pool) const {
-    // Statistics of the parts of big buckets, then of the buckets.
+    // Threads share big buckets. So their statistics come first: of each part, then of each whole bucket.
     std::vector<Stats> stats(spans.spans.size());
     std::vector<Grid> grids(spans.big.size());
     if (!spans.big.empty()) {
@@ -143,13 +144,13 @@ class Encoder {
     return sum;
   }
 
-  // A bucket that fits a span. If it fits a tile, its numbers are fetched once.
+  // Encodes a bucket that fits in a span. If it fits in a tile, too, its numbers are fetched only once.
   void bucket(const Span& s, int64_t index, int64_t at, int64_t n) const {
     alignas(64) float buffer[kBuffer];
     const float* x = nullptr;
     Stats stats = empty();
     if (n <= kTile) x = fetch_(s, at, n, buffer);
-    if (meta_floats(codec_) > 0) {  // else all buckets have the same grid
+    if (meta_floats(codec_) > 0) {  // without metadata, all buckets have the same grid
       if (x != nullptr)
         k_.stats(x, n, &stats);
       else
@@ -164,7 +165,7 @@ class Encoder {
     }
   }
 
-  // A bucket that is rotated first.
+  // Rotates a bucket, then encodes it.
   void rotated(const Span& s, int64_t index, int64_t at, int64_t n) const {
     alignas(64) float buffer[kBuffer], y[kMostRotated];
     alignas(64) uint16_t noise[kMostRotated + 2 * kBlock];
@@ -185,7 +186,7 @@ class Encoder {
         g.unit = k_.normal_codes(y, size, codec_.bits, codes);
         g.base = sent_seed(seed);
       } else {
-        if (codec_.stochastic) {  // buckets begin with a block; the padding repeats the noise of the bucket
+        if (codec_.stochastic) {  // the padding repeats the bucket's noise; drawn == noise, as a bucket begins a block
           for (int64_t i = n; i < size; ++i) noise[i] = noise[i - n];
         }
         stats = empty();
@@ -236,7 +237,8 @@ class Encoder {
     }
   }
 
-  // The noise of n elements from `at` on. `at` may be inside a block, so whole blocks are drawn.
+  // Returns the noise of n elements from `at` on. `at` may be inside a block, but only whole blocks can be drawn. So
+  // `noise` has room for two more blocks.
   const uint16_t* noise_of(const Span& s, int64_t at, int64_t n, uint16_t* noise) const {
     at += t_.noise_from;
     const int64_t first = at / kBlock * kBlock;
@@ -245,7 +247,7 @@ class Encoder {
     return noise + (at - first);
   }
 
-  // Raw, Cast and Lossless, which have no buckets.
+  // Encodes a span of a codec without buckets (Raw, Cast, Lossless), or a raw tail.
   void plain(const Span& s) const {
     const DType dtype = plain_dtype(t_.layout, s);
     const bool lossless = is_lossless(codec_.kind), stored = s.raw || lossless;

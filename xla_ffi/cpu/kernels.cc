@@ -6,7 +6,8 @@
 namespace jaxcgx::cpu {
 namespace {
 
-// Best first. runs(): whether this processor and its operating system can run the kernels.
+// kChoices is ordered from the fastest to the slowest. runs() returns whether this processor and its operating system
+// can run the kernels.
 struct Choice {
   const Kernels* kernels;
   bool (*runs)();

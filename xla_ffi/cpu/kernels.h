@@ -1,5 +1,6 @@
-// Kernels that are compiled once per instruction set: loops over a stretch of memory that fits the first cache. The
-// drivers (encode.cc, decode.cc, reduce.cc) cut messages into such stretches and call the kernels through a table.
+// Kernels that are compiled once per instruction set. Each is a loop over a stretch of memory that fits in the L1
+// cache. The drivers (encode.cc, decode.cc, reduce.cc) cut messages into such stretches and call the kernels through a
+// table.
 #pragma once
 
 #include "codec/grid.h"
@@ -21,47 +22,53 @@ struct Terms {
   }
 };
 
-// out = so_far + unit * value(code), one rank after another. so_far begins as `base`, with kOnto as the contents of
-// out. kAround: out will not be read soon, and is written past the caches.
+// How a kernel writes its output. kOver overwrites `out`. kOnto adds to the contents of `out`. kAround overwrites it
+// with non-temporal stores, for an output that will not be read soon and should not fill the caches.
 enum class Write { kOver, kOnto, kAround };
+// Sets out = so_far + unit * value(code), one rank after another. so_far begins as `base`, or with kOnto as the
+// contents of `out`.
 using DecodeFn = void (*)(const Terms& terms, int64_t n, float base, float* out, Write write);
 using EncodeFn = void (*)(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes);
 using CastFn = void (*)(const float* x, int64_t n, const uint16_t* noise, void* out);
 
 struct Kernels {
   const char* name;
-  // out[i] = x[i] as float32; x[i] rounded to nearest
+  // load sets out[i] to x[i] as float32. store sets out[i] to x[i], rounded to nearest.
   void (*load)(DType dtype, const void* x, int64_t n, float* out);
   void (*store)(DType dtype, const float* x, int64_t n, void* out);
   void (*add)(const float* x, const float* y, int64_t n, float* out);
-  // out[i] = x[i] - y[i], or old[i] where that is not finite; out may be old
+  // Sets out[i] = x[i] - y[i], or old[i] if the difference is not finite. `out` may be `old`.
   void (*residual)(const float* x, const float* y, const float* old, int64_t n, float* out);
   void (*scale)(const float* x, int64_t n, float factor, float* out);
   void (*divide)(const float* x, int64_t n, float divisor, float* out, Write write);
-  // Widens `stats` by n values; starts from Stats{inf, -inf}.
+  // Extends the range in `stats` by n values. The caller starts with Stats{inf, -inf}.
   void (*stats)(const float* x, int64_t n, Stats* stats);
-  // Continues a sum of magnitudes, in the order of codec/sign.h; n is a multiple of the block, except in the last call.
+  // Returns so_far plus the sum of n magnitudes, in the order of codec/sign.h. n is a multiple of kBlock, except in the
+  // last call of a sum.
   float (*sum)(const float* x, int64_t n, float so_far);
-  // Bits for the blocks of 128 elements that begin at `first`, a multiple of 128.
+  // Draws 16 random bits per element for `blocks` blocks of 128 elements, from element `first` on, a multiple of 128.
   void (*noise)(const uint32_t key[kKeyWords], uint32_t leaf, int64_t first, int64_t blocks, uint16_t* out);
-  // Counts the magnitudes that are at least `least` (bits). `find` also returns these numbers and their indices, where
-  // the index of x[0] is `first`. Both arrays have room for n + 16.
+  // Both functions return the number of elements whose magnitude has bits >= `least`. `find` also writes these elements
+  // and their indices, where x[0] has the index `first`. Both arrays have room for n + 16, because whole vectors are
+  // stored.
   int64_t (*count)(const float* x, int64_t n, uint32_t least);
   int64_t (*find)(const float* x, int64_t n, uint32_t least, int32_t first, int32_t* index, float* values);
-  // out[i] = x[i], or old[i] where the magnitude is at least `least`; out may be old
+  // Sets out[i] = x[i], or old[i] if the magnitude of x[i] has bits >= `least`. `out` may be `old`.
   void (*hold)(const float* x, const float* old, int64_t n, uint32_t least, float* out);
-  // n codes of `bits` (1 to 7) bits, packed as in a bucket
+  // Pack and unpack n codes of `bits` (1 to 7) bits, in the format of a bucket.
   void (*pack)(const int32_t* codes, int64_t n, int bits, uint8_t* out);
   void (*unpack)(const uint8_t* in, int64_t n, int bits, int32_t* codes);
-  // Rotates a bucket of n: padded(n) numbers. `rotate_back` overwrites `values`, the rotated bucket, and writes its
-  // first n numbers.
+  // `rotate` writes the padded(n) numbers of the rotated bucket. `rotate_back` is the inverse: it overwrites `values`,
+  // the rotated bucket, and writes the n numbers of the bucket to `out`.
   void (*rotate)(const float* x, int64_t n, const Rotation& rotation, uint32_t seed, float* out);
   void (*rotate_back)(float* values, int64_t n, const RotatedMeta& meta, float* out, Write write);
-  // Writes the packed codes of a rotated bucket (codec/eden.h), and returns its unit. `size` is padded(n).
+  // `normal_codes` writes the packed codes of a rotated bucket (codec/eden.h) and returns its unit. `normal_values`
+  // writes the level of each code. `size` is padded(n).
   float (*normal_codes)(const float* rotated, int64_t size, int bits, uint8_t* codes);
   void (*normal_values)(const uint8_t* codes, int64_t size, int bits, float* values);
-  // Packs a block of a Lossless piece, of n elements (at most 512), to its planes and to the overflow. Returns the
-  // number of bytes that it writes to the overflow. `center` is the first byte of the block's head.
+  // `pack_block` writes a block of a Lossless piece, of n elements (at most 512), to its planes and to the overflow. It
+  // returns the number of bytes that it writes to the overflow. `center` is the first byte of the block's head.
+  // `unpack_block` is the inverse; `bytes` is that returned number.
   int64_t (*pack_block)(DType dtype, const void* x, int64_t n, uint8_t* center, uint8_t* planes, uint8_t* overflow);
   void (*unpack_block)(DType dtype, int64_t n, uint8_t center, const uint8_t* planes, const uint8_t* overflow,
                        int64_t bytes, void* x);
@@ -70,8 +77,10 @@ struct Kernels {
   CastFn (*caster)(const Codec& codec);
 };
 
-const Kernels& kernels();               // those that select_kernels chose, or the best that this processor runs
-bool select_kernels(const char* name);  // "avx512", "avx2", "portable"; false if the processor can't run them
+// Returns the kernels that select_kernels chose, else the fastest that this processor can run.
+const Kernels& kernels();
+// Chooses the kernels "avx512", "avx2" or "portable". Returns false if the processor can't run them.
+bool select_kernels(const char* name);
 
 namespace portable {
 extern const Kernels kKernels;

@@ -1,4 +1,4 @@
-// The kernels of cpu/kernels.h for one instruction set. Included by kernels_<isa>.cc, which defines JAXCGX_ISA.
+// The kernels of cpu/kernels.h for one instruction set. kernels_<isa>.cc defines JAXCGX_ISA and includes this file.
 #pragma once
 
 #include "codec/dispatch.h"
@@ -13,10 +13,11 @@ namespace {
 
 template <class C, int kBits, bool kStochastic>
 void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, uint8_t* codes) {
-  const Grid g = grid;  // stores through `codes` can't change a copy
+  const Grid g = grid;  // a local copy: stores through `codes` (bytes) may alias `grid`, so it would be reloaded
   const int64_t ahead = n;
   for (; n >= kBlock; n -= kBlock, x += kBlock, codes += kLanes * kBits) {
-    // This bucket was already read for its statistics, so memory is idle: prefetch the next one.
+    // This bucket is in the cache, because its statistics were just computed. So memory is idle: prefetch the next
+    // bucket.
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) __builtin_prefetch(x + ahead + row * kLanes);
     Words<Vector, kBits> words;
@@ -45,12 +46,13 @@ void encode(const float* x, int64_t n, const Grid& grid, const uint16_t* noise, 
   put_block<kBits>(codes, words, lanes, lanes);
 }
 
-// The scales of a block, from its bytes.
+// Decodes the scales of a block.
 template <class C, int kBits>
 CGX_HD void get_scales(const uint8_t* block, float (&scales)[kLanes]) {
   if constexpr (traits_of(C::kKind).scales)
     store(scales, C::template scale<Vector>(load_bytes(block + kLanes * kBits, C::kScales)));
 }
+// Returns so_far + unit * value(code), times the row's scale if the codec has scales.
 template <class C, int kBits>
 CGX_HD F plus(F so_far, F unit, I code, const float (&scales)[kLanes], int row) {
   F value = C::template value<Vector, kBits>(code);
@@ -61,7 +63,7 @@ CGX_HD F plus(F so_far, F unit, I code, const float (&scales)[kLanes], int row) 
 template <class C, int kBits>
 void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   if (write == Write::kAround && (reinterpret_cast<uintptr_t>(out) & 63) != 0) write = Write::kOver;
-  int64_t at = 0;  // of the codes
+  int64_t at = 0;  // byte offset in the codes
   for (; n >= kBlock; n -= kBlock, out += kBlock, at += block_bytes<C, kBits>()) {
     F sum[kRows];
 #pragma GCC unroll 8
@@ -100,17 +102,17 @@ void decode(const Terms& t, int64_t n, float base, float* out, Write write) {
   for (int row = 0; row < kRows; ++row) store(out + row * lanes, sum[row], in_row(n, lanes, row));
 }
 
-// The codes of the nearest numbers.
+// Returns the codes of the nearest elements of a Micro format.
 template <class C, int kBits>
 struct ToNumber {
   CGX_HD I operator()(F y) const { return C::template quantize<Vector>(y); }
 };
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-// For 4 bits the numbers are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The exponent and two bits of the mantissa tell which is
-// nearest, because the bounds between them need no more bits. A number on a bound goes to the even code: up if its
-// mantissa begins with 1.
+// A table for 4-bit codes, whose values are 0, 0.5, 1, 1.5, 2, 3, 4 and 6. The exponent and two bits of the mantissa
+// determine the nearest value, because the bounds between the values need no more bits. A number on a bound rounds to
+// the even code: up if its mantissa begins with 1, else down.
 constexpr struct NumberTable {
-  // By the last 5 bits of exponent and mantissa, of numbers from 1/16 to less than 16.
+  // The index is the exponent and two bits of the mantissa, modulo 32. It covers numbers from 1/16 to less than 16.
   alignas(64) int32_t codes[32] = {};
   constexpr NumberTable() {
     constexpr float kBounds[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
@@ -127,13 +129,14 @@ struct ToNumber<C, 4> {
 
   CGX_HD I operator()(F y) const {
     const I magnitude = bits(max(as_float(bits(y) & splat_i(INT32_MAX)), splat_f(0.125f)));
+    // Subtracting 1 from the bits moves a number on a bound below the bound, and no other number past one.
     const I down = splat_i(1) & (shr(magnitude, 22) ^ splat_i(-1));
     return bits(code[shr(magnitude - down, 21)]) | (shr(bits(y), 28) & splat_i(8));
   }
 };
 #endif
 
-// A bucket whose blocks have scales of their own.
+// Encodes a bucket whose blocks have scales (codec/micro.h).
 template <class C, int kBits>
 void encode_scaled(const float* x, int64_t n, const Grid& grid, const uint16_t* /*noise*/, uint8_t* codes) {
   const F inv = splat_f(grid.inv);

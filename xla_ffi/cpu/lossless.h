@@ -1,4 +1,5 @@
-// Lossless on a CPU (codec/lossless.h): the places of the blocks in a chunk, and kernels over stretches of elements.
+// Lossless on a CPU (codec/lossless.h): the positions of blocks in a chunk, and packing and unpacking of stretches of
+// elements.
 #pragma once
 
 #include <cstring>
@@ -9,7 +10,8 @@ namespace jaxcgx::cpu {
 
 inline DType dtype_of(const Layout& l, const Piece& p) { return l.leaves[static_cast<size_t>(p.leaf)].dtype; }
 
-// The bytes in the overflow of the blocks of elements begin .. end of a piece. `begin` is the first of a block.
+// Returns the bytes in the overflow of the blocks with the elements begin .. end - 1 of a piece. `begin` is the first
+// element of a block. A head that no encoder wrote counts at most lossless_most_bytes, so reads stay within the chunk.
 inline int64_t overflow_of(const Layout& l, const Piece& p, const uint8_t* chunk, int64_t begin, int64_t end) {
   int64_t bytes = 0;
   for (int64_t at = begin; at < end; at += kLosslessBlock) {
@@ -20,13 +22,14 @@ inline int64_t overflow_of(const Layout& l, const Piece& p, const uint8_t* chunk
   return bytes;
 }
 
+// Returns the planes of the block that begins at element `at` of a piece.
 inline uint8_t* planes_at(const Layout& l, const Piece& p, uint8_t* chunk, int64_t at) {
   return chunk + p.codes + lossless_head_bytes(p.coded) +
          at / kLosslessBlock * lossless_plane_bytes(dtype_of(l, p), kLosslessBlock);
 }
 
-// Packs `count` elements of a piece from `begin` on, the first of a block. It leaves room for the most bytes of every
-// block in the overflow. close_up removes the gaps.
+// Packs `count` elements of a piece from `begin` on, the first element of a block. Each block gets room for its most
+// bytes in the overflow, so that threads can pack blocks in any order. close_up removes the gaps.
 inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const void* x,
                           uint8_t* chunk) {
   const DType dtype = dtype_of(l, p);
@@ -40,7 +43,8 @@ inline void pack_elements(const Layout& l, const Piece& p, int64_t begin, int64_
   }
 }
 
-// The reverse. `overflow`: where the overflow of the first block begins. It moves on to the block after the last one.
+// Unpacks `count` elements of a piece from `begin` on. `overflow` is the offset of the first block's overflow in the
+// chunk. It is advanced past the last block.
 inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int64_t count, const uint8_t* chunk,
                             int64_t* overflow, void* x) {
   const DType dtype = dtype_of(l, p);
@@ -53,7 +57,8 @@ inline void unpack_elements(const Layout& l, const Piece& p, int64_t begin, int6
   }
 }
 
-// Removes the gaps between blocks from the overflow of a packed chunk, and clears the rest.
+// Removes the gaps between blocks from the overflow of a packed chunk. Sets the padding of the heads and the bytes
+// after the overflow to 0.
 inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
   int64_t end = l.overflow[static_cast<size_t>(c)];
   for (int64_t k = l.first[static_cast<size_t>(c)]; k < l.first[static_cast<size_t>(c) + 1]; ++k) {
@@ -70,7 +75,8 @@ inline void close_up(const Layout& l, int64_t c, uint8_t* chunk) {
   if (l.chunk_bytes > end) std::memset(chunk + end, 0, static_cast<size_t>(l.chunk_bytes - end));
 }
 
-// For each span, where the overflow of its first block begins. chunk_of(span): the chunk in a payload.
+// Returns, for each span, the offset of its first block's overflow in the chunk. chunk_of(span) returns the span's
+// chunk in a payload.
 template <class ChunkOf>
 std::vector<int64_t> overflows(const Layout& l, const Spans& spans, ChunkOf chunk_of) {
   std::vector<int64_t> begins;

@@ -1,4 +1,4 @@
-// Kernels of Lossless. A part of kernels_impl.h.
+// Kernels for Lossless. A part of kernels_impl.h.
 #pragma once
 
 #include "cpu/blocks_impl.h"
@@ -6,8 +6,8 @@
 namespace jaxcgx::cpu::JAXCGX_ISA {
 namespace {
 
-// A level of Lossless: writes the digits of n codes, and the codes of the next level, whose number it returns.
-// code(i, count...): the codes from i on, 0 past the count.
+// Splits n codes into the digits of this level and the codes that continue in the next level. Returns the number of
+// codes in `next`. code(i, count...) returns the codes from i on, with 0 past the count.
 template <class Code>
 CGX_HD int64_t put_level(Code code, int64_t n, int32_t* digit, int32_t* next) {
   int64_t later = 0;
@@ -77,7 +77,7 @@ int64_t pack_block_of(const void* x, int64_t n, uint8_t* center, uint8_t* planes
   };
   each_vector(n, [&](int64_t i) { halve(i); }, [&](int64_t i, int k) { halve(i, k); });
   pack_codes<2>(digit, n, planes);
-  overflow[most - 1] = 0;  // packed_bytes may be one less
+  overflow[most - 1] = 0;  // `most` is rounded up to an even number, so the packed codes may not write this byte
   pack_codes<L::kExponent - 2>(high, n, overflow);
   return most;
 }
@@ -88,7 +88,8 @@ void unpack_block_of(int64_t n, uint8_t center, const uint8_t* planes, const uin
   using L = Lossless<kType>;
   constexpr bool kWide = kType == DType::kF32;
   constexpr int64_t kMost = kLosslessBlock / kRows * 6;  // lossless_most_bytes
-  // Lists of digits, level after level. A digit 3 is replaced by the code of its element in the next level, plus 4.
+  // The digits, one level after another. The levels are joined from the last to the first: each digit 3 is replaced by
+  // the code of its element in the next level plus 4, so that level 0 has the codes of all elements.
   alignas(64) int32_t code[kLosslessBlock + 4 * kMost + kLosslessBlock + kLanes];
   int32_t high[kLosslessBlock];
   uint8_t padded[kMost + kLosslessBlock / 4];  // digits past the last byte are 0

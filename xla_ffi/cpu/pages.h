@@ -1,4 +1,4 @@
-// Large pages for large results.
+// Huge pages for large results.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace jaxcgx::cpu {
 
-// A result in fresh memory causes a page fault per page. For a decoded message they take longer than decoding. With
-// transparent_hugepage=madvise, Linux gives large pages only where they are asked for. Existing contents stay.
+// Asks for huge pages for `bytes` bytes at p. Existing contents stay. Without huge pages, writing a result to fresh
+// memory causes a page fault per 4 KiB page, and for a decoded message these faults take longer than decoding. With
+// transparent_hugepage=madvise, Linux gives huge pages only to memory that a program asks for.
 inline void ask_for_large_pages([[maybe_unused]] void* p, [[maybe_unused]] int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;

@@ -15,7 +15,8 @@
 
 namespace jaxcgx::cpu {
 
-// XLA's threads flush denormals. The wire format is plain IEEE: round to nearest, denormals kept.
+// Sets this thread's floating-point mode to plain IEEE, as the wire format requires: round to nearest, denormals kept.
+// The destructor restores the mode. It is needed because XLA's threads flush denormals.
 class IeeeMode {
  public:
 #if defined(__SSE__)
@@ -40,8 +41,8 @@ class IeeeMode {
   IeeeMode& operator=(const IeeeMode&) = delete;
 };
 
-// Runs task(0) .. task(count - 1) and returns when all are done. The caller works too, and never waits for a task that
-// has not begun: a pool whose threads are all busy, or all wait here, still makes progress.
+// Runs task(0) .. task(count - 1) and returns when all are done. The caller runs tasks, too, and never waits for a task
+// that has not begun. So a pool makes progress even if all of its threads are busy or wait in this function.
 inline void parallel_for(const Pool& pool, int64_t count, const std::function<void(int64_t)>& task) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
@@ -49,13 +50,14 @@ inline void parallel_for(const Pool& pool, int64_t count, const std::function<vo
     std::condition_variable finished;
   };
   const auto work = [count](Shared& shared, const std::function<void(int64_t)>* task) {
-    // `task` is used only while an index is left, and then the caller still waits.
+    // Helpers may start after the caller has returned. Then no index is left, so they do not use the dangling `task`.
     for (int64_t i; (i = shared.next.fetch_add(1)) < count;) {
       {
         IeeeMode mode;
         (*task)(i);
       }
-      // This locked addition also completes the stores past the caches, before the task counts as done.
+      // The increment releases the task's stores to the caller. On x86 its lock prefix also drains the non-temporal
+      // stores, which a release alone would not order.
       if (shared.done.fetch_add(1) + 1 == count) {
         std::lock_guard<std::mutex> lock(shared.mutex);
         shared.finished.notify_all();

@@ -5,13 +5,13 @@
 namespace jaxcgx::cpu {
 namespace {
 
-// Elements of a span: `n`, from the leaf's element `at` on.
+// The n elements of a span from element `at` of the leaf on.
 struct Stretch {
   const Span& span;
   int64_t at, n;
 };
 
-// Sums messages without lists, stretch by stretch.
+// Sums messages of all codecs except TopK, one stretch at a time.
 class Reducer {
  public:
   explicit Reducer(const Reduce& a)
@@ -57,7 +57,8 @@ class Reducer {
   }
 
  private:
-  // `last`: how the last write to `out` is done. If there is a divisor, `undivided` gets the sum before the division.
+  // Writes the divided sum of a stretch to `out`. `last`: how the last write to `out` is done. If the divisor is not 1,
+  // `undivided` gets the sum before the division.
   void sum(const Stretch& x, float* out, float* undivided, Write last) const {
     const bool divides = a_.divisor != 1.0f;
     float* const to = divides ? undivided : out;
@@ -69,7 +70,7 @@ class Reducer {
     if (divides) k_.divide(to, x.n, a_.divisor, out, last);
   }
 
-  // Sums the bases of all ranks, then adds unit * value of one rank after another: the order is part of the wire
+  // Sums the bases of all ranks, then adds unit * value of one rank after another. This order is part of the wire
   // format.
   void sum_bucket(const Stretch& x, float* out, Write last) const {
     const Span& s = x.span;
@@ -92,7 +93,7 @@ class Reducer {
     }
   }
 
-  // Rotates back and adds the bucket of one rank after another.
+  // Rotates the bucket of one rank after another back, and adds it.
   void sum_rotated(const Stretch& x, const uint8_t* meta, const uint8_t* codes, float* out) const {
     std::fill(out, out + x.n, 0.0f);
     for (int64_t r = 0, own = own_rank(x.span); r < a_.ranks; ++r) {
@@ -105,7 +106,7 @@ class Reducer {
     }
   }
 
-  // Elements without buckets, of one rank after another.
+  // Adds elements without buckets, one rank after another.
   void sum_plain(const Stretch& x, float* out) const {
     const Span& s = x.span;
     const int64_t place = x.at - s.piece->start;
@@ -125,7 +126,7 @@ class Reducer {
     }
   }
 
-  // Adds n elements to `out`. `first`: copies them to it instead.
+  // Adds n elements to `out`. If `first`, copies them to `out` instead.
   void put(const void* elements, DType dtype, int64_t n, bool first, float* out) const {
     if (first) return k_.load(dtype, elements, n, out);
     alignas(64) float buffer[kMostTogether];
@@ -133,7 +134,8 @@ class Reducer {
     k_.add(out, buffer, n, out);
   }
 
-  // Sets the residuals to what encoding the sum x lost. If there is a divisor, the undivided sum follows x in memory.
+  // Sets the residuals to the error of encoding the sum x. If the divisor is not 1, the residuals are of the undivided
+  // sum, which is kMostTogether elements after x in memory (to_payload).
   void keep_lost(const Stretch& lost, const float* x, const float* decoded) const {
     float* const residual = in_leaf(a_.residuals, lost);
     if (a_.divisor == 1.0f) return k_.residual(x, decoded, residual, lost.n, residual);
@@ -142,7 +144,8 @@ class Reducer {
     k_.residual(x + kMostTogether, multiplied, residual, lost.n, residual);
   }
 
-  // Value `which` of a bucket's metadata in the payload of a rank. `meta`: the metadata of the first rank.
+  // Returns metadata number `which` of a bucket in the payload of a rank. `meta`: the bucket's metadata in the payload
+  // of the first rank.
   float meta_of(const uint8_t* meta, int64_t rank, int which) const {
     float value;
     std::memcpy(&value, meta + rank * l_.chunk_bytes + 4 * which, 4);
@@ -156,9 +159,9 @@ class Reducer {
     return sum;
   }
 
-  // The first rank's payload.
+  // Returns the first rank's payload.
   const uint8_t* payloads(const Span& s) const { return a_.payloads + s.row * a_.ranks * l_.chunk_bytes; }
-  // The rank that takes part with its own leaves; -1: none.
+  // Returns the rank whose payload is replaced by its raw leaves; -1: none.
   int64_t own_rank(const Span& s) const { return a_.own != nullptr ? a_.where[2 * s.row + 1] : -1; }
   const Leaf& leaf_of(const Span& s) const { return l_.leaves[static_cast<size_t>(s.piece->leaf)]; }
   int64_t element_of(const Stretch& x) const { return x.span.row * leaf_of(x.span).size + x.at; }
@@ -176,7 +179,7 @@ class Reducer {
   const DecodeFn decode_codes_;
   const int meta_count_;
   const Spans spans_;
-  std::vector<std::vector<int64_t>> overflow_;  // for Lossless: by rank and span, where the overflow of the span begins
+  std::vector<std::vector<int64_t>> overflow_;  // Lossless only: by rank and span, the offset of the span's overflow
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Buckets that are rotated: codec/rotation.h.
+// Decoding of rotated buckets (codec/rotation.h).
 #pragma once
 
 #include "codec/eden.h"
@@ -7,7 +7,7 @@
 
 namespace jaxcgx::cpu {
 
-// The numbers of a bucket of n, from its codes and metadata.
+// Decodes a bucket of n elements from its codes and metadata.
 inline void decode_rotated(const Kernels& k, const Codec& c, const uint8_t* codes, const float* meta, int64_t n,
                            float* out, Write write) {
   const int64_t size = padded(n);

@@ -1,12 +1,12 @@
 // TopK's selection of elements.
 //
-// A sample gives a threshold. One pass finds the candidates: the elements that reach it. Most likely these are all
-// elements that are sent, and not many more. The remaining work is only on them. If the sample misleads (too few
-// candidates, or more than there is room for), the work is on all elements, in a fixed number of passes: slower, but
-// linear for any numbers.
+// A sample gives a threshold. One pass finds the candidates: the elements at or above the threshold. Most likely the
+// candidates are all elements that are sent, and not many more. The remaining work reads only candidates. If the sample
+// misleads (there are too few candidates, or no room for all), the remaining work reads all elements, in a fixed number
+// of passes. That is slower, but linear for any input.
 //
-// With feedback, the pass also writes new residuals, once it has found enough candidates. Before that, the old ones may
-// still be needed. A candidate keeps its old residual until it is known whether it is sent.
+// With feedback, this pass also writes new residuals, as soon as it has found enough candidates. Before that, the old
+// residuals may still be needed. A candidate keeps its old residual until it is known whether the candidate is sent.
 #include <array>
 #include <cmath>
 #include <memory>
@@ -18,8 +18,9 @@ namespace {
 
 constexpr int64_t kTogether = 16;  // stretches per task
 
-// The k-th largest magnitude, from three histograms. Each is of the next bits, for the magnitudes whose upper bits are
-// those already found. `visit(task, f)` calls f(numbers, count) for all numbers of a task.
+// Returns the k-th largest magnitude: a radix selection with three histograms. Each histogram counts the next bits of
+// the magnitudes whose upper bits equal the bits found so far. `visit(task, f)` calls f(numbers, count) for all numbers
+// of a task.
 template <class Visit>
 uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   constexpr int kBits[] = {11, 10, 10};
@@ -48,8 +49,9 @@ uint32_t kth_largest(int64_t k, int64_t tasks, const Pool& pool, Visit visit) {
   return known;
 }
 
-// A sample has `count` of n elements, sorted from the largest down. Returns a rank in the sample that the k-th largest
-// of the n elements most likely doesn't exceed: its average rank plus six standard deviations.
+// Returns a position in a sample of `count` of n elements, in descending order. The sample's element at this position
+// is most likely no larger than the k-th largest of the n elements: the position is the average one of the k-th
+// largest, plus six standard deviations.
 int64_t certain_rank(int64_t k, int64_t n, int64_t count) {
   const double average = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(n);
   return static_cast<int64_t>(average + 6.0 * std::sqrt(average) + 4.0);
@@ -80,8 +82,10 @@ class Selection {
 
  private:
   struct Stretch {
-    int64_t at = 0, found = 0;  // its candidates
+    int64_t at = 0, found = 0;  // its candidates: the position of the first, and their number
+    // has_candidates: all of its candidates are stored. updated: its new residuals are written, except of candidates.
     bool has_candidates = false, updated = false;
+    // How many elements are sent, how many of them are equal to the threshold, and the position of the first in sent_.
     int64_t taken = 0, ties = 0, sent_at = 0;
   };
 
@@ -90,10 +94,10 @@ class Selection {
     largest();
   }
 
-  // A threshold that most likely all wanted elements reach, and few others. At least 1.
+  // Returns a threshold, at least 1, that most likely all wanted elements reach, and few other elements.
   uint32_t guess() const {
     if (n_ <= kStretch) return 1;
-    // A sample of runs touches fewer pages than one of single elements.
+    // The sample is made of runs of elements, because they touch fewer pages than single elements.
     constexpr int64_t kRun = 8;
     const int64_t runs = std::min<int64_t>(16384, n_ / 16) / kRun, rank = certain_rank(wanted_, n_, runs * kRun);
     if (rank >= runs * kRun) return 1;
@@ -117,7 +121,7 @@ class Selection {
                            : exponential(numbers.get(), of.count));
     for (int32_t i = 0; i <= how_.refinements; ++i, t = next_threshold(how_, t)) ladder.push_back(bits_of(t));
     const int64_t least = enough(how_, wanted_);
-    // The step of the ladder that is most likely the right one, by the sample.
+    // By the sample, find the step of the ladder that is most likely the right one.
     size_t step = 0;
     const auto in_sample = [&](size_t i) { return static_cast<double>(k_.count(numbers.get(), of.count, ladder[i])); };
     while (step + 1 < ladder.size() &&
@@ -132,7 +136,7 @@ class Selection {
     }
   }
 
-  // The bits of the first threshold, from exponential distributions.
+  // Returns the bits of the first threshold by exponential distributions (Exponential in codec/topk.h).
   uint32_t exponential(const float* sample, int64_t count) const {
     const int64_t groups = div_up(count, Sign::kSumGroup);
     uint32_t largest = 0;
@@ -178,8 +182,8 @@ class Selection {
     });
     return numbers;
   }
-  // The k-th largest magnitude of n >= k numbers. A sample of every 16th number gives a threshold. If at least k
-  // numbers reach it, the search is among them, else among all.
+  // Returns the k-th largest magnitude of n >= k numbers. A sample of every 16th number gives a threshold. If at least
+  // k numbers reach the threshold, the search is among these numbers, else among all.
   uint32_t kth_of(const float* numbers, int64_t n, int64_t k) const {
     const auto among = [&](const float* x, int64_t count) {
       return kth_largest(k, 1, pool_, [&](int64_t, auto f) { f(x, count); });
@@ -211,8 +215,8 @@ class Selection {
   int64_t length(int64_t at) const { return std::min(kStretch, n_ - at); }
   const float* fetch(int64_t at, float* buffer) const { return numbers_.fetch(at, 1, length(at), buffer); }
 
-  // Finds candidates: the elements that reach `least`, while there is room. Once there are `certain` candidates, no
-  // other element can be sent.
+  // Stores the candidates: the elements at or above `least`, while there is room. Once there are `certain` candidates,
+  // no other element can be sent, so residuals can be updated.
   void find(uint32_t least, int64_t certain) {
     const int64_t room = std::min(n_, 8 * wanted_ + 16 * kStretch);
     index_.reset(new int32_t[static_cast<size_t>(room)]);
@@ -235,12 +239,13 @@ class Selection {
     least_ = least;
   }
 
-  // For when some wanted elements are not candidates. Then no residual was updated.
+  // Discards the candidates, because some wanted elements are not among them. In this case no residual was updated.
   void forget() {
     for (Stretch& s : stretches_) s.has_candidates = false;
   }
 
-  // Calls f(numbers, count, indices or null) for a stretch: its candidates if it has them, else all its numbers.
+  // Calls f(numbers, count, indices or null) for a stretch: with its candidates if they are stored, else with all its
+  // numbers.
   template <class Fn>
   void look(const Stretch& s, int64_t at, Fn f) const {
     alignas(64) float buffer[kStretch];
@@ -250,6 +255,7 @@ class Selection {
       f(fetch(at, buffer), length(at), static_cast<const int32_t*>(nullptr));
   }
 
+  // Returns the number of elements at or above `least`.
   int64_t count(uint32_t least) {
     std::atomic<int64_t> reached{0};
     each_stretch([&](const Stretch& s, int64_t at) {
@@ -258,11 +264,13 @@ class Selection {
     return reached;
   }
 
+  // Takes the wanted number of largest elements.
   void largest() {
+    // With a threshold of 1, the candidates are all elements except zeros. If they are too few, zeros are sent, too.
     const bool all_but_zeros = found_ < wanted_ && least_ == 1;
     if (found_ < wanted_) forget();
     if (all_but_zeros) return take(0);
-    // Few tasks: there are few candidates, and each task adds a histogram.
+    // There are few candidates, and each task costs a histogram, so there are few tasks.
     const auto count = static_cast<int64_t>(stretches_.size()),
                each = std::max(kTogether, div_up(count, int64_t{4} * pool_.threads));
     take(kth_largest(wanted_, div_up(count, each), pool_, [&](int64_t task, auto f) {
@@ -273,7 +281,7 @@ class Selection {
     }));
   }
 
-  // Takes the elements above a magnitude, then the first ones that are equal to it, up to the wanted number.
+  // Takes the elements above the magnitude `least`, then the first elements equal to it, up to the wanted number.
   void take(uint32_t least) {
     const uint32_t above = least < kAnyNaN ? least + 1 : kMagnitude + 1;
     each_stretch([&](Stretch& s, int64_t at) {
@@ -311,8 +319,8 @@ class Selection {
     });
   }
 
-  // Writes the residuals that the pass has not written: those of candidates that are not sent, and those of stretches
-  // that it did not update.
+  // Writes the residuals that find() has not written: the residuals of candidates that are not sent, and of stretches
+  // that are not updated.
   void update() {
     each_stretch([&](const Stretch& s, int64_t at) {
       if (!s.updated) {

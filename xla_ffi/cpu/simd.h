@@ -1,7 +1,8 @@
-// Vectors of sixteen numbers, for the instruction set of the file that includes this: AVX-512, AVX2, or the vector
-// extension of gcc and clang (SSE2, NEON). The operations are those of codec/base.h.
+// Vectors of sixteen numbers, for the instruction set that the including file is compiled for: AVX-512, AVX2, or the
+// vector extension of gcc and clang (SSE2, NEON). They have the operations of codec/base.h, and those that the kernels
+// need in addition.
 //
-// Included once per instruction set, in a namespace of its own (JAXCGX_ISA), and nowhere else.
+// Only the kernels include this file: once per instruction set, each time in another namespace (JAXCGX_ISA).
 #pragma once
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -75,10 +76,10 @@ CGX_HD M operator|(M a, M b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 CGX_HD M operator&(M a, M b) { return {static_cast<__mmask16>(a.v & b.v)}; }
 CGX_HD bool any(M m) { return m.v != 0; }
 CGX_HD M none() { return {0}; }
-CGX_HD uint32_t lanes(M m) { return m.v; }  // a bit for each
+CGX_HD uint32_t lanes(M m) { return m.v; }  // one bit per lane
 CGX_HD F select(M m, F a, F b) { return {_mm512_mask_blend_ps(m.v, b.v, a.v)}; }
 CGX_HD I select(M m, I a, I b) { return {_mm512_mask_blend_epi32(m.v, b.v, a.v)}; }
-// Lane j gets lane j ^ kApart.
+// Returns x with its lanes swapped: lane j gets lane j ^ kApart.
 template <int kApart>
 CGX_HD F swap_lanes(F x) {
   if constexpr (kApart == 1) return {_mm512_permute_ps(x.v, 0xb1)};
@@ -86,7 +87,7 @@ CGX_HD F swap_lanes(F x) {
   if constexpr (kApart == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
   if constexpr (kApart == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
 }
-// table[i], where the table has 32 numbers and i is less than kUsed.
+// A lookup table in registers: returns table[i] for each lane. The table has 32 numbers, and i is less than kUsed.
 template <int kUsed>
 struct Table {
   __m512 low, high;
@@ -96,11 +97,12 @@ struct Table {
     return {_mm512_permutex2var_ps(low, i.v, high)};
   }
 };
-// Lane i: the highest lane of x[i]. No lane of x is negative. Lanes from kMany on are undefined.
+// Returns a vector whose lane i is the highest lane of x[i]. No lane of x may be negative. Lanes from kMany on are
+// undefined.
 template <int kMany>
 CGX_HD I highest_of_each(const I (&x)[kMany]) {
   static_assert(kMany == 4 || kMany == 8);
-  __m512i v[kMany / 2];  // each step doubles the number of x that share a vector, and halves the lanes of each
+  __m512i v[kMany / 2];  // each step doubles the number of x that share a vector, and halves the lanes that each x has
   for (int i = 0; i < kMany / 2; ++i)
     v[i] = _mm512_max_epi32(_mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0x44),
                             _mm512_shuffle_i32x4(x[2 * i].v, x[2 * i + 1].v, 0xee));
@@ -115,8 +117,9 @@ CGX_HD I highest_of_each(const I (&x)[kMany]) {
 }
 CGX_HD float lowest(F x) { return _mm512_reduce_min_ps(x.v); }
 CGX_HD float highest(F x) { return _mm512_reduce_max_ps(x.v); }
-// Philox multiplies 32 by 32 bits. Vector units do that for every other lane. So a word is two vectors of 64-bit lanes,
-// whose upper halves are ignored.
+// Philox needs the 64-bit product of two 32-bit numbers. Vector units compute it only for every other lane. So a word
+// is two vectors of 64-bit lanes, one for the even and one for the odd lanes. The upper half of each 64-bit lane is
+// ignored.
 struct PhiloxWord {
   __m512i even, odd;
 };
@@ -135,20 +138,20 @@ CGX_HD void mul_wide(PhiloxWord a, uint32_t b, PhiloxWord* high, PhiloxWord* low
   high->odd = _mm512_srli_epi64(low->odd, 32);
 }
 CGX_HD I iota() { return {_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
-// Stores the lanes of the mask one after another and returns their number; writes up to 16. It compresses into a
-// register first: compressing into memory is slow on some processors.
+// Stores the lanes of i and x that the mask selects, one after another, and returns their number. Both arrays need room
+// for 16 elements. It compresses into a register first, because compressing into memory is slow on some processors.
 CGX_HD int store_where(M m, I i, F x, int32_t* to_i, float* to_x) {
   _mm512_storeu_si512(to_i, _mm512_maskz_compress_epi32(m.v, i.v));
   _mm512_storeu_ps(to_x, _mm512_maskz_compress_ps(m.v, x.v));
   return __builtin_popcount(m.v);
 }
 
-// The same for one vector.
+// Like store_where, for one vector.
 CGX_HD int compress(M m, I x, int32_t* to) {
   _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(m.v, x.v));
   return __builtin_popcount(m.v);
 }
-// The reverse: loads the lanes of the mask, one after another. The other lanes are 0.
+// The inverse of compress: loads consecutive elements into the lanes that the mask selects. The other lanes are 0.
 CGX_HD I expand(M m, const int32_t* from) { return {_mm512_maskz_expandloadu_epi32(m.v, from)}; }
 
 #elif defined(__AVX2__)
@@ -265,7 +268,7 @@ struct Table {
 };
 struct PhiloxWord {
   __m256i part[4];
-};  // the even and the odd lanes of a, then of b: see AVX-512
+};  // the even and the odd lanes of a, then of b; see the AVX-512 version
 CGX_HD PhiloxWord philox_word(I x) { return {{x.a, _mm256_srli_epi64(x.a, 32), x.b, _mm256_srli_epi64(x.b, 32)}}; }
 CGX_HD I lanes_in_order(PhiloxWord w) {
   return {_mm256_blend_epi32(w.part[0], _mm256_slli_epi64(w.part[1], 32), 0xaa),
@@ -285,7 +288,7 @@ CGX_HD I iota() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr
 
 #else
 
-// Four vectors of four, in the vector extension of gcc and clang: SSE2 and NEON have such registers.
+// Four vectors of four numbers, in the vector extension of gcc and clang. SSE2 and NEON have registers of this size.
 using F4 = float __attribute__((vector_size(16)));
 using I4 = int32_t __attribute__((vector_size(16)));
 using U4 = uint32_t __attribute__((vector_size(16)));
@@ -297,7 +300,8 @@ struct I {
 };
 using M = I;
 
-// Written out: gcc would leave a loop over the four in memory, and take three times as long to compile it.
+// The four calls are written out because gcc would keep the vectors of a loop in memory, and take three times as long
+// to compile the loop.
 #define CGX_EACH(R, expression)                                                                        \
   const auto each = [&]([[maybe_unused]] int i) __attribute__((always_inline)) { return expression; }; \
   return (R{{each(0), each(1), each(2), each(3)}})
@@ -344,7 +348,7 @@ CGX_HD F operator/(F a, F b) { CGX_EACH(F, a.v[i] / b.v[i]); }
 CGX_HD F multiply_add(F a, F b, F c) { return a * b + c; }
 CGX_HD I bits(F x) { CGX_EACH(I, (I4)x.v[i]); }
 CGX_HD F as_float(I x) { CGX_EACH(F, (F4)x.v[i]); }
-// Wrapping, as in the vector units.
+// Unsigned, so that overflow wraps, as in the vector units.
 CGX_HD I operator+(I a, I b) { CGX_EACH(I, (I4)((U4)a.v[i] + (U4)b.v[i])); }
 CGX_HD I operator-(I a, I b) { CGX_EACH(I, (I4)((U4)a.v[i] - (U4)b.v[i])); }
 CGX_HD I operator&(I a, I b) { CGX_EACH(I, a.v[i] & b.v[i]); }
@@ -418,7 +422,7 @@ CGX_HD I iota() { return {{I4{0, 1, 2, 3}, I4{4, 5, 6, 7}, I4{8, 9, 10, 11}, I4{
 #endif
 
 #if !(defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__))
-// Without mask registers, the lanes of a short block go through a buffer.
+// Without mask registers, loads and stores of fewer than 16 lanes go through a buffer.
 template <int kSize>
 CGX_HD void copy_in(uint8_t (&buffer)[16 * kSize], const void* p, int n) {
   memset(buffer, 0, sizeof buffer);
@@ -524,6 +528,7 @@ CGX_HD float highest(F x) {
 }
 #endif
 
+// Returns the sum of all lanes.
 CGX_HD int32_t total(I x) {
   int32_t b[16], sum = 0;
   store_words(b, x);
@@ -531,7 +536,7 @@ CGX_HD int32_t total(I x) {
   return sum;
 }
 
-// The number type of codec/*.h.
+// The number type with which codec/*.h is instantiated.
 struct Vector {
   using F = cpu::JAXCGX_ISA::F;
   using I = cpu::JAXCGX_ISA::I;
@@ -539,7 +544,7 @@ struct Vector {
   CGX_HD static I splat(int32_t x) { return splat_i(x); }
 };
 
-// The number type of codec/rng.h.
+// The number type with which codec/rng.h is instantiated.
 struct PhiloxNumber {
   using I = PhiloxWord;
   CGX_HD static I splat(int32_t x) { return philox_word(splat_i(x)); }

@@ -1,4 +1,4 @@
-// A message as spans: stretches of a piece that one thread handles at a time.
+// Cuts a message into spans: stretches of a piece that one thread processes at a time.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,13 @@
 
 namespace jaxcgx::cpu {
 
-constexpr int64_t kSpan = Sign::kSumGroup;       // elements of a span, at most
-constexpr int64_t kTile = 2048;                  // elements that fit the first cache while they are handled
-constexpr int64_t kMostTogether = kMostRotated;  // elements fetched at a time, at most: a rotated bucket
-constexpr int64_t kTask = 32768;                 // elements of a task, at least
+constexpr int64_t kSpan = Sign::kSumGroup;       // the most elements of a span
+constexpr int64_t kTile = 2048;                  // elements that fit in the L1 cache while they are processed
+constexpr int64_t kMostTogether = kMostRotated;  // the most elements fetched at a time: a rotated bucket
+constexpr int64_t kTask = 32768;                 // the fewest elements of a task, except of the last one
 
-// How float32 leaves are written. Large ones would not stay in the caches, and are written past them.
+// Returns how to write float32 leaves. Large leaves would not stay in the caches, so they are written with non-temporal
+// stores.
 inline Write write_of_leaves(const Layout& layout, int64_t batch) {
   constexpr int64_t kStreamElements = int64_t{2} << 20;
   int64_t elements = 0;
@@ -25,22 +26,22 @@ inline Write write_of_leaves(const Layout& layout, int64_t batch) {
 
 struct Span {
   const Piece* piece;
-  int64_t row;           // of the batch
-  int64_t begin, count;  // elements, from the piece's first: whole buckets, or a part of one
-  int64_t bucket;        // elements of a bucket; 0: none (Raw, Cast, Lossless, a raw tail)
-  bool raw;              // the raw tail of a leaf, or a Raw codec
-  int64_t part_of;       // which big bucket this is a part of; -1: none
+  int64_t row;           // index in the batch
+  int64_t begin, count;  // elements, counted from the first one of the piece: whole buckets, or a part of one
+  int64_t bucket;        // elements of a bucket; 0: no buckets (Raw, Cast, Lossless, a raw tail)
+  bool raw;              // the raw tail of a leaf, or the Raw codec
+  int64_t part_of;       // index in Spans::big of the bucket that this span is a part of; -1: none
 };
 
-// A bucket larger than a span, which threads share: first its statistics, then its codes.
+// A bucket larger than a span. Threads share the work on it: first its statistics, then its codes.
 struct BigBucket {
-  int64_t first, last;  // its spans
+  int64_t first, last;  // its spans are first .. last - 1
 };
 
 struct Spans {
   std::vector<Span> spans;
   std::vector<BigBucket> big;
-  std::vector<int64_t> tasks;  // task t has spans tasks[t] .. tasks[t + 1]
+  std::vector<int64_t> tasks;  // task t has the spans tasks[t] .. tasks[t + 1] - 1
 
   Spans(const Layout& layout, int64_t batch, const std::function<int64_t(int64_t)>& first_chunk, int64_t chunks) {
     for (int64_t row = 0; row < batch; ++row) {
@@ -57,6 +58,7 @@ struct Spans {
     tasks.push_back(static_cast<int64_t>(spans.size()));
   }
 
+  // Calls f for each span, in parallel.
   void each(const Pool& pool, const std::function<void(const Span&)>& f) const {
     parallel_for(pool, static_cast<int64_t>(tasks.size()) - 1, [&](int64_t t) {
       for (int64_t i = tasks[static_cast<size_t>(t)]; i < tasks[static_cast<size_t>(t) + 1]; ++i)
@@ -84,8 +86,8 @@ struct Spans {
   }
 };
 
-// Calls f(bucket's index in the piece, offset in the bucket, element in the leaf, count) for the stretches of a span.
-// Each is in one bucket and has at most `most` elements. Offsets are multiples of `most`.
+// Calls f(bucket's index in the piece, offset in the bucket, element in the leaf, count) for each stretch of a span. A
+// stretch is in one bucket and has at most `most` elements. Offsets are multiples of `most`.
 template <class Fn>
 void each_bucket(const Span& s, int64_t most, Fn f) {
   const int64_t bucket = s.bucket > 0 ? s.bucket : s.count + s.begin;
@@ -97,14 +99,14 @@ void each_bucket(const Span& s, int64_t most, Fn f) {
   }
 }
 
-// Where the codes and the metadata of a span are in its chunk.
+// Return the offset in the chunk of a bucket's codes, from element `offset` of the bucket on, and of its metadata.
 inline int64_t codes_at(const Layout& l, const Piece& p, int64_t bucket_index, int64_t offset) {
   return p.codes + bucket_index * bucket_bytes(l.codec, p.bucket) + bucket_bytes(l.codec, offset);
 }
 inline int64_t meta_at(const Layout& l, const Piece& p, int64_t bucket_index) {
   return p.meta + bucket_index * 4 * meta_floats(l.codec);
 }
-// Where elements without buckets are. `at` counts from the piece's first.
+// Returns the offset in the chunk of an element without buckets. `at` counts from the first element of the piece.
 inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
   const DType dtype = l.leaves[static_cast<size_t>(s.piece->leaf)].dtype;
   if (s.raw)
@@ -112,7 +114,7 @@ inline int64_t plain_at(const Layout& l, const Span& s, int64_t at) {
                                : s.piece->tail + (at - s.piece->coded) * size_of(dtype);
   return s.piece->codes + at * 2;
 }
-// The dtype of such elements on the wire.
+// Returns the dtype on the wire of elements without buckets.
 inline DType plain_dtype(const Layout& l, const Span& s) {
   const bool stays = s.raw || is_lossless(l.codec.kind);
   return stays ? l.leaves[static_cast<size_t>(s.piece->leaf)].dtype : static_cast<DType>(l.codec.bits);

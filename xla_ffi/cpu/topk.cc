@@ -33,7 +33,7 @@ void put_indices(const IndexList& l, const int32_t* index, uint8_t* out) {
   kernels().pack(codes.data(), l.k, l.packed_bits(), out + l.packed_at());
 }
 
-// A decoded list: ascending indices, and their places in the list.
+// A decoded list: ascending indices, and the place of each in the list. Missing indices are left out.
 struct Listed {
   std::vector<int32_t> index, place;
 };
@@ -59,7 +59,7 @@ Listed read_indices(const IndexList& l, const uint8_t* in) {
       int64_t index = bit;
       if (l.split) {
         const int64_t high = bit - place;
-        if (high > l.n >> l.low) break;  // this index and all that follow count as missing
+        if (high > l.n >> l.low) break;  // this index and all following ones count as missing
         index = high << l.low | int64_t{low[static_cast<size_t>(place)]} << l.low / 8 * 8;
         for (int i = 0; i < l.low / 8; ++i) index |= int64_t{in[l.byte_at(i, place)]} << 8 * i;
       }
@@ -77,7 +77,7 @@ Listed read_indices(const IndexList& l, const uint8_t* in) {
   return out;
 }
 
-// The elements that a piece has sent.
+// Decodes the elements of a piece.
 Elements read(const Codec& c, int64_t n, const uint8_t* bytes, const Pool& pool) {
   const IndexList list(n, capacity(c.sparse, n));
   Listed listed = read_indices(list, bytes);
@@ -116,7 +116,7 @@ void each_piece(const Layout& l, int64_t batch, FirstChunk first_chunk, int64_t 
   });
 }
 
-// Calls f(first, count) for stretches of n elements.
+// Calls f(first, count) for each stretch of n elements.
 template <class Fn>
 void each_stretch(int64_t n, const Pool& pool, Fn f) {
   constexpr int64_t kEach = 4 * kStretch;
@@ -125,7 +125,7 @@ void each_stretch(int64_t n, const Pool& pool, Fn f) {
       f(at, std::min(kStretch, n - at));
   });
 }
-// Calls f(index, place) for the elements among the n from `first` on.
+// Calls f(index, place in e) for the elements of e with indices first .. first + n - 1.
 template <class Fn>
 void each_within(const Elements& e, int64_t first, int64_t n, Fn f) {
   const auto from = [&](int64_t index) {
@@ -134,18 +134,18 @@ void each_within(const Elements& e, int64_t first, int64_t n, Fn f) {
   for (size_t i = from(first), end = from(first + n); i < end; ++i) f(e.index[i], i);
 }
 
-// Where a piece is encoded to, and the source of its noise.
+// The destination of an encoded piece, and the source of its noise.
 struct Piecewise {
   const Layout& layout;
   uint8_t* chunk;
   const int64_t* leaf_ids;
-  const uint32_t* key;  // of its row; may be null
+  const uint32_t* key;  // the key of the piece's row; may be null
 };
 
 const uint32_t* key_of(const uint32_t* keys, int64_t row) { return keys == nullptr ? nullptr : keys + kKeyWords * row; }
 
-// Writes the list of indices and the values of a piece, and extends `sent` to the list's length. If `keeps`, calls
-// keep(first, n, decoded) with the numbers that the n values from `first` on decode to.
+// Writes the list of indices and the values of a piece, and extends `sent` to the length of the list. If `keeps`, calls
+// keep(first, n, decoded), where `decoded` has the decoded numbers of the n values from `first` on.
 template <class Keep>
 void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, bool keeps, Keep keep) {
   const Codec& c = to.layout.codec;
@@ -171,7 +171,7 @@ void put(const Piecewise& to, const Piece& p, Elements& sent, const Pool& pool, 
   Encoder(target, fetch, told, keeps).run(Spans(layout, 1, [](int64_t) { return int64_t{0}; }, 1), pool);
 }
 
-// Chooses the elements of a piece that are sent.
+// Selects the elements of a piece that are sent.
 Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, float* new_residual, const Pool& pool) {
   const Sparse& s = to.layout.codec.sparse;
   int32_t random = 0;
@@ -184,7 +184,7 @@ Elements choose(const Piecewise& to, const Piece& p, const Numbers& numbers, flo
   return select(numbers, capacity(s, p.coded), s, random, new_residual, pool);
 }
 
-// Updates the residuals of n elements that were sent, from `first` on. x: their numbers before encoding.
+// Updates the residuals of n sent elements from sent.index[first] on. x: the elements' numbers before encoding.
 void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x, const float* decoded,
                  float* residual) {
   float old[kTile];
@@ -194,7 +194,8 @@ void update_sent(const Elements& sent, int64_t first, int64_t n, const float* x,
   for (int64_t i = 0; i < n; ++i) residual[index[i]] = old[i];
 }
 
-// The sum of a piece over the payloads of all ranks, with the own leaf and the residual if there are any.
+// Writes the sum of a piece over the payloads of all ranks to `out`. The own leaf, if there is one, replaces a payload.
+// The residual, if there is one, is added.
 void sum_to(const Reduce& a, const Piece& p, int64_t row, float* out, const Pool& pool) {
   const Layout& l = a.layout;
   const Kernels& k = kernels();

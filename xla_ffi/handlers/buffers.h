@@ -1,4 +1,4 @@
-// The buffers of a call on a message, each checked before a kernel sees it.
+// The buffers of a call on a message. Each is checked before a kernel gets it.
 #pragma once
 
 #include <optional>
@@ -23,7 +23,8 @@ inline ffi::Error expect_operation(const std::string& op, int64_t got, int64_t o
   return invalid(op, "no operation " + std::to_string(got));
 }
 
-// The bytes of a row of an exchange's operand and result, which have `in_rows` and `out_rows` rows.
+// Returns the bytes of a row of an exchange's operand and result. The operand has `in_rows` rows, the result
+// `out_rows`.
 inline ffi::ErrorOr<int64_t> check_rows(const std::string& op, const ffi::AnyBuffer& x, const ffi::AnyBuffer& y,
                                         int64_t in_rows, int64_t out_rows) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
@@ -35,13 +36,13 @@ inline ffi::ErrorOr<int64_t> check_rows(const std::string& op, const ffi::AnyBuf
   return bytes;
 }
 
-// The operands (ffi::RemainingArgs) or the results (ffi::RemainingRets), taken one after another.
+// The operands (ffi::RemainingArgs) or the results (ffi::RemainingRets) of a call. They are taken one after another.
 template <class All>
 class Buffers {
  public:
   Buffers(std::string op, const Message& message, const All& all) : op_(std::move(op)), message_(message), all_(all) {}
 
-  // `count` elements of `type`.
+  // Takes the next buffer, which must have `count` elements of `type`.
   template <class T>
   ffi::Error take(const std::string& name, ffi::DataType type, int64_t count, T** out) {
     auto found = all_.template get<ffi::AnyBuffer>(next_++);
@@ -56,7 +57,7 @@ class Buffers {
     return ffi::Error::Success();
   }
 
-  // `count` elements of `type` for each message of the batch.
+  // Takes the next buffer, which must have `count` elements of `type` for each message of the batch.
   template <class T>
   ffi::Error take_batch(const std::string& name, ffi::DataType type, int64_t count, T** out) {
     int64_t expected;
@@ -64,7 +65,7 @@ class Buffers {
     return take(name, type, expected, out);
   }
 
-  // A buffer for each leaf, of the leaf's dtype or of `dtype`.
+  // Takes a buffer for each leaf. The buffers have the dtype `dtype`, by default each leaf's.
   template <class T>
   ffi::Error take_leaves(const std::string& name, std::optional<DType> dtype, std::vector<T*>* out) {
     const std::vector<Leaf>& leaves = message_.layout.leaves;

@@ -1,4 +1,4 @@
-// Handlers launch kernels and do nothing else, so that XLA may capture them into graphs.
+// Handlers only launch kernels, so that XLA can capture them into CUDA graphs.
 #include "handlers/cuda.h"
 
 #include "cuda/cuda.h"
@@ -15,7 +15,7 @@ struct Cuda {
     return cuda::workspace_bytes(layout, batch, payloads, encodes);
   }
 
-  // `where` is on the device. The kernel checks it: if it is out of range, the result is NaNs.
+  // `where` is in device memory, so the kernel checks it. If it is out of range, the result is NaNs.
   static ffi::Error check_where(const int32_t*, const Message&, int64_t, bool) { return ffi::Error::Success(); }
 
   static ffi::Error encode(Context stream, const Encode& args) {
@@ -41,7 +41,7 @@ struct Cuda {
                           no_code_message(op, JAXCGX_CUDA_ARCHITECTURES, this_gpu()));
       case cudaErrorInsufficientDriver:
       case cudaErrorUnsupportedPtxVersion: {
-        int driver = 0;  // the call works without a GPU, too; 0: there is no driver
+        int driver = 0;  // stays 0 without a driver; the call works without a GPU, too
         cudaDriverGetVersion(&driver);
         return ffi::Error(ffi::ErrorCode::kFailedPrecondition, old_driver_message(op, CUDART_VERSION, driver));
       }
@@ -51,7 +51,7 @@ struct Cuda {
     }
   }
 
-  // Such as "NVIDIA H200 (sm_90)".
+  // Returns the GPU's name and architecture, such as "NVIDIA H200 (sm_90)".
   static std::string this_gpu() {
     int device = 0;
     cudaDeviceProp gpu;

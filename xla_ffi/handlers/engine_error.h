@@ -1,4 +1,4 @@
-// Converts errors of the engines in shm/ and tcp/ to XLA's.
+// Converts errors of the engines in shm/ and tcp/ to XLA's errors.
 #pragma once
 
 #include <string>

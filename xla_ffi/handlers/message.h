@@ -1,4 +1,4 @@
-// The attributes of a call, decoded and checked: handlers never trust their caller.
+// Decodes and checks the attributes of a call. Handlers never trust their caller.
 #pragma once
 
 #include <string>
@@ -14,10 +14,10 @@ namespace ffi = xla::ffi;
 
 using Sizes = ffi::Span<const int64_t>;
 
-constexpr int64_t kMost = int64_t{1} << 40;  // elements of a leaf or a bucket: sums of bytes can't overflow
+constexpr int64_t kMost = int64_t{1} << 40;  // the most elements of a message or a bucket: sums of bytes can't overflow
 constexpr int64_t kMostChunks = 1 << 20, kMostRanks = 1 << 20;
-constexpr int64_t kMostShares = 1 << 30;    // sum over all chunks: its product with a chunk's share can't overflow
-constexpr float kLeastDivisor = 0x1p-126f;  // 1 / divisor is finite
+constexpr int64_t kMostShares = 1 << 30;    // bound on the shares of all chunks together: Layout can't overflow
+constexpr float kLeastDivisor = 0x1p-126f;  // the smallest divisor: 1 / divisor is finite
 
 inline ffi::Error invalid(const std::string& op, const std::string& what) {
   return ffi::Error::InvalidArgument("jaxcgx_" + op + ": " + what);
@@ -28,7 +28,7 @@ inline ffi::Error invalid(const std::string& op, const std::string& what) {
     if (ffi::Error error = (expression); error.failure()) return error; \
   } while (false)
 
-// The fault of a codec; empty: there is none.
+// Returns the fault of a codec's settings; empty if they are valid.
 inline std::string fault_of(const Codec& c) {
   const Traits traits = traits_of(c.kind);
   if (c.bits < traits.least_bits || c.bits > traits.most_bits) {
@@ -66,7 +66,7 @@ inline std::string fault_of(const Codec& c) {
   return values.empty() ? values : "values: " + values;
 }
 
-// A checked message. `ids` are in the caller's memory.
+// A checked message. `ids` points to the caller's memory.
 struct Message {
   Layout layout;
   Sizes ids;
@@ -80,6 +80,7 @@ struct Description {
   int64_t chunks, batch;
 };
 
+// Checks the attributes of a message and computes its layout.
 inline ffi::ErrorOr<Message> make_message(const std::string& op, const Description& d) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   if (const std::string fault = fault_of(d.codec); !fault.empty()) return bad(fault);
@@ -115,7 +116,8 @@ inline ffi::ErrorOr<Message> make_message(const std::string& op, const Descripti
   return Message{std::move(layout), d.ids, d.batch};
 }
 
-// The attributes of a call, by name. error() and message() report the first one that is missing or has the wrong type.
+// The attributes of a call, by name. error() and message() report the first attribute that is missing or has the wrong
+// type.
 class Attributes {
  public:
   Attributes(std::string op, const ffi::Dictionary& all) : op_(std::move(op)), all_(all) {}
@@ -127,7 +129,7 @@ class Attributes {
 
   ffi::Error error() const { return fault_.empty() ? ffi::Error::Success() : invalid(op_, fault_); }
 
-  // After all other attributes.
+  // Returns the message. Call it after getting all other attributes, because it also reports their errors.
   ffi::ErrorOr<Message> message() {
     Description d;
     const auto codec = get<ffi::Dictionary>("codec");
@@ -137,7 +139,7 @@ class Attributes {
       field = static_cast<T>(get<FieldType<T>>(codec, name));
       ++fields;
     });
-    // A field that no kernel reads would be a setting that is silently ignored.
+    // An unknown field is an error: otherwise a setting would be silently ignored.
     if (fault_.empty() && codec.size() != fields)
       fault_ = "attribute 'codec': got " + std::to_string(codec.size()) + " fields, expected " + std::to_string(fields);
     d.sizes = get<Sizes>("sizes");

@@ -1,10 +1,11 @@
-// The operations as XLA calls them, the same on every platform: check the attributes and every buffer, then run.
+// The operations as XLA calls them, the same on every platform. Each checks the attributes and every buffer, then runs.
 //
 // A Platform has these members:
 //  - Context: the threads or the stream that XLA gives to a handler.
 //  - encode, decode, reduce, clear: run an operation, given a Context and its arguments (codec/operations.h).
-//  - workspace_bytes: the size of the workspace, given the layout, the batch, the number of payloads that the operation
-//    decodes per message, and whether it encodes. If the size is not 0, the workspace is the operation's last result.
+//  - workspace_bytes: returns the size of the workspace, given the layout, the batch, the number of payloads that the
+//    operation decodes per message, and whether it encodes. If the size is not 0, the workspace is the operation's last
+//    result.
 //  - check_where: checks `where` if the host can read it.
 #pragma once
 
@@ -17,8 +18,8 @@
 
 namespace jaxcgx {
 
-// Results that are written only in part must share the memory of their operands. XLA knows this from the call. It
-// copies an operand first if it still needs it.
+// Checks that results share the memory of their operands. This is necessary if an operation writes only parts of a
+// result. The call declares the aliasing to XLA, which copies an operand first if the operand is needed later.
 template <class T>
 ffi::Error expect_in_place(const std::string& op, const char* result, const char* operand, const Message& m,
                            const std::vector<T*>& operands, const std::vector<T*>& results) {
@@ -151,8 +152,8 @@ ffi::Error reduce(typename Platform::Context context, ffi::RemainingArgs args, f
   return Platform::reduce(context, r);
 }
 
-// Operands: payload, arrays of the leaves' shapes and dtypes. Results: the arrays, in place, where the elements of the
-// payload are 0.
+// Operands: payload, arrays with the shapes and dtypes of the leaves. Results: the arrays, in place, with the elements
+// of the payload set to 0.
 template <class Platform>
 ffi::Error clear(typename Platform::Context context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                  ffi::Dictionary dictionary) {

@@ -8,7 +8,7 @@
 namespace jaxcgx {
 namespace {
 
-// The tokens only order the exchanges of a program.
+// Runs an exchange over shared memory. The tokens only order the exchanges of a program.
 ffi::Error exchange(ffi::AnyBuffer x, ffi::Token, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::Token>,
                     ffi::Dictionary dictionary) {
   const std::string op = "exchange";

@@ -22,8 +22,8 @@
 namespace jaxcgx {
 namespace {
 
-// XLA continues a program in the thread that completes a result. Its own threads flush denormals, and the program's
-// bits must not depend on the thread.
+// Makes this thread flush denormals, as XLA's threads do. XLA continues a program in the thread that completes a
+// result, and the program's results must not depend on the thread.
 void flush_denormals() {
 #if defined(__SSE__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -34,7 +34,8 @@ void flush_denormals() {
 #endif
 }
 
-// Completes a result in a thread that has no other work, because XLA continues the program in that thread.
+// Returns a function that completes a result. It does so in a thread without other work, because XLA continues the
+// program in that thread.
 tcp::Done completes(ffi::Promise promise) {
   return [promise](const Status& status) {
     static auto& threads = *new tcp::Threads(std::numeric_limits<int64_t>::max());
@@ -59,7 +60,7 @@ ffi::Future failed(const ffi::Error& error) {
     if (ffi::Error error = (expression); error.failure()) return failed(error); \
   } while (false)
 
-// `who`: this process's rank, then the process of every rank.
+// Returns the checked group of an exchange. `who`: this process's rank, then the process of every rank.
 ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, int64_t ranks, int64_t timeout_ms) {
   const auto bad = [&](const std::string& what) { return ffi::Unexpected(invalid(op, what)); };
   const auto& net = tcp::the_net();
@@ -83,7 +84,7 @@ ffi::ErrorOr<tcp::Group> make_group(const std::string& op, const int32_t* who, i
   return group;
 }
 
-// The tokens only order the exchanges of a program.
+// Starts an exchange of raw bytes over TCP. The tokens only order the exchanges of a program.
 ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi::Token, ffi::Result<ffi::AnyBuffer> y,
                      ffi::Result<ffi::Token>, ffi::Dictionary dictionary) {
   const std::string op = "tcp_exchange";
@@ -117,18 +118,21 @@ ffi::Future exchange(ffi::AnyBuffer x, ffi::Buffer<ffi::DataType::S32> who, ffi:
   return future;
 }
 
-// A sum of messages takes two calls, begin and end. The program goes on between them, or returns: a later program may
-// end the sum.
+// A sum of messages takes two calls, begin and end. Between them the program does other work, or returns: then a later
+// program ends the sum.
 //
-// begin: operands: leaves, residuals (with feedback), `who` as in make_group, keys (if the codec is stochastic: one,
-// with two_shot also that of the root's sum and that of the other sums), a token. Results: new residuals (with
-// feedback), a ticket (two words, the same for each message of the batch), a token. The tokens only order the exchanges
-// of a program.
-// end: operands: the ticket, new residuals (with feedback), a token if it is ordered. Results: the sums (one_shot:
-// fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if it is ordered. With a ticket of zeros,
-// no sum has begun: the sums are zeros.
+// begin:
+//  - Operands: leaves, residuals (with feedback), `who` as in make_group, keys (if the codec is stochastic), a token.
+//    There is one key; with two_shot there are also a key for the root's sum and a key for the other sums.
+//  - Results: new residuals (with feedback), a ticket (two words, the same for each message of the batch), a token. The
+//    tokens only order the exchanges of a program.
+//
+// end:
+//  - Operands: the ticket, new residuals (with feedback), a token if `ordered`.
+//  - Results: the sums (one_shot: fp32; two_shot: the leaves' dtypes), new residuals (with feedback), a token if
+//    `ordered`. A ticket of zeros means that no sum has begun. Then the sums are zeros.
 
-// The fault of trees, given as parents: [trees, ranks], -1 for a root. Empty: there is none.
+// Returns the fault of trees; empty if they are valid. The trees are given as parents: [trees, ranks], -1 for a root.
 std::string fault_of_trees(Sizes parents, int64_t ranks, int64_t chunks) {
   const auto n = static_cast<int64_t>(parents.size());
   if (n == 0 || n % ranks != 0 || chunks % (n / ranks) != 0)

@@ -21,15 +21,16 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// With four slots, a rank needs not tell the others what it has read. A rank that fills its slot for round r + 1 has
-// seen the others' slots for r - 1. Before they filled those, they had read round r - 3, which used the same slot.
+// With four slots, readers need not acknowledge what they have read. A rank writes at most one round ahead of what it
+// reads. So when it fills its slot for round r + 1, it has read the other ranks' slots for round r - 1. The other ranks
+// filled those slots after they had read round r - 3, which used the same slot as r + 1.
 constexpr int64_t kSlots = 4;
 // Large enough that a round spends more time on copying than on waiting, small enough for the caches
 // (benchmarks/notes/shm.md).
 constexpr int64_t kSlotBytes = 256 << 10;
-constexpr int64_t kLine = 128;                 // two cache lines: processors fetch them in pairs
+constexpr int64_t kLine = 128;                 // two cache lines, against false sharing: prefetchers fetch pairs
 constexpr int kSpins = 2000;                   // about 20 us, the cost of a sleep and a wake
-constexpr std::chrono::milliseconds kNap{50};  // a waiting rank checks this often whether the other one lives
+constexpr std::chrono::milliseconds kNap{50};  // a waiting rank checks this often whether the other rank is alive
 
 enum State : uint32_t { kAbsent, kHere, kLeft, kFailed };
 
@@ -43,7 +44,8 @@ void pause() {
 #endif
 }
 
-// The numbers of rounds wrap around. Two ranks are always less than 2^31 rounds apart.
+// Returns whether round number `value` is at or past `target`. Round numbers wrap around, but two ranks are always less
+// than 2^31 rounds apart.
 bool reached(uint32_t value, uint32_t target) { return static_cast<int32_t>(value - target) >= 0; }
 
 void sleep_on(std::atomic<uint32_t>& word, uint32_t value) {
@@ -59,7 +61,8 @@ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
 
 }  // namespace
 
-// The terms on which ranks must agree. They are in every slot, so that a rank sees a difference before it takes a byte.
+// The terms on which ranks must agree. Every slot has them, so that a rank detects a difference before it copies a
+// byte.
 struct Ring::Terms {
   int64_t operation, argument, bytes, digest;
 
@@ -79,8 +82,8 @@ struct Ring::Terms {
 struct Ring::Control {
   alignas(kLine) Word state;
   Word process;
-  alignas(kLine) Word written;  // rounds
-  Word sleepers;                // ranks that wait for this one
+  alignas(kLine) Word written;  // number of rounds that this rank has written
+  Word sleepers;                // number of ranks that sleep until `written` changes
 };
 
 struct Ring::Slot {
@@ -95,7 +98,7 @@ Ring::Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds 
 
 void Ring::leave() {
   uint32_t here = kHere;
-  // The child of a fork also has the mapping, but is not a rank.
+  // The child of a fork has the mapping, too, but is not a rank.
   if (control(rank_).process.load() != static_cast<uint32_t>(getpid())) return;
   control(rank_).state.compare_exchange_strong(here, kLeft);
   wake(control(rank_).written);
@@ -119,7 +122,7 @@ Ring::Slot& Ring::slot(int64_t rank, uint32_t round) const {
   return reinterpret_cast<Slot*>(memory_ + ranks_ * sizeof(Control))[rank * kSlots + round % kSlots];
 }
 
-// Why another rank gave up: a rank that died, if there is one.
+// Returns the reason why another rank gave up: a rank that died, if there is one.
 std::string Ring::why() const {
   for (int64_t rank = 0; rank < ranks_; ++rank) {
     if (died(rank)) return ": " + name(rank) + " has ended";
@@ -192,7 +195,7 @@ uint8_t* target(const Exchange& e, int64_t rank) {
   return e.out + (e.operation == Operation::kAllToAll || e.operation == Operation::kAllGather ? rank * e.bytes : 0);
 }
 
-// The most bytes of a row that fit into a slot.
+// Returns the most bytes of a row that fit in a slot. With all_to_all, the other ranks' rows share the slot.
 int64_t step_of(const Exchange& e, int64_t ranks) {
   return e.operation == Operation::kAllToAll ? kSlotBytes / std::max<int64_t>(ranks - 1, 1) / 64 * 64 : kSlotBytes;
 }
@@ -202,7 +205,7 @@ int64_t step_of(const Exchange& e, int64_t ranks) {
 Status Ring::exchange(const Exchange& e, const Terms& terms) {
   const int64_t step = step_of(e, ranks_);
   int64_t ahead = 0;
-  // Writing is one slot ahead of reading: while the others take the last slot, this rank fills the next one. An
+  // Writing is one round ahead of reading: while the other ranks read the last slot, this rank fills the next one. An
   // exchange of 0 bytes has one round, too, in which the ranks compare terms.
   for (int64_t offset = 0; offset == 0 || offset < e.bytes; offset += step) {
     for (; ahead <= offset + step && (ahead == 0 || ahead < e.bytes); ahead += step) write(e, terms, ahead);
@@ -221,17 +224,19 @@ void Ring::write(const Exchange& e, const Terms& terms, int64_t offset) {
     copy(s.data, e.in + offset, bytes);
   }
   Control& mine = control(rank_);
-  // Sequentially consistent with a waiting rank, which adds itself to the sleepers, then reads the word.
+  // The store releases the slot. It is sequentially consistent, like the load of `sleepers`, and in wait() the
+  // increment of `sleepers` and the load of `written`. So either this rank sees the sleeper, or the sleeper sees the
+  // new value: no wakeup is lost.
   mine.written.store(++written_);
   if (mine.sleepers.load() > 0) wake(mine.written);
-  // The rank's own part, while it may be in the caches.
+  // Copy the rank's own part now, while it may still be in the caches.
   if (comes_from(e, rank_, rank_, ranks_)) copy(target(e, rank_) + offset, source(e, rank_) + offset, bytes);
 }
 
 Status Ring::read(const Exchange& e, const Terms& terms, int64_t offset) {
   const int64_t step = step_of(e, ranks_), bytes = std::min(step, e.bytes - offset);
   for (int64_t i = 1; i < ranks_; ++i) {
-    const int64_t rank = (rank_ + ranks_ - i) % ranks_;  // this rank's part is number i in its slots
+    const int64_t rank = (rank_ + ranks_ - i) % ranks_;  // row i - 1 of its slots is for this rank
     if (Status error = wait(rank, terms)) return error;
     const Slot& s = slot(rank, read_);
     if (const Terms found = s.terms; !(found == terms)) {
@@ -273,7 +278,7 @@ Status Ring::wait(int64_t rank, const Terms& terms) {
       gone = error_of(Error::Kind::kGone, "gave up" + why());
     else if (Clock::now() >= deadline)
       gone = error_of(Error::Kind::kLate, "has not come within " + std::to_string(timeout_.count()) + " ms");
-    // A rank that finished this round before it left is no error.
+    // A rank may have finished this round before it left. That is not an error.
     if (gone && !reached(w.load(), target)) error = gone;
     if (!gone) sleep_on(w, value);
   }

@@ -1,12 +1,13 @@
-// Exchanges among processes that share memory, each a rank.
+// Exchanges among processes that share memory. Each process is a rank.
 //
-// Every rank has a ring of slots that it alone writes and the others read. An exchange is a number of rounds, the same
-// on every rank. In a round, a rank fills its next slot and takes its part of the others' slots. So a byte is written
-// once, and read once by each receiver. The few slots stay in the caches. The rounds of the next exchange follow
-// directly.
+// Every rank has a ring of slots. Only this rank writes to it, and the other ranks read it. An exchange is a number of
+// rounds, the same on every rank. In a round, a rank fills its next slot and copies its part of the other ranks' slots.
+// So a byte is written once, and read once by each receiver. There are few slots, so they stay in the caches. The
+// rounds of the next exchange follow without a barrier.
 //
-// The contents of shared memory are never trusted: they are compared with what this rank expects, and decide neither a
-// size nor an address. Every wait ends: a rank that died, left, gave up or is late is an error that names it.
+// The contents of shared memory are never trusted: they are compared with the values that this rank expects, and
+// determine neither a size nor an address. Every wait ends: if a rank died, left, gave up or is late, the exchange
+// returns an error that names the rank.
 #pragma once
 
 #include <atomic>
@@ -20,9 +21,9 @@
 
 namespace jaxcgx::shm {
 
-// all_to_all: `bytes` for each rank, [ranks, bytes] -> [ranks, bytes]; row r goes to and comes from rank r.
-// all_gather: [bytes] -> [ranks, bytes]. shift: from the rank that is `argument` lower. broadcast: from rank
-// `argument`.
+// all_to_all: [ranks, bytes] -> [ranks, bytes]; row r of the input goes to rank r, row r of the output comes from rank
+// r. all_gather: [bytes] -> [ranks, bytes]. shift: [bytes] -> [bytes], from the rank that is `argument` lower, modulo
+// ranks. broadcast: [bytes] -> [bytes], from rank `argument`.
 enum class Operation : int64_t { kAllToAll, kAllGather, kShift, kBroadcast };
 constexpr int64_t kOperations = 4;
 
@@ -31,30 +32,32 @@ struct Exchange {
   int64_t argument, bytes;
   const uint8_t* in;
   uint8_t* out;
-  int64_t digest = 0;  // of everything else that must be the same on all ranks
+  int64_t digest = 0;  // a hash of everything else that must be the same on all ranks
 };
 
 constexpr int64_t kMostRanks = 1024;
 
 class Ring {
  public:
+  // Returns the bytes of shared memory that `ranks` ranks need.
   static int64_t bytes(int64_t ranks);
 
-  // memory: bytes(ranks) bytes, shared by all ranks, zero before the first one joins.
+  // memory: bytes(ranks) bytes that all ranks share. They must be zero before the first rank joins.
   Ring(void* memory, int64_t rank, int64_t ranks, std::chrono::milliseconds timeout);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Call before the first exchange. Returns when every rank has joined. processes: those of the ranks, to notice if one
-  // ends before it joins.
+  // Joins the other ranks. Call it before the first exchange. Returns when every rank has joined. processes: the
+  // process ids of the ranks, used to notice a process that ends.
   Status join(const std::vector<int64_t>& processes);
 
-  // Ends every exchange of the others that needs this rank, as the destructor does. May be called while an exchange is
-  // running here.
+  // Ends every exchange of other ranks that needs this rank, as the destructor does. It may be called while an exchange
+  // is running here.
   void leave();
 
-  // After an error, every further exchange returns it: the ranks may be in different rounds.
+  // Runs an exchange. After an error, every later exchange returns the same error, because the ranks may be in
+  // different rounds.
   Status run(const Exchange& exchange);
 
   int64_t ranks() const { return ranks_; }
@@ -78,7 +81,7 @@ class Ring {
   uint8_t* const memory_;
   const int64_t rank_, ranks_;
   const std::chrono::milliseconds timeout_;
-  uint32_t written_ = 0, read_ = 0;  // rounds; they wrap around
+  uint32_t written_ = 0, read_ = 0;  // numbers of rounds; they wrap around
   std::vector<int> processes_;       // pidfds
   Status failure_;
   std::mutex mutex_;

@@ -13,16 +13,16 @@
 namespace jaxcgx::shm {
 namespace {
 
-// It precedes the ring, and takes a page, so that the ring is aligned.
+// The header is before the ring. It takes a page, so that the ring is aligned.
 struct Header {
-  static constexpr uint64_t kMagic = 0x6a61786367780001;  // "jaxcgx", and the version of what follows
+  static constexpr uint64_t kMagic = 0x6a61786367780001;  // "jaxcgx", and the version of this memory's format
   static constexpr int64_t kBytes = 4096;
 
   uint64_t magic, random;
   int64_t ranks;
 };
 
-// With these seals, the memory can't shrink under a process that has mapped it.
+// With these seals, no process can shrink the memory. Otherwise an access to a mapped page could raise SIGBUS.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 int64_t bytes_of(int64_t ranks) { return Header::kBytes + Ring::bytes(ranks); }
@@ -46,7 +46,7 @@ Or<std::string> create(int64_t ranks) {
     return Failure{"expected 1 to " + std::to_string(kMostRanks) + " ranks, got " + std::to_string(ranks)};
   Descriptor memory(memfd_create("jaxcgx", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory.number < 0) return because("memfd_create");
-  // Allocate now: if a page could not be allocated later, the process that touches it would be killed.
+  // Allocate all pages now. If a page could not be allocated later, the process that touches it would be killed.
   if (const int error = posix_fallocate(memory.number, 0, bytes_of(ranks))) {
     return Failure{"no memory for the " + std::to_string(bytes_of(ranks)) + " bytes that " + std::to_string(ranks) +
                    " ranks share: " + std::strerror(error) + "; free some, or raise the limit of the container"};

@@ -1,5 +1,5 @@
-// Memory that the processes of a host share. It has no name in any file system, so it is freed when the last of them
-// ends, however they end.
+// Memory that processes of a host share. It has no name in any file system, so it is freed when the last process ends,
+// even if the processes are killed.
 #pragma once
 
 #include <memory>
@@ -9,13 +9,13 @@
 
 namespace jaxcgx::shm {
 
-// Makes shared memory for a number of ranks, and returns its name, "PROCESS:DESCRIPTOR:RANDOM". The creator keeps it
+// Makes shared memory for `ranks` ranks. Returns its name, "PROCESS:DESCRIPTOR:RANDOM". The creator keeps the memory
 // open until it attaches.
 Or<std::string> create(int64_t ranks);
 
 class Segment {
  public:
-  // Returns when all ranks, which are these processes, have joined.
+  // Attaches this process as `rank`. Returns when all ranks have joined. `processes` are the process ids of the ranks.
   static Or<std::shared_ptr<Segment>> attach(const std::string& name, int64_t rank,
                                              const std::vector<int64_t>& processes, std::chrono::milliseconds timeout);
   ~Segment();

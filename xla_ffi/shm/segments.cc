@@ -13,7 +13,7 @@ struct Segments {
 };
 
 Segments& segments() {
-  // Never destroyed: a program may still run when the process ends.
+  // Never destroyed: an XLA program may still be running when the process ends.
   static Segments& all = *new Segments;
   return all;
 }

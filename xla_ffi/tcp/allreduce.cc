@@ -17,21 +17,23 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr int64_t kKind = 16;  // kind of the exchange, different from all in collectives.h; for two_shot one more
+constexpr int64_t kKind = 16;  // the kind of one_shot, different from all in collectives.h; two_shot: kKind + 1
 static_assert(kKind >= kOperations, "");
 
-// Threads for kernels that run while bytes are under way: XLA's can't be used after a handler has returned.
+// Threads for kernels that run while bytes are on the wire. XLA's threads can't be used after a handler has returned.
 Threads& workers() {
   static auto& threads = *new Threads(std::max(1u, std::thread::hardware_concurrency()), run_soon);
   return threads;
 }
 
+// Returns a pool without other threads: each task of workers() runs its kernel alone.
 const cpu::Pool& alone() {
   static const cpu::Pool pool{1, [](std::function<void()> task) { task(); }};
   return pool;
 }
 
-// The buffers of message `row`, from those of the first. `dtype`: of all of them, by default that of each leaf.
+// Returns the buffers of message `row`, given the buffers of the first message. `dtype`: the dtype of all buffers, by
+// default each leaf's.
 template <class T>
 std::vector<T*> behind(const Layout& l, int64_t row, std::vector<T*> first, std::optional<DType> dtype = std::nullopt) {
   using Void = std::conditional_t<std::is_const_v<T>, const void, void>;
@@ -54,11 +56,12 @@ Allreduce::Outputs behind(const Layout& l, int64_t row, const Allreduce::Outputs
           behind(l, row, first.residuals, DType::kF32)};
 }
 
-// Memory for the elements in some chunks of a message.
+// A copy of the elements in some chunks of a message.
 class Part {
  public:
   Part() = default;
-  // `dtype`: of all leaves, by default that of each leaf.
+  // Allocates memory for `chunks` chunks from chunk `first` on. `dtype`: the dtype of all elements, by default each
+  // leaf's.
   Part(const Layout& l, int64_t first, int64_t chunks, std::optional<DType> dtype = std::nullopt)
       : layout_(&l), dtype_(dtype), stretches_(l.leaves.size()) {
     for (int64_t k = l.first[static_cast<size_t>(first)]; k < l.first[static_cast<size_t>(first + chunks)]; ++k) {
@@ -70,15 +73,16 @@ class Part {
     int64_t bytes = 0;
     for (Stretch& s : stretches_) s.at = bytes, bytes += whole_lines(s.bytes);
     memory_.reset(new char[static_cast<size_t>(bytes)]);
-    // Pointers from which kernels reach the elements at the places that they have in whole leaves.
+    // Kernels index whole leaves. So these pointers are to the first element of each leaf, which may be outside of the
+    // memory.
     for (const Stretch& s : stretches_)
       whole_.push_back(reinterpret_cast<void*>(reinterpret_cast<intptr_t>(memory_.get()) + s.at - s.begin));
   }
 
-  // For kernels; empty without memory.
+  // Returns pointers to whole leaves, for kernels; empty without memory.
   const std::vector<void*>& whole() const { return whole_; }
 
-  // Copies the elements of a chunk.
+  // Copies the elements of a chunk from whole leaves.
   template <class T>
   void copy(int64_t chunk, const std::vector<T*>& leaves) const {
     if (layout_ == nullptr) return;
@@ -92,6 +96,7 @@ class Part {
     }
   }
 
+  // Copies all elements to whole leaves.
   template <class T>
   void copy_back(const std::vector<T*>& leaves) const {
     for (size_t i = 0; i < stretches_.size(); ++i) {
@@ -102,8 +107,8 @@ class Part {
 
  private:
   struct Stretch {
-    int64_t begin = 0, bytes = 0;  // in the leaf
-    int64_t at = 0;                // in the memory
+    int64_t begin = 0, bytes = 0;  // byte range in the leaf
+    int64_t at = 0;                // byte offset in the memory
   };
   int64_t size(int32_t leaf) const {
     return size_of(dtype_.value_or(layout_->leaves[static_cast<size_t>(leaf)].dtype));
@@ -116,7 +121,7 @@ class Part {
   std::vector<void*> whole_;
 };
 
-// The memory of a message's sum between begin and end.
+// Inputs of a message's sum that it needs after begin() has returned.
 struct Kept {
   std::vector<Part> own, residuals;  // by part of the message; empty where this rank sums nothing
   uint32_t sum_key[kKeyWords] = {}, hop_key[kKeyWords] = {};
@@ -129,7 +134,7 @@ std::vector<int64_t> Allreduce::summed(int64_t part, int64_t rank) const {
   for (int64_t r = 0; r < ranks; ++r) {
     if (r == rank || !two_shot || parent(part, r) == rank) found.push_back(r);
   }
-  if (two_shot && found.size() == 1 && parent(part, rank) >= 0) found.clear();  // a leaf
+  if (two_shot && found.size() == 1 && parent(part, rank) >= 0) found.clear();  // a rank without children
   return found;
 }
 
@@ -139,7 +144,7 @@ int64_t Allreduce::workspace_bytes(int64_t rank) const {
   return rows * batch * pieces() * layout.chunk_bytes;
 }
 
-// The pieces of a batch are numbered message after message.
+// A sum that has begun. The pieces of all messages of the batch are numbered, message after message.
 class Running : public std::enable_shared_from_this<Running> {
  public:
   Running(std::shared_ptr<Net> net, Allreduce a, int64_t rank)
@@ -194,7 +199,7 @@ class Running : public std::enable_shared_from_this<Running> {
           e.receives.push_back({other, slot(false, part, piece), row(part, piece, other), bytes});
         }
         e.sends += static_cast<int64_t>(from.size());
-        if (!a_.two_shot) continue;  // as many as it receives
+        if (!a_.two_shot) continue;  // one_shot: each rank sends as many messages as it receives
         const int64_t parent = a_.parent(part, rank_);
         if (parent < 0) continue;
         e.receives.push_back({parent, slot(true, part, piece), place(encoded_, part, piece), bytes});
@@ -215,8 +220,8 @@ class Running : public std::enable_shared_from_this<Running> {
         if (m.sum_key != nullptr) std::copy_n(m.sum_key, kKeyWords, kept.sum_key);
         if (m.hop_key != nullptr) std::copy_n(m.hop_key, kKeyWords, kept.hop_key);
       }
-      // The parts that other ranks sum come first. Each rank begins with another part, so that not all send to the same
-      // rank at once.
+      // The parts that other ranks sum come first. Each rank begins with a different part, so that the ranks do not all
+      // send to the same rank at once.
       for (const bool sums : {false, true}) {
         for (int64_t i = 1; i <= parts_; ++i) {
           const int64_t part = (rank_ + i) % parts_;
@@ -233,7 +238,7 @@ class Running : public std::enable_shared_from_this<Running> {
           if (!a_.two_shot) send_to_all(slot(false, part, piece), mine, sent_bytes(part, piece));
           kept.own[p].copy(chunk(part, piece), m.leaves);
           kept.residuals[p].copy(chunk(part, piece), m.new_residuals);
-          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // no rank sends 0 bytes
+          if (sent_bytes(part, piece) == 0) missing_[index(part, piece)] = 1;  // an empty piece is not sent
           one_less(part, piece);
         }
       }
@@ -257,7 +262,7 @@ class Running : public std::enable_shared_from_this<Running> {
   const Allreduce& asked() const { return a_; }
 
  private:
-  // The layout's chunk that is a piece of a part, and the bytes of it that travel.
+  // chunk returns the layout's chunk of a piece of a part. sent_bytes returns the number of its bytes that are sent.
   int64_t chunk(int64_t part, int64_t piece) const { return part * pieces_ + piece % pieces_; }
   int64_t sent_bytes(int64_t part, int64_t piece) const {
     return a_.layout.end[static_cast<size_t>(chunk(part, piece))];
@@ -265,7 +270,7 @@ class Running : public std::enable_shared_from_this<Running> {
   size_t index(int64_t part, int64_t piece) const { return static_cast<size_t>(part * all_ + piece); }
   int64_t slot(bool back, int64_t part, int64_t piece) const { return (back * parts_ + part) * all_ + piece; }
   uint8_t* place(uint8_t* base, int64_t part, int64_t piece) const { return base + (part * all_ + piece) * bytes_; }
-  // The place of a rank's payload among those that this rank sums.
+  // Returns the position of a rank's payload among the payloads that this rank sums.
   int64_t row_of(int64_t part, int64_t rank) const {
     const std::vector<int64_t>& all = summed_[static_cast<size_t>(part)];
     return std::lower_bound(all.begin(), all.end(), rank) - all.begin();
@@ -274,7 +279,7 @@ class Running : public std::enable_shared_from_this<Running> {
     const auto p = static_cast<size_t>(part);
     return payloads_[p] + (piece * static_cast<int64_t>(summed_[p].size()) + row_of(part, rank)) * bytes_;
   }
-  // The ranks from which this rank gets payloads, the next rank first.
+  // Returns the ranks from which this rank gets payloads, the next rank first.
   std::vector<int64_t> children(int64_t part) const {
     std::vector<int64_t> found = summed_[static_cast<size_t>(part)];
     if (found.empty()) return found;
@@ -300,7 +305,7 @@ class Running : public std::enable_shared_from_this<Running> {
   void send_to_all(int64_t slot, const uint8_t* data, int64_t bytes) {
     for (int64_t i = 1; i < ranks_; ++i) send((rank_ + i) % ranks_, slot, data, bytes);
   }
-  // A root's sum.
+  // Sends a root's sum to this rank's children.
   void send_on(int64_t part, int64_t piece) {
     const uint8_t* sum = place(encoded_, part, piece);
     for (const int64_t child : children(part)) send(child, slot(true, part, piece), sum, sent_bytes(part, piece));
@@ -313,6 +318,7 @@ class Running : public std::enable_shared_from_this<Running> {
     at_last([this, part, piece] { decode(part, piece); });
   }
 
+  // Counts a payload that is ready. After the last one, the piece is summed.
   void one_less(int64_t part, int64_t piece) {
     if (--missing_[index(part, piece)] > 0) return;
     if (a_.two_shot)
@@ -321,6 +327,7 @@ class Running : public std::enable_shared_from_this<Running> {
       at_last([this, piece] { sum_to_leaves(piece); });
   }
 
+  // Runs a task in workers(). The sum is not done before the task is.
   void later(std::function<void()> task) {
     completion_.add();
     workers().run([self = shared_from_this(), task = std::move(task)] {
@@ -329,7 +336,7 @@ class Running : public std::enable_shared_from_this<Running> {
     });
   }
 
-  // For tasks that write to the outputs: they wait for end.
+  // Runs a task that writes to the outputs. If end() has not been called, the task waits for it.
   void at_last(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -386,6 +393,7 @@ class Running : public std::enable_shared_from_this<Running> {
     cpu::decode(d, alone(), chunk(part, piece));
   }
 
+  // Copies the new residuals of the parts that this rank sums to the outputs.
   void give_residuals() {
     for (size_t i = 0; i < kept_.size(); ++i) {
       for (const Part& part : kept_[i].residuals) part.copy_back(outputs_[i].residuals);
@@ -394,21 +402,23 @@ class Running : public std::enable_shared_from_this<Running> {
 
   const Allreduce a_;
   const std::shared_ptr<Net> net_;
-  const int64_t rank_, ranks_, parts_, pieces_, all_, bytes_;  // pieces_: of a part of a message; all_: of the batch
-  std::vector<std::vector<int64_t>> summed_;                   // by part: Allreduce::summed
-  // In the workspace: by part [all, summed, chunk_bytes]; [parts, all, chunk_bytes] each.
+  // pieces_: number of pieces of a part of a message. all_: number of pieces of a part of all messages.
+  const int64_t rank_, ranks_, parts_, pieces_, all_, bytes_;
+  std::vector<std::vector<int64_t>> summed_;  // by part: Allreduce::summed
+  // Pointers to the workspace. payloads_: by part, [all_, summed, chunk_bytes]. The other two: [parts_, all_,
+  // chunk_bytes] each, for payloads to the parent and for the root's sums.
   std::vector<uint8_t*> payloads_;
   uint8_t *outgoing_, *encoded_;
-  std::vector<std::atomic<int64_t>> missing_;  // by part and piece: payloads that its sum lacks
-  std::atomic<int64_t> unsummed_{0};           // pieces that this rank sums
+  std::vector<std::atomic<int64_t>> missing_;  // by part and piece: number of payloads that are not ready
+  std::atomic<int64_t> unsummed_{0};           // number of pieces that this rank has yet to sum
   std::vector<Kept> kept_;                     // by message
   std::vector<Allreduce::Outputs> outputs_;
   std::shared_ptr<Net::Running> running_;
   std::mutex mutex_;
-  bool ended_ = false;                       // outputs_ is set
-  std::vector<std::function<void()>> last_;  // tasks that wait for it
+  bool ended_ = false;                       // end() was called, so outputs_ is set
+  std::vector<std::function<void()>> last_;  // tasks that wait for end()
   Done done_;
-  Completion completion_;  // parts: the exchange, encode, end, and each later task
+  Completion completion_;  // its parts: the exchange, encode, end, and each task of later()
 };
 
 std::shared_ptr<Running> begin(std::shared_ptr<Net> net, Group group, Allreduce allreduce, Allreduce::Inputs first,

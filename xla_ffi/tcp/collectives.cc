@@ -23,7 +23,7 @@ void run(const std::shared_ptr<Net>& net, Group group, const Collective& c, Done
   e.kind = static_cast<int64_t>(c.operation);
   e.digest = c.digest;
   e.trims = true;
-  std::vector<int64_t> others;  // the next rank first, so that not all send to the same one at once
+  std::vector<int64_t> others;  // the next rank first, so that the ranks do not all send to the same rank at once
   for (int64_t i = 1; i < ranks; ++i) {
     const int64_t other = (rank + i) % ranks;
     if (goes(rank, other)) others.push_back(other);
@@ -36,7 +36,7 @@ void run(const std::shared_ptr<Net>& net, Group group, const Collective& c, Done
   e.done = [completion](const Status& status) { completion->part(status); };
   const auto running = net->begin(std::move(e));
   for (const int64_t other : others) net->send(running, other, 0, in(other), c.bytes);
-  // The rank's own part is copied while the others are under way.
+  // The rank's own part is copied while the messages are on the wire.
   if (c.bytes > 0 && goes(rank, rank))
     std::memcpy(out(rank), in(rank), static_cast<size_t>(c.bytes));
   else if (c.bytes > 0 && !waits)

@@ -1,4 +1,4 @@
-// Counts the parts of some work, and says when all are complete.
+// Counts the parts of some work, and calls a function when all parts are complete.
 #pragma once
 
 #include <functional>
@@ -12,14 +12,15 @@ using Done = std::function<void(const Status&)>;
 
 class Completion {
  public:
-  // Calls `done` once, with the first error of any part.
+  // `done` is called once, with the first error of any part.
   Completion(int64_t parts, Done done) : left_(parts), done_(std::move(done)) {}
 
-  // One more part, while others are incomplete.
+  // Adds a part. Other parts must still be incomplete.
   void add() {
     std::lock_guard<std::mutex> lock(mutex_);
     ++left_;
   }
+  // Tells that a part is complete.
   void part(const Status& status = std::nullopt) {
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -16,11 +16,11 @@
 namespace jaxcgx::tcp {
 namespace {
 
-constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of what follows
+constexpr uint64_t kMessage = 0x6a61786367781022;  // "jaxcgx", and the version of the protocol
 constexpr uint64_t kGaveUp = 0x6a61786367781023;
 constexpr std::chrono::milliseconds kNap{100};  // deadlines are checked this often
-constexpr std::chrono::milliseconds kPaced{1};  // the pace is checked this often
-constexpr int kBeats = 6;                       // a process that is silent for this many has vanished
+constexpr std::chrono::milliseconds kPaced{1};  // with a pace, sockets are tried this often
+constexpr int kBeats = 6;                       // a process that is silent for this many beats has vanished
 
 const char* const kEnded = "has ended or left";
 
@@ -28,7 +28,7 @@ std::string ended_or(int error) {
   return error == ECONNRESET || error == EPIPE ? kEnded : std::string("can't be reached: ") + std::strerror(error);
 }
 
-// The bytes up to the last one that is not 0.
+// Returns the number of bytes up to the last nonzero byte.
 int64_t without_zeros(const uint8_t* data, int64_t bytes) {
   constexpr int64_t kStep = 4096;
   static constexpr uint8_t kZeros[kStep] = {};
@@ -39,8 +39,9 @@ int64_t without_zeros(const uint8_t* data, int64_t bytes) {
 
 bool nonblocking(int socket) { return fcntl(socket, F_SETFL, O_NONBLOCK) == 0; }
 
-// A socket would accept as much as its buffer holds, and on a slow connection that much would be late. With this limit,
-// it accepts the next slice when it has sent most of the last one.
+// Limits the unsent bytes in a socket to a slice. Without the limit, a socket accepts slices until its buffer is full,
+// and on a slow connection these slices would be late. With it, a socket accepts the next slice when it has sent most
+// of the last one, so fast connections take more slices.
 void take_little(int socket) {
   const int most = kSlice;
   setsockopt(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most);  // failure is no error: it only affects speed
@@ -112,7 +113,7 @@ void Net::forget() {
   events_ = Socket(), alarm_ = Socket();
 }
 
-// Called from any thread
+// These functions may be called from any thread.
 
 void Net::leave() {
   post([this] { fail({Error::Kind::kGone, process_, "ends"}); });
@@ -162,7 +163,7 @@ void Net::send(const std::shared_ptr<Running>& running, int64_t rank, int64_t sl
   });
 }
 
-// Called in the thread that moves the bytes
+// These functions are called only in the thread that moves the bytes.
 
 void Net::run() {
   run_soon();
@@ -176,7 +177,7 @@ void Net::run() {
       auto* lane = static_cast<Lane*>(events[i].data.ptr);
       if (lane == nullptr) {
         uint64_t rung;
-        if (read(alarm_.number(), &rung, sizeof rung) < 0) {  // only the event counts
+        if (read(alarm_.number(), &rung, sizeof rung) < 0) {  // clears the alarm; the value does not matter
         }
         continue;
       }
@@ -227,6 +228,8 @@ void Net::start(const std::shared_ptr<Running>& running) {
   }
 }
 
+// Sends bytes on a lane: the rest of its slice, or the next slice that no lane has taken. Returns whether to try again.
+// A short write is normal, so a slice may take several calls.
 bool Net::push(Peer& peer, Lane& lane) {
   if (!lane.writable || !peer.gone.empty() || trouble_) return false;
   if (!lane.out) {
@@ -269,6 +272,8 @@ bool Net::push(Peer& peer, Lane& lane) {
   return true;
 }
 
+// Receives bytes on a lane: a header, or the slice after it. Returns whether to try again. A short read is normal, so
+// both may take several calls.
 bool Net::pull(Peer& peer, Lane& lane) {
   if (!lane.readable || lane.ended || !peer.gone.empty() || trouble_) return false;
   const bool header = lane.header_bytes < static_cast<int64_t>(sizeof(Header));
@@ -315,7 +320,8 @@ bool Net::pull(Peer& peer, Lane& lane) {
   return true;
 }
 
-// Whether the coming slice can be received. If not, it waits for an exchange that has not begun, or is an error.
+// Returns whether the slice after a header can be received. If not, it waits for an exchange that has not begun, or it
+// is an error.
 bool Net::expect(Peer& peer, Lane& lane) {
   const Header& h = lane.header;
   if (h.magic == kGaveUp) {
@@ -356,7 +362,8 @@ bool Net::expect(Peer& peer, Lane& lane) {
   return false;
 }
 
-// A connection has ended. Bytes on the others may still come, and tell why. They are not waited for longer than a beat.
+// Handles the end of a connection. Bytes on the other connections may still arrive, and may give the reason. beat()
+// waits for them for one to two beats, or longer while a slice waits for an exchange that has not begun here.
 void Net::end(Peer& peer, Lane& lane, const std::string& how) {
   lane.ended = true;
   if (peer.ends.empty() || peer.ends == kEnded) peer.ends = how;
@@ -364,20 +371,23 @@ void Net::end(Peer& peer, Lane& lane, const std::string& how) {
     lose(peer, peer.ends);
 }
 
-// Exchanges that still need a process that is gone fail. Others may complete without it.
+// Marks a process as gone. If an exchange still needs this process, all exchanges fail. Otherwise they may complete
+// without it.
 void Net::lose(Peer& peer, const std::string& how) {
   peer.gone = how;
   if (!peer.open.empty() || peer.sends()) fail({Error::Kind::kGone, peer.process, how});
 }
 
-// Counts beats of this process, not time: a process that was stopped must not conclude that the others were silent.
+// Sends heartbeats, and finds processes that have vanished. It counts beats of this process instead of measuring time:
+// a process that was stopped must not conclude that the other processes were silent.
 void Net::beat() {
   next_beat_ = Clock::now() + silence_ / kBeats;
   for (const auto& peer : peers_) {
     if (!peer || !peer->gone.empty()) continue;
-    uint8_t beats[4096] = {};  // more than can have come while the processes connected
-    (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // if there is no room, no beat is needed
-    // A process that closed this connection has closed those for data, too. Their end comes behind their data.
+    uint8_t beats[4096] = {};  // more bytes than can have arrived while the processes connected
+    (void)!::send(peer->beats.number(), beats, 1, MSG_NOSIGNAL);  // if the socket is full, no beat is needed
+    // The end of this connection (recv returns 0) needs no handling: a process that closed it has closed its data
+    // connections, too, and their ends arrive after their data.
     if (recv(peer->beats.number(), beats, sizeof beats, 0) >= 0) peer->heard = true;
     peer->silent = peer->heard ? 0 : peer->silent + 1;
     peer->heard = false;
@@ -390,12 +400,14 @@ void Net::beat() {
   }
 }
 
+// Counts a completed receive or send. After the last one, the exchange is done.
 void Net::step(const std::shared_ptr<Running>& running) {
   if (--running->steps > 0) return;
   running_.erase(std::find(running_.begin(), running_.end(), running));
   running->finish(std::nullopt);
 }
 
+// Fails if an exchange is past its deadline and waits for another process.
 void Net::look_at_the_clock() {
   for (const auto& running : running_) {
     if (Clock::now() < running->deadline) continue;
@@ -407,20 +419,21 @@ void Net::look_at_the_clock() {
           (running->coming[rank] > 0 || peers_[static_cast<size_t>(process)]->sends()))
         late = process;
     }
-    if (late < 0) continue;  // this process itself is late
+    if (late < 0) continue;  // this process itself is late: it waits for none of the others
     fail({Error::Kind::kLate, late, "has not come within " + std::to_string(e.group.timeout.count()) + " ms"});
     return;
   }
 }
 
-// Closes connections only for sending, so that bytes that were sent arrive.
+// Fails all exchanges. It tells the other processes the reason, then shuts down only the sending direction of each
+// connection: closing the socket could discard bytes that are still on the way.
 void Net::fail(Trouble trouble) {
   if (trouble_) return;
   trouble_ = std::move(trouble);
   for (const auto& peer : peers_) {
     if (!peer) continue;
     for (Lane& lane : peer->lanes) {
-      const bool between = !lane.out || lane.sent == 0;  // not in the middle of a slice
+      const bool between = !lane.out || lane.sent == 0;  // a header would be misread in the middle of a slice
       if (between && trouble_->process != process_) {
         const Header header{kGaveUp, 0, 0, 0, trouble_->process, 0, 0};
         ::send(lane.socket.number(), &header, sizeof header, MSG_NOSIGNAL);

@@ -1,26 +1,28 @@
-// Exchanges among processes. Each process has TCP connections to every other: one or more for data, one for heartbeats.
+// Exchanges among processes over TCP. Each process has connections to every other process: one or more data
+// connections, and one for heartbeats.
 //
-// A message is sent in slices. Every connection takes the next slice when it has sent its last one, and the receiver
-// puts each slice in its place. On a long link, a connection carries at most one window per round trip, so several
-// connections carry several windows.
+// A message is sent in slices. Each data connection takes the next slice when it has sent its last one, and the
+// receiver writes each slice to its position in the message. On a link with a long round trip, a connection carries at
+// most one window per round trip. So several connections carry several windows.
 //
 // One thread moves all bytes, on all connections at once, so links are full-duplex. It sends from and receives into the
 // caller's memory, without copies.
 //
-// Two processes begin the exchanges that they share in the same order. So a message belongs to an exchange that has
-// begun here, too, or to a later one. A message for a later exchange waits in the socket, and so does everything behind
-// it: nothing is buffered, and no message that an exchange still needs is behind one of a later exchange.
+// Any two processes begin their common exchanges in the same order. So a received message belongs to an exchange that
+// has begun here, too, or to a later exchange. A message for a later exchange waits in the socket, together with all
+// bytes behind it. Nothing is buffered, and no exchange needs a message that is behind a message of a later exchange.
 //
 // So data waits in full sockets for a process that is late, and the sender can't see whether that process is alive.
-// Heartbeats show it: every process sends a byte at intervals on the connection for heartbeats, and always reads there.
-// On a connection for data, a heartbeat would wait behind the data. A process has vanished if nothing comes from it on
-// any connection. If one connection for data ends, the process is gone, after the bytes that still come on the
-// others.
+// Heartbeats show it: every process sends a byte at intervals on the heartbeat connection, and always reads from there.
+// On a data connection, a heartbeat would wait behind the data. A process has vanished if nothing arrives from it on
+// any connection. If one data connection ends, the process is gone, after the bytes that still arrive on its other
+// connections.
 //
-// A process may be paced: all that it sends leaves as on one link of that rate.
+// A process may be paced. Then all bytes that it sends share one simulated link of a given rate.
 //
-// Received bytes are never trusted: they are compared with what is expected, and decide neither a size nor an address.
-// Every wait ends: a process that ended, left, gave up, vanished or is late is an error that names it.
+// Received bytes are never trusted: they are compared with the expected values, and determine neither a size nor an
+// address. Every wait ends: if a process ended, left, gave up, vanished or is late, the exchange returns an error that
+// names the process.
 #pragma once
 
 #include <chrono>
@@ -38,7 +40,7 @@
 
 namespace jaxcgx::tcp {
 
-// A socket, closed with its owner.
+// Owns a socket, and closes it.
 class Socket {
  public:
   explicit Socket(int number = -1) : number_(number) {}
@@ -58,20 +60,20 @@ class Socket {
 // The connections to another process.
 struct Connection {
   std::string host;
-  std::vector<Socket> data;  // as many at both ends, in the same order
+  std::vector<Socket> data;  // the same number at both ends, in the same order
   Socket beats;
 };
 
 // The ranks that take part in an exchange.
 struct Group {
-  std::vector<int64_t> processes;  // of the ranks, this one among them
-  int64_t rank;                    // of this process
+  std::vector<int64_t> processes;  // by rank: the process; this process is one of them
+  int64_t rank;                    // the rank of this process
   std::chrono::milliseconds timeout;
 
   int64_t size() const { return static_cast<int64_t>(processes.size()); }
 };
 
-// An exchange that several processes take part in. Slots tell apart the messages between two of them.
+// An exchange among the processes of a group. A slot number identifies a message between two of them.
 struct Exchange {
   struct Receive {
     int64_t rank, slot;
@@ -79,20 +81,21 @@ struct Exchange {
     int64_t bytes;
   };
 
-  std::string name;  // for errors
+  std::string name;  // for error messages
   int64_t kind;      // must be the same on all ranks
-  int64_t digest;    // of everything else that must be the same on all ranks
+  int64_t digest;    // a hash of everything else that must be the same on all ranks
   Group group;
   std::vector<Receive> receives;
-  int64_t sends;  // how many there will be
+  int64_t sends;  // the number of calls of Net::send that will follow
 
-  // Called by the thread that moves the bytes, and must not block it. `received`: receives[i] is complete. `done`:
-  // everything is complete, or has failed. It is called once, as the last one, and no memory is used after it.
+  // The thread that moves the bytes calls these functions. They must not block it. `received` is called when
+  // receives[i] is complete. `done` is called once, when everything is complete or the exchange has failed. It is the
+  // last call, and no memory of the caller is used after it.
   std::function<void(size_t i)> received;
   std::function<void(const Status&)> done;
 
-  // Its messages are sent before those that earlier exchanges have not sent yet. The other ranks must begin it without
-  // having ended the earlier ones.
+  // The messages of this exchange are sent before the unsent messages of earlier exchanges. So the other ranks must
+  // begin this exchange without waiting for the end of the earlier ones.
   bool overtakes = false;
 
   // Zeros at the end of a message are not sent. The receiver writes them.
@@ -103,24 +106,28 @@ constexpr int64_t kMostProcesses = 1024;
 
 class Net {
  public:
-  // connections: by process; that of this process is not used. A process that sends nothing for `silence` has vanished.
-  // This process sends at most `pace` bytes a second; 0: no limit.
+  // Takes over connections, and starts the thread that moves the bytes.
+  //
+  // connections: by process; the entry of this process is not used. silence: a process that sends nothing for this long
+  // has vanished. pace: this process sends at most this many bytes a second; 0: no limit.
   static Or<std::shared_ptr<Net>> make(int64_t process, std::vector<Connection> connections,
                                        std::chrono::milliseconds silence, double pace = 0);
   ~Net();
 
-  // Ends every exchange, here with an error, and tells the others. Bytes that were sent still arrive.
+  // Ends every exchange with an error, and tells the other processes. Bytes that were sent still arrive.
   void leave();
-  // In the child of a fork: closes its copies of the sockets, which would keep the connections of a dead process open.
+  // Closes the sockets of the child of a fork, which would keep the connections of a dead parent open. Call it in the
+  // child.
   void forget();
 
   int64_t process() const { return process_; }  // -1 after forget()
   int64_t processes() const { return static_cast<int64_t>(peers_.size()); }
 
   class Running;
-  // After the first error, every exchange fails with that error: the processes may be at different exchanges.
+  // Begins an exchange. After the first error, every exchange fails with the same error, because the processes may be
+  // at different exchanges.
   std::shared_ptr<Running> begin(Exchange exchange);
-  // Sends to another rank. The exchange uses `data` until it is done.
+  // Sends a message to another rank. `data` is in use until the exchange is done.
   void send(const std::shared_ptr<Running>& running, int64_t rank, int64_t slot, const uint8_t* data, int64_t bytes);
 
  private:
@@ -151,17 +158,18 @@ class Net {
   int64_t process_;
   const std::chrono::milliseconds silence_;
   Socket events_, alarm_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by process; none for this one
+  std::vector<std::unique_ptr<Peer>> peers_;  // by process; null for this one
 
-  // Commands from other threads. Everything below them belongs to the thread that moves the bytes.
+  // Commands from other threads, guarded by the mutex. All members after commands_ belong to the thread that moves the
+  // bytes.
   std::mutex mutex_;
   std::vector<std::function<void()>> commands_;
   bool stopping_ = false;
 
   std::vector<std::shared_ptr<Running>> running_;
   Pace pace_;
-  int64_t unsent_ = 0;  // messages that are not completely sent
-  size_t turn_ = 0;     // the peer that is first
+  int64_t unsent_ = 0;  // number of messages that are not completely sent
+  size_t turn_ = 0;     // the peer that is served first in the next pass
   std::chrono::steady_clock::time_point next_beat_;
   std::optional<Trouble> trouble_;
   std::thread thread_;

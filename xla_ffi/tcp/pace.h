@@ -1,4 +1,4 @@
-// Paces the bytes that a process sends, like a link with a rate, which passes nothing in advance.
+// Paces the bytes that a process sends, like a link with a fixed rate. An idle link accumulates no credit.
 #pragma once
 
 #include <algorithm>
@@ -7,15 +7,15 @@
 
 namespace jaxcgx::tcp {
 
-// How many bytes may leave: the number that the link has passed since it became busy.
+// Limits sent bytes to the number that the link has passed since it became busy.
 class Pace {
  public:
   explicit Pace(double rate) : rate_(rate) {}
 
   bool limits() const { return rate_ > 0; }
-  // A link that was idle becomes busy.
+  // Tells that an idle link becomes busy.
   void wake() { since_ = Clock::now(); }
-  // How many of `wanted` bytes may leave now. 0 if they are too few to be worth a call.
+  // Returns how many of `wanted` bytes may be sent now. It returns 0 if they are too few to be worth a system call.
   int64_t allows(int64_t wanted) {
     if (!limits()) return wanted;
     const auto now = Clock::now();
@@ -24,6 +24,7 @@ class Pace {
     const auto most = static_cast<int64_t>(std::min(passed, static_cast<double>(wanted)));
     return most == wanted || static_cast<double>(most) >= rate_ * kWorth ? most : 0;
   }
+  // Tells that `bytes` bytes were sent.
   void sent(int64_t bytes) {
     if (!limits()) return;
     const std::chrono::duration<double> took(static_cast<double>(bytes) / rate_);
@@ -32,8 +33,8 @@ class Pace {
 
  private:
   using Clock = std::chrono::steady_clock;
-  static constexpr double kWorth = 1e-3;                        // seconds of the link
-  static constexpr std::chrono::milliseconds kMostBehind{100};  // a thread that ran late makes up for this much
+  static constexpr double kWorth = 1e-3;                        // seconds of the link's rate that are worth a call
+  static constexpr std::chrono::milliseconds kMostBehind{100};  // a thread that ran late makes up for at most this
 
   double rate_;
   Clock::time_point since_;

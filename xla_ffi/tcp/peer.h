@@ -1,4 +1,4 @@
-// The state that Net keeps of its peers and of the running exchanges.
+// The state of Net's peers and of the running exchanges.
 #pragma once
 
 #include <netinet/in.h>
@@ -23,11 +23,11 @@ inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 
 constexpr int64_t kSlice = 128 << 10;  // bytes of a message that one connection carries at a time
 
-// In front of every slice. Both ends have the same byte order.
+// The header before every slice. Both ends must have the same byte order.
 struct Net::Header {
   uint64_t magic;
-  int64_t number, kind, digest, slot, bytes;  // of the message. kGaveUp: slot is the process that is the reason
-  int64_t at;                                 // where the slice begins
+  int64_t number, kind, digest, slot, bytes;  // of the message. With kGaveUp, slot is the process that caused it
+  int64_t at;                                 // offset of the slice in the message
 
   int64_t slices() const { return std::max(int64_t{1}, (bytes + kSlice - 1) / kSlice); }
   int64_t length() const { return std::min(kSlice, bytes - at); }
@@ -37,49 +37,49 @@ class Net::Running {
  public:
   // The slices of a receive.
   struct Slices {
-    std::vector<bool> taken;  // empty before the first
-    int64_t missing = 0;
-    int64_t bytes = 0;  // of the message
+    std::vector<bool> taken;  // whether each slice has begun to arrive; empty before the first slice
+    int64_t missing = 0;      // slices that are not complete
+    int64_t bytes = 0;        // bytes of the message
   };
 
   Exchange exchange;
-  std::vector<Slices> slices;    // of the receives
-  std::vector<int64_t> numbers;  // by rank: this exchange's number among those with the rank's process
-  std::vector<int64_t> coming;   // by rank: receives that are not complete
-  int64_t steps = 0;             // receives and sends that are not complete
+  std::vector<Slices> slices;    // by receive
+  std::vector<int64_t> numbers;  // by rank: this exchange's number among all exchanges with the rank's process
+  std::vector<int64_t> coming;   // by rank: number of receives that are not complete
+  int64_t steps = 0;             // number of receives and sends that are not complete
   Clock::time_point deadline;
   bool over = false;
 
   void finish(const Status& status) {
     over = true;
     std::exchange(exchange.done, nullptr)(status);
-    exchange.received = nullptr;  // the functions may own this
+    exchange.received = nullptr;  // breaks a cycle: the functions may own this object
   }
 };
 
-// A connection for data, and the slices that it carries.
+// A data connection, and the slices that it is sending and receiving.
 struct Net::Lane {
   // A message that is being sent, on one or more connections.
   struct Out {
     Header header;  // of the next slice
     const uint8_t* data;
     std::shared_ptr<Running> of;
-    int64_t unsent;  // slices
+    int64_t unsent;  // number of slices that are not completely sent
   };
 
   Socket socket;
   bool readable = true, writable = true;
   bool ended = false;
 
-  std::shared_ptr<Out> out;  // the message of the slice that leaves
-  Header leaving{};
-  int64_t sent = 0;  // bytes of it and its header
+  std::shared_ptr<Out> out;  // the message of the slice that is being sent; null: none
+  Header leaving{};          // the header of this slice
+  int64_t sent = 0;          // sent bytes of the header and the slice
 
-  Header header{};              // of the slice that is coming
-  int64_t header_bytes = 0;     // that have come
-  std::shared_ptr<Running> of;  // its exchange, once known
-  size_t receive = 0;
-  int64_t received = 0;
+  Header header{};              // the header of the slice that is being received
+  int64_t header_bytes = 0;     // received bytes of the header
+  std::shared_ptr<Running> of;  // the exchange of the slice; null until it is known
+  size_t receive = 0;           // index in the exchange's receives
+  int64_t received = 0;         // received bytes of the slice
 };
 
 struct Net::Peer {
@@ -91,19 +91,19 @@ struct Net::Peer {
   int64_t process;
   std::string host;
   std::vector<Lane> lanes;
-  size_t turn = 0;         // the lane that is first
-  bool overtaken = false;  // messages have overtaken others
+  size_t turn = 0;         // the lane that is served first in the next pass
+  bool overtaken = false;  // an exchange with `overtakes` has sent to this peer
   Socket beats;
-  bool heard = true;                            // something has come since the last beat
-  int silent = 0;                               // beats since something came
-  std::string ends;                             // the reason, once one lane has ended
+  bool heard = true;                            // bytes have arrived since the last beat
+  int silent = 0;                               // number of beats since bytes arrived
+  std::string ends;                             // the reason, once one lane has ended; empty before
   bool ending = false;                          // `ends` was set before the last beat
-  std::string gone;                             // the reason, once the peer is gone
-  int64_t begun = 0;                            // exchanges with this process
+  std::string gone;                             // the reason, once the peer is gone; empty before
+  int64_t begun = 0;                            // number of exchanges with this peer that have begun here
   std::map<int64_t, Open> open;                 // by number: exchanges with receives that are not complete
-  std::deque<std::shared_ptr<Lane::Out>> outs;  // with slices that no lane has taken
+  std::deque<std::shared_ptr<Lane::Out>> outs;  // messages with slices that no lane has taken
 
-  // Messages can't overtake bytes that are in a socket already.
+  // Limits the unsent bytes in the sockets, because messages can't overtake bytes that are already in a socket.
   void keep_little_in_sockets() {
     if (std::exchange(overtaken, true)) return;
     for (const Lane& lane : lanes) {
@@ -111,11 +111,12 @@ struct Net::Peer {
       setsockopt(lane.socket.number(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof bytes);
     }
   }
+  // Returns whether a message to this peer is not completely sent.
   bool sends() const {
     return !outs.empty() ||
            std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) { return lane.out != nullptr; });
   }
-  // Whether a slice waits for an exchange that has not begun here.
+  // Returns whether a slice waits for an exchange that has not begun here.
   bool early() const {
     return std::any_of(lanes.begin(), lanes.end(), [](const Lane& lane) {
       return !lane.ended && !lane.of && lane.header_bytes == static_cast<int64_t>(sizeof(Header));

@@ -1,4 +1,4 @@
-// The connections of this process, which all its exchanges share.
+// The connections of this process, which all of its exchanges share.
 #pragma once
 
 #include "tcp/allreduce.h"
@@ -7,25 +7,28 @@
 
 namespace jaxcgx::tcp {
 
-// Null before start(). Never destroyed: a program may still run when the process ends.
+// Returns the connections; null before start(). Never destroyed: an XLA program may still be running when the process
+// ends.
 std::shared_ptr<Net>& the_net();
 
-// Never destroyed, either.
+// Returns the memory for payloads. Never destroyed, either.
 Workspaces& the_workspaces();
 
-// The sums of this process that have begun and have not been ended. Each has a ticket. The program that began it, or a
-// later one, ends it with the ticket. A ticket is not 0, and is valid only in its process.
+// The sums of this process that have begun and have not been ended. Each has a ticket. The program that began the sum,
+// or a later program, ends it with the ticket. A ticket is not 0, and is valid only in its process.
 constexpr int64_t kMostBegun = 10'000;
+// Returns the number of these sums.
 int64_t begun();
+// Adds a sum and returns its ticket.
 uint64_t keep(std::shared_ptr<Running> running);
-// Null if no sum has this ticket.
+// Removes the sum with this ticket and returns it; null if there is none.
 std::shared_ptr<Running> take(uint64_t ticket);
 
-// Takes over the connections of this process, once. See Net::make.
+// Takes over the connections of this process. It can be called only once. See Net::make.
 std::optional<Failure> start(int64_t process, std::vector<Connection> connections, std::chrono::milliseconds silence,
                              double pace);
 
-// Call this before the process ends. It tells the others at once that this process has left.
+// Tells the other processes at once that this process has left. Call it before the process ends.
 void leave();
 
 }  // namespace jaxcgx::tcp

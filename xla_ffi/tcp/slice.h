@@ -1,4 +1,4 @@
-// The scheduling of threads that share processors with computing threads.
+// Scheduling of threads that share processors with computing threads.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace jaxcgx::tcp {
 
-// Lets the calling thread run soon after it wakes, for a short time, before computing threads: bytes wait for its work,
-// which is short. This needs Linux 6.12. Earlier versions ignore it.
+// Requests a short time slice for the calling thread. So it runs soon after it wakes, before computing threads. Bytes
+// wait for this thread's work, which is short. This needs Linux 6.12. Earlier versions ignore the request.
 inline void run_soon() {
 #if defined(__linux__) && defined(SYS_sched_getattr)
   struct {
@@ -23,9 +23,9 @@ inline void run_soon() {
     uint64_t runtime, deadline, period;
   } attributes{};
   if (syscall(SYS_sched_getattr, 0, &attributes, sizeof attributes, 0) != 0) return;
-  constexpr uint32_t kOther = 0, kBatch = 3;  // in other policies, runtime has another meaning
+  constexpr uint32_t kOther = 0, kBatch = 3;  // in other policies, `runtime` has another meaning
   if (attributes.policy != kOther && attributes.policy != kBatch) return;
-  attributes.runtime = 100'000;  // ns of a slice, the shortest that Linux allows
+  attributes.runtime = 100'000;  // ns of a time slice, the shortest that Linux allows
   syscall(SYS_sched_setattr, 0, &attributes, 0);
 #endif
 }

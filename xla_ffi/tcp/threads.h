@@ -1,4 +1,5 @@
-// Threads that run tasks. A thread starts when it is needed, up to `most`. Tasks start in the order of the calls.
+// Threads that run tasks. A thread is started if a task finds no idle thread, up to `most` threads. Tasks start in the
+// order of the calls.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +12,7 @@ namespace jaxcgx::tcp {
 
 class Threads {
  public:
-  // Each thread calls `first` first.
+  // Each thread calls `first` before its first task.
   explicit Threads(int64_t most, std::function<void()> first = [] {}) : most_(most), first_(std::move(first)) {}
 
   void run(std::function<void()> task) {

@@ -1,5 +1,5 @@
-// Memory for the payloads of exchanges. It is not XLA's: XLA reuses the memory of a call for later operations, and
-// these would wait for the call to end.
+// Memory for the payloads of exchanges. XLA does not allocate it, because XLA would reuse the memory of a call for
+// later operations, and these operations would wait for the call to end.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@ constexpr int64_t kLine = 64;  // bytes of a cache line
 
 constexpr int64_t whole_lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Memory that was given back is kept for the next request of the same size, because its pages exist already. The kept
-// bytes are never more than the most that were in use at once.
+// A pool of memory blocks. A block that is given back is kept for the next request of the same size, which saves page
+// faults. The kept bytes never exceed the peak of the bytes in use.
 class Workspaces : public std::enable_shared_from_this<Workspaces> {
  public:
   ~Workspaces() {
     for (const auto& [bytes, p] : kept_) std::free(p);
   }
 
-  // The memory is given back when the last copy of the pointer is destroyed. nullptr: no memory is left.
+  // Returns memory, or nullptr if none is left. It is given back when the last copy of the pointer is destroyed.
   std::shared_ptr<uint8_t> take(int64_t bytes) {
     uint8_t* const p = find(bytes);
     if (p == nullptr) return nullptr;
