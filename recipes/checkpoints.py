@@ -48,9 +48,9 @@ class Checkpoints:
 
     def restore(self, template: Any) -> tuple[int, Any]:
         """The last checkpoint that can be read: its step and its tree; step 0 and the template where there is none."""
-        steps = self.steps()
+        steps, why = self.steps(), ""
         for step in reversed(steps):
-            found, why = None, "by another process"
+            found, why = None, "another process can't read it"
             try:
                 found = cgx.restore_state(self.folder / str(step), template, comm=self.world.comm)
             except Exception as error:  # Orbax and TensorStore have many
@@ -59,7 +59,7 @@ class Checkpoints:
                 return step, found
             self.say(f"the checkpoint of step {step} can't be read ({why}): trying the one before")
         if steps:
-            raise Wrong(f"{self.folder}: no checkpoint can be read; remove this folder to begin anew")
+            raise Wrong(f"{self.folder}: no checkpoint can be read ({why}); to begin anew, remove this folder")
         return 0, template
 
     def _check_space(self, step: int, tree: Any) -> None:

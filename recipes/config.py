@@ -10,6 +10,9 @@ import json
 import pathlib
 import re
 import shlex
+import shutil
+import sys
+import traceback
 from typing import Any, NamedTuple
 
 from checks import Wrong
@@ -37,7 +40,8 @@ class Command(NamedTuple):
             taken = [argument] if "=" in argument or not given else [argument, given.pop(0)]
             if not re.match(r"--(config\.)?compression\b", argument):
                 kept += taken
-        return shlex.join(["python", "recipes/train.py", *kept, f"--compression={word}"])
+        python = "python" if shutil.which("python") == sys.executable else _spell(sys.executable)
+        return shlex.join([python, _spell(HERE / "train.py"), *kept, f"--compression={word}"])
 
 
 def parse(arguments: list[str]) -> Command:
@@ -104,16 +108,27 @@ def load(path: pathlib.Path, place: str) -> ConfigDict:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise Wrong(f"{place}: {path}, line {error.lineno}: {error.msg}") from error
-    if not hasattr(module, "get_config"):
-        raise Wrong(f"{place}: {path} has no get_config()")
-    return module.get_config()
+        if not hasattr(module, "get_config"):
+            raise Wrong(f"{place}: {path} has no get_config()")
+        return module.get_config()
+    except Wrong:
+        raise
+    except Exception as error:  # of whatever the file does
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if pathlib.Path(frame.filename).resolve() == path.resolve()]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1]
+        raise Wrong(f"{place}: {path}, line {line}: {' '.join(str(error).split())}") from error
 
 
 def spell(config: ConfigDict) -> str:
     """A config as JSON."""
     return json.dumps(config.to_dict(), indent=1, sort_keys=True)
+
+
+def _spell(path: str | pathlib.Path) -> str:
+    """A path as a user would type it: relative to the current folder if it is inside."""
+    path, here = pathlib.Path(path), pathlib.Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _changes(rest: list[str]) -> dict[str, str]:

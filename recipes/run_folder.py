@@ -7,6 +7,7 @@ from typing import Any
 
 import config
 from checks import Wrong
+from launch import World
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
@@ -18,15 +19,22 @@ FREE = {"data.folder", "train.log_every", "train.save_every", "train.steps", "tr
 class RunFolder:
     """The files of a run, which one process writes."""
 
-    def __init__(self, path: pathlib.Path, settings: ConfigDict, writes: bool) -> None:
-        """writes: whether this process does; the others only read."""
-        self.path, self.writes = path, writes
+    def __init__(self, path: pathlib.Path, settings: ConfigDict, world: World) -> None:
+        """All processes of the world call it. One of them writes, and the others only read."""
+        self.path, self.writes = path, world.speaks
         self.metrics = path / "metrics.jsonl"
         self._events: Any = None
-        if writes:
-            path.mkdir(parents=True, exist_ok=True)
-            self._check_config(settings)
-            _replace(path / "config.json", config.spell(settings))
+        error: Exception = Wrong(f"{path}: another process can't begin there; its error says why")
+        ready = True
+        if self.writes:
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._check_config(settings)
+                _replace(path / "config.json", config.spell(settings))
+            except (Wrong, OSError) as found:
+                error, ready = found, False
+        if not world.all(ready):  # or else the other processes would wait for this one
+            raise error
 
     def say(self, text: str) -> None:
         """Shows a line, and adds it to log.txt."""

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     except (Wrong, OSError) as error:
         sys.exit(f"train.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")
+        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint, or begins anew without one")
 
 
 def train(command: config.Command, world: launch.World) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def train(command: config.Command, world: launch.World) -> dict[str, Any]:
     )
     step = call(make_step, "config.compression", **exchange.options)
 
-    run = RunFolder(command.runs / command.name, command.config, writes=world.speaks)
+    run = RunFolder(command.runs / command.name, command.config, world)
     checkpoints = Checkpoints(run.path / "checkpoints", world, run.say)
     start, state = checkpoints.restore(step.init(model.params, model.state))
     run.begin(start)

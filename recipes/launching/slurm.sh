@@ -11,4 +11,5 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-srun --kill-on-bad-exit=1 .venv/bin/python recipes/train.py --launch=distributed "$@"
+# Since Slurm 22.05, srun doesn't take the number of CPUs from the job.
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" .venv/bin/python recipes/train.py --launch=distributed "$@"

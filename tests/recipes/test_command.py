@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -28,7 +29,11 @@ def test_a_first_run(train, tmp_path):
     plot = tmp_path / "digits-mlp-dgc-wm0/plot.png"
     assert plot.read_bytes().startswith(b"\x89PNG") and str(plot) in files
     left = f"{config} --config.train.steps=20 --runs={tmp_path}"
-    assert following == f"next: python recipes/train.py {left} --compression=none"
+    prompt, *command = shlex.split(following)
+    assert prompt == "next:" and following.endswith(f"train.py {left} --compression=none")
+    # It runs as it was printed: with a wrong value it comes as far as the config.
+    ended = subprocess.run([*command, "--config.train.stepz=1"], capture_output=True, text=True, timeout=300)
+    assert ended.stderr.startswith("train.py: config.train.stepz: there is no such key")
 
 
 def test_errors_are_one_line(train, tmp_path, monkeypatch):

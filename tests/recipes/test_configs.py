@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -89,8 +90,24 @@ def test_wrong_files(train, tmp_path):
     (tmp_path / "half.py").write_text("def get_config(:")
     with pytest.raises(train.Wrong, match=r"--config: .*half\.py, line 1: invalid syntax"):
         train.config.parse([f"--config={tmp_path}/half.py"])
+    (tmp_path / "wrong.py").write_text(
+        "import configs\n\ndef get_config():\n    config = configs.get_config()\n    config.trian.steps = 3\n"
+    )
+    with pytest.raises(train.Wrong, match=r"--config: .*wrong\.py, line 5: .*trian") as error:
+        train.config.parse([f"--config={tmp_path}/wrong.py"])
+    assert "\n" not in str(error.value)
     with pytest.raises(train.Wrong, match=r"--stepz: train\.py has no such argument"):
         train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--stepz=3"])
+
+
+def test_no_process_waits_for_one_that_refuses_a_folder(train, run, tmp_path):
+    run("digits/mlp", {})
+    folder = next(tmp_path.iterdir())
+    settings = train.config.parse([f"--config={CONFIGS}/digits/mlp.py", "--config.data=synthetic"]).config
+    for speaks, says in ((True, r"config\.train\.batch_size: the run in .* has 8"), (False, "its error says why")):
+        world = types.SimpleNamespace(speaks=speaks, all=lambda holds: False)
+        with pytest.raises(train.Wrong, match=says):
+            train.RunFolder(folder, settings, world)
 
 
 def test_layers(train):

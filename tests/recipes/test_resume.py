@@ -111,7 +111,7 @@ def test_other_ranks_and_bad_checkpoints(run, train, tmp_path, monkeypatch):
     # Without metadata no array is read, which could still be going on in another test.
     for step in saved():
         (folder / f"checkpoints/{step}/_METADATA").unlink()
-    with pytest.raises(train.Wrong, match=r"no checkpoint can be read; remove this folder"):
+    with pytest.raises(train.Wrong, match=r"no checkpoint can be read \(.+\); to begin anew, remove"):
         go(10)
 
 
