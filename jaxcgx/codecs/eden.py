@@ -31,10 +31,11 @@ LEVELS = (
 
 @dataclasses.dataclass(frozen=True)
 class Eden(Codec):
-    """2^bits levels of a bucket that is randomly rotated. It is unbiased, and its error is the same for all inputs.
+    """2^bits levels for the numbers of a block after a random rotation. It needs a key.
 
-    The error `|decoded - x|^2 / |x|^2` is 0.57, 0.13, 0.036, 0.0096, 0.0025 and 0.00064 for 1 to 6 bits. Errors of
-    ranks are independent, so the error of a mean over N ranks is 1/N of that. It needs a key.
+    The error `|decoded - x|^2 / |x|^2` is 0.57, 0.13, 0.036, 0.0096, 0.0025 and 0.00064 for 1 to 6 bits, for most
+    distributions of x. It has no bias and is independent on different ranks, so the error of a mean over N ranks is 1/N
+    of that. If a few elements have most of a block's norm, the error can be larger and biased (docs/error-bounds.md).
 
     Args:
       bits: 1 to 6.
@@ -81,7 +82,7 @@ class Eden(Codec):
         index = jnp.zeros(y.shape, jnp.int32)
         for bound in (levels[1:] + levels[:-1]) / 2:
             index += (y * y > bound * bound * variance).astype(jnp.int32)
-        # <x, levels> / |levels|^2 would err less, but this scale makes the codec unbiased
+        # <x, levels> / |levels|^2 would err less, but with this scale the error has no bias
         unit = ieee.divide(square, sum_in_order(product(y, jnp.asarray(levels)[index])))
         unit = rotated.as_sent(jnp.where(square > 0, unit, 0))
         finite = rotated.finite & jnp.isfinite(unit)

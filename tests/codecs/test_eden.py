@@ -46,6 +46,19 @@ def test_unbiased(bits):
     assert bias(cgx.MaxMin(bits, 4096), x) > 100  # a biased codec fails this test
 
 
+def test_few_elements_that_have_most_of_the_norm_lose_more():
+    """The rotated numbers are few different ones then, for all seeds: the error is a bias (docs/error-bounds.md)."""
+    outlier = jnp.asarray(drawn("normal", 1, 4096)[0]).at[7].set(1000)
+    two = jnp.zeros(4096).at[jnp.array([7, 100])].set(jnp.array([1, 0.04]))
+    for x, most in ((outlier, 0.18), (two, 0.25)):
+        assert 0.16 < vnmse(x, roundtrip(x, cgx.Eden(2))) < most
+        assert bias(cgx.Eden(2), x) > 100
+    equal = jnp.zeros(4096).at[jnp.array([7, 100])].set(1)
+    assert vnmse(equal, roundtrip(equal, cgx.Eden(1))) == pytest.approx(1)
+    one = jnp.zeros(4096).at[7].set(3)
+    np.testing.assert_array_equal(roundtrip(one, cgx.Eden(1)), one)
+
+
 def test_a_rest_takes_the_next_power_of_two():
     codec = cgx.Eden(4)
     assert codec.wire_bytes((4096,), "float32") == 16 + 2048

@@ -4,7 +4,7 @@
 //
 // Let y be the rotated bucket, square the sum of y * y, and variance = square / size. Bounds are between neighbouring
 // levels. The level of y is the number of bounds with bound * bound * variance < y * y. unit = square / (sum of
-// |y| * level), which makes the codec unbiased. Products in both sums are short_product.
+// |y| * level), which makes the codec unbiased if y is normally distributed. Products in both sums are short_product.
 //
 // The order of both sums: first the rows of each lane of a block (codec/pack.h), in order. Then, for each lane, blocks
 // 2 * b and 2 * b + 1, then neighbouring sums of 2 blocks, of 4, and so on. Last, lanes j and j + 8, j + 4, j + 2, j +
