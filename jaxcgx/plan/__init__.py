@@ -1,9 +1,9 @@
-"""Which leaf gets which codec. plan.py has the plan.
+"""Plans, which give each leaf its codec. plan.py has the class `Plan`.
 
-Its parts: rules.py and assignment.py choose codecs, by_axis.py has values that differ by axis, leaves.py answers what
-plans and collectives ask of leaves, forecast.py explains a plan, file.py saves one, environment.py reads CGX's
-variables. statistics.py measures gradients, adapt.py chooses bits by what was measured, bits.py computes that choice on
-plain numbers.
+rules.py and assignment.py choose the codecs. by_axis.py has values that differ by axis. leaves.py has functions on
+leaves, for plans and collectives. forecast.py explains a plan, file.py saves and loads plans, environment.py reads
+CGX's variables, and sparsification.py makes GeoMX's plan for large leaves. statistics.py measures the errors of codecs
+on gradients, adapt.py chooses codecs by these errors, and bits.py computes that choice on plain numbers.
 """
 
 from jaxcgx.plan.leaves import messages, why_raw

@@ -1,4 +1,4 @@
-"""Plan.adapt: rules with another codec for each leaf, by what its gradients lose."""
+"""Plan.adapt: makes rules that give each leaf a codec, chosen by the measured errors of its gradients."""
 
 import dataclasses
 import math
@@ -22,11 +22,11 @@ from jaxcgx.plan.rules import Rule
 from jaxcgx.plan.statistics import GradientStatistics
 
 _OP = "Plan.adapt"
-_BUCKETS = {2: 128, 3: 256, 4: None}  # bucket sizes of the clusters' bits, CGX's numbers; None: the reference's
+_BUCKETS = {2: 128, 3: 256, 4: None}  # {bits: bucket size} of the clusters, as in CGX; None: the reference's size
 
 
 def adapt(plan: Assignment, statistics: Any, method: str, budget: str, alpha: float, reference: Any) -> list[Rule]:
-    """The rules to add to a plan."""
+    """Returns the rules that `Plan.adapt` adds to a plan."""
     if not isinstance(statistics, GradientStatistics):
         raise wrong(_OP, "statistics", "what jaxcgx.gradient_statistics returns", repr(statistics), kind=TypeError)
     check_choice(_OP, "method", method, _METHODS)
@@ -58,7 +58,7 @@ def _check_reference(plan: Assignment, reference: Any) -> Codec:
 
 
 def _adaptable(plan: Assignment, statistics: GradientStatistics) -> list[int]:
-    """The leaves of the statistics that get the plan's default."""
+    """Returns the numbers of the leaves in the statistics that get the plan's default codec."""
     leaves = [
         jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in zip(statistics.shapes, statistics.dtypes)
     ]
@@ -119,7 +119,7 @@ _METHODS: dict[str, Callable[[GradientStatistics, Sequence[int], Codec, str, flo
 
 
 def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Array) -> list[Any]:
-    """The rows `ids` of what was measured, as Python floats."""
+    """Returns the rows `ids` of a measured array as Python floats, after a check that they are finite."""
     rows = np.asarray(measured, np.float64)
     for i in ids:
         if not np.isfinite(rows[i]).all():
@@ -133,9 +133,9 @@ def _finite(statistics: GradientStatistics, ids: Sequence[int], measured: jax.Ar
 
 
 def _log2(x: float) -> float:
-    """log2, interpolated linearly between powers of two, and at least -150.
+    """Returns log2(x), interpolated linearly between powers of two, and at least -150.
 
-    math.log2 need not be the same on every machine.
+    math.log2 may give different results on different machines. All ranks must get the same result.
     """
     fraction, exponent = math.frexp(max(x, 2.0**-150))
     return exponent + 2 * fraction - 2

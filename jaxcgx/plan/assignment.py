@@ -1,4 +1,4 @@
-"""Which leaf gets which codec: by the plan's rules, unless a guard keeps the leaf raw."""
+"""Gives each leaf its codec: by the plan's rules, unless a guard keeps the leaf raw."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxcgx.plan.by_axis import Codecs, check_codecs, compressing, skips, values
 from jaxcgx.plan.leaves import Shaped, spell_path, why_unfit
 from jaxcgx.plan.rules import Rule, as_rule
 
-_SHOWN = 5  # leaves that an error names
+_SHOWN = 5  # the most leaves that an error names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +40,22 @@ class Assignment:
 
     @property
     def stochastic(self) -> bool:
-        """Whether a codec that a leaf may get draws noise. Exchanges then need a key."""
+        """Whether any codec that a leaf may get draws noise. Exchanges then need a key."""
         return any(codec.stochastic for codec in self.codecs)
 
     def assign(
         self, op: str, argument: str, paths: Sequence[Any], leaves: Sequence[Shaped]
     ) -> list[tuple[Codecs, str | None]]:
-        """For each leaf its codec, or codecs by axis, and why it travels raw; None if it doesn't.
+        """Returns (codec, reason) for each leaf. The codec may be a dict of codecs by axis.
 
-        The reasons here are that no codec can take it or that a guard says so. Leaves with Skip() have none.
+        If no codec can take the leaf, or a guard keeps it raw, the codec is Raw(), and the reason is a text for people.
+        Otherwise the reason is None. Leaves with Skip() never have a reason.
 
         Args:
           op: the function that errors name.
-          argument: its argument that errors name.
-          paths: JAX's path of each leaf.
-          leaves: anything with a shape and a dtype.
+          argument: the argument of that function that errors name.
+          paths: the JAX path of each leaf.
+          leaves: objects with a shape and a dtype.
         """
         names = [spell_path(path) for path in paths]
         shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -63,7 +64,10 @@ class Assignment:
         return [self._choose(op, argument, *found) for found in zip(names, shapes, held)]
 
     def skipped(self, op: str, argument: str, tree: Any) -> Any:
-        """For each leaf whether it is not sent: a tree like `tree`. `op` and `argument` are what errors name."""
+        """Returns a tree like `tree` with a bool per leaf: whether the plan skips it.
+
+        Errors name the function `op` and its argument `argument`.
+        """
         found, structure = jax.tree_util.tree_flatten_with_path(tree)
         if not found:
             return tree
@@ -71,7 +75,7 @@ class Assignment:
         return structure.unflatten([skips(codec) for codec, _ in self.assign(op, argument, paths=paths, leaves=leaves)])
 
     def why_guarded(self, leaf: Shaped) -> str | None:
-        """Why a guard keeps a leaf raw, if one does."""
+        """Returns the reason why a guard keeps a leaf raw, or None if no guard does."""
         if leaf.size < self.min_size:
             return f"it has {leaf.size} element{'s' * (leaf.size > 1)}, fewer than the plan's min_size={self.min_size}"
         if self.skip_1d and leaf.ndim < 2:

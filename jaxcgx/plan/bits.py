@@ -1,8 +1,8 @@
-"""How many bits for which leaf, on plain numbers: L-GreCo's choice and the k-means that CGX's authors compare it with.
+"""Chooses codecs for leaves, on plain numbers: L-GreCo's choice, and the k-means that CGX's authors compare it with.
 
-Ranks that choose differently decode garbage. So every result depends on the arguments alone, which are the same on
-every rank: there is no clock, no random number, no order of a set, and no sum that a library may reorder. Comparisons
-are between integers, or between float64 numbers that come from the same operations in the same order.
+If ranks chose differently, they would misread one another's bytes. So every result depends only on the arguments, which
+are the same on every rank. No result depends on a clock, a random number, the order of a set, or a sum that a library
+may reorder. Comparisons are between integers, or between float64 numbers from the same operations in the same order.
 """
 
 import fractions
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-STEPS = 50_000  # that `lgreco` cuts the budget of bytes into
-BUDGETS = "error", "bytes"  # what a choice keeps to
-_FINEST = 60  # bits of the largest possible sum of errors
+STEPS = 50_000  # the most steps into which `lgreco` cuts the range of bytes
+BUDGETS = "error", "bytes"  # the quantities that a choice may limit
+_FINEST = 60  # the bits of the largest possible sum of errors, as an integer
 
 Point = tuple[float, ...]
 
@@ -25,23 +25,24 @@ def lgreco(
     alpha: float,
     budget: str = "error",
 ) -> list[int] | None:
-    """The candidate to take for each leaf; None if every choice exceeds the budget.
+    """Returns the number of the candidate to take for each leaf, or None if every choice exceeds the budget.
 
-    All leaves together send the fewest bytes whose error is at most `alpha` times that of taking `reference` for all.
-    If the budget is of bytes, they err the least with at most `alpha` times its bytes.
+    With the budget "error", all leaves together send the fewest bytes. The sum of their errors is at most `alpha` times
+    the sum of errors with `reference` for all leaves. With the budget "bytes", the sum of errors is the smallest. All
+    leaves together send at most `alpha` times the bytes with `reference` for all leaves.
 
     Args:
-      wire: [leaves][candidates], bytes.
+      wire: [leaves][candidates], the bytes.
       errors: [leaves][candidates], finite and at least 0.
-      reference: a candidate's number.
+      reference: the number of a candidate.
       alpha: a finite factor.
       budget: one of `BUDGETS`.
 
-    This is L-GreCo's dynamic program with bytes and errors exchanged: least[b] is the least error of the leaves so far
-    at b bytes. Errors are integers, in units of 2^-60 of the largest sum or finer, and rounded up, so that rounding
-    never exceeds the budget. Bytes above the smallest choice count in whole steps, of 1/STEPS of the distance to the
-    largest choice. The result is optimal if all differences are multiples of a step; else it may be what is optimal
-    for a step of bytes more or less a leaf.
+    This is L-GreCo's dynamic program with the roles of bytes and errors exchanged: least[b] is the smallest sum of
+    errors of the leaves so far, if they take b steps of bytes. Errors are integers, rounded up to units of at most
+    2^-59 of the largest possible sum. Bytes are counted from the smallest choice on, in whole steps, rounded up. A step
+    is the greatest common divisor of the candidates' differences. If the largest choice is more than STEPS such steps
+    away, a step is a multiple of the divisor. Then the result is optimal only up to one step of bytes per leaf.
     """
     if not wire:
         return []
@@ -78,7 +79,7 @@ def lgreco(
 
 
 def _as_integers(errors: Sequence[Sequence[float]]) -> np.ndarray:
-    """The errors as int64, rounded up."""
+    """Returns the errors as int64 in a common unit, rounded up."""
     largest = math.fsum(max(row) for row in errors)
     unit = fractions.Fraction(2) ** (math.frexp(largest)[1] - _FINEST)
     return np.array([[math.ceil(fractions.Fraction(error) / unit) for error in row] for row in errors], np.int64)
@@ -89,7 +90,7 @@ def _times(alpha: float, total: int) -> int:
 
 
 def _in_steps(wire: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
-    """The bytes above each leaf's smallest candidate, in whole steps, rounded up; and the bytes of a step."""
+    """Returns (bytes above each leaf's smallest candidate, in whole steps, rounded up; the bytes of a step)."""
     extra = [[n - min(row) for n in row] for row in wire]
     step = math.gcd(*(n for row in extra for n in row)) or 1
     step *= max(1, -(-sum(map(max, extra)) // (step * STEPS)))
@@ -97,15 +98,16 @@ def _in_steps(wire: Sequence[Sequence[int]]) -> tuple[list[list[int]], int]:
 
 
 def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
-    """The number of each point's cluster, from 0. Clusters are in the order of their centers' last coordinate.
+    """Returns the number of each point's cluster, from 0 on, in the order of the centers' last coordinates.
 
-    These are Lloyd's iterations on standardised coordinates. There is no random start: they start from points at evenly
-    spaced places in the order of the last coordinate, where equal points count once. Of equally near centers the first
-    counts. A cluster that loses all its points has no number; there are never more clusters than different points.
+    These are Lloyd's iterations on standardised coordinates. The first centers are not random: the different points are
+    sorted by their last coordinate, and points at evenly spaced places of that order are taken. Among equally near
+    centers, a point takes the first. A cluster that loses all its points gets no number. There are never more clusters
+    than different points.
 
     Args:
       points: [points][coordinates].
-      clusters: how many there are at most.
+      clusters: the largest number of clusters.
     """
     points = list(zip(*map(_standardised, zip(*points))))
     different = sorted(set(points), key=lambda point: point[::-1])
@@ -126,9 +128,9 @@ def kmeans(points: Sequence[Point], clusters: int) -> list[int]:
 
 
 def _distance(point: Sequence[float], center: Sequence[float]) -> float:
-    """The squared distance.
+    """Returns the squared distance.
 
-    It takes sums, products and roots only. IEEE 754 fixes these in every library, but not powers.
+    It uses products, not powers: IEEE 754 defines every bit of sums, products and roots, but not of powers.
     """
     return math.fsum((a - b) * (a - b) for a, b in zip(point, center))
 

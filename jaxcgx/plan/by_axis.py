@@ -1,4 +1,4 @@
-"""One value for all axes, or {axis name: value}, outermost first: how codecs and schedules are given."""
+"""Values by axis: one for all axes, or {axis name: value}, outermost first. Codecs and schedules have this form."""
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -11,7 +11,7 @@ Codecs = Codec | dict[Any, Any]  # {axis name: codec}
 
 
 class ByAxis(dict[Any, Any]):
-    """{axis name: value}. It is hashable, as jit requires of everything static; hence it can't be changed."""
+    """A dict {axis name: value} that is hashable, because jit requires it of static values. So it can't be changed."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]  (a dict has None there)
         return hash(frozenset(self.items()))
@@ -33,27 +33,27 @@ class ByAxis(dict[Any, Any]):
 
 
 def by_axis(names: Sequence[Any], outer: Any, inner: Any) -> Any:
-    """`outer` for the first axis and `inner` for the others; of a single axis just `outer`."""
+    """Returns a dict with `outer` for the first axis and `inner` for the others. For a single axis, returns `outer`."""
     return {name: outer if name == names[0] else inner for name in names} if len(names) > 1 else outer
 
 
 def values(given: Any) -> list[Any]:
-    """The values for all axes, outermost first."""
+    """Returns the values as a list, outermost first."""
     return list(given.values()) if isinstance(given, dict) else [given]
 
 
 def compressing(given: Codecs) -> list[Codec]:
-    """The codecs that compress, outermost first, each once."""
+    """Returns the codecs that compress, outermost first, without duplicates."""
     return list(dict.fromkeys(codec for codec in values(given) if not codec.raw))
 
 
 def skips(given: Codecs) -> bool:
-    """Whether leaves are not sent at all."""
+    """Returns whether leaves with this codec are not sent at all."""
     return isinstance(given, Codec) and given.skips
 
 
 def check_codecs(function: str, argument: str, given: Any, *, skip: bool = False) -> Codec | ByAxis:
-    """A codec, or one for each axis; or Skip() where `skip` allows it."""
+    """Returns a checked codec, or a dict with a checked codec for each axis. With `skip`, Skip() is allowed too."""
     if skip and skips(given):
         return given
     if not isinstance(given, dict):

@@ -1,4 +1,4 @@
-"""CGX's environment variables, as they are set for a program that ran under CGX."""
+"""The environment variables of CGX, as they are set for programs that run with CGX."""
 
 import dataclasses
 import os
@@ -13,27 +13,27 @@ _REDUCTIONS = {"SRA": "two_shot", "Ring": "ring"}
 
 
 def _variable(name: str, default: Any, values: dict[str, Any] | int, remedy: str = "") -> Any:
-    """A field for a variable.
+    """Returns a dataclass field for a variable.
 
     Args:
-      name: the variable.
-      default: the meaning of a variable that isn't set.
-      values: {text: its meaning}, or the smallest integer that is allowed.
-      remedy: what to do about another value.
+      name: the name of the variable.
+      default: the value of the field if the variable isn't set.
+      values: {text of the variable: value of the field}, or the smallest integer that is allowed.
+      remedy: the remedy in the error for other values.
     """
     return dataclasses.field(default=default, metadata=dict(variable=name, values=values, remedy=remedy))
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """The variables, checked, in jaxcgx's words. docs/plans.md says what a plan makes of each."""
+    """The checked variables, in jaxcgx's words. docs/plans.md has a table of their effects on a plan."""
 
     bits: int = _variable("CGX_COMPRESSION_QUANTIZATION_BITS", 32, {str(n): n for n in (*range(1, 9), 32)})  # 32: off
     bucket_size: int = _variable("CGX_COMPRESSION_BUCKET_SIZE", 512, 1)
     skip_incomplete: bool = _variable("CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS", False, _FLAG)
     minimal_size: int = _variable("CGX_COMPRESSION_MINIMAL_SIZE", 0, 0)
     fusion_mb: int = _variable("CGX_FUSION_BUFFER_SIZE_MB", 64, 1)
-    # None: SHM where memory can be shared
+    # None: SHM if the processes of a node can share memory, else MPI
     inner_communicator: str | None = _variable(
         "CGX_INNER_COMMUNICATOR_TYPE", None, {n: n for n in ("MPI", "SHM", "NCCL")}
     )
@@ -54,7 +54,10 @@ class Environment:
 
 
 def read(environ: Mapping[str, str] = os.environ, op: str = "Plan.from_env") -> Environment:
-    """The variables of an environment. A value or a name that CGX doesn't have is an error."""
+    """Returns the checked variables of an environment.
+
+    Values that CGX doesn't have, and unknown names that begin with CGX_, are errors. Errors name the function `op`.
+    """
     fields = {field.metadata["variable"]: field for field in dataclasses.fields(Environment)}
     if unknown := [name for name in environ if name.startswith("CGX_") and name not in fields]:
         raise unexpected(f"{op}: variable {unknown[0]}", f"one of {', '.join(fields)}", repr(unknown[0]), "unset it")

@@ -1,4 +1,4 @@
-"""Plans as TOML."""
+"""Writes and reads plans as TOML."""
 
 import dataclasses
 import json
@@ -17,12 +17,12 @@ _EXPORTED: dict[str, Any] = {name: getattr(codecs, name) for name in codecs.__al
 CODECS: dict[str, type[Codec]] = {
     name: found for name, found in _EXPORTED.items() if isinstance(found, type) and issubclass(found, Codec)
 }
-# And the values that a codec's field or a plan's may have.
+# The types of values that are written as a table with a name: codecs, and other values in fields of codecs and plans.
 PARTS: dict[str, type] = {**CODECS, "Sampled": codecs.Sampled, "Network": Network}
 
 
 def write(fields: dict[str, Any]) -> str:
-    """The text of a plan with these fields. `read` gives them back."""
+    """Returns the text of a plan with these fields. `read` is the inverse."""
     lines = ["# A plan of jaxcgx: jaxcgx.Plan.load reads it, docs/plans.md explains it."]
     said = {name: value for name, value in fields.items() if name != "rules" and value is not None}
     lines += [f"{name} = {_value(name, value)}" for name, value in said.items()]
@@ -61,12 +61,15 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A TOML string. It is JSON's, except that TOML has to escape DEL."""
+    """Returns a text as a TOML string. It is the JSON string, except that TOML must escape DEL, too."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read(text: str, fields: Collection[str]) -> dict[str, Any]:
-    """The fields of a plan, whose names are among `fields`. An error begins with the key that it is about."""
+    """Returns the fields of a plan as a dict, from its text.
+
+    A name that isn't among `fields` is an error. Errors about values begin with the key of the value.
+    """
     found = tomllib.loads(text)
     _check_keys("", found, fields)
     rules = found.get("rules", [])
@@ -95,7 +98,7 @@ def _rule(where: str, found: dict[str, Any]) -> Rule:
 
 
 def _codecs(where: str, found: Any) -> Any:
-    """A codec, a part of one, or {axis: codec}, from a TOML table."""
+    """Returns the codec, the other value of `PARTS`, or the dict {axis: codec} that a TOML table describes."""
     if not isinstance(found, dict):
         expected = 'a codec such as { name = "MaxMin", bits = 4 }, or one for each axis'
         raise unexpected(f"key '{where}'", expected, repr(found))

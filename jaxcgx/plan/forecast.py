@@ -1,4 +1,4 @@
-"""Plan.explain: every leaf's codec, message and bytes, before any program exists."""
+"""Plan.explain: finds the codec, the message and the bytes of every leaf. It needs no program."""
 
 import dataclasses
 import itertools
@@ -24,21 +24,21 @@ _OP = "Plan.explain"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A leaf in an exchange. In a hierarchy there is an exchange over each axis, and a row for each."""
+    """A leaf in an exchange. In a hierarchy, a leaf has an exchange over each axis, and a row for each exchange."""
 
-    leaf: str  # its path
+    leaf: str  # the path of the leaf
     shape: tuple[int, ...]
     dtype: str
-    axes: tuple[Any, ...]  # of the exchange; (): the tree was explained for one number of ranks
+    axes: tuple[Any, ...]  # the axes of the exchange; (): `axis_size` was one number
     codec: Codec
-    message: int | None  # counted from 1; None: the leaf travels raw, by itself, or not at all
-    raw_bytes: int  # of the leaf's elements in the exchange, in its own dtype
-    bytes: int  # of the same elements in their message
-    why: str | None  # the leaf travels raw; None: it doesn't
+    message: int | None  # the number of the message, from 1; None: the leaf travels raw and alone, or not at all
+    raw_bytes: int  # the bytes of the leaf's elements in the exchange, in the leaf's dtype
+    bytes: int  # the bytes of the same elements in the message
+    why: str | None  # the reason why the leaf travels raw; None: it doesn't
 
     @property
     def ratio(self) -> float:
-        """Uncompressed bytes for each byte that is sent."""
+        """The uncompressed bytes per byte in the message."""
         return ratio(self.bytes, self.raw_bytes)
 
 
@@ -47,7 +47,7 @@ class Forecast(Totals):
     """The result of `Plan.explain`. str() is a table."""
 
     rows: tuple[Row, ...]
-    totals: dict[Any, tuple[int, int]]  # {axes: (bytes in messages, the same elements uncompressed)}
+    totals: dict[Any, tuple[int, int]]  # {axes: (bytes in messages, bytes of the same elements uncompressed)}
 
     def __repr__(self) -> str:
         leaves = len({row.leaf for row in self.rows})
@@ -77,7 +77,7 @@ def _spell_axes(axes: tuple[Any, ...]) -> str:
 
 
 def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, schedule: Any, leader: bool) -> Forecast:
-    """The codec, message and bytes of every leaf of a tree."""
+    """Returns the codec, the message and the bytes of every leaf of a tree."""
     sizes = _check_sizes(axis_size)
     axes = tuple(name for name in sizes if name is not None)
     if isinstance(schedule, dict):
@@ -133,7 +133,7 @@ def forecast(plan: Assignment, tree: Any, axis_size: Any, *, fusion_mb: float, s
 
 
 def _check_sizes(axis_size: Any) -> dict[Any, int]:
-    """{axis name: ranks}; {None: ranks} of a number."""
+    """Returns {axis name: ranks}, or {None: ranks} if `axis_size` is a number."""
     sizes: dict[Any, Any] = dict(axis_size) if isinstance(axis_size, dict) else {None: axis_size}
     integers = all(map(is_integer, sizes.values()))
     if not integers or not sizes or min(sizes.values()) < 1:
@@ -143,14 +143,14 @@ def _check_sizes(axis_size: Any) -> dict[Any, int]:
 
 
 def _check_axes(given: dict[Any, Any], axes: tuple[Any, ...], axis_size: Any) -> None:
-    """Checks that codecs or schedules by axis are for these axes."""
+    """Checks that a dict of codecs or schedules by axis has exactly these axes."""
     if set(given) != set(axes):
         expected = f"{{axis name: ranks}}, outermost first, for the axes of {spell(given)}"
         raise wrong(_OP, "axis_size", expected, repr(axis_size))
 
 
 def _shares(sizes: dict[Any, int], n: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """The axes of each exchange of a leaf of n elements that has Raw() for each axis, and how many elements it has."""
+    """Yields (axes, number of elements) for each exchange of a leaf of n elements that has Raw() for each axis."""
     outer, *inner = sizes
     share = -(-n // math.prod(sizes[name] for name in inner))
     for k, name in enumerate((outer, *inner)):
@@ -160,12 +160,12 @@ def _shares(sizes: dict[Any, int], n: int) -> Iterator[tuple[tuple[Any, ...], in
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """A message over some axes."""
+    """An exchange of a message over some axes."""
 
     axes: tuple[Any, ...]
     layout: Layout
-    times: int = 1  # how often the layout counts: shards of inner ranks
-    padded: bool = True  # the whole message is sent, with its padding; plain sums and factors have none
+    times: int = 1  # the number of messages with this layout: by shards, one for each rank of an inner exchange
+    padded: bool = True  # whether padding is sent, too; plain sums and factors have none
 
     @property
     def bytes(self) -> list[int]:
@@ -185,19 +185,19 @@ class _Exchange:
         return self.times * self.layout.chunks * self.layout.chunk_bytes
 
 
-# This mirrors exchange/hierarchy.py. Sums are in float32 from the first exchange on. By shards, an inner exchange
-# counts once for each of its ranks, and the leaf shrinks to a share on the way out. By a leader, every exchange is of
-# whole leaves, and the inner ranks get what their leader received. Factors are of whole leaves, too
-# (exchange/low_rank.py).
+# This mirrors exchange/hierarchy.py. By shards, sums are in float32 after the innermost exchange. An inner exchange has
+# a message for each of its ranks, and a leaf shrinks to a share on its way to the outermost exchange. By leaders, every
+# exchange has whole leaves in float32, and the inner ranks get the bytes that their leader received. Factors are those
+# of whole leaves, too (exchange/low_rank.py).
 def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], leader: bool) -> Iterator[_Exchange]:
-    """The exchanges of a message."""
+    """Yields the exchanges of a message."""
     names = tuple(name for name in sizes if name is not None)
     if not isinstance(codec, dict):
         layout = Layout.of(codec, leaves, math.prod(sizes.values()))
         yield _Exchange(names, layout, padded=not codec.low_rank)
         return
     inner = names[1:]
-    whole = bool(inner) and (leader or codec[names[0]].low_rank)  # inner exchanges are of whole leaves
+    whole = bool(inner) and (leader or codec[names[0]].low_rank)  # whether inner exchanges have whole leaves
     for k, name in enumerate(names):
         if sizes[name] == 1:
             continue
@@ -205,7 +205,7 @@ def _exchanges(codec: Codecs, sizes: dict[Any, int], leaves: Sequence[Shaped], l
         if whole:
             shapes = [tuple(x.shape) for x in leaves]
         else:
-            together = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are not yet apart
+            together = math.prod(sizes[a] for a in inner[: max(k - 1, 0)])  # shares that are still joined
             shapes = [(together * -(-x.size // math.prod(sizes[a] for a in inner)),) for x in leaves]
         times = 1 if whole or k == 0 else sizes[name]
         layout = Layout(codec[name], tuple(shapes), dtypes=tuple(dtypes), chunks=sizes[name] // times)

@@ -1,4 +1,4 @@
-"""What plans and collectives ask of leaves: their names, whether codecs take them, which of them share a message."""
+"""Functions on leaves, for plans and collectives: paths, the reasons why leaves travel raw, and shared messages."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -10,42 +10,46 @@ from jaxcgx.codecs.base import Codec
 from jaxcgx.codecs.low_rank import LowRank
 from jaxcgx.native.layout import DTYPES
 
-# A leaf: a jax.Array, np.ndarray or jax.ShapeDtypeStruct, whose own types JAX leaves open. Tracers are arrays.
+# A leaf: a jax.Array (tracers count, too), np.ndarray or jax.ShapeDtypeStruct. JAX has no precise types for their
+# shapes and dtypes.
 Shaped: TypeAlias = Any
 
 
 def spell_path(path: Any) -> str:
-    """A JAX path as rules see it: "a/b/kernel"."""
+    """Returns a JAX path as a text such as "a/b/kernel", which rules match."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def why_unfit(leaf: Shaped) -> str | None:
-    """Why no codec can take a leaf; None if codecs can."""
+    """Returns the reason why no codec can take a leaf, or None if codecs can."""
     if leaf.dtype not in DTYPES:
         return f"{leaf.dtype} is not float32, bfloat16 or float16"
     return "it has no elements" if leaf.size == 0 else None
 
 
 def why_raw(leaf: Shaped, codecs: Sequence[Codec]) -> str | None:
-    """Why a leaf travels raw; None where one of the codecs encodes it and none refuses it."""
+    """Returns the reason why a leaf travels raw, or None if one of its codecs compresses it and none refuses it."""
     if why := why_unfit(leaf) or ("its codec is Raw()" if all(codec.raw for codec in codecs) else None):
         return why
     return next((why for codec in codecs if (why := codec.why_raw(leaf.shape, jnp.dtype(leaf.dtype)))), None)
 
 
 def factor_shape(leaf: Shaped, codecs: Sequence[Codec]) -> tuple[int, ...] | None:
-    """The shape of a leaf's warm-start factor (PowerSGD), or None.
+    """Returns the shape of a leaf's warm-start factor (PowerSGD), or None if the leaf has no factor.
 
     Args:
       leaf: the leaf.
-      codecs: its codecs, the outermost one first.
+      codecs: the codecs of the leaf, outermost first.
     """
     low_rank = next((codec for codec in codecs if isinstance(codec, LowRank)), None)
     return None if low_rank is None or why_raw(leaf, codecs) else low_rank.factor_shape(leaf.shape)
 
 
 def messages(leaves: Sequence[Shaped], limit: float) -> list[list[int]]:
-    """Which leaves share a message: lists of indices, in order, of up to `limit` bytes. A larger leaf travels alone."""
+    """Groups leaves into messages of at most `limit` bytes. A larger leaf travels alone.
+
+    Returns the messages as lists of the leaves' indices, in order.
+    """
     found: list[list[int]] = []
     room = -1.0
     for i, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""The plan: which leaf gets which codec, and how the messages travel."""
+"""The plan, which gives each leaf its codec, and says how messages travel."""
 
 import dataclasses
 import numbers
@@ -30,26 +30,28 @@ SCHEDULES = ("auto", "two_shot", "one_shot", "ring", "tree")
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Assignment):
-    """Which leaf of a pytree gets which codec.
+    """Gives each leaf of a pytree its codec.
 
-    A plan is passed where a codec is, and is static under jit as a codec is. A collective raises an error if two rules
-    of the same priority give a leaf different codecs, and if a rule with a path or a predicate holds for no leaf and
-    isn't optional.
+    A plan is passed in place of a codec. Like a codec, it is static under jit. A collective raises an error if two
+    rules of the same priority give a leaf different codecs. It also raises an error if a rule with a path or a
+    predicate applies to no leaf, unless the rule is optional.
 
     Args:
-      default: the codec of leaves that no rule holds for, {axis name: codec}, or Skip(): these leaves are not sent.
-      rules: each a `Rule`, or a pair of a codec and, before it, a regular expression on the leaf's path ("a/b/kernel")
-        or a predicate.
-      min_size: a guard, stronger than every rule except those with Skip(): leaves of fewer elements travel raw. 0
-        turns it off.
-      skip_1d: a guard, too: leaves of one dimension or none, biases and norms, travel raw. False turns it off.
-      fusion_mb: the largest message, for collectives whose caller gives no size.
-      schedule: the schedule, or {axis name: schedule}, for collectives whose caller gives none.
-      leader: whether leaders exchange for their nodes, for collectives whose caller doesn't say.
-      prefer: what the schedule "auto" saves, "time" or "bytes". A small message over many ranks takes the least time
-        by "one_shot", which may send more bytes than lax.psum.
-      network: what the schedule "auto" knows of links and kernels, a `Network`. None: it assumes 1 Gbit/s. All ranks
-        need the same plan. `jaxcgx.advise` returns one with what it measured.
+      default: the codec of leaves to which no rule applies. It may also be {axis name: codec}, or Skip() for leaves
+        that are not sent.
+      rules: a list whose items are a `Rule` or a pair (condition, codec). The condition is a regular expression on the
+        leaf's path ("a/b/kernel") or a predicate.
+      min_size: a guard: leaves with fewer elements travel raw. Guards take precedence over every codec except Skip().
+        0 turns this guard off.
+      skip_1d: another guard: leaves of one dimension or none, such as biases and norms, travel raw. False turns this
+        guard off.
+      fusion_mb: the largest size of a message in MiB, for collectives whose caller passes none.
+      schedule: the schedule, or {axis name: schedule}, for collectives whose caller passes none.
+      leader: whether leaders exchange for their nodes, for collectives whose caller doesn't set it.
+      prefer: the quantity that the schedule "auto" minimizes, "time" or "bytes". For a small message over many ranks,
+        "one_shot" takes the least time, but may send more bytes than lax.psum.
+      network: the speeds of links and kernels for the schedule "auto", a `Network`. None: a link of 1 Gbit/s. All ranks
+        need the same plan. A plan that `jaxcgx.advise` returns has the speeds that `advise` was given and measured.
     """
 
     fusion_mb: float = 64
@@ -77,46 +79,49 @@ class Plan(Assignment):
 
     @classmethod
     def cgx(cls, bits: int = 4, bucket_size: int = 1024, rounding: str = "nearest") -> Self:
-        """The plan of CGX's hook for layers.
+        """Returns the plan of CGX's hook for layers.
 
-        It has MaxMin for everything except leaves of fewer than 1024 elements, biases and norms. The bucket size is the
-        hook's. CGX's variables have 512 (`from_env`), as MaxMin has.
+        MaxMin encodes all leaves except those with fewer than 1024 elements, biases and norms. The default bucket size
+        is the hook's. The default of CGX's variables (`from_env`) and of MaxMin is 512.
 
         Args:
-          bits: MaxMin's.
-          bucket_size: MaxMin's.
-          rounding: MaxMin's.
+          bits: as in MaxMin.
+          bucket_size: as in MaxMin.
+          rounding: as in MaxMin.
         """
         return cls(MaxMin(bits, bucket_size, rounding))
 
     @classmethod
     def bytegrad(cls, axis_name: AxisName = None) -> Self:
-        """The plan of Bagua's ByteGrad: 8 bits for everything.
+        """Returns the plan of Bagua's ByteGrad: 8 bits for all leaves.
 
         Args:
-          axis_name: in a tuple of axes, outermost first, only the outermost is compressed.
+          axis_name: a name, or a tuple of names, outermost first. With a tuple, leaves are compressed only over the
+            outermost axis.
         """
         names = check_axis_names("Plan.bytegrad", axis_name, optional=True)
         return cls(by_axis(names, ByteGrad(), Raw()), min_size=0, skip_1d=False)
 
     @classmethod
     def fp16(cls, axis_name: AxisName = None) -> Self:
-        """The plan of GeoMX's FP16: everything travels as float16.
+        """Returns the plan of GeoMX's FP16: all leaves travel as float16.
 
         Args:
-          axis_name: a tuple of axes, outermost first, is a hierarchy, in which each axis has an exchange of its own.
+          axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
+            axis after another.
         """
         names, half = check_axis_names("Plan.fp16", axis_name, optional=True), Cast("float16")
         return cls(by_axis(names, half, half), min_size=0, skip_1d=False, prefer="bytes")
 
     @classmethod
     def mixed_precision(cls, codec: Codec = MaxMin(), size_bound: int = 200_000, axis_name: AxisName = None) -> Self:
-        """The plan of GeoMX's mixed-precision quantization, with a dense codec.
+        """Returns the plan of GeoMX's mixed-precision quantization, by default with a dense codec.
 
         Args:
           codec: the codec of large leaves.
-          size_bound: leaves of up to that many elements travel as float16, over all axes.
-          axis_name: in a tuple of axes, outermost first, large leaves travel raw over all except the outermost.
+          size_bound: the most elements of leaves that travel as float16, over all axes.
+          axis_name: a name, or a tuple of names, outermost first. With a tuple, large leaves travel raw over all axes
+            except the outermost.
         """
         op, half = "Plan.mixed_precision", Cast("float16")
         names = check_axis_names(op, axis_name, optional=True)
@@ -133,13 +138,15 @@ class Plan(Assignment):
         pull: str = "all",
         select: str | Sampled = "sampled",
     ) -> Self:
-        """The plan of GeoMX's bidirectional sparsification. `jaxcgx.bsc` is the transformation with its momentum.
+        """Returns the plan of GeoMX's bidirectional sparsification.
+
+        `jaxcgx.bsc` is the gradient transformation with this plan and GeoMX's momentum.
 
         Args:
-          threshold: the share of elements, the largest ones, that travels; above 0.
-          size_bound: leaves of up to that many elements travel raw.
-          axis_name: in a tuple of axes, outermost first, everything travels raw over all except the outermost. Each
-            axis has an exchange of its own.
+          threshold: the fraction of elements that is sent, above 0. The largest elements are sent.
+          size_bound: the most elements of leaves that travel raw.
+          axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: leaves are exchanged over one
+            axis after another, and travel raw over all axes except the outermost.
           pull: as in TopK.
           select: as in TopK.
         """
@@ -156,17 +163,19 @@ class Plan(Assignment):
         min_size: int | None = None,
         skip_1d: bool = False,
     ) -> Self:
-        """CGX's behaviour under these environment variables. docs/plans.md has the table.
+        """Returns the plan that CGX's environment variables describe. docs/plans.md has a table of the variables.
 
-        What CGX's program says in its CGXState comes before the variables, and so do these arguments.
+        In CGX, the arguments of CGXState take precedence over the variables. Here, the arguments of this function do.
 
         Args:
-          axis_name: a tuple of axes, outermost first, is a hierarchy: nodes, and ranks within a node. None or one name
-            is a single network, where variables about two networks don't count, except CGX_INNER_REDUCTION_TYPE.
-          environ: the variables.
-          bits: the bits per element, 1 to 8; 32: everything travels raw.
-          bucket_size: the elements of a bucket.
-          min_size: leaves of fewer elements travel raw (`layer_min_size`), and those of up to 16 always.
+          axis_name: a name, or a tuple of names, outermost first. A tuple is a hierarchy: nodes, and ranks within a
+            node. None or one name is a single network. Variables about two networks then have no effect, except
+            CGX_INNER_REDUCTION_TYPE.
+          environ: the environment variables.
+          bits: the bits per element, 1 to 8; or 32: everything travels raw. None: from the variables.
+          bucket_size: the elements of a bucket. None: from the variables.
+          min_size: leaves with fewer elements travel raw, as with CGX's `layer_min_size`. Leaves with up to 16 elements
+            always travel raw. None: from the variables.
           skip_1d: whether leaves of one dimension or none travel raw, as with CGX's hook for layers.
         """
         op = "Plan.from_env"
@@ -180,7 +189,7 @@ class Plan(Assignment):
         inner, cross = ("one_shot", "one_shot") if env.all_to_all else (env.inner_reduction, env.cross_reduction)
         return cls(
             by_axis(names, codec, codec if env.intra_compress else Raw()),
-            min_size=max(least, 17),  # up to 16 elements CGX always sends as they are
+            min_size=max(least, 17),  # CGX never compresses leaves of up to 16 elements
             skip_1d=check_flag(op, "skip_1d", skip_1d),
             fusion_mb=env.fusion_mb,
             schedule=by_axis(names, cross if hierarchy else inner, inner),
@@ -188,15 +197,16 @@ class Plan(Assignment):
         )
 
     def explain(self, tree: Any, axis_size: int | dict[Any, int]) -> forecast.Forecast:
-        """The codec, message and bytes of every leaf, and why it travels raw if it does.
+        """Returns the codec, the message and the bytes of every leaf, and the reasons why leaves travel raw.
 
-        str() of the result is a table. Bytes are the leaf's in its message, and the same elements uncompressed.
-        "two_shot" and "ring" send 2 (W - 1) / W of them, as lax.psum does of the uncompressed ones (sums of TopK are
-        longer than messages). `jaxcgx.explain` of a step says what that step sends.
+        str() of the result is a table. It has the bytes of each leaf in its message, and the bytes of the same elements
+        uncompressed. With W ranks, "two_shot" and "ring" send 2 (W - 1) / W times the bytes of a message, and lax.psum
+        sends 2 (W - 1) / W times the uncompressed bytes. Sums of TopK are longer than messages. `jaxcgx.explain` finds
+        the bytes that a compiled step sends.
 
         Args:
           tree: a pytree of arrays or jax.ShapeDtypeStruct.
-          axis_size: the number of ranks, or {axis name: ranks}, outermost first.
+          axis_size: the number of ranks, or {axis name: number of ranks}, outermost first.
         """
         return forecast.forecast(
             self, tree, axis_size, fusion_mb=self.fusion_mb, schedule=self.schedule, leader=self.leader
@@ -211,34 +221,34 @@ class Plan(Assignment):
         alpha: float = 1.0,
         reference: Codec | None = None,
     ) -> Self:
-        """The plan with another codec for each leaf that gets its default now.
+        """Returns the plan with a new codec for each leaf that gets the plan's default.
 
-        The choice is by what gradients lose (`gradient_statistics`). Guards and rules decide as before. The new rules
-        are optional. Ranks with the same statistics make the same plan.
+        The choice depends on the errors that `gradient_statistics` measured. Leaves with a guard or a rule stay
+        unchanged. The new rules are optional. Ranks with the same statistics get the same plan.
 
         Args:
           statistics: the sum of `gradient_statistics` over some steps.
-          method: "lgreco" chooses among the statistics' codecs. "kmeans" puts leaves into three clusters by size and by
-            the norm of their 100 largest magnitudes. The cluster of the lowest norm gets 2 bits in buckets of 128, the
-            middle one 3 bits in buckets of 256, the other 4 bits in the reference's.
-          budget: what "lgreco" keeps to. "error": all leaves together send the fewest bytes, while the sum of squared
-            errors is at most `alpha` times that of `reference` everywhere. "bytes": that sum is the least, with at most
-            `alpha` times the bytes.
+          method: "lgreco" chooses among the codecs of the statistics. "kmeans" groups leaves into three clusters, by
+            size and by the norm of their 100 largest magnitudes. In increasing order of that norm, clusters get 2 bits
+            in buckets of 128, 3 bits in buckets of 256, and 4 bits in buckets of the reference's size.
+          budget: the limit for "lgreco". "error": all leaves together send the fewest bytes, and the sum of squared
+            errors is at most `alpha` times the sum with `reference` for all leaves. "bytes": the sum of squared errors
+            is the smallest, and the bytes are at most `alpha` times the bytes with `reference` for all leaves.
           alpha: the factor of the budget.
-          reference: the uniform choice. By default it is the plan's default codec; if that has one for each axis, the
-            one that compresses.
+          reference: the codec with which the budget is compared. None: the plan's default codec. If the default has a
+            codec for each axis, it is the codec that compresses.
         """
         rules = adapt.adapt(self, statistics=statistics, method=method, budget=budget, alpha=alpha, reference=reference)
         return dataclasses.replace(self, rules=(*self.rules, *rules))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a TOML file. Predicates and codecs of your own can't be saved."""
+        """Writes the plan to a TOML file. Predicates and user-defined codecs can't be saved."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         pathlib.Path(path).write_text(file.write(fields), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """The plan in a file that `save` wrote, or that was written by hand after docs/plans.md."""
+        """Returns the plan in a TOML file, which `save` or a person has written. docs/plans.md shows the format."""
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
             return cls(**file.read(text, [field.name for field in dataclasses.fields(cls)]))
@@ -247,7 +257,7 @@ class Plan(Assignment):
 
 
 def _check_bits(op: str, bits: Any) -> int:
-    """CGX's number of bits, 32 without compression."""
+    """Returns the checked number of bits. 32 means no compression, as in CGX."""
     number = check_integer(op, "bits", bits)
     if number not in (*range(1, 9), 32):
         raise wrong(op, "bits", "an integer from 1 to 8, or 32 for no compression", number)

@@ -1,4 +1,4 @@
-"""Rules: a codec, and the leaves that it is for."""
+"""Rules, which give a codec to the leaves that satisfy their conditions."""
 
 import dataclasses
 import re
@@ -17,14 +17,14 @@ class Rule:
 
     Args:
       codec: a codec, {axis name: codec}, or Skip() for leaves that are not sent.
-      path: a regular expression that is searched (re.search) in the leaf's path, "a/b/kernel".
-      where: a function of the path and the leaf, a jax.ShapeDtypeStruct, that returns True or False.
-      min_size: the fewest elements.
-      max_size: the most elements.
+      path: a regular expression. re.search looks for it in the leaf's path, such as "a/b/kernel".
+      where: a predicate: a function of the path and the leaf (a jax.ShapeDtypeStruct) that returns True or False.
+      min_size: the smallest number of elements.
+      max_size: the largest number of elements.
       ndim: the number of dimensions.
-      priority: where several rules hold for a leaf, those with the highest priority count.
-      optional: a rule with a path or a predicate must hold for at least one leaf, unless it is optional. A plan that is
-        used on parts of a tree has optional rules.
+      priority: if several rules apply to a leaf, only rules with the highest priority count.
+      optional: whether the rule may apply to no leaf, for plans that are used on parts of a tree. Other rules with a
+        path or a predicate must apply to at least one leaf.
     """
 
     codec: Codecs
@@ -53,15 +53,15 @@ class Rule:
     def __str__(self) -> str:
         return re.sub(
             " at 0x[0-9a-f]+", "", spell(self)
-        )  # without a predicate's address, which differs between processes
+        )  # removes the address of a predicate, which differs between processes
 
     @property
     def names(self) -> bool:
-        """Whether it names leaves, and doesn't only say how large they are."""
+        """Whether the rule has a path or a predicate, not only sizes and dimensions."""
         return bool(self.path or self.where)
 
     def matches(self, op: str, path: str, leaf: Shaped) -> bool:
-        """Whether it holds for a leaf. `op` is the function that errors name."""
+        """Returns whether the rule applies to a leaf. `op` is the function that errors name."""
         conditions = (
             self.path is None or re.search(self.path, path),
             self.min_size is None or leaf.size >= self.min_size,
@@ -89,7 +89,7 @@ def _check_pattern(path: Any) -> None:
 
 
 def as_rule(rule: Any) -> Rule:
-    """A rule from a `Rule` or from a pair (regular expression or predicate, codec)."""
+    """Returns a `Rule` as it is, or makes a rule from a pair (regular expression or predicate, codec)."""
     if isinstance(rule, Rule):
         return rule
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not (isinstance(rule[0], str) or callable(rule[0])):

@@ -1,4 +1,4 @@
-"""What gradients lose when they are encoded, measured leaf by leaf and codec by codec. `Plan.adapt` chooses by it."""
+"""Measures the error of each codec on the gradients of each leaf. `Plan.adapt` chooses codecs by these errors."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from jaxcgx.plan.leaves import spell_path, why_unfit
 from jaxcgx.transports.resolve import check_axes
 from jaxcgx.typing import AxisName
 
-TOP = 100  # how many of the largest magnitudes `tops` sums up; CGX's number
+TOP = 100  # the number of largest magnitudes whose norm is in `tops`, as in CGX
 
 
 @functools.partial(
@@ -29,15 +29,15 @@ TOP = 100  # how many of the largest magnitudes `tops` sums up; CGX's number
 )
 @dataclasses.dataclass(frozen=True)
 class GradientStatistics:
-    """Sums over the ranks of an axis and, where statistics were added, over steps.
+    """Statistics of gradients: sums over ranks and, if statistics were added, over steps.
 
-    They are a pytree: a jitted step can return them.
+    They are a pytree, so a jitted step can return them.
     """
 
     errors: jax.Array  # float32[leaves, codecs]: the squared error of one encoding
     norms: jax.Array  # float32[leaves]: the squared norm
     tops: jax.Array  # float32[leaves]: the squared norm of the 100 largest magnitudes
-    paths: tuple[str, ...]  # of the leaves that codecs can take, as a plan's rules see them
+    paths: tuple[str, ...]  # the paths of the leaves that codecs can take, in the form that rules match
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     codecs: tuple[Codec, ...]
@@ -61,16 +61,16 @@ def gradient_statistics(
     *,
     key: Any = None,
 ) -> GradientStatistics:
-    """The squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
+    """Returns the squared error of every codec and the squared norm, leaf by leaf, for `Plan.adapt`.
 
-    Statistics of several steps add up: `statistics + gradient_statistics(...)`.
+    Statistics of several steps can be added: `statistics + gradient_statistics(...)`.
 
     Args:
       grads: a pytree of this rank's gradients.
-      axis_name: the numbers are summed over that axis, or a tuple of axes, by lax.psum. Every rank then has the same
-        numbers and chooses alike.
+      axis_name: an axis, or a tuple of axes, over which lax.psum adds the numbers. Every rank then has the same numbers
+        and makes the same choice. None: the numbers are this rank's.
       codecs: the candidates.
-      key: a random key. Codecs that round stochastically need one.
+      key: a random key, for codecs that round stochastically.
     """
     op = "gradient_statistics"
     if not isinstance(codecs, tuple | list) or not codecs:
@@ -100,7 +100,7 @@ def gradient_statistics(
 
 
 def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
-    """The leaves that codecs can take, and their JAX paths."""
+    """Returns (JAX paths, arrays) of the leaves that codecs can take. Their paths must differ."""
     found = [(path, jnp.asarray(leaf)) for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]]
     found = [(path, leaf) for path, leaf in found if not why_unfit(leaf)]
     if not found:
@@ -113,7 +113,7 @@ def _check_leaves(op: str, grads: Any) -> tuple[list[Any], list[jax.Array]]:
 
 
 def _measure(x: jax.Array, codecs: Sequence[Codec], key: Any) -> jax.Array:
-    """float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
+    """Returns float32[codecs + 2]: the squared errors, the squared norm, the squared norm of the largest magnitudes."""
     exact = x.astype(jnp.float32)
     errors = [roundtrip(x, codec, key if codec.stochastic else None).astype(jnp.float32) - exact for codec in codecs]
     top = lax.top_k(jnp.abs(exact.reshape(-1)), min(TOP, x.size))[0]
