@@ -138,6 +138,7 @@ RUNS = {
 
 
 NOTES = """\
+- A row without all seeds of float32 has no mean and no mark.
 - lost: against float32 with the same seed, the mean over seeds: points of accuracy, or % of the loss. spread: the
   standard deviation over seeds. Goals are those of 4 bits (0.3 points, 0.5 %) and of 2 bits (1 point, 1.5 %) with
   feedback.
@@ -288,13 +289,14 @@ def show(report):
             "",
             *header("gradients", "feedback", kind, "of seeds", "lost", "spread", "goal", "", "bytes/step", "fewer"),
         )
-        raw = next(iter(found[name, DENSE, False].values()))["sent_bytes"]
+        dense = found[name, DENSE, False]
+        raw = next(iter(dense.values()))["sent_bytes"]
         for key in sorted(keys, key=lambda key: (list(RUNS).index(key[1]), not key[2])):
             _, run, feedback = key
             rows, less = found[key], lost(name, found, key)
             mean, most = float(np.mean([*less.values()])), task.most.get(RUNS[run].bits) if feedback else None
             values, sent = [row[kind] for row in rows.values()], next(iter(rows.values()))["sent_bytes"]
-            digits = 3 if task.adam else 2
+            digits, whole = 3 if task.adam else 2, less.keys() == dense.keys()
             report.data["rows"].append(
                 dict(
                     task=name,
@@ -304,13 +306,17 @@ def show(report):
                     sent_bytes=sent,
                 )
             )
-            cells = [run, "" if run == DENSE else "yes" if feedback else "no", f"{np.mean(values):.{digits}f}"]
+            cells = [
+                run,
+                "" if run == DENSE else "yes" if feedback else "no",
+                f"{np.mean(values):.{digits}f}" if whole else "",
+            ]
             cells += [
                 " ".join(f"{value:.{digits}f}" for value in values),
                 f"{mean:+.2f}",
                 f"{np.std([*less.values()]):.2f}",
             ]
-            cells += ["" if most is None else f"<= {most:g}", "" if most is None else mark(mean <= most)]
+            cells += ["" if most is None else f"<= {most:g}", "" if most is None or not whole else mark(mean <= most)]
             report.show(line([*cells, f"{sent:,}", f"{raw / sent:.1f}"]))
     report.show("", *NOTES.splitlines(), "", "What papers say, of longer training of larger networks:", "")
     report.show(*header("paper", "method", "what", "float32", "compressed"), *map(line, PUBLISHED), "", UNPUBLISHED)
